@@ -44,7 +44,8 @@ def swept(setting: str, contender: str) -> float:
         _, its_setting, its_contender, _ = row["cell"].split("/")
         name, _, rate = its_contender.partition("@")
         if its_setting == setting and rate:
-            found.setdefault(name, {}).setdefault(row["learning_rate"], []).extend(value for _, value in row["curve"][1:])
+            values = found.setdefault(name, {}).setdefault(row["learning_rate"], [])
+            values += [value for _, value in row["curve"][1:]]
     head, _, select = contender.rpartition("-")
     rates = found.get(contender) or found.get(f"{head}-{SHARED_RATES.get(select, select)}") or {}
     return max(rates, key=lambda rate: (sum(rates[rate]) / len(rates[rate]), -rate)) if rates else 5e-4
@@ -193,16 +194,17 @@ def sudoku(seed: int) -> list[Cell]:
 
 
 def plan_path(seed: int) -> list[Cell]:
-    play = {"side": 5, "walls": 0.3, "min_route": 4, "quality": 0.3, "max_turns": 1}
+    play = {"side": 5, "walls": 0.3, "min_route": 4, "quality": 0.2, "clean": 0.85, "max_turns": 1}
     start = WarmStart(
         "plan_path",
         {**play, "max_turns": 2, "actors": ["tool", "planner", "solver"]},
-        {"steps": 500, "batch_size": 128, "lr": 2.5e-3},
+        {"steps": 1100, "batch_size": 128, "lr": 2.5e-3, "shuffle": False},
         seed,
     )
     base = merged(BASE, {"task": "plan_path", "task_options": play, "max_sampled_tokens": 200_000})
+    base = merged(base, {"update": {"lr": 2e-4, "warmup": 5}})  # of the shipped example; not swept
     contenders = grid_contenders({"task_options": {"actors": ["solver"], "max_turns": 2}})
-    return cells_of("credit", "plan_path", base, contenders, seed, start)
+    return [Cell("credit", "plan_path", who, seed, merged(base, changed), start) for who, changed in contenders.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,6 +265,33 @@ def rae(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Does nested credit make a curriculum?
+# ---------------------------------------------------------------------------------------------------------------------
+CURRICULUM: Settings = merged(
+    BASE, {"task": "tasks:Curriculum", "max_sampled_tokens": 150_000, "update": {"num_minibatches": 1}}
+)
+PROPOSED = merged({"rollout": {"prompts_per_step": 16, "group_size": 4}}, credit("hierarchy"))
+CURRICULUM_CONTENDERS: dict[str, Settings] = {
+    "untrained": {"steps": 0},
+    "random-problems": merged(
+        {"rollout": {"prompts_per_step": 64, "group_size": 4}, "task_options": {"random": True}}, credit("grpo")
+    ),
+    "variance": PROPOSED,
+    "hard": merged(PROPOSED, {"task_options": {"curve": "hard"}}),
+}
+
+
+def curriculum_start(seed: int) -> WarmStart:
+    settings = {"steps": 800, "batch_size": 128, "lr": 2.5e-3, "shuffle": False}
+    return WarmStart("tasks:Curriculum", {}, settings, seed)
+
+
+def curriculum(seed: int) -> list[Cell]:
+    """A proposer that is paid for problems which the solver solves half of the time, against drawn problems."""
+    return cells_of("curriculum", "sums", CURRICULUM, CURRICULUM_CONTENDERS, seed, curriculum_start(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The sweeps that chose the settings
 # ---------------------------------------------------------------------------------------------------------------------
 def sweep(seed: int) -> list[Cell]:
@@ -301,8 +330,7 @@ def sweep(seed: int) -> list[Cell]:
 
 
 CELLS = [cell for seed in SWEEP_SEEDS for cell in sweep(seed)]
-CELLS += [
-    cell for seed in SEEDS for make in (views, roles, drill, sudoku, plan_path, stability, rae) for cell in make(seed)
-]
+QUESTIONS = (views, roles, drill, sudoku, plan_path, stability, rae, curriculum)
+CELLS += [cell for seed in SEEDS for cells in QUESTIONS for cell in cells(seed)]
 
 assert len({cell.name for cell in CELLS}) == len(CELLS), "each cell needs another name"

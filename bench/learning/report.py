@@ -27,8 +27,8 @@ ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "learning.md"
 IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"(<!-- results: (\S+) against (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""A table of the page: ``question`` or ``question/settings``, where settings are a pattern, and the contender with which
-the others are compared."""
+"""A table of the page: ``question``, or ``question/pattern of its settings``, and the contender with which the others are
+compared."""
 
 Row = dict[str, Any]
 Groups = dict[tuple[str, str], list[Row]]

@@ -32,6 +32,7 @@ from common import environment  # noqa: E402
 from experiments import CELLS  # noqa: E402
 
 WORK = Path("runs/learning")
+SERIES = ("grad_norm", "entropy", "exploitability", "truncated", "pass_rate", "hard")
 SWEEP = "sweep"
 
 
@@ -147,7 +148,7 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
         "seconds": round(progress.seconds, 1) if progress else 0.0,
         "learning_rate": config.update.lr,
         "curve": [[line["total_sampled_tokens"], line["validation"]] for line in lines if "validation" in line],
-        "series": {name: series(lines, name) for name in ("grad_norm", "entropy", "exploitability", "truncated")},
+        "series": {name: series(lines, name) for name in SERIES},
         "seconds_warm_start": seconds_of(cell.warm, work),
         "config": cell.config,
         "environment": environment(1),

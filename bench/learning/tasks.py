@@ -12,7 +12,16 @@ from pydantic import Field
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.tasks import Demonstration, OwnOptions, OwnTask, Player, Split
 from turnwise.tasks.base import split_of
-from turnwise.types import EpisodeState, Messages
+from turnwise.tasks.proposer_solver import (
+    ProposeEpisode,
+    ProposerSolverOptions,
+    ProposerSolverTask,
+    Size,
+    value_of,
+)
+from turnwise.tasks.proposer_solver.arithmetic import draw_problem
+from turnwise.tasks.proposer_solver.episodes import PROPOSER, SOLVE, SOLVER, SYSTEM_PROMPTS, propose_message
+from turnwise.types import EpisodeRequest, EpisodeState, Message, Messages
 
 SYMBOLS = "12345"
 
@@ -287,3 +296,96 @@ class TeamDrill(Drill):
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, DrillEpisode]:
         return {"drill": TeamDrillEpisode(self.options, tree)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curriculum: problems that the team makes, most of them easy at first
+# ---------------------------------------------------------------------------------------------------------------------
+def operations(problem: str) -> int:
+    return sum(problem.count(sign) for sign in "+-*")
+
+
+class CurriculumOptions(ProposerSolverOptions):
+    """``random`` trains the solver on drawn problems. ``easy`` is the share of drawn problems with two numbers.
+
+    In the first ``clean`` of the demonstrations every answer is right. Later, an answer to a problem of three numbers
+    is right with chance ``quality``, and otherwise the largest of its numbers.
+    """
+
+    random: bool = False
+    easy: float = 0.8
+    clean: float = 0.8
+    numbers: int = 3
+    largest: int = 5
+    quality: float = 0.35
+
+
+class MeasuredProposeEpisode(ProposeEpisode):
+    """Also reports whether a proposed problem is a hard one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        paid = list(zip(self.rubric.funcs, self.rubric.weights, strict=True))
+        functions, weights = zip(*paid, (hard, 0.0), strict=True)
+        self.rubric = Rubric(list(functions), list(weights), valid=[functions[1]])
+
+
+def hard(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for a problem of three numbers; left out without a problem."""
+    return {} if extras["problem"] is None else {PROPOSER: float(operations(extras["problem"]) == 2)}
+
+
+class Curriculum(ProposerSolverTask):
+    """Sums of up to three numbers. Held-out problems have three; four in five drawn for training have two."""
+
+    options_type = CurriculumOptions
+    options: CurriculumOptions
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Any]:
+        options = self.options
+        propose = MeasuredProposeEpisode(
+            attempts=options.attempts, curve=options.curve, size=options.size, train_solver=options.train_solver
+        )
+        return {**super().episodes(tree), self.name: propose}
+
+    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
+        rng, found = Random(f"curriculum/{split}/{seed}"), dict[str, None]()
+        while len(found) < n:
+            problem = self._drawn(rng, 0.0 if split != "train" else self.options.easy)
+            if split_of(problem) == split:
+                found[problem] = None
+        return list(found)
+
+    def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        requests = super().requests(step, questions, copies)
+        if self.options.random:
+            for request in requests:
+                request.episode_type, request.artifact = SOLVE, self.artifact(request.artifact["example"])
+        return requests
+
+    def _drawn(self, rng: Random, easy: float) -> str:
+        numbers = 2 if rng.random() < easy else 3
+        while operations(problem := draw_problem(Size(numbers, self.options.largest), rng)) != numbers - 1:
+            pass
+        return problem
+
+    def _demonstrate(self, n: int, seed: str, quality: float) -> list[Demonstration]:
+        rng, made, size = Random(f"curriculum-demonstrations/{seed}"), [], self.options.size
+
+        def drawn(easy: float) -> str:
+            while split_of(problem := self._drawn(rng, easy)) != "train":
+                pass
+            return problem
+
+        for index in range(n):
+            actor = (PROPOSER, SOLVER)[index % 2]
+            system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor]}
+            if actor == PROPOSER:
+                shown, problem = drawn(self.options.easy), drawn(self.options.easy)
+                made.append((actor, [system, propose_message(shown, size)], problem))
+                continue
+            problem = drawn(0.3)  # so that the start contains the skill
+            is_right = index < self.options.clean * n or operations(problem) == 1 or rng.random() < quality
+            answer = value_of(problem) if is_right else max(int(digit) for digit in problem if digit.isdigit())
+            made.append((actor, [system, {"role": "user", "content": problem}], str(answer)))
+        return made
