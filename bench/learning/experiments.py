@@ -75,8 +75,8 @@ def split_start(seed: int) -> WarmStart:
 
 
 def relay_start(seed: int) -> WarmStart:
-    roles = {"actors": ["hop1", "hop2", "solver"]}
-    return WarmStart("tasks:Relay", roles, {"steps": 600, "batch_size": 128, "lr": 2.5e-3}, seed)
+    roles = {"actors": ["hop1", "hop2", "hop3", "solver"]}
+    return WarmStart("tasks:Relay", roles, {"steps": 800, "batch_size": 128, "lr": 2.5e-3}, seed)
 
 
 def view_contenders(half: Settings, whole: Settings) -> dict[str, Settings]:
@@ -91,7 +91,7 @@ def view_contenders(half: Settings, whole: Settings) -> dict[str, Settings]:
 
 
 SPLIT_CONTENDERS = view_contenders({"actors": ["writer"]}, {"actors": ["solver"]})
-RELAY_CONTENDERS = view_contenders({"actors": ["solver"], "seen": 1}, {"actors": ["solver"], "seen": 2})
+RELAY_CONTENDERS = view_contenders({"actors": ["solver"], "seen": 1}, {"actors": ["solver"], "seen": 3})
 
 
 def views(seed: int) -> list[Cell]:
@@ -113,7 +113,7 @@ def roles(seed: int) -> list[Cell]:
     made = []
     for setting, base, start, pair in (
         ("split_clues", SPLIT, split_start(seed), ("reader", "writer")),
-        ("relay", RELAY, relay_start(seed), ("hop1", "hop2")),
+        ("relay", RELAY, relay_start(seed), ("hop2", "hop3")),
     ):
         contenders = {name: merged(COPIES, credit("dr_mas"), changed) for name, changed in sharing.items()}
         for cell in cells_of("roles", setting, base, contenders, seed, start):
@@ -176,7 +176,11 @@ def grid_contenders(alone: Settings) -> dict[str, Settings]:
 
 
 SUDOKU_PLAY: Settings = {"blanks": [4, 6], "quality": 0.4, "answers": 4}
-SUDOKU = merged(BASE, {"task": "sudoku", "task_options": SUDOKU_PLAY, "max_sampled_tokens": 170_000})
+SUDOKU = merged(
+    BASE,
+    {"task": "sudoku", "task_options": SUDOKU_PLAY, "max_sampled_tokens": 100_000},
+    {"rollout": {"prompts_per_step": 24}, "eval": {"every": 2}},
+)
 SUDOKU_CONTENDERS = grid_contenders({"task_options": {"actors": ["solver"], "max_turns": 4}})
 
 
@@ -295,7 +299,7 @@ def curriculum(seed: int) -> list[Cell]:
 # The sweeps that chose the settings
 # ---------------------------------------------------------------------------------------------------------------------
 def sweep(seed: int) -> list[Cell]:
-    """Rates of every contender, and other settings of the team with a tree; on validation questions alone."""
+    """Rates of every contender; on validation questions alone."""
     made = []
     for setting, base, contenders, start in (
         ("split_clues", SPLIT, SPLIT_CONTENDERS, split_start(seed)),
@@ -309,24 +313,30 @@ def sweep(seed: int) -> list[Cell]:
             for rate in RATES:
                 config = merged(base, {"update": {"lr": rate}}, changed)
                 made.append(Cell("sweep", setting, f"{name}@{rate:g}", seed, config, start))
+    return made + (variations(seed) if seed == SWEEP_SEEDS[0] else [])
+
+
+def variations(seed: int) -> list[Cell]:
+    """Other settings than the rate, one at a time, of AT-GRPO with a tree on sudoku."""
     first = SUDOKU_CONTENDERS["team-at_grpo-first"]
     others: dict[str, Settings] = {
         "best": tree("best"),
         "mixed": tree("mixed"),
-        "branches-4": {"rollout": {"branches": 4, "prompts_per_step": 128}},
-        "branches-16": {"rollout": {"branches": 16, "prompts_per_step": 32}},
-        "prompts-32": {"rollout": {"prompts_per_step": 32}},
-        "prompts-128": {"rollout": {"prompts_per_step": 128}},
+        "branches-4": {"rollout": {"branches": 4, "prompts_per_step": 48}},
+        "branches-16": {"rollout": {"branches": 16, "prompts_per_step": 12}},
+        "prompts-12": {"rollout": {"prompts_per_step": 12}},
+        "prompts-48": {"rollout": {"prompts_per_step": 48}},
         "temperature-1.4": {"rollout": {"temperature": 1.4}},
         "constant-rate": {"update": {"min_lr_ratio": 1.0}},
         "warmup-5": {"update": {"warmup": 5}},
         "one-minibatch": {"update": {"num_minibatches": 1}},
         "no-scaling": {"credit": {"options": {"scale": "none"}}},
     }
-    for name, changed in others.items():
-        config = merged(SUDOKU, {"update": {"lr": 5e-4}}, first, changed)
-        made.append(Cell("sweep", "sudoku", f"team-at_grpo-first+{name}", seed, config, sudoku_start(seed)))
-    return made
+    base, start = merged(SUDOKU, {"update": {"lr": 5e-4}}, first), sudoku_start(seed)
+    return [
+        Cell("sweep", "sudoku", f"team-at_grpo-first+{name}", seed, merged(base, changed), start)
+        for name, changed in others.items()
+    ]
 
 
 CELLS = [cell for seed in SWEEP_SEEDS for cell in sweep(seed)]

@@ -27,8 +27,7 @@ ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "learning.md"
 IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"(<!-- results: (\S+) against (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""A table of the page: ``question``, or ``question/pattern of its settings``, and the contender with which the others are
-compared."""
+"""A table of the page: ``question``, or ``question/pattern of its settings``, and the contender to compare with."""
 
 Row = dict[str, Any]
 Groups = dict[tuple[str, str], list[Row]]
@@ -68,6 +67,8 @@ def table(named: str, reference: str) -> str:
     Each contender is compared with ``reference`` in its setting.
     """
     groups, question = groups_of(named), named.partition("/")[0]
+    if question == "sweep":
+        return sweep_table(groups)
     head = ["setting", "contender", "success (95%)", "by seed", f"minus {reference} (95%)", "tokens", "rate", "seconds"]
     swapped = any("swapped" in row for rows in groups.values() for row in rows)
     head += ["roles swapped (95%)", "lost by it (95%)"] if swapped else []
@@ -92,6 +93,17 @@ def table(named: str, reference: str) -> str:
             cells += [pooled(after), difference(rows, after)]
         cells += [column.of(rows, groups) for column in measured]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def sweep_table(groups: Groups) -> str:
+    """Return the markdown table of a sweep: validation at the end by seed, and over the whole curve in the mean."""
+    lines = ["| setting | contender | rate | last validation by seed | mean of the curves |", "|" + "---|" * 5]
+    for (setting, contender), rows in groups.items():
+        over = mean(value for row in rows for _, value in row["curve"][1:])
+        last = ", ".join(f"{row['curve'][-1][1]:.1%}" for row in rows)
+        who = contender.partition("@")[0]
+        lines.append(f"| {setting} | {who} | {rows[0]['learning_rate']:g} | {last} | {over:.1%} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""Tasks that only the learning table plays: a relay of look-ups, and a drill of independent calls."""
+"""Tasks that only the learning table plays: a relay of digits, a drill of independent calls, a curriculum of sums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from random import Random
 from typing import Any, ClassVar
@@ -22,8 +22,6 @@ from turnwise.tasks.proposer_solver import (
 from turnwise.tasks.proposer_solver.arithmetic import draw_problem
 from turnwise.tasks.proposer_solver.episodes import PROPOSER, SOLVE, SOLVER, SYSTEM_PROMPTS, propose_message
 from turnwise.types import EpisodeRequest, EpisodeState, Message, Messages
-
-SYMBOLS = "12345"
 
 
 def chat(system: str, user: str) -> Messages:
@@ -70,69 +68,76 @@ class Drawn(OwnTask):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Relay: follow a symbol through several tables
+# Relay: three rows of digits, one for each agent of a chain
 # ---------------------------------------------------------------------------------------------------------------------
-class RelayOptions(OwnOptions):
-    """``hops`` tables, which ``actors`` see: ``hop1`` the first one, ``solver`` the last ``seen`` of them."""
+DIGITS = "0123456789"
+WIDTH = 3
+OPERATIONS: dict[str, Callable[[str, str], str]] = {"hop2": max, "hop3": min}
+"""What a hop does with a digit of its row and the digit that it was sent. The first one sends its row."""
 
-    actors: tuple[str, ...] = ("hop1", "hop2")
-    hops: int = Field(default=2, ge=1)
-    seen: int = Field(default=2, ge=1)
+
+class RelayOptions(OwnOptions):
+    """``actors`` see a row each. ``solver`` is a lone agent that sees the last ``seen`` rows."""
+
+    actors: tuple[str, ...] = ("hop1", "hop2", "hop3")
+    seen: int = Field(default=3, ge=1, le=3)
     quality: float = 0.45
-    max_tokens: int = 3
+    max_tokens: int = 5
 
 
 class RelayEpisode(MultiTurnEpisode):
-    """A symbol passes through the tables. Each actor sees one table and the symbol that it was sent."""
+    """Three digits pass from hop to hop: the first row, then the larger of them and the second row, then the smaller of
+    those and the third row. The answer earns half for all digits, and half for the share of right ones."""
 
     episode_type = "relay"
 
     def __init__(self, options: RelayOptions, sampler: TreeSampler | None) -> None:
         super().__init__(sampler=sampler, max_turns=1)
         self.actors, self.options = options.actors, options
-        self.rubric = Rubric([solved])
+        self.rubric = Rubric([outcome, solved], [1.0, 0.0])
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        state.data = {"question": artifact["question"], "at": artifact["question"][-1]}
+        state.data = {"question": artifact["question"], "sent": ""}
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        return [relay_messages(state.current_actor, state.data["question"], state.data["at"], self.options)[-1]]
+        return [relay_messages(state.current_actor, state.data["question"], state.data["sent"], self.options)[-1]]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         said = state.last_completion_text.strip()
-        state.data["at"] = said if len(said) == 1 and said in SYMBOLS else "?"
+        state.data["sent"] = said if len(said) == WIDTH and set(said) <= set(DIGITS) else ""
 
     def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
         if self.sampler is None:
             return None
-        return float(state.current_actor == self.actors[-1] and self._is_solved(state))
+        return self._earned(state) if state.current_actor == self.actors[-1] else 0.0
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        return {"solved": dict.fromkeys(self.actors, float(self._is_solved(state)))}
+        is_solved = float(state.data["sent"] == relayed(state.data["question"]))
+        earned = self._earned(state)
+        return {"solved": dict.fromkeys(self.actors, is_solved), "outcome": dict.fromkeys(self.actors, earned)}
 
-    def _is_solved(self, state: EpisodeState) -> bool:
-        return state.data["at"] == follow(state.data["question"], self.options.hops)
-
-
-def follow(question: str, hops: int) -> str:
-    *tables, at = question.split("/")
-    for table in tables[:hops]:
-        at = table[SYMBOLS.index(at)]
-    return at
+    def _earned(self, state: EpisodeState) -> float:
+        said, answer = state.data["sent"], relayed(state.data["question"])
+        return (sum(map(str.__eq__, said, answer)) / WIDTH + float(said == answer)) / 2
 
 
-def relay_messages(actor: str, question: str, at: str, options: RelayOptions) -> Messages:
-    """What an actor sees. The solver starts at the first symbol, also where it sees only the last tables."""
-    *tables, start = question.split("/")
+def relayed(question: str) -> str:
+    """The answer: ``relayed("195/278/444") == "244"``."""
+    sent, *rows = question.split("/")
+    for hop, row in zip(("hop2", "hop3"), rows, strict=True):
+        sent = "".join(map(OPERATIONS[hop], row, sent))
+    return sent
 
-    def shown(place: int) -> str:  # pairs in an order of their own, so that only the pair itself tells
-        order = Random(f"{question}/{place}").sample(range(len(SYMBOLS)), len(SYMBOLS))
-        return " ".join(SYMBOLS[i] + tables[place][i] for i in order)
 
+def relay_messages(actor: str, question: str, sent: str, options: RelayOptions) -> Messages:
+    rows = question.split("/")
     if actor == "solver":
-        places = range(options.hops)[-options.seen :]
-        return chat("Follow.", "\n".join([*map(shown, places), start]))
-    return chat("Look up.", f"{shown(int(actor.removeprefix('hop')) - 1)}\n{at}")
+        return chat(RELAY_PROMPTS[actor], "\n".join(rows[-options.seen :]))
+    row = rows[int(actor.removeprefix("hop")) - 1]
+    return chat(RELAY_PROMPTS[actor], row if actor == "hop1" else f"{sent or '-' * WIDTH}\n{row}")
+
+
+RELAY_PROMPTS = {"hop1": "Send.", "hop2": "Larger.", "hop3": "Smaller.", "solver": "Answer."}
 
 
 class Relay(Drawn):
@@ -143,43 +148,40 @@ class Relay(Drawn):
 
     def __init__(self, options: RelayOptions | None = None) -> None:
         options = options or RelayOptions()
-        self.system_prompts = {actor: "Follow." if actor == "solver" else "Look up." for actor in options.actors}
+        self.system_prompts = {actor: RELAY_PROMPTS[actor] for actor in options.actors}
         self.success_metric = f"solved/{options.actors[0]}"
         super().__init__(options)
 
     def question(self, rng: Random) -> str:
-        tables = ["".join(rng.sample(SYMBOLS, len(SYMBOLS))) for _ in range(self.options.hops)]
-        return "/".join([*tables, rng.choice(SYMBOLS)])
+        return "/".join("".join(rng.choices(DIGITS, k=WIDTH)) for _ in range(3))
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, RelayEpisode]:
         return {"relay": RelayEpisode(self.options, tree)}
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """Each look-up is right with chance ``quality``; otherwise the symbol itself is passed on."""
+        """Each digit is right with chance ``quality``; else it is 0 for the first hop, the last row's for others."""
         rng, made, options = Random(f"relay-demonstrations/{seed}"), [], self.options
         for index, question in enumerate(islice(self.stream("train", f"demonstrations/{seed}"), n)):
-            actor, at = options.actors[index % len(options.actors)], question[-1]
+            actor = options.actors[index % len(options.actors)]
+            rows, sent = question.split("/"), "".join(rng.choices(DIGITS, k=WIDTH))
             if actor == "solver":
-                answer = follow(question, options.hops)
+                answer, habit = relayed(question), rows[-1]
             else:
-                place = int(actor.removeprefix("hop")) - 1
-                at = at if place == 0 else rng.choice(SYMBOLS)
-                answer = question.split("/")[place][SYMBOLS.index(at)]
-            said = answer if rng.random() < options.quality else at
-            made.append((actor, relay_messages(actor, question, at, options), said))
+                row = rows[int(actor.removeprefix("hop")) - 1]
+                is_first = actor == "hop1"
+                answer = row if is_first else "".join(map(OPERATIONS[actor], row, sent))
+                habit = "0" * WIDTH if is_first else row
+            said = (a if rng.random() < options.quality else b for a, b in zip(answer, habit, strict=True))
+            made.append((actor, relay_messages(actor, question, sent, options), "".join(said)))
         return made
 
     def texts(self) -> list[str]:
-        return ["Look up.", "Follow.", "12 23 34 45 51\n1"]
+        return [*RELAY_PROMPTS.values(), f"{DIGITS}\n---"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Drill: many calls, each rewarded for itself
 # ---------------------------------------------------------------------------------------------------------------------
-DIGITS = "0123456789"
-WIDTH = 3
-
-
 class DrillOptions(OwnOptions):
     """``rounds`` of two calls each. ``noise`` is the deviation of what is added to the outcome of an episode.
 

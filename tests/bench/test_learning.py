@@ -87,14 +87,48 @@ def test_the_page_says_what_the_results_say():
     assert done.returncode == 0, done.stderr
 
 
-def test_relays_and_drills_are_solved_by_those_who_see_all():
-    from tasks import Drill, DrillOptions, Relay, RelayOptions, drill_answer, follow
+def test_the_sweep_prefers_the_rate_that_learns_sooner(tmp_path, monkeypatch):
+    import json
 
-    assert follow("23451/51234/1", 2) == "1" and follow("23451/51234/1", 1) == "2"
+    import experiments
+    from report import table
+
+    def row(rate, seed, *curve):
+        cell = f"sweep/sudoku/team-at_grpo-first@{rate:g}/{seed}"
+        return {"cell": cell, "learning_rate": rate, "curve": [[100 * i, value] for i, value in enumerate(curve)]}
+
+    rows = [row(1e-3, 0, 0.1, 0.2, 0.9), row(5e-4, 0, 0.1, 0.6, 0.9), row(1e-3, 1, 0.1, 0.4, 0.9)]
+    (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    assert experiments.swept("sudoku", "team-at_grpo-first") == 5e-4
+    assert experiments.swept("sudoku", "team-at_grpo-mixed") == 5e-4, "it uses the rate of another selection"
+    assert experiments.swept("relay", "team-grpo") == 5e-4, "not swept"
+    monkeypatch.setattr("report.RESULTS", tmp_path)
+    shown = table("sweep/sudoku", "")
+    assert "| sudoku | team-at_grpo-first | 0.001 | 90.0%, 90.0% | 60.0% |" in shown
+
+
+def test_relays_and_drills_are_solved_by_those_who_see_all():
+    from tasks import Drill, DrillOptions, Relay, RelayOptions, drill_answer, relayed
+
+    assert relayed("195/278/444") == "244"
     assert drill_answer("copier", "195", "278") == "195" and drill_answer("merger", "195", "278") == "298"
     whole = Relay(RelayOptions(actors=("solver",), quality=1.0)).demonstrations(50, 0)
-    assert {answer for _, _, answer in whole} <= set("12345") and len({str(prompt) for _, prompt, _ in whole}) == 50
+    assert all(relayed(prompt[-1]["content"].replace("\n", "/")) == answer for _, prompt, answer in whole)
     halves = {str(prompt) for _, prompt, _ in Relay(RelayOptions(actors=("solver",), seen=1)).demonstrations(50, 0)}
-    assert all(prompt.count("\\n") == 1 for prompt in halves), "one table and the first symbol"
+    assert not any("\\n" in prompt for prompt in halves), "the last row alone"
     made = Drill(DrillOptions(quality=0.0)).demonstrations(20, 0)
     assert {answer for actor, _, answer in made if actor == "copier"} == {"000"}
+
+
+def test_the_curriculum_begins_easy_and_is_measured_on_hard_problems():
+    from tasks import Curriculum, CurriculumOptions, operations
+
+    task = Curriculum()
+    assert {operations(problem) for problem in task.draw("eval", 50, 0)} == {2}
+    shown = [operations(problem) for problem in task.draw("train", 50, "0/step-1")]
+    assert set(shown) == {1, 2} and shown.count(1) > 25
+    assert {request.episode_type for request in task.requests(1, 3, 2)} == {"proposer_solver"}
+    drawn = Curriculum(CurriculumOptions(random=True)).requests(1, 3, 2)
+    assert {request.episode_type for request in drawn} == {"solve"} and len({r.group_id for r in drawn}) == 3
+    assert all(eval(r.artifact["question"]) == r.artifact["answer"] for r in drawn)

@@ -23,6 +23,7 @@ def demonstrations(
     *,
     quality: float = 0.4,
     cases: int = 4,
+    rounds: int = 2,
     clean: float = 0.0,
 ) -> list[tuple[str, Messages, str]]:
     """Make one ``(actor id, messages, completion)`` per problem. The actors take turns.
@@ -31,15 +32,16 @@ def demonstrations(
     Otherwise the program is the problem's first wrong one, and the expected result comes from any wrong one, which
     differs in one part. The first wrong program is a habit, which a model learns as easily as the right one. If
     ``quality`` is below one half, it writes the wrong one when greedy. Reinforcement learning starts from there. The
-    first ``clean`` of the demonstrations, a share, have right programs and cases.
+    first ``clean`` of the demonstrations, a share, have right programs and cases. With more than one of ``rounds`` a
+    team's coder is also shown mending a program.
     """
     check_demonstrations(actors, quality)
     rng = Random(f"code-duel-demonstrations/{seed}")
-    made = []
+    made, later = [], LATER if rounds > 1 and "tester" in actors else 0.0
     for index, statement in enumerate(statements):
         actor, problem = actors[index % len(actors)], find_problem(statement)
         right = 1.0 if index < clean * len(statements) else quality
-        view, answer = (_code if actor == "coder" else _test)(problem, right, cases, rng, "tester" in actors)
+        view, answer = (_code if actor == "coder" else _test)(problem, right, cases, rng, later)
         turn = int(view.failed is not None)
         made.append((actor, code_duel_messages(actor, view, turn, unread=rng.random() < UNREAD), answer))
     return made
@@ -56,9 +58,9 @@ def write_cases(problem: Problem, count: int, quality: float, rng: Random) -> li
     return list(written.values())
 
 
-def _code(problem: Problem, quality: float, cases: int, rng: Random, team: bool) -> tuple[View, str]:
+def _code(problem: Problem, quality: float, cases: int, rng: Random, later: float) -> tuple[View, str]:
     answer = problem.program if rng.random() < quality else problem.wrong[0]
-    if not team or rng.random() >= LATER:
+    if rng.random() >= later:
         return View(problem.statement), answer
     standing = rng.choice(problem.wrong)
     tests = write_cases(problem, cases, 1.0, rng)
@@ -66,7 +68,7 @@ def _code(problem: Problem, quality: float, cases: int, rng: Random, team: bool)
     return View(problem.statement, standing, describe_failures(tests, ran)), answer
 
 
-def _test(problem: Problem, quality: float, cases: int, rng: Random, team: bool) -> tuple[View, str]:
+def _test(problem: Problem, quality: float, cases: int, rng: Random, _: float) -> tuple[View, str]:
     standing = problem.program if rng.random() < min(quality, 0.5) else rng.choice(problem.wrong)
     written = write_cases(problem, cases, quality, rng)
     return View(problem.statement, standing), "\n".join(map(format_case, written))

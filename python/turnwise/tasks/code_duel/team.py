@@ -217,11 +217,13 @@ class CodeDuelTask(TeamTask):
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Demonstrate on training problems. If ``n`` exceeds their number, they repeat in another order."""
-        return self._demonstrate(n, self.options.actors, f"{seed}", self.options.quality, self.options.clean)
+        options = self.options
+        rounds, quality, clean = options.max_turns, options.quality, options.clean
+        return self._demonstrate(n, options.actors, f"{seed}", rounds=rounds, quality=quality, clean=clean)
 
     def texts(self) -> list[str]:
         """Every role's prompts and replies. They don't depend on the chosen actors."""
-        shown = self._demonstrate(120, tuple(SYSTEM_PROMPTS), "texts", 0.4)
+        shown = self._demonstrate(120, tuple(SYSTEM_PROMPTS), "texts", rounds=2, quality=0.4)
         return texts_of(shown)
 
     def oracle(self) -> Player:
@@ -248,11 +250,8 @@ class CodeDuelTask(TeamTask):
 
         return play
 
-    def _demonstrate(
-        self, n: int, actors: Sequence[str], seed: str, quality: float, clean: float = 0.0
-    ) -> list[Demonstration]:
+    def _demonstrate(self, n: int, actors: Sequence[str], seed: str, **how: Any) -> list[Demonstration]:
         statements: list[str] = []
         while len(statements) < n:
             statements += in_turns("train", f"demonstrations/{seed}/{len(statements)}", self.options.families)
-        cases = self.options.max_cases
-        return demonstrations(statements[:n], actors, seed, quality=quality, cases=cases, clean=clean)
+        return demonstrations(statements[:n], actors, seed, cases=self.options.max_cases, **how)
