@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("cells", nargs="*", default=["*"], help="patterns of names (default: all)")
     parser.add_argument("--list", action="store_true", help="list the cells, and run nothing")
     parser.add_argument("--again", action="store_true", help="also run cells that have a result")
+    parser.add_argument("--keep", action="store_true", help="keep the results as they are: print the new ones alone")
     parser.add_argument("--jobs", type=int, default=1, help="cells at the same time, one thread each")
     parser.add_argument("--work", type=Path, default=WORK, help=f"folder of warm starts and runs (default {WORK})")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -63,26 +64,35 @@ def find(name: str) -> Cell:
 
 def list_all(cells: Sequence[Cell]) -> None:
     for cell in cells:
-        print(f"{cell.name:<60} {described(cell)}")
+        print(f"{cell.name:<60} {described(result_of(cell))}")
 
 
 def run_all(cells: Sequence[Cell], options: argparse.Namespace) -> None:
     """Make the warm starts, then run the cells that need it, ``options.jobs`` at a time."""
     todo = [cell for cell in cells if options.again or result_of(cell) is None]
     warms = dict.fromkeys(cell.warm.key() for cell in todo if cell.warm is not None)
-    started = time.perf_counter()
+    started, failed = time.perf_counter(), []
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(lambda key: child(["--warm", key], options.work), warms))
-        rows = pool.map(lambda cell: (cell, child(["--one", cell.name], options.work)), todo)
-        for done, (cell, row) in enumerate(rows, start=1):
-            write(cell, json.loads(row.splitlines()[-1]))
+        running = {pool.submit(child, ["--one", cell.name], options.work): cell for cell in todo}
+        for done, future in enumerate(as_completed(running), start=1):
+            cell, told = running[future], "failed; the reason is above"
+            if future.exception() is not None:
+                failed.append(cell.name)
+            else:
+                row = json.loads(future.result().splitlines()[-1])
+                told = described(row)
+                if not options.keep:
+                    write(cell, row)
             so_far = f"{time.perf_counter() - started:.0f} s so far"
-            print(f"{done}/{len(todo)} {cell.name}: {described(cell)}; {so_far}", flush=True)
+            print(f"{done}/{len(todo)} {cell.name}: {told}; {so_far}", flush=True)
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(todo)} cells failed: {' '.join(failed)}")
 
 
-def described(cell: Cell) -> str:
-    """Return the result of a cell in a few words, ``-`` without one."""
-    if (row := result_of(cell)) is None:
+def described(row: dict[str, Any] | None) -> str:
+    """Return a result in a few words, ``-`` without one."""
+    if row is None:
         return "-"
     interval = f"{row['low']:.1%} to {row['high']:.1%}"
     return f"{row['success']:.1%} ({interval}), {row['sampled_tokens']:,} tokens, {row['seconds']:.0f} s"
@@ -93,7 +103,7 @@ def child(arguments: Sequence[str], work: Path) -> str:
     command = [sys.executable, "-P", str(HERE / "run.py"), *arguments, "--work", str(work)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with exit code {done.returncode}")
+        raise RuntimeError(f"{' '.join(command)} failed with exit code {done.returncode}")
     return done.stdout
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,26 @@ def test_the_curriculum_begins_easy_and_is_measured_on_hard_problems():
     drawn = Curriculum(CurriculumOptions(random=True)).requests(1, 3, 2)
     assert {request.episode_type for request in drawn} == {"solve"} and len({r.group_id for r in drawn}) == 3
     assert all(eval(r.artifact["question"]) == r.artifact["answer"] for r in drawn)
+
+
+@pytest.mark.slow
+def test_one_command_reproduces_a_cell(tmp_path):
+    """The smallest cell, warm start and all, comes out as the committed row says; that row stays as it is."""
+    from cells import result_of
+    from experiments import CELLS
+
+    name = "credit/drill-2-calls-noise-0/team-grpo/0"
+    row = result_of(next(cell for cell in CELLS if cell.name == name))
+    assert row is not None, f"{name} has no result for its present settings"
+    before = (LEARNING / "results" / "credit.jsonl").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-P", LEARNING / "run.py", name, "--again", "--keep", "--work", tmp_path],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told = re.search(r"team-grpo/0: ([\d.]+)% .*? ([\d,]+) tokens", done.stdout)
+    # Another processor may round differently, and then every later sample differs.
+    assert told is not None and float(told[1]) / 100 == pytest.approx(row["success"], abs=0.1), done.stdout
+    assert int(told[2].replace(",", "")) == pytest.approx(row["sampled_tokens"], rel=0.1)
+    assert (LEARNING / "results" / "credit.jsonl").read_bytes() == before

@@ -244,17 +244,18 @@ async def test_a_context_shorter_than_the_model_has() -> None:
 async def test_what_takes_too_long_is_given_up() -> None:
     model = build("served")
     long, short = ModelRequest(PROMPT, Sampling(max_tokens=20)), ModelRequest(PROMPT, Sampling(max_tokens=1))
-    async with client_of(model, timeout=0.5) as client:
+    async with client_of(model, timeout=2.0) as client:
         [engine] = client._thread.engines
-        with between_steps(client, lambda: time.sleep(0.05)):
+        with between_steps(client, lambda: time.sleep(0.2)):
             late, [fine] = await asyncio.gather(
                 client.generate([long]), client.generate([short]), return_exceptions=True
             )
-        assert isinstance(late, ModelError) and "policy 'default' took longer than timeout=0.5 s" in str(late)
+        assert isinstance(late, ModelError) and "policy 'default' took longer than timeout=2.0 s" in str(late)
         assert len(fine.completion_token_ids) == 1
         await asyncio.to_thread(client._thread.call(lambda: None).result)
         assert not engine.llm.has_unfinished_requests()
         assert client.stats()["timeouts"] == 1
+        client._timeout = None  # on a busy machine the same request may take long without the pauses, too
         assert error_of(model, await client.generate([long])) < EXACT
 
 
