@@ -103,7 +103,7 @@ def test_micro_batches_as_tries(seed, budget, tree_batch):
     micros = micro_batches(batch, rows, budget, trie_share=1.0)
     whole = pack(batch, rows)
     assert sorted(torch.cat([micro.token_N for micro in micros]).tolist()) == sorted(whole.token_N.tolist())
-    assert all(micro.num_tokens <= budget or micro.num_tokens == max(micro.lengths) for micro in micros)
+    assert all(micro.num_tokens <= budget or micro.num_tokens == max(micro.lengths) - 1 for micro in micros)
     for micro in micros:
         assert micro.tree is not None and len(micro.tree) == micro.num_tokens
         tokens = torch.from_numpy(batch.token_ids)
@@ -112,5 +112,5 @@ def test_micro_batches_as_tries(seed, budget, tree_batch):
             "a token is predicted from the one before it"
         )
     # Nothing is shared here, or less than was asked for: rows stand one after the other.
-    assert all(micro.tree is None for micro in micro_batches(batch, rows, budget, trie_share=0.1))
+    assert all(micro.tree is None for micro in micro_batches(batch, rows, budget, trie_share=0.01))
     assert all(micro.tree is None for micro in micro_batches(batch, rows, budget))

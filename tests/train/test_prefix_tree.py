@@ -70,6 +70,15 @@ def test_the_layout_does_not_depend_on_the_order_of_rows(seed, least):
     assert one.tree() == other.tree()
 
 
+def test_without_the_last_tokens():
+    rows = [[5, 6, 7], [5, 6, 8], [5], [], [5, 6, 7, 9]]
+    trie = PrefixTree(*stream(rows), last=False)
+    assert trie.token_ids.tolist() == [5, 6, 7] and trie.num_tokens == 11
+    lengths = [1, 2, 0, 0, 2]
+    assert trie.targets(lengths).tolist() == [7, 6, 8, 7, 9]
+    assert trie.token_ids[trie.sources(lengths)].tolist() == [6, 5, 6, 6, 7]
+
+
 def test_little_sharing_is_given_up():
     trunk = list(range(100))
     rows = [[*trunk, 1, 2, tail] for tail in range(4)]  # three times 102 tokens saved, and none at a second branch
@@ -120,7 +129,7 @@ def test_ten_thousand_rows_take_linear_time():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 50_000, (10_000, 200))
     tokens[:, :150] = tokens[0, :150]
-    trie = PrefixTree(tokens.reshape(-1), np.arange(10_001) * 200)
+    trie = PrefixTree(tokens.reshape(-1), np.arange(10_001) * 200, least=16)
     assert len(trie) == 150 + 10_000 * 50
     assert len(trie.cut(16_384)) <= 31
 

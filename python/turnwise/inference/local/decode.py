@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from turnwise.inference.local.kv_cache import Decoder, make_decoder
+from turnwise.inference.common.last_mlp import last_mlp_at
+from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, make_decoder
 from turnwise.inference.local.sampling import RowSampler
+from turnwise.inference.weights.lora import activated
 from turnwise.types import FinishReason, Sampling
 
 _PACK_BELOW = 0.9
@@ -94,14 +96,19 @@ def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.devic
     pads = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
     columns = torch.arange(width, device=device)
     mask = (columns >= pads[:, None]).long() if bool(pads.any()) else None
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(columns - pads[:, None]).clamp(min=0),
-        past_key_values=DynamicCache(config=model.config),
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    # Only the last column is read after the last layer's attention.
+    last = torch.arange(1, len(prompts) + 1, device=device) * width - 1
+    trims = model.config.model_type in SHARED_PREFIX_MODELS
+    lm: Any = activated(model)
+    with last_mlp_at(lm.get_decoder(), last) if trims else nullcontext():
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(columns - pads[:, None]).clamp(min=0),
+            past_key_values=DynamicCache(config=model.config),
+            use_cache=True,
+            logits_to_keep=1,
+        )
     return output.logits[:, -1], output.past_key_values, mask
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from random import Random
 from typing import NamedTuple
 
@@ -86,7 +86,7 @@ def satisfied_share(puzzle: str, grid: str) -> float:
     Example: the solution scores 1.0. If the digits of two blanks side by side in one box are swapped, two columns fail,
     and the grid scores 10/12.
     """
-    return (len(UNITS) - sum(map(len, broken_units(puzzle, grid).values()))) / len(UNITS)
+    return sum(_right_units(puzzle, grid)) / len(UNITS)
 
 
 def broken_units(puzzle: str, grid: str) -> dict[str, list[int]]:
@@ -95,25 +95,26 @@ def broken_units(puzzle: str, grid: str) -> dict[str, list[int]]:
     Example: for the puzzle ``1_3_3412_1434_21`` the grid ``1432341221434321`` gives
     ``{"rows": [], "columns": [2, 4], "boxes": [1, 2]}``
     """
-    check_grid(puzzle)
-    check_grid(grid)
-    kept = [given in (BLANK, cell) for given, cell in zip(puzzle, grid, strict=True)]
-
-    def is_broken(unit: tuple[int, ...]) -> bool:
-        return {grid[cell] for cell in unit} != set(DIGITS) or not all(kept[cell] for cell in unit)
-
-    return {kind: [n for n, unit in enumerate(units, start=1) if is_broken(unit)] for kind, units in KINDS.items()}
+    right = iter(_right_units(puzzle, grid))
+    return {kind: [n for n in range(1, len(units) + 1) if not next(right)] for kind, units in KINDS.items()}
 
 
 def right_units(puzzle: str, grid: str) -> list[bool]:
     """Return for each of the 12 units, rows before columns before boxes, True if :func:`broken_units` lacks it."""
-    broken = broken_units(puzzle, grid)
-    return [n not in broken[kind] for kind, units in KINDS.items() for n in range(1, len(units) + 1)]
+    return list(_right_units(puzzle, grid))
 
 
 def is_solved(puzzle: str, grid: str) -> bool:
     """Return True if ``grid`` is complete, right, and keeps every given."""
-    return not any(broken_units(puzzle, grid).values())
+    return all(_right_units(puzzle, grid))
+
+
+@lru_cache(maxsize=4096)  # a step scores equal drafts of siblings several times
+def _right_units(puzzle: str, grid: str) -> tuple[bool, ...]:
+    check_grid(puzzle)
+    check_grid(grid)
+    kept = [given in (BLANK, cell) for given, cell in zip(puzzle, grid, strict=True)]
+    return tuple({grid[cell] for cell in unit} == set(DIGITS) and all(kept[cell] for cell in unit) for unit in UNITS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.common.last_mlp import last_mlp_at
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.model.micro_batch import MicroBatch, pad
@@ -24,6 +26,7 @@ from turnwise.train.model.support import (
     obstacle_to_packing,
     obstacle_to_trees,
     stream_inputs,
+    trims_last_mlp,
 )
 
 _PADDING = 1.25  # most places per token in a block of padded rows
@@ -32,11 +35,13 @@ Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropie
 
 
 class Rows(NamedTuple):
-    """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are places to read, of ``b * T``."""
+    """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are places to read, of ``b * T``; in a
+    trie siblings read the same places (``repeated``)."""
 
     input_ids: Tensor
     inputs: dict[str, Any]
     at: Tensor
+    repeated: bool = False
 
 
 class Layout(NamedTuple):
@@ -79,6 +84,7 @@ class Forward:
             raise ValueError(f"layout={layout!r}: {type(lm).__name__} can't have it, as {why}")
         self.fused, self.packed = not why_logits, wanted.stream and not why_padded
         self.trie_share = 0.0 if why_twice else wanted.trie_share
+        self.trims = self.fused and self.packed and trims_last_mlp(lm)
         for way, why in (("log-probs are read from logits", why_logits), ("rows are padded", why_padded)):
             if why:
                 warnings.warn(f"{type(lm).__name__}: {way}, as {why}", RuntimeWarning, stacklevel=2)
@@ -95,7 +101,7 @@ class Forward:
         """
         if self.packed:
             inputs = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
-            rows = Rows(micro.token_ids_T[None], inputs, micro.source_N)
+            rows = Rows(micro.token_ids_T[None], inputs, micro.source_N, repeated=micro.tree is not None)
             return self._read(rows, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
         assert micro.tree is None, "a model that takes padded rows was given a trie"
         # Padded rows: one pass for each group of rows of similar length.
@@ -123,20 +129,23 @@ class Forward:
     def _from_hidden(self, rows: Rows) -> Any:
         lm = self.lm
         decoder, output = lm.get_decoder(), lm.get_output_embeddings()
-        hidden = decoder(input_ids=rows.input_ids, use_cache=False, **rows.inputs).last_hidden_state.flatten(0, 1)
+        # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
+        trims = self.trims and not lm.is_gradient_checkpointing
+        with last_mlp_at(decoder, rows.at.unique()) if trims else nullcontext():
+            hidden = decoder(input_ids=rows.input_ids, use_cache=False, **rows.inputs).last_hidden_state.flatten(0, 1)
 
         def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
-            return _pair(
-                linear_logprob(
-                    hidden,
-                    output.weight,
-                    targets,
-                    bias=output.bias,
-                    positions=rows.at[which],
-                    temperature=temperature,
-                    entropy=entropy,
-                )
-            )
+            at, each = rows.at[which], None
+            if rows.repeated:
+                # Siblings that read the same place and have the same target share one log-prob.
+                vocabulary = output.weight.shape[0]
+                pairs, each = (at * vocabulary + targets).unique(return_inverse=True)
+                at, targets = pairs // vocabulary, pairs % vocabulary
+            how = {"bias": output.bias, "positions": at, "temperature": temperature, "entropy": entropy}
+            logprobs, entropies = _pair(linear_logprob(hidden, output.weight, targets, **how))
+            if each is None:
+                return logprobs, entropies
+            return logprobs[each], None if entropies is None else entropies[each]
 
         return head
 

@@ -107,10 +107,10 @@ def micro_batches(
     """Cut ``rows`` into nearly equal micro-batches of at most ``max_tokens`` tokens. A longer row is one by itself.
 
     If a trie of the rows has at most ``trie_share`` of their tokens, the micro-batches are tries of at most
-    ``max_tokens`` unique tokens, and rows that share long prefixes stay together.
+    ``max_tokens`` unique tokens, and rows that share long prefixes stay together. The tries lack the rows' last tokens.
     """
     if trie_share:
-        trie = PrefixTree(batch.token_ids, batch.cu_seqlens, rows)
+        trie = PrefixTree(batch.token_ids, batch.cu_seqlens, rows, last=False)
         if len(trie) <= trie_share * trie.num_tokens:
             return [pack(batch, part, trie=its) for part, its in _parts(batch, rows, trie, max_tokens)]
     return [pack(batch, part) for part in _balanced(np.diff(batch.cu_seqlens)[rows], rows, max_tokens)]
@@ -127,7 +127,7 @@ def _parts(
     return [
         fit
         for part in cut
-        for fit in _parts(batch, part, PrefixTree(batch.token_ids, batch.cu_seqlens, part), max_tokens)
+        for fit in _parts(batch, part, PrefixTree(batch.token_ids, batch.cu_seqlens, part, last=False), max_tokens)
     ]
 
 

@@ -24,16 +24,14 @@ from turnwise._C import TokenTrie
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.train.model.support import causal_lm, obstacle_to_packing, obstacle_to_trees
 
-LEAST_SAVED = 16
-"""Least number of tokens that a shared prefix must save: a branch takes about as much time as 16 tokens."""
-
 
 class PrefixTree:
     """A trie of the rows ``token_ids[cu_seqlens[i]:cu_seqlens[i + 1]]`` (int64), for ``i`` in ``rows``, or for all.
 
     ``token_ids [U]`` and ``position_ids [U]`` are the unique tokens in depth-first order and their positions in their
     rows; the layout does not depend on the order of the rows. ``num_tokens`` is the sum of the rows' lengths. A prefix
-    is shared only if that saves at least ``least`` tokens.
+    is shared only if that saves at least ``least`` tokens. With ``last=False`` the trie lacks the last token of each
+    row of several, which predicts none.
 
     Raises ``ValueError`` for invalid offsets.
     """
@@ -44,15 +42,17 @@ class PrefixTree:
         cu_seqlens: Sequence[int] | np.ndarray | Tensor,
         rows: np.ndarray | None = None,
         *,
-        least: int = LEAST_SAVED,
+        least: int = 1,
+        last: bool = True,
     ) -> None:
         stream, offsets = (np.ascontiguousarray(x, dtype=np.int64) for x in (token_ids, cu_seqlens))
         starts, ends = offsets[:-1], offsets[1:]
         if rows is not None:
             starts, ends = starts[rows], ends[rows]
         self._stream, self._ends, self._lengths = stream, ends, ends - starts
-        self.num_tokens = int((ends - starts).sum())
-        self._trie = TokenTrie(stream, np.ascontiguousarray(starts), np.ascontiguousarray(ends), least)
+        self.num_tokens = int(self._lengths.sum())
+        stops = ends if last else ends - (self._lengths > 1)
+        self._trie = TokenTrie(stream, np.ascontiguousarray(starts), np.ascontiguousarray(stops), least)
         self.token_ids = torch.from_numpy(stream[self._trie.source])
         self.position_ids = torch.from_numpy(self._trie.depth.copy())
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.common.last_mlp import last_mlp_at
 from turnwise.train.model.packed_attention import NotPackable, Packing
 from turnwise.train.model.prefix_tree_attention import ATTENTION, PrefixTreeMask
 
@@ -71,6 +72,20 @@ def obstacle_to_fusing(lm: Any) -> str:
     if getattr(text, "final_logit_softcapping", None):
         return "its logits are capped"
     return ""
+
+
+def trims_last_mlp(lm: Any) -> bool:
+    """Return True if the last layer has an MLP that :func:`last_mlp_at` can run at some places of a stream alone."""
+    decoder, tokens = lm.get_decoder(), _tokens(lm)
+    read = torch.tensor([3, 10], device=tokens.device)
+    with _trial(lm):
+        whole = decoder(input_ids=tokens, use_cache=False).last_hidden_state[0, read]
+        try:
+            with last_mlp_at(decoder, read):
+                part = decoder(input_ids=tokens, use_cache=False).last_hidden_state[0, read]
+        except Exception:  # models without such a layer raise errors of any type
+            return False
+    return not _difference("places", part, whole)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
