@@ -153,11 +153,14 @@ def drill(seed: int) -> list[Cell]:
     """Episodes of 2, 8 and 32 calls, each rewarded for itself; the team's reward is exact or noisy."""
     made = []
     for rounds in DRILL_ROUNDS:
+        often = {"eval": {"every": 1, "num_prompts": max(50, 200 // rounds)}}  # it is learned within a few steps
         for noise in DRILL_NOISE:
             setting = f"drill-{2 * rounds}-calls-noise-{noise:g}"
             # Only the team's reward is noisy.
             contenders = {"team-grpo": DRILL_CONTENDERS["team-grpo"]} if noise else DRILL_CONTENDERS
-            made += cells_of("credit", setting, drill_play(rounds, noise), contenders, seed, drill_start(seed))
+            made += cells_of(
+                "credit", setting, merged(drill_play(rounds, noise), often), contenders, seed, drill_start(seed)
+            )
     return made
 
 
