@@ -71,9 +71,10 @@ def run_all(cells: Sequence[Cell], options: argparse.Namespace) -> None:
     """Make the warm starts, then run the cells that need it, ``options.jobs`` at a time."""
     todo = [cell for cell in cells if options.again or result_of(cell) is None]
     warms = dict.fromkeys(cell.warm.key() for cell in todo if cell.warm is not None)
+    missing = [key for key in warms if not (options.work / "warm" / key / "seconds.json").exists()]
     started, failed = time.perf_counter(), []
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda key: child(["--warm", key], options.work), warms))
+        list(pool.map(lambda key: child(["--warm", key], options.work), missing))
         running = {pool.submit(child, ["--one", cell.name], options.work): cell for cell in todo}
         for done, future in enumerate(as_completed(running), start=1):
             cell, told = running[future], "failed; the reason is above"

@@ -190,6 +190,7 @@ def test_the_tokenizer_texts_do_not_depend_on_who_plays_and_completions_fit():
         ({"actors": ["tester", "coder"]}, "the coder first"),
         ({"actors": ["coder", "coder"]}, "each actor once"),
         ({"actors": []}, "actors"),
+        ({"demonstrated": ["graphs"]}, "graphs.* unknown, expected some of lists, strings, sums"),
         ({"families": ["graphs"]}, "graphs.* unknown, expected some of lists, strings, sums"),
         ({"max_cases": 0}, "max_cases=0"),
         ({"cpu_seconds": 0}, "cpu_seconds=0"),
@@ -208,6 +209,15 @@ async def test_random_replies_never_break_the_scoring(table):
     results = await table(team(), lambda actor, messages: rng.choice(noise)).play(team().requests(0, 6, 1))
     for result in results:
         assert all(-0.25 <= step.reward <= 2.0 for step in result.rollout.steps)
+
+
+def test_other_families_may_be_demonstrated_than_are_played():
+    from turnwise.tasks.code_duel.problems import find_family
+
+    task = team(families=("sums",), demonstrated=("lists", "sums"))
+    shown = {find_family(read_view(messages).statement).name for _, messages, _ in task.demonstrations(60, 0)}
+    assert shown == {"lists", "sums"}
+    assert {find_family(problem).name for problem in task.draw("eval", 20, 0)} == {"sums"}
 
 
 # --- what each actor adds --------------------------------------------------------------------------------------------

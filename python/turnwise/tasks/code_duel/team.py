@@ -165,8 +165,8 @@ class CodeDuelEpisode(ActingEpisode):
 class CodeDuelOptions(TeamOptions):
     """Options of the task ``code_duel``. ``actors = ["coder"]`` with ``max_turns = 1`` is the single agent.
 
-    ``families`` are the kinds of problems. The first ``max_cases`` test cases of a reply count. ``quality`` is the
-    chance that a demonstrated program or case is right; the first ``clean`` of the demonstrations, a share, have
+    ``families`` are the kinds of problems, ``demonstrated`` those of the demonstrations, by default the same. The first
+    ``max_cases`` test cases of a reply count. ``quality`` is the chance that a demonstrated program or case is right; the first ``clean`` of the demonstrations, a share, have
     quality 1. ``cpu_seconds`` limits a program over all inputs together.
     ``strict = false`` runs programs even if they can't be locked in: see :mod:`turnwise.tasks.code_duel.sandbox`.
     """
@@ -174,6 +174,7 @@ class CodeDuelOptions(TeamOptions):
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=2, ge=1)
     families: tuple[str, ...] = Field(default=tuple(FAMILIES), min_length=1)
+    demonstrated: tuple[str, ...] | None = Field(default=None, min_length=1)
     max_cases: int = Field(default=4, ge=1)
     cpu_seconds: int = Field(default=1, ge=1)
     strict: bool = True
@@ -187,10 +188,10 @@ class CodeDuelOptions(TeamOptions):
             raise ValueError("expected the coder first, whose program is tested")
         return actors
 
-    @field_validator("families")
+    @field_validator("families", "demonstrated")
     @classmethod
-    def _known(cls, families: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := set(families) - set(FAMILIES):
+    def _known(cls, families: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if unknown := set(families or ()) - set(FAMILIES):
             raise ValueError(f"{sorted(unknown)} unknown, expected some of {', '.join(FAMILIES)}")
         return families
 
@@ -252,6 +253,7 @@ class CodeDuelTask(TeamTask):
 
     def _demonstrate(self, n: int, actors: Sequence[str], seed: str, **how: Any) -> list[Demonstration]:
         statements: list[str] = []
+        families = self.options.demonstrated or self.options.families
         while len(statements) < n:
-            statements += in_turns("train", f"demonstrations/{seed}/{len(statements)}", self.options.families)
+            statements += in_turns("train", f"demonstrations/{seed}/{len(statements)}", families)
         return demonstrations(statements[:n], actors, seed, cases=self.options.max_cases, **how)
