@@ -166,8 +166,9 @@ class CodeDuelOptions(TeamOptions):
     """Options of the task ``code_duel``. ``actors = ["coder"]`` with ``max_turns = 1`` is the single agent.
 
     ``families`` are the kinds of problems, ``demonstrated`` those of the demonstrations, by default the same. The first
-    ``max_cases`` test cases of a reply count. ``quality`` is the chance that a demonstrated program or case is right; the first ``clean`` of the demonstrations, a share, have
-    quality 1. ``cpu_seconds`` limits a program over all inputs together.
+    ``max_cases`` test cases of a reply count. ``quality`` is the chance that a demonstrated program or case is right;
+    the first ``clean`` of the demonstrations, a share, have quality 1. ``cpu_seconds`` limits a program over all inputs
+    together.
     ``strict = false`` runs programs even if they can't be locked in: see :mod:`turnwise.tasks.code_duel.sandbox`.
     """
 
