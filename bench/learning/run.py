@@ -11,6 +11,7 @@ interrupted table continues where it stopped. Warm starts are made once for all 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import fnmatch
 import json
 import os
@@ -109,13 +110,18 @@ def child(arguments: Sequence[str], work: Path) -> str:
 
 
 def write(cell: Cell, row: dict[str, Any]) -> None:
-    """Write the row of ``cell``, in the place of an older one."""
-    rows = [old for old in read_results(cell.file) if old["cell"] != cell.name] + [row]
+    """Write the row of ``cell``, in the place of an older one. Other processes may write the same file."""
     cell.file.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(each) + "\n" for each in sorted(rows, key=lambda each: each["cell"]))
-    temporary = cell.file.with_suffix(".tmp")
-    temporary.write_text(lines)
-    temporary.replace(cell.file)
+    folder = os.open(cell.file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        rows = [old for old in read_results(cell.file) if old["cell"] != cell.name] + [row]
+        lines = "".join(json.dumps(each) + "\n" for each in sorted(rows, key=lambda each: each["cell"]))
+        temporary = cell.file.with_suffix(".tmp")
+        temporary.write_text(lines)
+        temporary.replace(cell.file)
+    finally:
+        os.close(folder)  # which unlocks it
 
 
 # ---------------------------------------------------------------------------------------------------------------------
