@@ -193,7 +193,7 @@ def contribution(rows: list[Row], _: Groups) -> str:
         metrics = row.get("metrics", {})
         named = sorted(key.partition("/")[0] for key in metrics if key.endswith("/mended"))
         if named:
-            found.append([metrics.get(f"{named[-1]}/{name}", 0.0) for name in ("mended", "broken")])
+            found.append([metrics[f"{named[-1]}/{name}"] for name in ("mended", "broke")])
     return " / ".join(f"{mean(column):.1%}" for column in zip(*found, strict=True))
 
 
@@ -229,7 +229,7 @@ def draw(question: str, theme: str) -> None:
     for axis, setting in zip(axes, settings, strict=False):
         for contender, rows in ((who, rows) for (where, who), rows in groups.items() if where == setting):
             most = min(row["curve"][-1][0] for row in rows)
-            tokens = np.linspace(0, most, 60)
+            tokens = np.linspace(0, most, 40)
             curves = np.array([np.interp(tokens, *zip(*row["curve"], strict=True)) for row in rows])
             axis.plot(tokens / 1000, curves.mean(0), label=contender, color=colors[contender])
             axis.fill_between(tokens / 1000, curves.min(0), curves.max(0), color=colors[contender], alpha=0.15, lw=0)

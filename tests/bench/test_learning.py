@@ -156,3 +156,15 @@ def test_one_command_reproduces_a_cell(tmp_path):
     assert told is not None and float(told[1]) / 100 == pytest.approx(row["success"], abs=0.1), done.stdout
     assert int(told[2].replace(",", "")) == pytest.approx(row["sampled_tokens"], rel=0.1)
     assert (LEARNING / "results" / "credit.jsonl").read_bytes() == before
+
+
+def test_the_last_actor_of_the_team_mends_and_breaks():
+    from report import contribution
+
+    def row(mended, broke):
+        return {
+            "metrics": {"proposer/mended": 0.9, "proposer/broke": 0.9, "reviser/mended": mended, "reviser/broke": broke}
+        }
+
+    assert contribution([row(0.1, 0.02), row(0.3, 0.0)], {}) == "20.0% / 1.0%"
+    assert contribution([{"metrics": {"solved/solver": 1.0}}], {}) == ""
