@@ -220,7 +220,10 @@ def shipped(
         SEEDS[0],
     )
     base = merged(
-        BASE, {"task": task, "task_options": play, "update": example["update"]}, {"max_sampled_tokens": 200_000}
+        BASE,
+        {"task": task, "task_options": play, "update": example["update"]},
+        {"max_sampled_tokens": 200_000},
+        {"eval": {"num_prompts": example["eval"]["num_prompts"]}},
     )
     found = grid_contenders({"task_options": {"actors": [alone], "max_turns": calls}})
     return [Cell("credit", task, who, seed, merged(base, found[who]), warm) for who in contenders]
