@@ -181,7 +181,7 @@ def spikes(rows: list[Row], _: Groups) -> str:
 
 
 def exploitability(rows: list[Row], _: Groups) -> str:
-    """Return the exploitability at the start and at the end, for each seed."""
+    """Return the first exploitability measured after training began and the last, for each seed."""
     found = [row["series"]["exploitability"] for row in rows]
     return ", ".join(f"{each[0][1]:.2f} → {each[-1][1]:.2f}" for each in found if each)
 
