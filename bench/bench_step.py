@@ -75,7 +75,14 @@ def train(python: str, folder: Path, threads: int, **changes: Any) -> None:
     """Train with the demo's settings in a process of its own."""
     with resources.as_file(resources.files("turnwise.cli.commands") / "demo_sudoku.toml") as settings:
         command = [python, "-P", "-m", "turnwise", "train", str(settings), "--run_dir", str(folder)]
-        given = {"threads": threads, "eval.every": 1000, "eval.num_prompts": 1, "checkpoint.every": 0, **changes}
+        given = {
+            "threads": threads,
+            "rollout.tree.select": "first",
+            "eval.every": 1000,
+            "eval.num_prompts": 1,
+            "checkpoint.every": 0,
+            **changes,
+        }
         command += [text for key, value in given.items() for text in (f"--{key}", str(value))]
         done = subprocess.run(
             command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True

@@ -236,7 +236,7 @@ def test_a_users_episode_in_forty_lines(make_arena):
             return {"winner": state.data["winner"]}
 
     arena = make_arena(lambda prompt, request: str(request.sampling.seed % 4), actors=("left", "right"), seed=1)
-    arena.add_episode(Nim(sampler=TreeSampler(branches=16)))
+    arena.add_episode(Nim(sampler=TreeSampler(branches=16, select="best")))
     [result] = run(arena, EpisodeRequest("nim", 11))
     assert result.rollout.error is None
     assert sorted(result.rollout.rewards.values()) == [0.0, 1.0]

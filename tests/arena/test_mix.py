@@ -233,7 +233,7 @@ async def test_turn_shaping_leaves_differences_and_costs_alone(make_arena):
 async def test_a_tree_selects_by_the_mix(make_arena):
     """Two branches, 7 and 4: the outcome selects 7, the own part alone selects 4."""
     for alpha, best in ((2.0, "7"), (0.0, "4")):
-        episode = Draft(sampler=TreeSampler(2), max_turns=1)
+        episode = Draft(sampler=TreeSampler(2, "best"), max_turns=1)
         _, result = await played(make_arena, ["7", "4"] * 2, episode, reward={"alpha": alpha})
         assert [one.completion for one in result.rollout.steps if one.selected] == [best] * 2
 

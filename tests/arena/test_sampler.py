@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
-from turnwise.arena.trees.sampler import SelectBySoftmax, select_best
+from turnwise.arena.trees.sampler import SelectBySoftmax, select_best, select_first
 from turnwise.credit import ATGRPOCredit
 from turnwise.types import EpisodeRequest, ModelError, Step
 
@@ -280,7 +280,7 @@ def test_selectors(make_arena):
 
 
 def test_best_branch_is_selected(make_arena):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=6)), "q")
+    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=6, select="best")), "q")
     for node in by_node(result.rollout):
         assert next(step for step in node if step.selected).reward == max(step.reward for step in node)
 
@@ -380,7 +380,7 @@ def test_tool_calls_of_a_losing_branch_stay_out_of_the_winners_history(make_aren
         ({"select": "bst"}, "select='bst'"),
         ({"select": "sample", "temperature": 0.0}, "temperature=0.0"),
         ({"select": "mixed", "beam_width": 2}, "select='mixed': beam_width=2 compete across states"),
-        ({"best_share": 0.2}, "best_share=0.2: has no effect with select='best'"),
+        ({"best_share": 0.2}, "best_share=0.2: has no effect with select='first'"),
         ({"select": "mixed", "best_share": 1.5}, "best_share=1.5: expected a number from 0 to 1"),
         ({"select": "mixed", "best_share": "0.5"}, "best_share='0.5': expected a number from 0 to 1"),
         ({"select": "mixed", "best_share": [0.5]}, r"best_share=\[0.5\]: expected a number from 0 to 1, or a pair"),
@@ -391,6 +391,14 @@ def test_tool_calls_of_a_losing_branch_stay_out_of_the_winners_history(make_aren
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         TreeSampler(**options)
+
+
+def test_the_default_selection():
+    """The first branch goes on, unless an option asks for a comparison."""
+    assert TreeSampler(4).select is select_first and not TreeSampler(4).favours
+    assert TreeSampler(4, beam_width=2).favours
+    assert TreeSampler(4, score_by="value", playouts=1).favours
+    assert TreeSampler(4, "first", beam_width=2).select is select_first, "what is said holds"
 
 
 def test_branch_at_takes_no_bare_string():

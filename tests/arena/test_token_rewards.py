@@ -139,7 +139,9 @@ class PaidByHook(Chat):
 @pytest.mark.parametrize("kind", [Chat, PaidByHook])
 def test_branches_are_compared_by_sums(make_arena, kind):
     """1 is followed by 9, 5 by nothing: by their sums 10 is ahead of 5, and goes on."""
-    episode = kind(lambda digit: [digit, 9.0 * (digit == 1)], sampler=TreeSampler(branches=2), max_turns=1)
+    episode = kind(
+        lambda digit: [digit, 9.0 * (digit == 1)], sampler=TreeSampler(branches=2, select="best"), max_turns=1
+    )
     _, [result] = run(make_arena, episode, "5", "1", count=1)
     told = {step.completion: (step.reward, step.selected) for step in result.rollout.steps}
     assert told == {"5": (5.0, False), "1": (10.0, True)}

@@ -111,16 +111,16 @@ def test_the_last_verdict_counts(text, verdict):
 # --- a tree ----------------------------------------------------------------------------------------------------------
 async def test_a_tree_scores_answers_and_verdicts_by_themselves(table, task):
     # Call order: two solvers; two verifiers of the first, right one (a tie selects the first).
-    result = await table(task, [RIGHT, RIGHT, DOWN, UP], tree=TreeSampler(branches=2)).one(ARTIFACT)
+    result = await table(task, [RIGHT, RIGHT, DOWN, UP], tree=TreeSampler(branches=2, select="best")).one(ARTIFACT)
     assert [(step.actor_id, step.reward, step.selected) for step in result.rollout.steps] == [
         ("solver", 1.0, True),
         ("solver", 1.0, False),
         ("verifier", 0.0, False),
         ("verifier", 1.0, True),
     ]
-    wrong = await table(task, [WRONG, WRONG, UP, DOWN, RIGHT, WRONG, UP, DOWN], tree=TreeSampler(branches=2)).one(
-        ARTIFACT
-    )
+    wrong = await table(
+        task, [WRONG, WRONG, UP, DOWN, RIGHT, WRONG, UP, DOWN], tree=TreeSampler(branches=2, select="best")
+    ).one(ARTIFACT)
     assert [step.reward for step in wrong.rollout.steps] == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     assert wrong.rollout.metrics["correct/solver"] == 1.0
 

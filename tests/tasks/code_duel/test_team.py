@@ -120,7 +120,7 @@ async def test_mixes(table, reward, first):
 
 async def test_a_tree_runs_each_branch_s_own_program(table):
     other = "f([1, 2]) == 3"
-    seat = table(team(max_turns=1), [LEN, RIGHT, "f([]) == 0", other], tree=TreeSampler(branches=2))
+    seat = table(team(max_turns=1), [LEN, RIGHT, "f([]) == 0", other], tree=TreeSampler(branches=2, select="best"))
     result = await seat.one(ARTIFACT)
     assert [(s.actor_id, pytest.approx(s.reward), s.selected) for s in result.rollout.steps] == [
         ("coder", LEN_PASSES, False),

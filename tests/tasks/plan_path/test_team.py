@@ -141,7 +141,9 @@ async def test_each_walks_its_own_branch_and_the_best_goes_on(table, branches):
     suggested = ["R", "D R", "?", "U"][:branches]
     walked = ["D", "D R R", "D R", "R"][:branches]
     ends = ["L L", "U", "R", "D"][:branches]
-    seat = table(team(), [*suggested, *walked, *(["U"] * branches), *ends], tree=TreeSampler(branches=branches))
+    seat = table(
+        team(), [*suggested, *walked, *(["U"] * branches), *ends], tree=TreeSampler(branches=branches, select="best")
+    )
     result = await seat.one(ARTIFACT)
     steps = defaultdict(list)
     for step in result.rollout.steps:

@@ -103,7 +103,7 @@ async def test_the_generator_alone(table):
 
 async def test_each_branch_is_judged_by_itself(table):
     replies = ["1 2 5", "9", "ok", "wrong: sum", "1 3 5", "5 5 5", "ok", "wrong: count"]
-    result = await table(team(), replies, tree=TreeSampler(branches=2)).one(ARTIFACT)
+    result = await table(team(), replies, tree=TreeSampler(branches=2, select="best")).one(ARTIFACT)
     assert [(s.actor_id, pytest.approx(s.reward), s.selected) for s in result.rollout.steps] == [
         (GENERATOR, 0.75, True),
         (GENERATOR, 0.5, False),

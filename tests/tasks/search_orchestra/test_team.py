@@ -76,7 +76,7 @@ async def test_what_can_not_be_read(table):
 
 async def test_a_tree_scores_each_action_by_itself(table):
     lines = ["answer", "search", PERSON, "zzz", "search", "answer", TOWN, PERSON, "answer", "search", "?", RIVER.answer]
-    result = await table(TASK, lines, tree=TreeSampler(branches=2)).one(ARTIFACT)
+    result = await table(TASK, lines, tree=TreeSampler(branches=2, select="best")).one(ARTIFACT)
     assert [(step.actor_id, step.reward, step.selected) for step in result.rollout.steps] == [
         (VERIFIER, 0.0, False),
         (VERIFIER, 1.0, True),

@@ -75,7 +75,7 @@ async def test_shaping_pays_the_way(table):
 
 
 async def test_each_pushes_in_its_own_branch_and_the_best_goes_on(table):
-    seat = table(team(), ["R", "D", "U U", "D R", "R", "D"], tree=TreeSampler(branches=3))
+    seat = table(team(), ["R", "D", "U U", "D R", "R", "D"], tree=TreeSampler(branches=3, select="best"))
     result = await seat.one(ARTIFACT)
     assert [(s.actor_id, pytest.approx(s.reward), s.selected) for s in result.rollout.steps] == [
         ("tool", -1 / 6, False),

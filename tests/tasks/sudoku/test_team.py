@@ -114,7 +114,7 @@ async def test_a_changed_given_is_not_a_solution(table):
 # --- a tree, worked by hand ------------------------------------------------------------------------------------------
 async def test_the_reviser_repairs_the_best_of_the_drafts(table):
     lines = [format_grid(grid) for grid in (EIGHT, NINE, PUZZLE.replace("_", "1"), EIGHT, SOLVED, NINE)]
-    seat = table(team(), lines, tree=TreeSampler(branches=3))
+    seat = table(team(), lines, tree=TreeSampler(branches=3, select="best"))
     result = await seat.one(ARTIFACT)
     steps = defaultdict(list)
     for step in result.rollout.steps:

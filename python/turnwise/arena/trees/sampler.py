@@ -80,9 +80,9 @@ class TreeSampler:
     """Branches a :class:`MultiTurnEpisode` at each action (AT-GRPO, tree-structured sampling). See ``docs/trees.md``.
 
     Each acting actor makes N model calls from one state. Each branch acts on its own fork of the state and gets its
-    reward from ``step_reward``. By default one branch goes on. All N steps train: they share ``Step.tree_node``, and
-    have different ``Step.branch``. The search frees the data of branches that do not go on; reading it raises
-    ``PrunedError``. Evaluation never branches.
+    reward from ``step_reward``. By default the first branch goes on, or the best one with ``beam_width`` or
+    ``score_by``. All N steps train: they share ``Step.tree_node``, and have different ``Step.branch``. The search frees
+    the data of branches that do not go on; reading it raises ``PrunedError``. Evaluation never branches.
 
     Example: ``Sudoku(sampler=TreeSampler(branches={"proposer": 8, "reviser": 4}))``, ``TreeSampler(8, beam_width=2)``
     """
@@ -90,7 +90,7 @@ class TreeSampler:
     def __init__(
         self,
         branches: int | Mapping[str, int] = 8,
-        select: str | Selector = "best",
+        select: str | Selector | None = None,
         temperature: float = 1.0,
         branch_at: Collection[str] | Callable[[EpisodeState], bool] | None = None,
         *,
@@ -105,6 +105,8 @@ class TreeSampler:
             raise ValueError(f"branches={branches!r}: expected whole numbers >= 1")
         if isinstance(branch_at, str):
             raise TypeError(f"branch_at={branch_at!r}: expected a collection of actor ids, for example [{branch_at!r}]")
+        if select is None:
+            select = "best" if beam_width != 1 or score_by != "reward" else "first"
         # Check options that depend on each other.
         _check_selection(select, beam_width, score_by, playouts, best_share)
         if beam_width > 1 and max(counts.values()) == 1:

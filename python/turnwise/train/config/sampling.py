@@ -54,8 +54,10 @@ def _share(value: Any) -> float | list[float]:
 class TreeConfig(Section):
     """Selection among a tree's branches: the arguments of :class:`turnwise.arena.TreeSampler`."""
 
-    select: Literal["best", "first", "mixed", "sample", "none"] = "best"
-    """Branch that continues: best, first, ``sample`` (softmax), ``mixed`` (best or random); ``none`` continues all."""
+    select: Literal["best", "first", "mixed", "sample", "none"] | None = None
+    """Branch that continues: best, first, ``sample`` (softmax), ``mixed`` (best or random); ``none`` continues all.
+
+    By default ``first``, or ``best`` with ``beam_width`` > 1 or another ``score_by``."""
     best_share: Annotated[float | list[float], PlainValidator(_share)] = 0.5
     """Probability of the best branch under ``mixed``, 0 to 1; a pair is its value at the first and the last step."""
     beam_width: int = Field(default=1, ge=1)
