@@ -12,6 +12,7 @@ void bind_group_advantage(pybind11::module_& module);
 void bind_logprob(pybind11::module_& module);
 void bind_grouped_policy_loss(pybind11::module_& module);
 void bind_pack_tokens(pybind11::module_& module);
+void bind_path_attention(pybind11::module_& module);
 void bind_policy_loss(pybind11::module_& module);
 void bind_scale(pybind11::module_& module);
 void bind_state(pybind11::module_& module);

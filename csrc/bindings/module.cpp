@@ -15,6 +15,7 @@ PYBIND11_MODULE(_C, module) {
     turnwise::bind_logprob(module);
     turnwise::bind_grouped_policy_loss(module);
     turnwise::bind_pack_tokens(module);
+    turnwise::bind_path_attention(module);
     turnwise::bind_policy_loss(module);
     turnwise::bind_scale(module);
     turnwise::bind_state(module);

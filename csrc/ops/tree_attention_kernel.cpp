@@ -6,7 +6,7 @@
 // block of queries and a block of keys, with an online softmax (https://arxiv.org/abs/2205.14135).
 #include "ops/tree_attention_kernel.h"
 
-#include "core/simd.h"
+#include "core/simd_real.h"
 
 namespace turnwise {
 namespace {
@@ -18,70 +18,6 @@ constexpr int kRows = 4;
 #endif
 constexpr int64_t kQueries = 64;  // rows of queries per block: tokens times the heads that share keys
 constexpr int64_t kKeys = 128;    // keys per block
-
-// ---- Vectors of float and double -----------------------------------------------------------------------------------
-typedef double Doubles __attribute__((vector_size(sizeof(VecF))));
-struct VecD {
-    Doubles v;  // one number per lane
-};
-
-template <class T>
-struct Simd;
-
-template <>
-struct Simd<float> {
-    using V = VecF;
-    static constexpr int lanes = Lanes::count;
-    static TW_INLINE V set(float x) { return broadcast(x); }
-    static TW_INLINE V multiply_add(V a, V b, V c) { return fma(a, b, c); }
-    static TW_INLINE V larger(V a, V b) { return vec_max(a, b); }
-    // Weights below exp(-80) count as exp(-80): the largest weight of a row is 1. NaN stays NaN.
-    static TW_INLINE V exp(V x) { return vec_exp(vec_max(broadcast(-80.0f), x)); }
-    // a in the first n lanes, b in the others.
-    static TW_INLINE V first(int64_t n, V a, V b) {
-        float index[lanes];
-        for (int i = 0; i < lanes; ++i) index[i] = float(i);
-        return vec_select(load(index) < broadcast(float(n)), a, b);
-    }
-};
-
-TW_INLINE VecD load(const double* p) {
-    VecD a;
-    std::memcpy(&a.v, p, sizeof a.v);
-    return a;
-}
-TW_INLINE void store(double* p, VecD a) {
-    std::memcpy(p, &a.v, sizeof a.v);
-}
-TW_INLINE VecD operator+(VecD a, VecD b) {
-    return {a.v + b.v};
-}
-TW_INLINE VecD operator-(VecD a, VecD b) {
-    return {a.v - b.v};
-}
-TW_INLINE VecD operator*(VecD a, VecD b) {
-    return {a.v * b.v};
-}
-
-template <>
-struct Simd<double> {
-    using V = VecD;
-    static constexpr int lanes = int(sizeof(VecF) / sizeof(double));
-    static TW_INLINE V set(double x) { return {Doubles{} + x}; }
-    static TW_INLINE V multiply_add(V a, V b, V c) { return {a.v * b.v + c.v}; }
-    static TW_INLINE V larger(V a, V b) {
-        for (int i = 0; i < lanes; ++i) b.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
-        return b;
-    }
-    static TW_INLINE V exp(V x) {
-        for (int i = 0; i < lanes; ++i) x.v[i] = __builtin_exp(x.v[i]);
-        return x;
-    }
-    static TW_INLINE V first(int64_t n, V a, V b) {
-        for (int i = 0; i < lanes; ++i) a.v[i] = i < n ? a.v[i] : b.v[i];
-        return a;
-    }
-};
 
 TW_INLINE int64_t least(int64_t a, int64_t b) {
     return a < b ? a : b;

@@ -325,6 +325,19 @@ class TokenArray:
     def numpy(self) -> Any: ...
     def tolist(self) -> list[int]: ...
 
+def path_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    path: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    out: Tensor,
+    threads: int,
+) -> None: ...
 def tree_attention(
     begin: Tensor,
     subtree_end: Tensor,

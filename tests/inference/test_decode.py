@@ -1,4 +1,4 @@
-"""Both decoders against each other and against plain forward passes."""
+"""The decoders against each other and against plain forward passes."""
 
 from __future__ import annotations
 
@@ -71,18 +71,21 @@ def test_tokens_do_not_depend_on_the_batch(family: str, seed: int) -> None:
     assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
 
 
-def test_the_two_decoders_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [caches.SharedPrefix, caches.Repeated])
+def test_the_decoders_agree(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     rows = rows_of([8, 1, 3, 8], stop_ids=tuple(range(40)))
-    shared = run(model, rows)
-    monkeypatch.setattr(caches, "SHARED_PREFIX_MODELS", frozenset())
-    repeated = run(model, rows)
-    assert [completion.token_ids for completion in shared] == [completion.token_ids for completion in repeated]
-    for one, other in zip(shared, repeated, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    paths = run(model, rows)
+    monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", other)
+    others = run(model, rows)
+    assert [completion.token_ids for completion in paths] == [completion.token_ids for completion in others]
+    for one, another in zip(paths, others, strict=True):
+        assert one.logprobs == pytest.approx(another.logprobs, abs=1e-5)
 
 
-def test_shared_prefix_grows_past_its_reserve() -> None:
+@pytest.mark.parametrize("decoder", [caches.Paths, caches.SharedPrefix])
+def test_memory_grows_past_its_reserve(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", decoder)
     model = build()
     row = SequenceSpec((1, 2, 3), Sampling(), 0, 60, ())
     [completion] = run(model, [row])

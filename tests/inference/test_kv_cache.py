@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Repeated, SharedPrefix, make_decoder
+from turnwise import _C
+from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Paths, Repeated, SharedPrefix, make_decoder
 
 from .helpers import build
 
@@ -23,6 +24,9 @@ def prefilled(model: Any, prompts: int) -> DynamicCache:
 def test_models_that_were_tried_share_their_prefix(family: str) -> None:
     model = build(family)
     decoder = make_decoder(model, prefilled(model, 2), None, torch.tensor([0, 0, 1]))
+    assert type(decoder) is (Paths if family in SHARED_PREFIX_MODELS else Repeated)
+    half = build(family).bfloat16()  # the kernel computes in float32 and float64 alone
+    decoder = make_decoder(half, prefilled(half, 2), None, torch.tensor([0, 0, 1]))
     assert type(decoder) is (SharedPrefix if family in SHARED_PREFIX_MODELS else Repeated)
 
 
@@ -37,8 +41,7 @@ def test_models_that_were_tried_share_their_prefix(family: str) -> None:
 )
 def test_seats(index: list[int], groups: int, width: int) -> None:
     model = build()
-    decoder = make_decoder(model, prefilled(model, max(index) + 1), None, torch.tensor(index))
-    assert isinstance(decoder, SharedPrefix)
+    decoder = SharedPrefix(model, prefilled(model, max(index) + 1), None, torch.tensor(index))
     assert decoder.size == groups == len(set(decoder.nodes.tolist())), "a node per group at first"
     decoder.keep(decoder.nodes.sort().values)  # a node per row
     assert tuple(decoder._table.shape) == (groups, width)
@@ -48,11 +51,77 @@ def test_seats(index: list[int], groups: int, width: int) -> None:
 
 def test_groups_without_rows_are_dropped() -> None:
     model = build()
-    decoder = make_decoder(model, prefilled(model, 4), None, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
-    assert isinstance(decoder, SharedPrefix)
+    decoder = SharedPrefix(model, prefilled(model, 4), None, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
     third = decoder._keys[0][2]
     decoder.keep(decoder.nodes)
     decoder.keep(torch.tensor([0, 4, 5]))
     assert len(decoder._keys[0]) == 2
     assert torch.equal(decoder._keys[0][1], third)
     assert decoder._group_of.tolist() == [0, 1, 1]
+
+
+def attended(query, key, value, begin, end, path, kv_heads):
+    """What each row's heads should read, in float64."""
+    rows, heads, size = query.shape
+    out = torch.empty(rows, heads, size, dtype=torch.float64)
+    for row in range(rows):
+        places = [*range(int(begin[row]), int(end[row])), *path[row].tolist()]
+        for head in range(heads):
+            own = slice(head // (heads // kv_heads) * size, (head // (heads // kv_heads) + 1) * size)
+            scores = key[places][:, own].double() @ query[row, head].double() * size**-0.5
+            out[row, head] = torch.softmax(scores, dim=0) @ value[places][:, own].double()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [3, 4, 8, 16, 20, 32, 64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2)])
+def test_the_kernel_equals_a_plain_softmax(size: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    seed = torch.seed()
+    told = f"seed {seed}"
+    query = 3 * torch.randn(40, heads, size, dtype=dtype)
+    key, value = (torch.randn(90, kv_heads * size, dtype=dtype) for _ in range(2))
+    begin = torch.randint(0, 40, (40,))
+    end = begin + torch.randint(0, 50, (40,))
+    path = torch.randint(0, 90, (40, 5))
+    results = []
+    for threads in (1, 3):
+        out = torch.full((40, heads * size), float("nan"), dtype=dtype)
+        _C.path_attention(query.flatten(1), key, value, begin, end, path, heads, kv_heads, size**-0.5, out, threads)
+        results.append(out.view(40, heads, size))
+    assert torch.equal(*results), told
+    expected = attended(query, key, value, begin, end, path, kv_heads)
+    exact = 5e-6 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(results[0].double(), expected, atol=exact, rtol=0, msg=lambda text: f"{told}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"begin": torch.tensor([-1, 0])}, "begin, end: expected places of key"),
+        ({"end": torch.tensor([2, 7])}, "begin, end: expected places of key"),
+        ({"path": torch.tensor([[0], [6]])}, "path: expected places of key"),
+        ({"path": torch.zeros((3, 1), dtype=torch.int64)}, r"path.*expected \[R, S\]"),
+        ({"end": torch.zeros(2, dtype=torch.int64), "path": torch.zeros((2, 0), dtype=torch.int64)}, "at least one"),
+        ({"key": torch.zeros(6, 5)}, r"key.*expected \[6, 4\]"),
+        ({"value": torch.zeros(6, 4, dtype=torch.float64)}, "value.dtype=float64: expected float32"),
+        ({"heads": 3}, "heads, kv_heads: expected a divisor"),
+    ],
+)
+def test_the_kernel_reads_no_other_memory(changed: dict[str, Any], message: str) -> None:
+    call: dict[str, Any] = {
+        "query": torch.zeros(2, 8),
+        "key": torch.zeros(6, 4),
+        "value": torch.zeros(6, 4),
+        "begin": torch.tensor([0, 0]),
+        "end": torch.tensor([2, 6]),
+        "path": torch.tensor([[0], [5]]),
+        "heads": 2,
+        "kv_heads": 1,
+        "scale": 1.0,
+        "out": torch.zeros(2, 8),
+        "threads": 1,
+    }
+    _C.path_attention(**call)
+    with pytest.raises(ValueError, match=message):
+        _C.path_attention(**call | changed)

@@ -2,12 +2,14 @@
 
 A node is a distinct prefix, which one row or several continue (``decode``).
 
-``SharedPrefix`` keeps each prompt's keys and values once, however many siblings complete it. The queries of all
-siblings meet them in one matrix product. New tokens are written in place into a small buffer per row. ``Repeated``
-serves all models that ``SharedPrefix`` was not tested on: it repeats the library's own cache for each row.
+``Paths`` and ``SharedPrefix`` keep each prompt's keys and values once, however many siblings complete it. On CPUs
+``Paths`` writes new tokens behind the prompts, and each node has the places of its own ones; a kernel in C++ reads
+them there. Elsewhere ``SharedPrefix`` multiplies the queries of all siblings with their prompt's keys at once, and
+writes new tokens into a small buffer per row. ``Repeated`` serves all models that these were not tested on: it repeats
+the library's own cache for each row.
 
-Legend: ``R`` nodes, ``G`` groups of at most ``W`` siblings, ``H`` query heads, ``K`` key-value heads, ``P`` prompt
-columns, ``S`` new tokens so far, ``D`` head size, ``V`` vocabulary.
+Legend: ``R`` nodes, ``G`` groups of at most ``W`` siblings, ``U`` prompts, ``H`` query heads, ``K`` key-value heads,
+``P`` prompt columns, ``S`` new tokens so far, ``D`` head size, ``V`` vocabulary, ``M`` places.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from turnwise import _C
+
 SHARED_PREFIX_MODELS = frozenset({"llama", "qwen2", "qwen3"})
 """Model types that the tests cover, and whose attention is plain softmax over all earlier tokens."""
 
 _ATTENTION = "turnwise_shared_prefix"
-_RESERVE = 8  # columns by which a full buffer grows
+_RESERVE = 8  # columns by which a full buffer grows, or places per row that a matrix has to spare at first
 
 
 class Decoder(Protocol):
@@ -54,9 +58,12 @@ def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> 
     ``mask [U, P]`` is 0 on padding.
     """
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-    if plain and model.config.model_type in SHARED_PREFIX_MODELS:
-        return SharedPrefix(model, cache, mask, index)
-    return Repeated(model, cache, mask, index)
+    if not plain or model.config.model_type not in SHARED_PREFIX_MODELS:
+        return Repeated(model, cache, mask, index)
+    keys = cache.layers[0].keys
+    if keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.float64):
+        return Paths(model, cache, mask, index)
+    return SharedPrefix(model, cache, mask, index)
 
 
 class Repeated:
@@ -76,6 +83,78 @@ class Repeated:
         self.size = len(rows)
         self._cache.batch_select_indices(rows)
         self._mask = None if self._mask is None else self._mask[rows]
+
+
+class Paths:
+    """Keeps the keys and values of all tokens in one matrix per layer: first the prompts', then each step's new ones.
+
+    A node attends to the places ``_begin [R]`` to ``_end [R]``, its prompt without the padding, and to those of its new
+    tokens, ``_path [R, S]``. So a node splits without a copy of keys. The places of nodes that have ended stay in use.
+    """
+
+    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
+        self._model = model
+        prompts, _, width, _ = cache.layers[0].keys.shape
+        self.nodes = index  # each prompt begins as one node
+        self._end = torch.arange(1, prompts + 1) * width
+        self._begin = self._end - (width if mask is None else mask.sum(dim=1))
+        self._path = index.new_empty((prompts, 0))
+        spare = len(index) * _RESERVE
+        self._layers = [_Places(layer.keys, layer.values, spare) for layer in cache.layers]
+        self._cache = Cache(layers=list(self._layers))
+
+    @property
+    def size(self) -> int:
+        return len(self._path)
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        used = self._layers[0].used
+        self._path = torch.cat([self._path, torch.arange(used, used + len(tokens))[:, None]], dim=1)
+        with _attention(self._model.config):
+            return _forward(self._model, tokens, positions, self._cache, decoder=self)
+
+    def keep(self, rows: Tensor) -> None:
+        self._begin, self._end, self._path = self._begin[rows], self._end[rows], self._path[rows]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Compute softmax attention of ``query [R, H, 1, D]``. Returns ``[R, 1, H, D]``."""
+        rows, heads, _, size = query.shape
+        keys, values = self._layers[layer].rows()
+        out, places = query.new_empty((rows, heads * size)), (self._begin, self._end, self._path)
+        threads = torch.get_num_threads()
+        _C.path_attention(query.flatten(1), keys, values, *places, heads, key.shape[1], scaling, out, threads)
+        return out.view(rows, 1, heads, size)
+
+
+class _Places(DynamicLayer):
+    """Keys and values ``[U, K, P, D]`` of one layer as rows ``[M, K * D]``, with room for ``spare`` new ones at first.
+    They grow by half when they are full."""
+
+    def __init__(self, keys: Tensor, values: Tensor, spare: int) -> None:
+        super().__init__()
+        prompts, heads, self.steps, size = keys.shape
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.used = prompts * self.steps
+        self._buffers = [keys.new_empty((self.used + spare, heads * size)) for _ in range(2)]
+        for buffer, states in zip(self._buffers, (keys, values), strict=True):
+            buffer[: self.used].view(prompts, self.steps, heads, size).copy_(states.transpose(1, 2))
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        keys, values = self._buffers
+        return keys[: self.used], values[: self.used]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start, self.used = self.used, self.used + len(key_states)
+        self.steps += 1
+        if self.used > len(self._buffers[0]):
+            size = max(self.used, len(self._buffers[0]) * 3 // 2)
+            self._buffers = [torch.cat([b, b.new_empty((size - len(b), b.shape[1]))]) for b in self._buffers]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[start : self.used] = states.flatten(1)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.steps
 
 
 class SharedPrefix:
@@ -106,7 +185,7 @@ class SharedPrefix:
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         with _attention(self._model.config):
-            return _forward(self._model, tokens, positions, self._new, shared_prefix=self)
+            return _forward(self._model, tokens, positions, self._new, decoder=self)
 
     def keep(self, rows: Tensor) -> None:
         self._new.batch_select_indices(rows)
@@ -228,12 +307,12 @@ def _shared_prefix_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    shared_prefix: SharedPrefix,
+    decoder: Paths | SharedPrefix,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that the model calls. The models here use none of its other settings (``kwargs``)."""
     assert attention_mask is None and query.shape[2] == 1, "one new token per row, and nothing of it masked"
-    return shared_prefix.attend(module.layer_idx, query, key, value, scaling), None
+    return decoder.attend(module.layer_idx, query, key, value, scaling), None
 
 
 AttentionInterface.register(_ATTENTION, _shared_prefix_attention)
