@@ -16,11 +16,12 @@ from .helpers import VOCABULARY, build, teacher_forced
 CPU = torch.device("cpu")
 
 
-def rows_of(counts: list[int], seed: int = 0, stop_ids: tuple[int, ...] = ()) -> list[SequenceSpec]:
-    """``counts[i]`` siblings of prompt ``i``, interleaved, all lengths and settings different."""
+def rows_of(counts: list[int], seed: int = 0, stop_ids: tuple[int, ...] = (), prefix: int = 0) -> list[SequenceSpec]:
+    """``counts[i]`` siblings of prompt ``i``, interleaved, all lengths and settings different. All prompts begin with
+    the same ``prefix`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [
-        tuple(torch.randint(0, VOCABULARY, (3 + 4 * index,), generator=generator).tolist())
+        tuple([*range(prefix), *torch.randint(0, VOCABULARY, (3 + 4 * index,), generator=generator).tolist()])
         for index in range(len(counts))
     ]
     order = [prompt for nth in range(max(counts)) for prompt, count in enumerate(counts) if nth < count]
@@ -37,10 +38,10 @@ def run(model: Any, rows: list[SequenceSpec]) -> list[Completion]:
 
 
 @pytest.mark.parametrize("counts", [[1], [5], [4, 4, 4], [1, 9, 2], [1, 1, 1, 1]])
-@pytest.mark.parametrize("stop_ids", [(), tuple(range(0, 60))])
-def test_logprobs_equal_a_forward_pass(family: str, counts: list[int], stop_ids: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("stop_ids", "prefix"), [((), 0), (tuple(range(60)), 0), ((), 12)])
+def test_logprobs_equal_a_forward_pass(family: str, counts: list[int], stop_ids: tuple[int, ...], prefix: int) -> None:
     model = build(family)
-    rows = rows_of(counts, stop_ids=stop_ids)
+    rows = rows_of(counts, stop_ids=stop_ids, prefix=prefix)
     completions = run(model, rows)
     for row, completion in zip(rows, completions, strict=True):
         response = ModelResponse("", completion.token_ids, [], completion.finish_reason, [], list(row.prompt))
@@ -71,21 +72,35 @@ def test_tokens_do_not_depend_on_the_batch(family: str, seed: int) -> None:
     assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
 
 
+@pytest.mark.parametrize("prefix", [0, 12])
 @pytest.mark.parametrize("other", [caches.SharedPrefix, caches.Repeated])
-def test_the_decoders_agree(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decoders_agree(other: Any, prefix: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
-    rows = rows_of([8, 1, 3, 8], stop_ids=tuple(range(40)))
+    rows = rows_of([8, 1, 3, 8], stop_ids=tuple(range(40)), prefix=prefix)
     paths = run(model, rows)
-    monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", other)
+    monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", lambda *call: other(*call[:4]))
     others = run(model, rows)
     assert [completion.token_ids for completion in paths] == [completion.token_ids for completion in others]
     for one, another in zip(paths, others, strict=True):
         assert one.logprobs == pytest.approx(another.logprobs, abs=1e-5)
 
 
+def test_what_all_prompts_begin_with_is_computed_once() -> None:
+    model = build()
+    rows = rows_of([2, 1, 1], prefix=12)
+    with torch.inference_mode():
+        _, work = complete(model, rows, CPU)
+        alone = [complete(model, [row], CPU)[1].prefilled for row in rows]
+    assert alone == [15, 19, 23, 15]
+    assert work.prefilled == 12 + 3 + 7 + 11
+    short = rows_of([1, 1], prefix=caches._RESERVE // 2)
+    with torch.inference_mode():
+        assert complete(model, short, CPU)[1].prefilled == 7 + 11, "a short one is not worth a pass"
+
+
 @pytest.mark.parametrize("decoder", [caches.Paths, caches.SharedPrefix])
 def test_memory_grows_past_its_reserve(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", decoder)
+    monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", lambda *call: decoder(*call[:4]))
     model = build()
     row = SequenceSpec((1, 2, 3), Sampling(), 0, 60, ())
     [completion] = run(model, [row])

@@ -29,6 +29,8 @@ from turnwise.inference.local.sampling import RowSampler
 from turnwise.inference.weights.lora import activated
 from turnwise.types import FinishReason, Sampling
 
+_LEAST_PREFIX = 8
+"""Least tokens of a common prefix that are computed once for all prompts."""
 _PACK_BELOW = 0.9
 """Finished rows leave the batch once less than this share of its rows is still running."""
 
@@ -80,22 +82,44 @@ def complete(
     place = {prompt: index for index, prompt in enumerate(prompts)}
     index = torch.tensor([place[row.prompt] for row in rows], device=device)
     with forward_lock as version:
-        logits, cache, mask = _prefill(model, prompts, device)
-    decoder = make_decoder(model, cache, mask, index)
+        prefix = _common_prefix(prompts) if model.config.model_type in SHARED_PREFIX_MODELS else 0
+        logits, cache, mask = _prefill(model, prompts, prefix, device)
+    decoder = make_decoder(model, cache, mask, index, prefix)
     drawn = _decode(decoder, rows, logits[index], version, abandoned, forward_lock)
-    return _completions(rows, drawn), Work(sum(map(len, prompts)), drawn.decoded)
+    prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
+    return _completions(rows, drawn), Work(prefilled, drawn.decoded)
 
 
-def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Any, Tensor | None]:
-    """Prefill the prompts. Returns next-token logits ``[U, V]``, the cache, and the mask ``[U, P]`` int64.
+def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return the number of tokens with which all of several prompts begin, such as the system prompt's; each keeps at
+    least one token of its own. A prefix of a few tokens counts as 0, as it isn't worth a pass of its own."""
+    first, last = min(prompts), max(prompts)
+    most = min(map(len, prompts)) - 1
+    same = next((place for place in range(most) if first[place] != last[place]), most)
+    return same if len(prompts) > 1 and same >= _LEAST_PREFIX else 0
 
-    The mask is ``None`` if no prompt is padded.
+
+def _prefill(
+    model: Any, prompts: Sequence[tuple[int, ...]], prefix: int, device: torch.device
+) -> tuple[Tensor, Any, Tensor | None]:
+    """Prefill the prompts, whose first ``prefix`` tokens are the same. Returns next-token logits ``[U, V]``, the cache,
+    and the mask ``[U, P]`` int64.
+
+    The padding lies between the prefix and the rest. The mask is ``None`` if no prompt is padded.
     """
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    pads = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    cache = DynamicCache(config=model.config)
+    if prefix:
+        start = torch.tensor([prompts[0][:prefix]], device=device)
+        model(input_ids=start, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.batch_repeat_interleave(len(prompts))
+    rests = [list(prompt[prefix:]) for prompt in prompts]
+    width = max(map(len, rests))
+    ids = torch.tensor([[0] * (width - len(rest)) + rest for rest in rests], device=device)
+    pads = torch.tensor([width - len(rest) for rest in rests], device=device)
     columns = torch.arange(width, device=device)
-    mask = (columns >= pads[:, None]).long() if bool(pads.any()) else None
+    mask = None
+    if bool(pads.any()):
+        mask = torch.cat([columns.new_ones(len(rests), prefix), (columns >= pads[:, None]).long()], dim=1)
     # Only the last column is read after the last layer's attention.
     last = torch.arange(1, len(prompts) + 1, device=device) * width - 1
     trims = model.config.model_type in SHARED_PREFIX_MODELS
@@ -104,8 +128,8 @@ def _prefill(model: Any, prompts: Sequence[tuple[int, ...]], device: torch.devic
         output = model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=(columns - pads[:, None]).clamp(min=0),
-            past_key_values=DynamicCache(config=model.config),
+            position_ids=prefix + (columns - pads[:, None]).clamp(min=0),
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )

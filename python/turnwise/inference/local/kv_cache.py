@@ -52,17 +52,17 @@ class Decoder(Protocol):
         ...
 
 
-def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> Decoder:
+def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor, prefix: int = 0) -> Decoder:
     """Make a decoder for the prompts in ``cache``, all of which occur: row ``r`` continues prompt ``index[r]``.
 
-    ``mask [U, P]`` is 0 on padding.
+    ``mask [U, P]`` is 0 on padding, which follows the first ``prefix`` columns, equal in all prompts.
     """
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     if not plain or model.config.model_type not in SHARED_PREFIX_MODELS:
         return Repeated(model, cache, mask, index)
     keys = cache.layers[0].keys
     if keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.float64):
-        return Paths(model, cache, mask, index)
+        return Paths(model, cache, mask, index, prefix)
     return SharedPrefix(model, cache, mask, index)
 
 
@@ -88,17 +88,18 @@ class Repeated:
 class Paths:
     """Keeps the keys and values of all tokens in one matrix per layer: first the prompts', then each step's new ones.
 
-    A node attends to the places ``_begin [R]`` to ``_end [R]``, its prompt without the padding, and to those of its new
-    tokens, ``_path [R, S]``. So a node splits without a copy of keys. The places of nodes that have ended stay in use.
+    A node attends to the places ``_begin [R]`` to ``_end [R]``, its own prompt, and to those in ``_path [R, prefix + S]``:
+    what all prompts begin with, and its new tokens. So a node splits without a copy of keys. The places of nodes that
+    have ended stay in use.
     """
 
-    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor) -> None:
+    def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor, prefix: int = 0) -> None:
         self._model = model
         prompts, _, width, _ = cache.layers[0].keys.shape
         self.nodes = index  # each prompt begins as one node
         self._end = torch.arange(1, prompts + 1) * width
-        self._begin = self._end - (width if mask is None else mask.sum(dim=1))
-        self._path = index.new_empty((prompts, 0))
+        self._begin = self._end - (width if mask is None else mask.sum(dim=1)) + prefix
+        self._path = torch.arange(prefix).repeat(prompts, 1)
         spare = len(index) * _RESERVE
         self._layers = [_Places(layer.keys, layer.values, spare) for layer in cache.layers]
         self._cache = Cache(layers=list(self._layers))
