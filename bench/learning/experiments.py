@@ -229,11 +229,11 @@ def shipped(
     return [Cell("credit", task, who, seed, merged(base, found[who]), warm) for who in contenders]
 
 
-FEWER = ("untrained", "one-untrained", "one-grpo", "team-grpo", "team-at_grpo-best", "team-at_grpo-first")
+FEWER = ("untrained", "one-untrained", "one-grpo", "team-grpo", "team-at_grpo-first")
 
 
 def plan_path(seed: int) -> list[Cell]:
-    return shipped("plan_path", ("tool", "planner"), "solver", 1, seed, [*FEWER, "team-at_grpo-mixed"])
+    return shipped("plan_path", ("tool", "planner"), "solver", 1, seed, [*FEWER, "team-at_grpo-best"])
 
 
 def sokoban(seed: int) -> list[Cell]:

@@ -88,8 +88,8 @@ class Repeated:
 class Paths:
     """Keeps the keys and values of all tokens in one matrix per layer: first the prompts', then each step's new ones.
 
-    A node attends to the places ``_begin [R]`` to ``_end [R]``, its own prompt, and to those in ``_path [R, prefix + S]``:
-    what all prompts begin with, and its new tokens. So a node splits without a copy of keys. The places of nodes that
+    A node attends to the places ``_begin [R]`` to ``_end [R]``, its own prompt, and to those in ``_path [R, L + S]``: the
+    first ``L`` of all prompts, and its new tokens. So a node splits without a copy of keys. The places of nodes that
     have ended stay in use.
     """
 
