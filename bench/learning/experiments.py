@@ -279,6 +279,7 @@ GAMES: dict[str, tuple[Settings, Settings, Settings]] = {
     "negotiation": ({}, {"rollout": {"prompts_per_step": 64}}, {"steps": 400, "batch_size": 128}),
 }
 """Task options, other settings, and the warm start of each game."""
+GAME_TOKENS = {"kuhn_poker": 250_000, "tic_tac_toe": 150_000, "negotiation": 150_000}
 
 
 def rae(seed: int) -> list[Cell]:
@@ -286,7 +287,7 @@ def rae(seed: int) -> list[Cell]:
     made = []
     for game, (play, settings, warm) in GAMES.items():
         start = WarmStart(game, play, {"lr": 2.5e-3, **warm}, seed)
-        tokens = {"task": game, "task_options": play, "max_sampled_tokens": 250_000}
+        tokens = {"task": game, "task_options": play, "max_sampled_tokens": GAME_TOKENS[game]}
         for times in (1, 3):
             base = merged(BASE, tokens, settings, {"update": {"num_minibatches": 1}})
             if game == "kuhn_poker":

@@ -88,9 +88,9 @@ class Repeated:
 class Paths:
     """Keeps the keys and values of all tokens in one matrix per layer: first the prompts', then each step's new ones.
 
-    A node attends to the places ``_begin [R]`` to ``_end [R]``, its own prompt, and to those in ``_path [R, L + S]``: the
-    first ``L`` of all prompts, and its new tokens. So a node splits without a copy of keys. The places of nodes that
-    have ended stay in use.
+    A node attends to the places ``_begin [R]`` to ``_end [R]``, its own prompt, and to those in ``_path [R, L + S]``,
+    the first ``L`` tokens of all prompts and its new ones. So a node splits without a copy of keys. The places of nodes
+    that have ended stay in use.
     """
 
     def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor, prefix: int = 0) -> None:
