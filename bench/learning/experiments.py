@@ -81,6 +81,12 @@ def relay_start(seed: int) -> WarmStart:
     return WarmStart("tasks:Relay", roles, {"steps": 800, "batch_size": 128, "lr": 2.5e-3}, seed)
 
 
+def fog_start() -> WarmStart:
+    """The start of all seeds, as it takes minutes."""
+    roles = {"actors": ["scout", "walker", "solver"]}
+    return WarmStart("fog:Fog", roles, {"steps": 700, "batch_size": 128, "lr": 2.5e-3}, SEEDS[0])
+
+
 def view_contenders(half: Settings, whole: Settings) -> dict[str, Settings]:
     return {
         "untrained": {"steps": 0},
@@ -96,10 +102,18 @@ SPLIT_CONTENDERS = view_contenders({"actors": ["writer"]}, {"actors": ["solver"]
 RELAY_CONTENDERS = view_contenders({"actors": ["solver"], "seen": 1}, {"actors": ["solver"], "seen": 3})
 
 
+FOG: Settings = merged(
+    BASE, {"task": "fog:Fog", "max_sampled_tokens": 200_000, "eval": {"every": 2, "num_prompts": 120}}
+)
+FOG_CONTENDERS = view_contenders({"actors": ["solver"], "seen": 1}, {"actors": ["solver"], "seen": 2})
+
+
 def views(seed: int) -> list[Cell]:
     """Private views: what a team gains over one agent that sees half, and over one that sees everything."""
     made = cells_of("views", "split_clues", SPLIT, SPLIT_CONTENDERS, seed, split_start(seed))
-    return made + cells_of("views", "relay", RELAY, RELAY_CONTENDERS, seed, relay_start(seed))
+    made += cells_of("views", "relay", RELAY, RELAY_CONTENDERS, seed, relay_start(seed))
+    contenders = {name: changed for name, changed in FOG_CONTENDERS.items() if name not in ("team-dr_mas", "team-vine")}
+    return made + cells_of("views", "fog", FOG, contenders, seed, fog_start())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,21 +261,33 @@ def code_duel(seed: int) -> list[Cell]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Is Dr. MAS stable where agents' rewards differ?
 # ---------------------------------------------------------------------------------------------------------------------
+def verify_start(seed: int) -> WarmStart:
+    return WarmStart("verify:Verify", {}, {"steps": 400, "batch_size": 128, "lr": 2.5e-3}, seed)
+
+
+VERIFY: Settings = merged(
+    BASE, {"task": "verify:Verify", "max_sampled_tokens": 80_000, "update": {"lr": 5e-4}, "eval": {"every": 2}}
+)
+NORMALIZERS = {
+    "dr_mas": merged(COPIES, credit("dr_mas")),
+    "global": merged(COPIES, credit("rules:GlobalCredit")),
+}
+"""One mean and deviation for each agent, and one for all agents."""
+
+
 def stability(seed: int) -> list[Cell]:
-    """One mean and deviation for both agents against one for each, where one agent's rewards are larger."""
+    """Where one agent's rewards are larger, in a drill and between a solver and a verifier."""
     made = []
     for setting, scales, offsets in (
         ("same-rewards", (1.0, 1.0), (0.0, 0.0)),
         ("other-scale", (1.0, 10.0), (0.0, 5.0)),
     ):
         differing = {"task": "tasks:TeamDrill", "task_options": {"scales": scales, "offsets": offsets}}
-        contenders = {
-            "dr_mas": merged(COPIES, credit("dr_mas")),
-            "global": merged(COPIES, credit("rules:GlobalCredit")),
-        }
-        made += cells_of(
-            "stability", setting, merged(drill_play(4, 0.0), differing), contenders, seed, drill_start(seed)
-        )
+        drilled = merged(drill_play(4, 0.0), differing)
+        made += cells_of("stability", setting, drilled, NORMALIZERS, seed, drill_start(seed))
+        checked = merged(VERIFY, {"task_options": {"scale": scales[1], "offset": offsets[1]}})
+        contenders = {"untrained": {"steps": 0}, **NORMALIZERS}
+        made += cells_of("stability", f"verify-{setting}", checked, contenders, seed, verify_start(seed))
     return made
 
 

@@ -18,7 +18,7 @@ LEARNING = Path(__file__).parents[2] / "bench" / "learning"
 def _learning(monkeypatch):
     monkeypatch.syspath_prepend(LEARNING)
     yield
-    for name in ("cells", "experiments", "report", "rules", "tasks"):
+    for name in ("cells", "experiments", "fog", "report", "rules", "tasks", "verify"):
         sys.modules.pop(name, None)
 
 
