@@ -15,12 +15,12 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "kuhn_poker.toml"
 
 @pytest.mark.slow
 def test_self_play_makes_kuhn_poker_less_exploitable(tmp_path):
-    """Between two seeds the start differs by 0.02; ten steps took 0.11 and 0.13 off it (docs/self_play.md)."""
+    """The start plays 30% of an equilibrium's moves, and sees its card; so it is below uniform play (0.458)."""
     changes = {
         "run_dir": str(tmp_path),
-        "steps": 10,
+        "steps": 20,
         "threads": 1,
-        "eval.exploitability_every": 10,
+        "eval.exploitability_every": 20,
         "eval.num_prompts": 2,
     }
     run = build_run(load_config(EXAMPLE, changes))
@@ -28,5 +28,5 @@ def test_self_play_makes_kuhn_poker_less_exploitable(tmp_path):
     run.trainer.log.note = notes.append
     run.train()
     start, end = (float(found) for note in notes for found in re.findall(r"exploitability (\d\.\d+)", note))
-    assert 0.42 < start < 0.53, start
-    assert end < start - 0.06, (start, end)
+    assert 0.2 < start < 0.42, start
+    assert end < start - 0.03, (start, end)
