@@ -168,3 +168,16 @@ def test_the_last_actor_of_the_team_mends_and_breaks():
 
     assert contribution([row(0.1, 0.02), row(0.3, 0.0)], {}) == "20.0% / 1.0%"
     assert contribution([{"metrics": {"solved/solver": 1.0}}], {}) == ""
+
+
+def test_the_fog_is_passed_through_its_two_gaps_alone():
+    from itertools import product
+
+    from fog import WIDTH, route, walked
+
+    questions = ["".join(map(str, each)) for each in product(range(WIDTH), repeat=4)]
+    assert all(walked(question, route(question)) == (4, True) for question in questions)
+    for question in questions[::7]:
+        for gap in range(WIDTH):
+            through = f"{question[0]}{gap}{question[2:]}"
+            assert walked(question, route(through))[1] == (gap == int(question[1])), (question, gap)
