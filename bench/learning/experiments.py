@@ -217,7 +217,13 @@ def sudoku(seed: int) -> list[Cell]:
 
 
 def shipped(
-    task: str, team: Sequence[str], alone: str, rounds: int, seed: int, contenders: Sequence[str]
+    task: str,
+    team: Sequence[str],
+    alone: str,
+    rounds: int,
+    seed: int,
+    contenders: Sequence[str],
+    tokens: int = 200_000,
 ) -> list[Cell]:
     """Cells of ``examples/<task>.toml`` with its own learning rate, for some contenders of :func:`grid_contenders`.
 
@@ -236,7 +242,7 @@ def shipped(
     base = merged(
         BASE,
         {"task": task, "task_options": play, "update": example["update"]},
-        {"max_sampled_tokens": 200_000},
+        {"max_sampled_tokens": tokens},
         {"eval": {"num_prompts": example["eval"]["num_prompts"]}},
     )
     found = grid_contenders({"task_options": {"actors": [alone], "max_turns": calls}})
@@ -255,7 +261,7 @@ def sokoban(seed: int) -> list[Cell]:
 
 
 def code_duel(seed: int) -> list[Cell]:
-    return shipped("code_duel", ("coder", "tester"), "coder", 2, seed, FEWER)
+    return shipped("code_duel", ("coder", "tester"), "coder", 2, seed, FEWER, tokens=100_000)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +311,7 @@ GAMES: dict[str, tuple[Settings, Settings, Settings]] = {
     "negotiation": ({}, {"rollout": {"prompts_per_step": 64}}, {"steps": 400, "batch_size": 128}),
 }
 """Task options, other settings, and the warm start of each game."""
-GAME_TOKENS = {"kuhn_poker": 250_000, "tic_tac_toe": 150_000, "negotiation": 150_000}
+GAME_TOKENS = {"kuhn_poker": 250_000, "tic_tac_toe": 100_000, "negotiation": 100_000}
 
 
 def rae(seed: int) -> list[Cell]:
@@ -323,6 +329,9 @@ def rae(seed: int) -> list[Cell]:
                 "shared": credit("rules:SharedBaselineCredit"),
                 "none": credit("dr_mas", center="none", scale="none"),
             }
+            if game != "kuhn_poker":
+                # One baseline for both seats of a zero-sum game is 0, but for the costs of illegal answers: no baseline.
+                del contenders["shared"]
             for name, changed in contenders.items():
                 config = merged(base, {"update": {"lr": 3e-4 * times}}, changed)
                 made.append(Cell("rae", f"{game}-{times}x", name, seed, config, start))
