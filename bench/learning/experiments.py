@@ -330,7 +330,7 @@ def rae(seed: int) -> list[Cell]:
                 "none": credit("dr_mas", center="none", scale="none"),
             }
             if game != "kuhn_poker":
-                # One baseline for both seats of a zero-sum game is 0, but for the costs of illegal answers: no baseline.
+                # In a zero-sum game one baseline for both seats is 0, but for the costs of illegal answers.
                 del contenders["shared"]
             for name, changed in contenders.items():
                 config = merged(base, {"update": {"lr": 3e-4 * times}}, changed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -125,3 +128,20 @@ def test_the_kernel_reads_no_other_memory(changed: dict[str, Any], message: str)
     _C.path_attention(**call)
     with pytest.raises(ValueError, match=message):
         _C.path_attention(**call | changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_every_instruction_set(isa: str) -> None:
+    """The kernels for lesser processors, in a process of their own."""
+    chosen = ["-p", "no:cacheprovider", __file__, "-k", "test_the_kernel"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-x", *chosen],
+        env={**os.environ, "TURNWISE_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "passed" in done.stdout
