@@ -225,6 +225,8 @@ def draw(question: str, theme: str) -> None:
     figure = Figure(figsize=(5 * min(3, len(settings)), 3.6 * -(-len(settings) // 3)), layout="constrained")
     figure.set_facecolor(paper)
     axes = figure.subplots(-(-len(settings) // 3), min(3, len(settings)), squeeze=False).flat
+    for empty in list(axes)[len(settings) :]:
+        empty.set_visible(False)
     colors = dict(zip(dict.fromkeys(contender for _, contender in groups), COLORS, strict=False))
     for axis, setting in zip(axes, settings, strict=False):
         for contender, rows in ((who, rows) for (where, who), rows in groups.items() if where == setting):
