@@ -55,9 +55,7 @@ class TreeConfig(Section):
     """Selection among a tree's branches: the arguments of :class:`turnwise.arena.TreeSampler`."""
 
     select: Literal["best", "first", "mixed", "sample", "none"] | None = None
-    """Branch that continues: best, first, ``sample`` (softmax), ``mixed`` (best or random); ``none`` continues all.
-
-    By default ``first``, or ``best`` with ``beam_width`` > 1 or another ``score_by``."""
+    """Branch that goes on: first, or best (default with ``beam_width`` or ``score_by``), mixed, sample; none: all."""
     best_share: Annotated[float | list[float], PlainValidator(_share)] = 0.5
     """Probability of the best branch under ``mixed``, 0 to 1; a pair is its value at the first and the last step."""
     beam_width: int = Field(default=1, ge=1)
