@@ -252,7 +252,7 @@ def scored(trainer, successes):
     ("sampler", "name"),
     [
         (None, "success"),
-        (TreeSampler(4), "success_selected"),
+        (TreeSampler(4, "best"), "success_selected"),
         (TreeSampler({"second": 4}, "sample"), "success_selected"),
         (TreeSampler(4, lambda steps, rng: 1), "success_selected"),
         (TreeSampler(4, beam_width=2), "success_selected"),
