@@ -74,3 +74,11 @@ async def test_with_zero_sums_the_bargainer_beats_the_random_player(table):
 def test_bad_options_are_named(options, named):
     with pytest.raises(ValueError, match=named):
         build_task("negotiation", options)
+
+
+def test_training_questions_come_again_and_others_run_out():
+    task = build_task("negotiation")
+    drawn = [str(question) for question in task.questions("train", 16_000, 0)]
+    assert len(drawn) == 16_000 > len(set(drawn)) > 10_000
+    with pytest.raises(ValueError, match=r"n=5000: the eval split holds about \d+ questions"):
+        list(task.questions("eval", 5000, 0))

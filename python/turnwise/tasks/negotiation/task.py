@@ -13,6 +13,8 @@ from turnwise.tasks.negotiation.game import MOST, RESOURCES, NegotiationRules, P
 from turnwise.tasks.negotiation.players import bargainer, random_player
 from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
 
+_PATIENCE = 5000  # after so many draws in a row without a new question, all count as found
+
 _PROMPT = (
     f"Divide the pool with the other player. [keep 1 0 2] offers to keep so much {', '.join(RESOURCES)}; "
     "[accept], [reject] and [walk] answer."
@@ -55,11 +57,20 @@ class NegotiationTask(TwoPlayerTask):
         return {seat: f"You are {seat}. {_PROMPT}" for seat in SEATS}
 
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
-        """Yield different questions for which some division gives both seats a positive utility."""
+        """Yield different questions for which some division gives both seats a positive utility.
+
+        Once ``train`` has no others, its questions come again. Raises ``ValueError`` if another split has too few.
+        """
         check_split(split)
         rng = Random(f"negotiation/{split}/{seed}")
         seen: set[str] = set()
-        while len(seen) < n:
+        made = misses = 0
+        while made < n:
+            if misses == _PATIENCE:
+                if split != "train":
+                    raise ValueError(f"n={n!r}: the {split} split holds about {len(seen)} questions")
+                seen.clear()
+            misses += 1
             pool = tuple(rng.randint(1, MOST) for _ in RESOURCES)
             rows = value_rows(pool)
             if not rows:
@@ -69,4 +80,5 @@ class NegotiationTask(TwoPlayerTask):
             if key in seen or split_of(key) != split or nash_solution(question)[1] == 0:
                 continue
             seen.add(key)
+            made, misses = made + 1, 0
             yield question
