@@ -71,4 +71,11 @@ inline void require_bytes(const char* name, const View& view, int64_t least) {
     if (view.size() * bytes_of(view.dtype) < least) refuse_bytes(name, view, least);
 }
 
+// A matrix of this dtype with contiguous rows.
+inline void require_rows(const char* name, const View& view, int64_t rows, int64_t width, DType dtype) {
+    require_shape(name, view, {rows, width});
+    require_dtype(name, view, {dtype});
+    if (!has_contiguous_rows(view)) throw InvalidInput(std::string(name) + ": expected contiguous rows");
+}
+
 }  // namespace turnwise

@@ -1,7 +1,6 @@
 #include "ops/path_attention.h"
 
 #include <algorithm>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -27,12 +26,6 @@ const PathAttentionKernels& kernels() {
     if (isa() == Isa::avx512) return path_attention_kernels_avx512();
 #endif
     return path_attention_kernels_baseline();
-}
-
-void check_rows(const char* name, const View& view, int64_t rows, int64_t width, DType dtype) {
-    require_shape(name, view, {rows, width});
-    require_dtype(name, view, {dtype});
-    if (!has_contiguous_rows(view)) throw InvalidInput(std::string(name) + ": expected contiguous rows");
 }
 
 // Checks every index, and returns the most places that a row attends to.
@@ -100,10 +93,10 @@ void path_attention(const PathTensors& tensors, const View& out, int threads) {
     require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && query.shape[1] % heads == 0 && query.shape[1] > 0,
             "heads, kv_heads: expected a divisor of the width of query, and one of its own");
     const int64_t width = kv_heads * (query.shape[1] / heads), places = tensors.key.shape[0];
-    check_rows("query", query, rows, query.shape[1], query.dtype);
-    check_rows("key", tensors.key, places, width, query.dtype);
-    check_rows("value", tensors.value, places, width, query.dtype);
-    check_rows("out", out, rows, query.shape[1], query.dtype);
+    require_rows("query", query, rows, query.shape[1], query.dtype);
+    require_rows("key", tensors.key, places, width, query.dtype);
+    require_rows("value", tensors.value, places, width, query.dtype);
+    require_rows("out", out, rows, query.shape[1], query.dtype);
     const int64_t longest = checked_places(tensors, rows, places);
     if (query.dtype == DType::f64) return run<double>(tensors, out, longest, threads, kernels().f64);
     run<float>(tensors, out, longest, threads, kernels().f32);

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -126,12 +125,6 @@ TreeRows rows_of(const View& view) {
     return {view.data, view.stride[0]};
 }
 
-void check_rows(const char* name, const View& view, int64_t places, int64_t width, DType dtype) {
-    require_shape(name, view, {places, width});
-    require_dtype(name, view, {dtype});
-    if (!has_contiguous_rows(view)) throw InvalidInput(std::string(name) + ": expected contiguous rows");
-}
-
 TreeForward checked(const TreeSegments& segments, const TreeTensors& tensors, const View& out, const View& lse) {
     const View& query = tensors.query;
     const int64_t places = query.shape[0], heads = tensors.heads, kv_heads = tensors.kv_heads;
@@ -140,11 +133,11 @@ TreeForward checked(const TreeSegments& segments, const TreeTensors& tensors, co
     require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && query.shape[1] % heads == 0 && query.shape[1] > 0,
             "heads, kv_heads: expected a divisor of the width of query, and one of its own");
     const int64_t size = query.shape[1] / heads;
-    check_rows("query", query, places, heads * size, query.dtype);
-    check_rows("key", tensors.key, places, kv_heads * size, query.dtype);
-    check_rows("value", tensors.value, places, kv_heads * size, query.dtype);
-    check_rows("out", out, places, heads * size, query.dtype);
-    check_rows("lse", lse, places, heads, query.dtype);
+    require_rows("query", query, places, heads * size, query.dtype);
+    require_rows("key", tensors.key, places, kv_heads * size, query.dtype);
+    require_rows("value", tensors.value, places, kv_heads * size, query.dtype);
+    require_rows("out", out, places, heads * size, query.dtype);
+    require_rows("lse", lse, places, heads, query.dtype);
     require_dtype("begin", segments.begin, {DType::i64});
     require_dtype("subtree_end", segments.subtree_end, {DType::i64});
     require(is_contiguous_1d(segments.begin) && is_contiguous_1d(segments.subtree_end),
@@ -214,10 +207,10 @@ void tree_attention_grad(const TreeSegments& segments, const TreeTensors& tensor
     const TreeForward forward = checked(segments, tensors, out, lse);
     const TreeHeads& heads = forward.heads;
     const int64_t places = out.shape[0], width = heads.kv_heads * heads.size;
-    check_rows("d_out", d_out, places, out.shape[1], out.dtype);
-    check_rows("d_query", d_query, places, out.shape[1], out.dtype);
-    check_rows("d_key", d_key, places, width, out.dtype);
-    check_rows("d_value", d_value, places, width, out.dtype);
+    require_rows("d_out", d_out, places, out.shape[1], out.dtype);
+    require_rows("d_query", d_query, places, out.shape[1], out.dtype);
+    require_rows("d_key", d_key, places, width, out.dtype);
+    require_rows("d_value", d_value, places, width, out.dtype);
     const TreeBackward call{forward, rows_of(d_out), rows_of(d_query), rows_of(d_key), rows_of(d_value)};
     const TreeAttentionKernels& kernel = kernels(out.dtype);
     const std::vector<Chunk> chunks = cut(segments, places, heads);

@@ -29,7 +29,7 @@ def real_run(tmp_path_factory) -> Path:
         "threads": 1,
         "health": {"start_questions": 0},
         "warm_start": {"steps": 40, "batch_size": 16, "lr": 4e-3},
-        "rollout": {"prompts_per_step": 3, "branches": 4, "max_tokens": 24},
+        "rollout": {"prompts_per_step": 3, "branches": 4, "max_tokens": 24, "tree": {"select": "best"}},
         "update": {"lr": 1e-4},
         # After so few demonstrations all branches may be equally bad. The steps must still have an update to show.
         "filter": {"drop_zero_advantage": False},
