@@ -192,19 +192,25 @@ class Arena(ArenaSetup):
         policy: str | None = None,
         record: bool = True,
         cache: ResponseCache | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        turn: int | None = None,
         **sampling: Any,
     ) -> ModelResponse:
         """Sample one completion by ``actor_id``; ``None`` is a judge, which never trains.
 
         The call is recorded as a step if ``record``. ``policy`` overrides the actor's. ``sampling`` overrides single
         fields of :class:`Sampling`, for example ``temperature=0.0``. ``cache`` keeps responses; a :class:`Judge` has
-        one. Raises ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
+        one. ``prompt_token_ids`` are the tokens of ``prompt``, for a caller that renders chats itself; the actor's
+        system prompt is then not added. ``turn`` replaces the episode's turn in the step. Raises ``ModelError``, and
+        ``ContextLengthError`` for a prompt that is too long.
         """
         context = current_context()
-        messages, request = self.prepare(actor_id, prompt, policy=policy, **sampling)
+        messages, request = self.prepare(
+            actor_id, prompt, policy=policy, prompt_token_ids=prompt_token_ids, **sampling
+        )
         if self.check_private and context is not None:
             check_prompt(context, actor_id, messages)
-        call = PendingCall(context, actor_id, messages, request, record=record)
+        call = PendingCall(context, actor_id, messages, request, record=record, turn=turn)
         # A replay gives the recorded response. Otherwise ask the cache or the client.
         response = await call.replayed()
         if response is None:
@@ -234,15 +240,24 @@ class Arena(ArenaSetup):
         return only_response(request, responses)
 
     def prepare(
-        self, actor_id: str | None, prompt: str | Messages, *, policy: str | None = None, **sampling: Any
+        self,
+        actor_id: str | None,
+        prompt: str | Messages,
+        *,
+        policy: str | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        **sampling: Any,
     ) -> tuple[Messages, ModelRequest]:
         """Return the chat and the request that :meth:`call_model` would send."""
         actor = None if actor_id is None else self._actor(actor_id)
         settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
             sampling.setdefault("max_tokens", actor.max_tokens)
-        messages = to_messages(prompt, actor)
-        prompt_ids = self._prompts.token_ids(self.tokenizer, messages)
+        if prompt_token_ids is None:
+            messages = to_messages(prompt, actor)
+            prompt_ids = self._prompts.token_ids(self.tokenizer, messages)
+        else:
+            messages, prompt_ids = to_messages(prompt, None), list(prompt_token_ids)
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
         sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, f"actor {actor_id!r}")
         if sampling.get("seed", settings.seed) is None:

@@ -125,7 +125,11 @@ class OpenAIClient(ClientBase):
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
             "top_k": sampling.top_k or None,
             "seed": None if sampling.seed is None else sampling.seed & (2**63 - 1),
-            "stop": [tokenizer.decode([token], skip_special_tokens=False) for token in sampling.stop_token_ids] or None,
+            "stop": [
+                *sampling.stop,
+                *(tokenizer.decode([token], skip_special_tokens=False) for token in sampling.stop_token_ids),
+            ]
+            or None,
             **self._options,
         }
         return {name: value for name, value in body.items() if value is not None}

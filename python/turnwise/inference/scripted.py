@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.inference.common.base import ClientBase, policy_of
+from turnwise.inference.common.base import ClientBase, policy_of, stop_check
 from turnwise.types import ContextLengthError, FinishReason, Messages, ModelError, ModelRequest, ModelResponse
 
 
@@ -190,7 +190,10 @@ class ScriptedClient(ClientBase):
         if self.context_length is not None:
             limit = min(limit, self.context_length - len(request.prompt_token_ids))
         stops = {*end, *request.sampling.stop_token_ids}
-        stop = next((place for place, token in enumerate(ids[:limit]) if token in stops), None)
+        stopped = stop_check(request.sampling, self.tokenizer) or (lambda ids: False)
+        stop = next(
+            (place for place, token in enumerate(ids[:limit]) if token in stops or stopped(ids[: place + 1])), None
+        )
         ids = ids[:limit] if stop is None else ids[: stop + 1]
         logprobs = [0.0] * len(ids) if reply.logprobs is None else list(reply.logprobs[: len(ids)])
         return ModelResponse(

@@ -25,8 +25,9 @@ class Sampling:
     """Settings for drawing tokens.
 
     ``temperature`` 0 means greedy. ``max_tokens`` counts completion tokens, the stop token included.
-    ``stop_token_ids`` end a completion in addition to the tokenizer's end-of-sequence token. ``seed`` fixes the draw of
-    this one request, independent of the batch; with ``None`` the client chooses one.
+    ``stop_token_ids`` end a completion in addition to the tokenizer's end-of-sequence token. A completion also ends
+    with the token that completes one of the ``stop`` strings; it keeps that token. ``seed`` fixes the draw of this one
+    request, independent of the batch; with ``None`` the client chooses one.
 
     Example: ``Sampling(temperature=1.0, max_tokens=32)``
     """
@@ -37,8 +38,11 @@ class Sampling:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop={self.stop!r}: expected a tuple of texts, none of them empty")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature!r}: expected a number >= 0 (0 is greedy)")
         if self.max_tokens < 1:

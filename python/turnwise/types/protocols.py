@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from turnwise.types.model_calls import InferenceClient, Messages, ModelResponse
+from turnwise.types.model_calls import InferenceClient, Messages, ModelRequest, ModelResponse
 from turnwise.types.play import Actor, EpisodeRequest, GenerateResult
 from turnwise.types.training import CreditAssigner
 
@@ -48,9 +48,23 @@ class ArenaForHooks(Protocol):
         policy: str | None = None,
         record: bool = True,
         cache: ResponseCache | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        turn: int | None = None,
         **sampling: Any,
     ) -> ModelResponse:
         """Sample one completion by ``actor_id``; ``None`` is a judge."""
+        ...
+
+    def prepare(
+        self,
+        actor_id: str | None,
+        prompt: str | Messages,
+        *,
+        policy: str | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        **sampling: Any,
+    ) -> tuple[Messages, ModelRequest]:
+        """Return the chat and the request that :meth:`call_model` would send."""
         ...
 
     async def generate_rollouts(

@@ -41,8 +41,10 @@ class PendingCall:
         request: ModelRequest,
         *,
         record: bool,
+        turn: int | None = None,
     ) -> None:
         self.context, self.actor_id, self.messages, self.request = context, actor_id, messages, request
+        self.turn = turn
         self.index: int | None = None
         self.recorded: ModelCall | None = None
         if context is not None and record:
@@ -71,7 +73,8 @@ class PendingCall:
         response.text = well_formed(text)
         if context is None or (self.index is None and recorded is None):
             return response
-        step = to_step(actor_id, context.state.turn, self.messages, self.request, response)
+        turn = context.state.turn if self.turn is None else self.turn
+        step = to_step(actor_id, turn, self.messages, self.request, response)
         if recorded is not None:
             recorded.step, recorded.request = step, None
         if self.index is not None:
@@ -120,7 +123,8 @@ def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
     else:
         messages = list(to_python(prompt))
         for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            calls = isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("tool_calls")
+            if not isinstance(message, Mapping) or "role" not in message or not ("content" in message or calls):
                 raise TypeError(f"prompt: got the message {message!r}, expected a dict with 'role' and 'content'")
     if not messages:
         raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")

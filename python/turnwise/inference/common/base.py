@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from turnwise.types import ContextLengthError, ModelRequest, Sampling, Tokenizer
+from turnwise.types import ContextLengthError, ModelRequest, ModelResponse, Sampling, Tokenizer
 
 T = TypeVar("T")
 
@@ -75,6 +76,46 @@ def stop_token_ids(request: ModelRequest, tokenizer: Tokenizer) -> tuple[int, ..
     """The tokenizer's end of sequence and the request's own stop tokens, each once."""
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return tuple(dict.fromkeys((*end, *request.sampling.stop_token_ids)))
+
+
+def stop_check(sampling: Sampling, tokenizer: Any) -> Callable[[Sequence[int]], bool] | None:
+    """Return a function that is true for completion ids whose end completes a stop string; ``None`` without any."""
+    if not sampling.stop:
+        return None
+    # A token may hold a single byte, and the first ones of the window may lack the bytes before them.
+    window = max(len(text.encode(errors="replace")) for text in sampling.stop) + 4
+
+    def stopped(ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(list(ids[-window:]), skip_special_tokens=False)
+        return any(stop in text for stop in sampling.stop)
+
+    return stopped
+
+
+def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> ModelResponse:
+    """End ``response`` with the token that completes a stop string, for engines that sample ids without text.
+
+    The tokens that were sampled after it are dropped. What is left is what an engine that stops there would sample.
+    """
+    stopped = stop_check(sampling, tokenizer)
+    ids = response.completion_token_ids
+    end = next((end for end in range(1, len(ids) + 1) if stopped and stopped(ids[:end])), None)
+    if end is None:
+        return response
+    runs, left = [], end
+    for count, version in response.policy_versions:
+        runs.append((min(count, left), version))
+        left -= count
+        if left <= 0:
+            break
+    return replace(
+        response,
+        text=tokenizer.decode(ids[:end], skip_special_tokens=True),
+        completion_token_ids=ids[:end],
+        logprobs=response.logprobs[:end],
+        finish_reason="stop",
+        policy_versions=runs,
+    )
 
 
 def check_sampling_by_vllm(sampling: Sampling) -> None:

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from turnwise.inference.common.base import ClientBase, completion_limit, gather_all, policy_of, stop_token_ids
+from turnwise.inference.common.base import (
+    ClientBase,
+    completion_limit,
+    gather_all,
+    policy_of,
+    stop_check,
+    stop_token_ids,
+)
 from turnwise.inference.local.decode import (
     Completion,
     ScoredSequence,
@@ -222,7 +229,12 @@ class TransformersClient(ClientBase):
         limit = completion_limit(request, held.model.get_input_embeddings().num_embeddings, held.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SequenceSpec(
-            tuple(request.prompt_token_ids), sampling, seed, limit, stop_token_ids(request, self.tokenizer)
+            tuple(request.prompt_token_ids),
+            sampling,
+            seed,
+            limit,
+            stop_token_ids(request, self.tokenizer),
+            stop_check(sampling, self.tokenizer),
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:

@@ -37,13 +37,15 @@ _PACK_BELOW = 0.9
 
 @dataclass(slots=True)
 class SequenceSpec:
-    """One completion to sample: at most ``limit`` tokens, ended early by one of ``stop_ids``."""
+    """One completion to sample: at most ``limit`` tokens, ended early by one of ``stop_ids``, or once ``stopped`` is true
+    of its tokens."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
     limit: int
     stop_ids: tuple[int, ...]
+    stopped: Callable[[Sequence[int]], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ class _Drawn:
     logprobs: Tensor
     versions: list[int]
     aborted: set[int]
+    stopped: dict[int, int]
+    """Number of tokens of the rows that a stop string ended."""
     decoded: int
 
 
@@ -171,14 +175,22 @@ def _decode(
     alive, going = torch.arange(len(rows), device=device), torch.ones(len(rows), dtype=torch.bool, device=device)
     node: Tensor | None = decoder.nodes
     aborted: set[int] = set()
+    watched = {row: spec.stopped for row, spec in enumerate(rows) if spec.stopped is not None}
+    stopped: dict[int, int] = {}
     versions: list[int] = []
     decoded = 0
     for step in range(width):
         drawn, drawn_logprobs = sampler.draw(logits, alive, step)
-        # A row ends at a stop token, at its limit, or when its caller has left.
+        # A row ends at a stop token, with a stop string, at its limit, or when its caller has left.
         tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
         versions.append(version)
-        going &= (drawn[:, None] != stops[alive]).all(dim=1) & (step + 1 < limits[alive])
+        going &= (drawn[:, None] != stops[alive]).all(dim=1)
+        if watched:
+            for place in going.nonzero()[:, 0].tolist():
+                row = int(alive[place])
+                if row in watched and watched[row](tokens[row, : step + 1].tolist()):
+                    stopped[row], going[place] = step + 1, False
+        going &= step + 1 < limits[alive]
         if left := set(abandoned()) - aborted:
             leaving = torch.isin(alive, torch.tensor(sorted(left), device=device)) & going
             aborted |= set(alive[leaving].tolist())
@@ -205,7 +217,7 @@ def _decode(
             logits = decoder.step(drawn, positions)
         decoded += len(drawn)
         logits = logits if node is None else logits[node]
-    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, decoded)
+    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, stopped, decoded)
 
 
 def _split(decoder: Decoder, node: Tensor, drawn: Tensor, vocabulary: int) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -231,7 +243,7 @@ def _stop_table(rows: Sequence[SequenceSpec], device: torch.device) -> Tensor:
 
 
 def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion]:
-    """Cut each row after its first stop token or at its limit."""
+    """Cut each row after its first stop token, at its stop string or at its limit."""
     completions = []
     tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
     for index, (row, ids, values) in enumerate(zip(rows, tokens, logprobs, strict=True)):
@@ -239,6 +251,8 @@ def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion
             completions.append(Completion([], [], "abort", []))
             continue
         end = next((place for place, token in enumerate(ids[: row.limit]) if token in row.stop_ids), None)
+        if end is None and index in drawn.stopped:
+            end = drawn.stopped[index] - 1
         reason: FinishReason = "length" if end is None else "stop"
         count = row.limit if end is None else end + 1
         completions.append(Completion(ids[:count], values[:count], reason, drawn.versions[:count]))

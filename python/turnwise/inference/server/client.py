@@ -19,6 +19,7 @@ from turnwise.inference.common.base import (
     ClientBase,
     check_sampling_by_vllm,
     completion_limit,
+    cut_at_stop,
     gather_all,
     policy_of,
     stop_token_ids,
@@ -266,7 +267,7 @@ class VLLMServerClient(ClientBase):
         self._stats["prompt_tokens"] += len(request.prompt_token_ids)
         self._stats["cached_tokens"] += answer.cached_tokens
         self._stats["generated_tokens"] += len(answer.token_ids)
-        return ModelResponse(
+        response = ModelResponse(
             text=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
             completion_token_ids=answer.token_ids,
             logprobs=answer.logprobs,
@@ -274,6 +275,7 @@ class VLLMServerClient(ClientBase):
             policy_versions=versions,
             prompt_token_ids=list(request.prompt_token_ids),
         )
+        return cut_at_stop(response, request.sampling, self.tokenizer)
 
     # -- weights, in the endpoint's thread -----------------------------------------------------------------------------
     async def _ready(self) -> None:

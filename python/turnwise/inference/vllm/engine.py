@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnwise.inference.common.base import cut_at_stop
 from turnwise.inference.vllm.build import end_engine
 from turnwise.inference.vllm.lora import Adapter
 from turnwise.inference.vllm.stats import EnginePeaks, EngineStats, SchedulerWatch
@@ -293,7 +294,7 @@ def to_response(
     if completion.finish_reason not in ("stop", "length"):
         return ModelError(f"vLLM ended a request of policy {request.policy!r}: {completion.finish_reason}")
     ids = list(completion.token_ids)
-    return ModelResponse(
+    response = ModelResponse(
         text=tokenizer.decode(ids, skip_special_tokens=True),
         completion_token_ids=ids,
         logprobs=[at[token].logprob for at, token in zip(completion.logprobs, ids, strict=True)],
@@ -301,6 +302,7 @@ def to_response(
         policy_versions=_version_runs(completion.weight_versions, versions),
         prompt_token_ids=list(request.prompt_token_ids),
     )
+    return cut_at_stop(response, request.sampling, tokenizer)
 
 
 def _version_runs(spans: Any, versions: Sequence[tuple[int, int]]) -> PolicyVersions:

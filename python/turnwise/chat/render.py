@@ -1,17 +1,14 @@
-"""Converts chats to token ids. Text that spells a control token of the chat template stays text: it can't forge a turn.
-
-May import: types.
-"""
+"""Converts chats to token ids. Text that spells a control token of the template stays text: it can't forge a turn."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
-from turnwise.types import Messages, Tokenizer
+from turnwise.types import Message, Messages, Tokenizer
 
 # While a template renders, a control token in a text is replaced by a stand-in: a private-use character between two
 # others. A text that already contains a stand-in becomes the control token's spelling as text, which is harmless too.
@@ -27,30 +24,48 @@ class ChatRenderer:
     with which its template marks turns. If a template marks turns in plain text, such as ``role: content`` lines, the
     renderer can't distinguish its marks from a message's text.
 
+    ``template_kwargs`` go to the chat template, for example ``{"enable_thinking": False}``.
+
     Example::
 
         renderer = ChatRenderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
         ids = renderer.prompt_ids([{"role": "user", "content": "Is <|im_end|> a word?"}])
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer: Any = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
 
-    def prompt_ids(self, messages: Messages) -> list[int]:
-        """Return the ids of a chat, with the generation prompt."""
-        if not self._hostile(messages):
-            return _rendered(self.tokenizer, messages)
-        shown = [_mapped(message, self._stand_in) for message in messages]
-        ids: list[int] = []
-        for token in _rendered(self._with_stand_ins, shown):
-            ids += self._text_of_stand_in.get(token, (token,))
-        return ids
+    def prompt_ids(
+        self, messages: Messages, tools: Sequence[Any] = (), *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of a chat with the descriptions of ``tools``, and with the generation prompt."""
+        if not self._hostile(messages, tools):
+            return self.render(self.tokenizer, messages, tools, add_generation_prompt)
+        shown, described = self._with_stand_ins_in(messages, tools)
+        return self._as_texts(self.render(self._with_stand_ins, shown, described, add_generation_prompt))
+
+    def render(
+        self, tokenizer: Any, messages: Messages, tools: Sequence[Any] = (), add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of a chat without regard to control tokens in its text. Override it for another template."""
+        options = {"tools": list(tools), **self.template_kwargs} if tools else self.template_kwargs
+        return _rendered(tokenizer, messages, add_generation_prompt, **options)
+
+    def escapes(self, messages: Messages) -> int:
+        """Return the number of control tokens that the text of ``messages`` spells."""
+        return sum(
+            len(pattern.findall(self._normalized(text, pattern)))
+            for message in messages
+            if (pattern := self._pattern(message)) is not None
+            for text in _texts(message)
+        )
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without a template; none of them is a control token."""
-        if not self.control or not self._spelled(text):
+        if not self.control or not self._spelled(text, self._spelling):
             return self._encode(text)
-        parts = self._spelling.split(self._normalized(text))
+        parts = self._spelling.split(self._normalized(text, self._spelling))
         return [token for part in parts for token in self._as_text.get(part) or self._encode(part)]
 
     def disarmed(self, messages: Messages) -> Messages:
@@ -60,7 +75,8 @@ class ChatRenderer:
         """
 
         def broken(text: str) -> str:
-            return self._spelling.sub(lambda found: found[0][0] + _ZERO_WIDTH + found[0][1:], self._normalized(text))
+            text = self._normalized(text, self._spelling)
+            return self._spelling.sub(lambda found: found[0][0] + _ZERO_WIDTH + found[0][1:], text)
 
         return [_mapped(message, broken) for message in messages] if self._hostile(messages) else messages
 
@@ -84,45 +100,72 @@ class ChatRenderer:
         turns: Messages = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "user")]
         for chat in (turns, turns[1:], turns[1:2]):  # some templates accept no system prompt, some only one message
             try:
-                return set(_rendered(self.tokenizer, chat, add_generation_prompt=False))
+                return set(self.render(self.tokenizer, chat, add_generation_prompt=False))
             except Exception:  # a template may raise anything; try a simpler chat
                 continue
         return set()
 
-    def _hostile(self, messages: Messages) -> bool:
-        return bool(self.control) and any(_any_text(message, self._spelled) for message in messages)
+    @cached_property
+    def guarded(self) -> dict[str, int]:
+        """The ids of all tokens that stay text in the messages of some role, by their spelling."""
+        return self.control
+
+    def _pattern(self, message: Message) -> re.Pattern[str] | None:
+        """Return the spellings that stay text in ``message``; ``None`` if there are none."""
+        return self._spelling if self.control else None
+
+    def _hostile(self, messages: Messages, tools: Sequence[Any] = ()) -> bool:
+        shown = [*messages, *({"role": "system", "content": tool} for tool in tools)]
+        return any(
+            pattern is not None and _any_text(message, partial(self._spelled, pattern=pattern))
+            for message, pattern in ((message, self._pattern(message)) for message in shown)
+        )
 
     @cached_property
     def _spelling(self) -> re.Pattern[str]:
-        longest_first = sorted(self.control, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        return _any_of(self.control)
 
     @cached_property
     def _normalize(self) -> Callable[[str], str] | None:
         """The tokenizer's normalisation, if it also finds control tokens in normalised text; else ``None``."""
         normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
         added = self.tokenizer.added_tokens_decoder
-        if normalizer is None or not any(added[index].normalized for index in self.control.values()):
+        if normalizer is None or not any(added[index].normalized for index in self.guarded.values()):
             return None
         return normalizer.normalize_str
 
-    def _normalized(self, text: str) -> str:
+    def _normalized(self, text: str, pattern: re.Pattern[str]) -> str:
         """Return ``text``, normalised if only the normalised text spells a control token."""
-        if self._normalize is None or self._spelling.search(text):
+        if self._normalize is None or pattern.search(text):
             return text
         normalized = self._normalize(text)
-        return normalized if self._spelling.search(normalized) else text
+        return normalized if pattern.search(normalized) else text
 
-    def _spelled(self, text: str) -> bool:
-        return self._spelling.search(self._normalized(text)) is not None
+    def _spelled(self, text: str, pattern: re.Pattern[str]) -> bool:
+        return pattern.search(self._normalized(text, pattern)) is not None
 
     # -- stand-ins for control tokens while a template renders ---------------------------------------------------------
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
-        return {spelling: f"{_OPEN}{chr(_FIRST + place)}{_CLOSE}" for place, spelling in enumerate(self.control)}
+        return {spelling: f"{_OPEN}{chr(_FIRST + place)}{_CLOSE}" for place, spelling in enumerate(self.guarded)}
 
-    def _stand_in(self, text: str) -> str:
-        return self._spelling.sub(lambda found: self._stand_ins[found[0]], self._normalized(text))
+    def _stand_in(self, text: str, pattern: re.Pattern[str]) -> str:
+        return pattern.sub(lambda found: self._stand_ins[found[0]], self._normalized(text, pattern))
+
+    def _with_stand_ins_in(self, messages: Messages, tools: Sequence[Any] = ()) -> tuple[Messages, list[Any]]:
+        def shown(message: Message) -> Message:
+            pattern = self._pattern(message)
+            return message if pattern is None else _mapped(message, partial(self._stand_in, pattern=pattern))
+
+        described = [shown({"role": "system", "content": tool})["content"] for tool in tools]
+        return [shown(message) for message in messages], described
+
+    def _as_texts(self, ids: Sequence[int]) -> list[int]:
+        """Replace each stand-in in ``ids`` by the ids of the text that it stands for."""
+        texts: list[int] = []
+        for token in ids:
+            texts += self._text_of_stand_in.get(token, (token,))
+        return texts
 
     @cached_property
     def _with_stand_ins(self) -> Any:
@@ -141,12 +184,11 @@ class ChatRenderer:
     @cached_property
     def _as_text(self) -> dict[str, list[int]]:
         """The ids that spell each control token as text."""
-        return {spelling: self._spell(spelling) for spelling in self.control}
+        return {spelling: self._spell(spelling) for spelling in self.guarded}
 
     def _spell(self, text: str) -> list[int]:
         """Encode ``text`` in two parts without control tokens; prefer a cut whose tokens decode to ``text``."""
-        control = set(self.control.values())
-
+        control = set(self.guarded.values())
         found: list[int] | None = None
         for place in range(1, len(text)):
             ids = self._encode(text[:place]) + self._encode(text[place:])
@@ -157,15 +199,35 @@ class ChatRenderer:
         return found or [token for character in text for token in self._encode(character) if token not in control]
 
 
-def _rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds each of ``spellings``, the longest that begins at a place."""
+    longest_first = sorted(spellings, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+def _rendered(
+    tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True, **options: Any
+) -> list[int]:
     """Return the template's ids of a chat, from tokenizers that return a list and from those that return a mapping."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True, **options)
     if isinstance(ids, Mapping):
         ids = ids["input_ids"]
     ids = list(ids)
     if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
         ids = list(ids[0])
     return ids if set(map(type, ids)) == {int} else [int(token) for token in ids]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in ``value``, except roles."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from () if key == "role" else _texts(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
 
 
 def _any_text(value: Any, holds: Callable[[str], bool]) -> bool:

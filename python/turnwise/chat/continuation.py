@@ -1,0 +1,116 @@
+"""Continues chats on the sampled tokens, so that a later prompt begins with exactly what the model saw and wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from turnwise.chat.formats import ChatFormat
+from turnwise.chat.messages import Tool, message_key, tools_key
+from turnwise.types import Message, Messages
+
+REASONS = ("history", "tools", "thinking", "renderer")
+"""Reasons why a prompt doesn't continue the sampled tokens although the chat holds an answer of this session.
+``history``: earlier messages were changed. ``tools``: other tools than before. ``thinking``: the reasoning that was
+sent back is not the sampled one. ``renderer``: the format can't extend this chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of one call. ``reused`` counts its first tokens that an earlier call of the session saw or sampled.
+
+    ``rewritten`` is one of :data:`REASONS`, or ``""``.
+    """
+
+    ids: list[int]
+    reused: int = 0
+    rewritten: str = ""
+    escapes: int = 0
+    """Control tokens that the new messages spell, which became text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    prompt: list[int]
+    completion: list[int]
+    answer: Message
+
+
+class Conversations:
+    """The calls of one actor in one session: finds the call that a chat continues, and extends its tokens.
+
+    A chat continues the longest earlier chat that it begins with, the answer included; of equal ones the latest.
+    An answer that comes back without its reasoning counts as the one that was returned.
+
+    Example::
+
+        chats = Conversations(format)
+        prompt = chats.prompt(messages)
+        chats.add(messages, (), prompt.ids, completion_ids, answer)
+        longer = chats.prompt([*messages, answer, {"role": "user", "content": "Go on."}])
+        assert longer.ids[: longer.reused] == prompt.ids + completion_ids
+    """
+
+    def __init__(self, format: ChatFormat) -> None:
+        self.format = format
+        self._calls: dict[Hashable, _Call] = {}
+        self._tools: dict[bytes, bytes] = {}
+        """The tools of the latest call with this history."""
+        self._answers: set[bytes] = set()
+        self._reasoning: dict[bytes, str] = {}
+
+    def prompt(self, messages: Messages, tools: Sequence[Tool] = ()) -> Prompt:
+        """Return the token ids of a chat of plain messages, see :func:`~turnwise.chat.messages.plain_messages`."""
+        histories = _histories(messages)
+        own = tools_key(tools)
+        begun = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        shared = any(message_key(messages[place - 1]) in self._answers for place in begun)
+        place = next((place for place in reversed(begun) if (own, histories[place]) in self._calls), 0)
+        if not place:
+            other = any(histories[place] in self._tools for place in begun)
+            reason = ("tools" if other else "history") if shared else ""
+            return Prompt(self.format.prompt_ids(messages, tools), 0, reason, self.format.escapes(messages))
+        call, new = self._calls[own, histories[place]], messages[place:]
+        seen = [*call.prompt, *call.completion]
+        escapes = self.format.escapes(new)
+        if not self._keeps_reasoning(messages, histories, place):
+            return Prompt(self.format.prompt_ids(messages, tools), 0, "thinking", escapes)
+        ids = self.format.extend(call.prompt, call.completion, new, tools, call.answer)
+        if ids is None or ids[: len(seen)] != seen:
+            ids = self.format.prompt_ids(messages, tools)
+        if ids[: len(seen)] == seen:
+            return Prompt(ids, len(seen), "", escapes)
+        return Prompt(ids, 0, "renderer", escapes)
+
+    def _keeps_reasoning(self, messages: Messages, histories: Sequence[bytes], until: int) -> bool:
+        """True if no answer of this session came back with other reasoning than was sampled."""
+        for place, message in enumerate(messages[:until], 1):
+            sent = str(message.get("reasoning_content") or "").strip()
+            if sent and sent != self._reasoning.get(histories[place], sent).strip():
+                return False
+        return True
+
+    def add(
+        self,
+        messages: Messages,
+        tools: Sequence[Tool],
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        answer: Message,
+    ) -> None:
+        """Keep a finished call, so that later chats may continue it."""
+        after = _histories([*messages, answer])[-1]
+        own = tools_key(tools)
+        self._calls[own, after] = _Call(list(prompt), list(completion), answer)
+        self._tools[after] = own
+        self._answers.add(message_key(answer))
+        self._reasoning[after] = answer.get("reasoning_content", "")
+
+
+def _histories(messages: Messages) -> list[bytes]:
+    """Return a key of the first ``n`` messages for each ``n``, from 0."""
+    keys = [b""]
+    for message in messages:
+        keys.append(blake2b(keys[-1] + message_key(message), digest_size=16).digest())
+    return keys

@@ -1,0 +1,278 @@
+"""A chat format: renders a chat with tools, extends sampled tokens by new messages, and parses a completion."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from turnwise.chat.messages import ChatError, Tool, tool_names
+from turnwise.chat.render import ChatRenderer, _any_of
+from turnwise.types import Message, Messages
+
+EXAMPLE_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "x",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
+EXAMPLE_CALL = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+EXAMPLE_CHAT: Messages = [
+    {"role": "system", "content": "x"},
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "x", "reasoning_content": "x", "tool_calls": [EXAMPLE_CALL]},
+    {"role": "tool", "content": "x", "tool_call_id": "call_0", "name": "look"},
+]
+"""A harmless chat that contains every mark of a template: roles, reasoning, a tool, a call and its result."""
+
+OK = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call in a completion. ``status`` is ``"ok"``, or the reason why it can't be read as a call of a known tool.
+
+    Example: ``ToolCall("add", {"a": 2, "b": 2}, raw='{"name": "add", "arguments": {"a": 2, "b": 2}}')``
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    raw: str
+    """The text that the model sampled."""
+    status: str = OK
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """A completion as a message: visible text, reasoning, and all calls that it attempted, in their order.
+
+    The text of a call that is not ``"ok"`` is part of ``content``, so that the agent sees what the model wrote.
+    """
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def good_calls(self) -> list[ToolCall]:
+        return [call for call in self.calls if call.status == OK]
+
+    def message(self, ids: Sequence[str] = ()) -> Message:
+        """Return the assistant's message. ``ids`` name the good calls."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.good_calls:
+            message["tool_calls"] = [
+                {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for name, call in zip(ids, self.good_calls, strict=True)
+            ]
+        return message
+
+
+class ChatFormat(ChatRenderer):
+    """The chat format of a tokenizer's own template. Subclasses know the format of a model family.
+
+    Example::
+
+        format = ChatFormat(tokenizer)
+        prompt = format.prompt_ids([{"role": "user", "content": "2 + 2 = ?"}])
+        longer = format.extend(prompt, completion, [{"role": "user", "content": "And 3 + 3?"}])
+        assert longer[: len(prompt) + len(completion)] == prompt + completion
+    """
+
+    name = "template"
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The end of sequence, and the token with which the template closes an assistant's turn."""
+        end, close = self.tokenizer.eos_token_id, self._close
+        return tuple(dict.fromkeys(token for token in (end, close) if token is not None))
+
+    def cut(self, completion: Sequence[int]) -> list[int]:
+        """Return ``completion`` up to its first stop token, which is kept."""
+        stops = set(self.stop_token_ids)
+        end = next((place for place, token in enumerate(completion) if token in stops), len(completion))
+        return list(completion[: end + 1])
+
+    # -- continuation --------------------------------------------------------------------------------------------------
+    def extend(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        new: Messages,
+        tools: Sequence[Tool] = (),
+        answer: Message | None = None,
+    ) -> list[int] | None:
+        """Return ``prompt + completion`` followed by the ``new`` messages and the generation prompt.
+
+        ``answer`` is the message that ``completion`` was parsed into. Tokens of ``prompt`` and ``completion`` stay as
+        they are; a turn that was cut off gets the template's closing token. ``None`` means that the template can't
+        extend a chat: the caller must render it again.
+        """
+        tail = self._tail(new, tools, answer)
+        if tail is None or any(message["role"] == "assistant" for message in new):
+            return None
+        close = self._close
+        closed = bool(completion) and completion[-1] in self.stop_token_ids
+        return [*prompt, *completion, *([] if closed or close is None else [close]), *tail]
+
+    def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
+        """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
+        close = self._close
+        if close is None:
+            return None
+        calls = {"tool_calls": answer["tool_calls"]} if answer and answer.get("tool_calls") else {}
+        tails = []
+        for text in ("x", "yz 1"):
+            begun: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text, **calls}]
+            try:
+                before = self.prompt_ids(begun, tools, add_generation_prompt=False)
+                after = self.prompt_ids([*begun, *new], tools)
+            except Exception:  # a template may raise anything for a chat that it doesn't expect
+                return None
+            end = len(before) - before[::-1].index(close) if close in before else 0
+            if not end or after[:end] != before[:end]:
+                return None
+            tails.append(after[end:])
+        return tails[0] if tails[0] == tails[1] else None
+
+    @cached_property
+    def _close(self) -> int | None:
+        """The first control token that the template writes after an assistant's text; ``None`` if there is none."""
+        chats = ([{"role": "user", "content": "x"}, {"role": "assistant", "content": text}] for text in ("x", "yz 1"))
+        try:
+            first, second = (self.prompt_ids(chat, add_generation_prompt=False)[::-1] for chat in chats)
+        except Exception:  # as above
+            return None
+        same = next((place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
+        marks = {*self.control.values(), self.tokenizer.eos_token_id}
+        return next((token for token in reversed(first[:same]) if token in marks), None)
+
+    # -- completions ---------------------------------------------------------------------------------------------------
+    def check_tools(self, tools: Sequence[Tool]) -> None:
+        """Raise :class:`ChatError` if the format can't show ``tools`` to the model, or can't read its calls."""
+        if tools and not self._shows_tools:
+            raise ChatError(
+                "tools",
+                "the model's chat template renders no tools whose calls can be read: expected one that writes calls as "
+                '<tool_call>{"name": ..., "arguments": ...}</tool_call>, or renderer set to the model\'s family',
+            )
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        try:
+            shown = self.prompt_ids(EXAMPLE_CHAT, [EXAMPLE_TOOL])
+            text = self.tokenizer.decode(shown, skip_special_tokens=False)
+            return shown != self.prompt_ids(EXAMPLE_CHAT) and "<tool_call>" in text and "arguments" in text
+        except Exception:  # as above
+            return False
+
+    def parse(
+        self, completion: Sequence[int], tools: Sequence[Tool] = (), prompt: Sequence[int] = ()
+    ) -> ParsedCompletion:
+        """Parse a completion. Calls of tools are read only if there are ``tools``."""
+        ids = self.cut(completion)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        marks = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
+        hidden = {index for spelling, index in self.control.items() if spelling not in marks}
+        text = self.tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
+        begun = self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False).rstrip().endswith("<think>")
+        reasoning, text = split_reasoning(text, begun)
+        return read_calls(text, reasoning, tools) if tools else ParsedCompletion(text, reasoning)
+
+    # -- control tokens ------------------------------------------------------------------------------------------------
+    @cached_property
+    def guarded(self) -> dict[str, int]:
+        """Control tokens, and all added tokens with which the format marks reasoning, tools, calls and results."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        marks = self._tool_marks() if added else set()
+        found = {token.content: index for index, token in added.items() if index in marks and token.content.strip()}
+        return {**self.control, **found}
+
+    def _tool_marks(self) -> set[int]:
+        chats = (EXAMPLE_CHAT, EXAMPLE_CHAT[1:], EXAMPLE_CHAT[1:3], EXAMPLE_CHAT[1:2])
+        found: set[int] = set()
+        for chat in chats:
+            for tools in ([EXAMPLE_TOOL], []):
+                try:
+                    found |= set(self.render(self.tokenizer, chat, tools))
+                except Exception:  # as above
+                    continue
+        return found
+
+    def _pattern(self, message: Message) -> re.Pattern[str] | None:
+        """What the model wrote may hold marks of reasoning and of calls. What it reads may not."""
+        if message["role"] == "assistant":
+            return super()._pattern(message)
+        return self._guarded_spelling if self.guarded else None
+
+    @cached_property
+    def _guarded_spelling(self) -> re.Pattern[str]:
+        return _any_of(self.guarded)
+
+
+def split_reasoning(text: str, begun: bool = False) -> tuple[str, str]:
+    """Return the reasoning and the rest of ``text``: ``"<think>hm</think>4"`` gives ``("hm", "4")``.
+
+    ``begun`` means that the prompt already opened the reasoning. Reasoning that never ends takes the whole text.
+    """
+    opened = text.lstrip().startswith("<think>")
+    if not (begun or opened):
+        return "", text
+    inside = text.partition("<think>")[2] if opened else text
+    reasoning, _, rest = inside.partition("</think>")
+    return reasoning.strip("\n"), rest.lstrip("\n")
+
+
+_CALL = re.compile(r"\s*<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+
+
+def read_calls(text: str, reasoning: str, tools: Sequence[Tool]) -> ParsedCompletion:
+    """Parse calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    calls, kept = [], []
+    end = 0
+    for found in _CALL.finditer(text):
+        kept.append(text[end : found.start()])
+        end = found.end()
+        call = read_call(found[1].strip(), tools, closed=bool(found[2]))
+        calls.append(call)
+        if call.status != OK:
+            kept.append(found[0])
+    return ParsedCompletion("".join([*kept, text[end:]]), reasoning, tuple(calls))
+
+
+def read_call(raw: str, tools: Sequence[Tool], *, closed: bool = True) -> ToolCall:
+    """Parse the JSON of one call."""
+    if not closed:
+        return ToolCall("", {}, raw, "unclosed_block")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return ToolCall("", {}, raw, "invalid_json")
+    if not isinstance(found, dict):
+        return ToolCall("", {}, raw, "malformed_structure")
+    return checked_call(found.get("name"), found.get("arguments", {}), raw, tools)
+
+
+def checked_call(name: Any, arguments: Any, raw: str, tools: Sequence[Tool], status: str = OK) -> ToolCall:
+    """Return a call whose name and arguments were read, with the first reason why it is no call of a known tool."""
+    known = isinstance(name, str) and name in tool_names(tools)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            status = "invalid_json" if status == OK else status
+    if name and not known:
+        status = "unknown_tool"
+    elif status == OK and not known:
+        status = "missing_name"
+    elif status == OK and not isinstance(arguments, Mapping):
+        status = "malformed_structure"
+    return ToolCall(str(name or ""), dict(arguments) if isinstance(arguments, Mapping) else {}, raw, status)

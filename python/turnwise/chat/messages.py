@@ -1,0 +1,128 @@
+"""Chat messages of any client in one form, and keys by which equal messages are found again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from turnwise.types import Message, Messages
+
+ROLES = ("system", "user", "assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that hold text, in the dialects that the gateway speaks."""
+
+Tool = dict[str, Any]
+"""A function that a model may call, as the OpenAI API writes it:
+``{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}``."""
+
+
+class ChatError(ValueError):
+    """A chat that can't be rendered. ``param`` names the part that is at fault, such as ``"messages[2].content"``."""
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"{param}: {problem}")
+        self.param = param
+
+
+def plain_messages(messages: Any) -> Messages:
+    """Return ``messages`` in the form that chat templates take. Raises :class:`ChatError` for a chat they can't hold.
+
+    Content becomes one string. The role ``developer`` becomes ``system``. A tool call's arguments become an object,
+    unless they are no JSON object. Fields that no template reads are left out.
+
+    Example: ``[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]`` gives
+    ``[{"role": "system", "content": "Be brief."}]``.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
+    plain = [_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    for place, message in enumerate(plain):
+        if message["role"] == "system" and place:
+            raise ChatError(f"messages[{place}].role", "a system message must come first, and only one is supported")
+    if plain[-1]["role"] == "assistant":
+        raise ChatError("messages", "the last message is the assistant's: a begun answer can't be continued")
+    return plain
+
+
+def _plain(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ChatError(where, f"got {str(message)[:80]!r}, expected an object with a role")
+    role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
+    if role not in ROLES:
+        raise ChatError(f"{where}.role", f"got {role!r}, expected one of {ROLES}")
+    plain: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
+    if role == "assistant":
+        if message.get("tool_calls"):
+            plain["tool_calls"] = [
+                _plain_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(message["tool_calls"])
+            ]
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str) and reasoning:
+            plain["reasoning_content"] = reasoning
+    elif role == "tool":
+        plain |= {key: str(message[key]) for key in ("tool_call_id", "name") if message.get(key)}
+    return plain
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return the text of a message's content, which is a string, ``None`` or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise ChatError(where, f"got {str(content)[:80]!r}, expected text")
+    texts = []
+    for place, part in enumerate(content):
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind == "refusal" and isinstance(part, Mapping):
+            text, kind = part.get("refusal"), "text"
+        if kind not in TEXT_PARTS or not isinstance(text, str):
+            raise ChatError(f"{where}[{place}]", f"got a part of type {kind!r}, expected text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _plain_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ChatError(where, f"got {str(call)[:80]!r}, expected a call of a function with a name")
+    plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments_of(function)}}
+    return {"id": str(call["id"]), **plain} if call.get("id") else plain
+
+
+def arguments_of(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call as an object, or as text if they are no JSON object."""
+    given = function.get("arguments")
+    if not isinstance(given, str):
+        return dict(given) if isinstance(given, Mapping) else {}
+    try:
+        found = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        return given
+    return found if isinstance(found, dict) else given
+
+
+def tool_names(tools: Sequence[Tool]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+def message_key(message: Message) -> bytes:
+    """Return a key that is equal for equal plain messages, whatever their ids and the order of their fields.
+
+    It leaves out reasoning, which many clients don't send back.
+    """
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+    return _digest([message["role"], message["content"], calls])
+
+
+def tools_key(tools: Sequence[Tool]) -> bytes:
+    """Return a key that is equal for equal tools."""
+    return _digest(list(tools))
+
+
+def _digest(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

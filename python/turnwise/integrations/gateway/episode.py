@@ -1,0 +1,132 @@
+"""Episodes that somebody else's agent plays: a function of the question and the models."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from turnwise.arena import Episode, Rubric
+from turnwise.arena.runtime.context import require_context
+from turnwise.integrations.gateway.gateway import Gateway
+from turnwise.integrations.gateway.session import Model, Session
+from turnwise.state import to_python
+from turnwise.types import EpisodeState
+from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.registry import import_by_name
+
+Agent = Callable[[Any, Mapping[str, Model]], Awaitable[Any] | Any]
+"""``agent(question, models)``: anyone's code, ``async def`` or ``def``. It returns its reward or its result."""
+
+
+def reported_reward(extras: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rewards that the agent itself reported: one number for all that were called, or one by actor."""
+    return dict(extras["rewards"])
+
+
+class GatewayEpisode(Episode):
+    """Base of the episodes whose agent calls models through a gateway.
+
+    Without ``rubric``, the agent's result is the reward: a number for all actors that it called, or one by actor. With
+    one, reward functions find the result in ``extras["result"]``, and its keys in ``extras`` if it is a dict.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        *,
+        actors: Sequence[str] = ("agent",),
+        rubric: Rubric | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
+        self.gateway, self.actors, self.timeout = gateway, list(actors), timeout
+        self._reports = rubric is None
+        self.rubric = Rubric([reported_reward]) if rubric is None else rubric
+
+    async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
+        context = require_context()
+        state = context.state if state is None else state
+        context.state = state
+        async with self.gateway.session(self.actors, arena) as session:
+            try:
+                async with asyncio.timeout(self.timeout):
+                    result = await self.run_agent(to_python(artifact), session)
+            except TimeoutError:
+                raise TimeoutError(f"the agent took longer than timeout={self.timeout:g} s") from None
+        state.data["result"] = result
+        if self._reports:
+            called = [actor for actor, seat in session.seats.items() if seat.counts["calls"]]
+            state.data["rewards"] = rewards_of(result, self.actors, called)
+        state.done = True
+        return state
+
+    async def run_agent(self, question: Any, session: Session) -> Any:
+        """Run the agent and return its result."""
+        raise NotImplementedError
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        found = to_python(state.data)
+        result = found.get("result")
+        return {**(result if isinstance(result, dict) else {}), **found}
+
+
+class AgentEpisode(GatewayEpisode):
+    """Played by ``agent(question, models)``, a function or its name ``"module:function"``; it imports no turnwise.
+
+    An ``async def`` runs in the arena's event loop. A ``def`` runs in a thread; past its timeout its calls are refused,
+    and the thread ends when it next calls a model.
+
+    Example::
+
+        async def agent(question, models):
+            solver = models["solver"]
+            client = AsyncOpenAI(base_url=solver.base_url, api_key=solver.api_key)
+            answer = await client.chat.completions.create(
+                model=solver.name, messages=[{"role": "user", "content": question["text"]}]
+            )
+            return float(question["answer"] in answer.choices[0].message.content)
+
+        arena.add_episode(AgentEpisode(agent, Gateway(), actors=["solver"]))
+    """
+
+    def __init__(self, agent: Agent | str, gateway: Gateway, **options: Any) -> None:
+        super().__init__(gateway, **options)
+        self.agent: Agent = import_by_name({}, agent, "agent") if isinstance(agent, str) else agent
+        if not callable(self.agent):
+            raise TypeError(
+                f"agent={agent!r}: expected a function of the question and the models, or 'module:function'"
+            )
+        self.episode_type = agent if isinstance(agent, str) else getattr(agent, "__name__", "agent")
+
+    async def run_agent(self, question: Any, session: Session) -> Any:
+        if inspect.iscoroutinefunction(self.agent):
+            return await self.agent(question, session.models)
+        found = await asyncio.to_thread(self.agent, question, session.models)
+        return await found if inspect.isawaitable(found) else found
+
+
+def rewards_of(result: Any, actors: Sequence[str], called: Sequence[str]) -> dict[str, float]:
+    """Return the rewards by actor that an agent reported. Raises ``ValueError`` or ``TypeError`` for anything else.
+
+    An actor that was never called needs no reward, and gets none.
+    """
+    if isinstance(result, Mapping):
+        if unknown := [name for name in result if name not in actors]:
+            raise ValueError(f"the agent's reward has {unknown[0]!r}: expected some of the actors {list(actors)}")
+        if missing := [actor for actor in called if actor not in result]:
+            raise ValueError(f"the agent's reward {dict(result)!r} lacks actor {missing[0]!r}, which it called")
+        found = {actor: result[actor] for actor in called}
+    else:
+        found = dict.fromkeys(called, result)
+    for reward in found.values():
+        if isinstance(reward, complex) or not isinstance(reward, Real) or not math.isfinite(reward):
+            raise TypeError(
+                f"the agent returned {str(result)[:200]!r}: expected a finite number, or one by actor. Give the "
+                "episode a rubric to score other results"
+            )
+    return {actor: float(reward) for actor, reward in found.items()}

@@ -1,0 +1,127 @@
+"""The gateway: opens sessions for episodes, and serves HTTP while any of them is open."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from turnwise.chat.formats import ChatFormat
+from turnwise.chat.known_formats import chat_format
+from turnwise.integrations.gateway.session import Session
+from turnwise.integrations.gateway.settings import LOOPBACK, GatewaySettings
+from turnwise.types.protocols import ArenaForHooks
+
+if TYPE_CHECKING:
+    from turnwise.integrations.gateway.server import Server
+
+
+class Gateway:
+    """Serves an arena's actors as models of the OpenAI and Anthropic APIs, one URL per session and actor.
+
+    It listens while a session is open, or for the whole of an ``async with`` block. ``settings`` may be changed by
+    keywords: ``Gateway(renderer="qwen3")``. Raises ``ImportError`` if aiohttp is missing.
+
+    Example::
+
+        gateway = Gateway()
+        arena.add_episode(AgentEpisode(agent, gateway, actors=["solver"]))
+    """
+
+    def __init__(self, settings: GatewaySettings | None = None, **changes: Any) -> None:
+        self.settings = GatewaySettings(**changes) if settings is None else settings
+        if settings is not None and changes:
+            raise TypeError(f"got settings and {sorted(changes)}: expected one of them")
+        if self.settings.host not in LOOPBACK:
+            warnings.warn(
+                f"host={self.settings.host!r}: is open to other hosts, and keys travel unencrypted", stacklevel=2
+            )
+        self.sessions: dict[str, Session] = {}
+        self._formats: dict[int, ChatFormat] = {}
+        self._users = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Task[Server] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._open()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._close()
+
+    @asynccontextmanager
+    async def session(self, actors: Sequence[str], arena: ArenaForHooks) -> AsyncIterator[Session]:
+        """Open a session for the running episode. It ends with the block, and then takes no more calls.
+
+        Raises the error of the model or of turnwise that a call met, whatever the agent made of it.
+        """
+        session = Session(actors, arena, self.settings, self._format_of(arena))
+        session.opened_at((await self._open()).url)
+        self.sessions[session.id] = session
+        reason = "the episode has ended"
+        try:
+            yield session
+        except BaseException as error:
+            reason = f"the episode has failed: {type(error).__name__}"
+            if session.failure is not None and isinstance(error, Exception):
+                raise session.failure from error
+            raise
+        else:
+            if session.failure is not None:
+                raise session.failure
+        finally:
+            await session.end(reason)
+            del self.sessions[session.id]
+            await self._close()
+
+    def _format_of(self, arena: Any) -> ChatFormat:
+        """Return the chat format of the arena's tokenizer, which is found once."""
+        tokenizer = arena.tokenizer
+        found = self._formats.get(id(tokenizer))
+        if found is None or found.tokenizer is not tokenizer:
+            settings = self.settings
+            found = chat_format(tokenizer, settings.renderer, settings.chat_template_kwargs)
+            self._formats[id(tokenizer)] = found
+        return found
+
+    # -- the server, while anyone needs it -----------------------------------------------------------------------------
+    async def _open(self) -> Server:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a server of an event loop that has ended is gone
+            self._loop, self._users, self._starting, self._stopping = loop, 0, None, None
+        self._users += 1
+        if self._starting is None:
+            self._starting = loop.create_task(self._start(self._stopping))
+        try:
+            return await asyncio.shield(self._starting)
+        except BaseException:
+            await self._close()
+            raise
+
+    async def _start(self, before: asyncio.Task[None] | None) -> Server:
+        try:
+            from turnwise.integrations.gateway.server import Server
+        except ImportError as error:
+            raise ImportError("the gateway needs aiohttp: pip install 'turnwise[gateway]'") from error
+        if before is not None:
+            await before
+        server = Server(self.settings, self.sessions)
+        await server.start()
+        return server
+
+    async def _close(self) -> None:
+        self._users -= 1
+        if self._users or self._starting is None:
+            return
+        starting, self._starting = self._starting, None
+        self._stopping = asyncio.get_running_loop().create_task(_stop(starting))
+        await asyncio.shield(self._stopping)
+
+
+async def _stop(starting: asyncio.Task[Server]) -> None:
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().stop()

@@ -1,0 +1,178 @@
+"""Episodes that a command plays, as a process of its own for each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.integrations.gateway import supervisor
+from turnwise.integrations.gateway.episode import GatewayEpisode
+from turnwise.integrations.gateway.gateway import Gateway
+from turnwise.integrations.gateway.session import Session
+
+OUTPUT_BYTES = 64 * 1024
+"""Bytes of a process's output that are kept, the latest."""
+SHOWN_LINES = 50
+"""Last lines of its output in the error of a failed process."""
+
+
+class AgentProcessError(RuntimeError):
+    """A command that failed: it exited with another code than 0, was killed, or left no result."""
+
+
+class ProcessEpisode(GatewayEpisode):
+    """Played by ``command``, a list of arguments that runs once for each episode, in an empty folder of its own.
+
+    The process finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``, the
+    question in the JSON file ``TURNWISE_QUESTION``, and all models in ``TURNWISE_MODELS``. It writes its result as JSON
+    into ``TURNWISE_RESULT``: a number, a number by actor, or anything that the rubric scores. With several actors,
+    the model's name selects the actor.
+
+    ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there; nothing else of the
+    trainer's environment is passed on but ``PATH``. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds
+    later everything that it started is killed. At most ``processes`` run at once, by default two for each core.
+
+    Example: ``ProcessEpisode(["python", "agent.py"], Gateway(), files={"agent.py": Path("agent.py")})``
+    """
+
+    episode_type = "process"
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        gateway: Gateway,
+        *,
+        env: Mapping[str, str] | None = None,
+        files: Mapping[str, str | Path] | None = None,
+        grace: float = 2.0,
+        processes: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(gateway, **options)
+        if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+            raise TypeError(f"command={command!r}: expected a list of arguments, such as ['python', 'agent.py']")
+        if sys.platform == "win32":
+            raise RuntimeError("agents as processes need a POSIX system")
+        self.command, self.env, self.grace = list(command), dict(env or {}), grace
+        self.files = {name: Path(path).absolute() for name, path in (files or {}).items()}
+        for name, path in self.files.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"files={name!r}: expected a name inside the process's folder")
+            if not path.is_file():
+                raise ValueError(f"files={name!r}: no file {str(path)!r}")
+        self._limit = 2 * (os.cpu_count() or 1) if processes is None else processes
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def run_agent(self, question: Any, session: Session) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = loop, asyncio.Semaphore(self._limit)
+        async with self._slots[1]:
+            with tempfile.TemporaryDirectory(prefix="turnwise-agent-", ignore_cleanup_errors=True) as folder:
+                return await self._run(question, session, Path(folder))
+
+    async def _run(self, question: Any, session: Session, root: Path) -> Any:
+        folder, private = root / "work", root / "turnwise"
+        folder.mkdir()
+        private.mkdir()
+        for name, source in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, folder / name)
+        question_file, models_file, result_file = (
+            private / f"{name}.json" for name in ("question", "models", "result")
+        )
+        question_file.write_text(json.dumps(question), encoding="utf-8")
+        models = {actor: {name: getattr(model, name) for name in _MODEL} for actor, model in session.models.items()}
+        models_file.write_text(json.dumps(models), encoding="utf-8")
+        code, output = await self._supervised(folder, self._environment(session, folder, private))
+        shown = _masked(output, session)
+        if code:
+            ended = f"was killed by {signal.Signals(code - 128).name}" if code > 128 else f"exited with code {code}"
+            raise AgentProcessError(f"{self.command[0]} {ended}; its last output:\n{shown}")
+        try:
+            return json.loads(result_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise AgentProcessError(f"{self.command[0]} wrote no TURNWISE_RESULT; its last output:\n{shown}") from None
+        except (ValueError, RecursionError) as error:
+            raise AgentProcessError(
+                f"{self.command[0]} wrote a TURNWISE_RESULT that is no JSON ({error}); its last output:\n{shown}"
+            ) from None
+
+    def _environment(self, session: Session, folder: Path, private: Path) -> dict[str, str]:
+        # One actor has its own URL; with several, the model's name selects the actor, and any of their keys opens.
+        first = next(iter(session.models.values()))
+        root = f"{session.url}/{first.name}" if len(session.models) == 1 else session.url
+        return {
+            "PATH": os.environ.get("PATH", os.defpath),
+            "LANG": os.environ.get("LANG", "C.UTF-8"),
+            "HOME": str(folder),
+            "OPENAI_BASE_URL": f"{root}/v1",
+            "OPENAI_API_KEY": first.api_key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": first.api_key,
+            "TURNWISE_QUESTION": str(private / "question.json"),
+            "TURNWISE_MODELS": str(private / "models.json"),
+            "TURNWISE_RESULT": str(private / "result.json"),
+            **self.env,
+        }
+
+    async def _supervised(self, folder: Path, environment: Mapping[str, str]) -> tuple[int, bytes]:
+        """Run the command to its end. Return its exit code, and the end of its output."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", supervisor.__file__, str(self.grace), *self.command,
+            cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        reading = asyncio.ensure_future(_tail(process))
+        try:
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                await asyncio.shield(_end(process, self.grace))
+            reading_done, _ = await asyncio.wait([reading], timeout=1.0)
+            reading.cancel()
+        return code if code >= 0 else 128 - code, reading.result() if reading_done else b""
+
+
+_MODEL = ("base_url", "anthropic_base_url", "api_key", "name")
+
+
+async def _tail(process: asyncio.subprocess.Process) -> bytes:
+    """Read all output, and return the last part of it."""
+    assert process.stdout is not None
+    kept: deque[bytes] = deque()
+    size = 0
+    while chunk := await process.stdout.read(OUTPUT_BYTES):
+        kept.append(chunk)
+        size += len(chunk)
+        while size - len(kept[0]) >= OUTPUT_BYTES:
+            size -= len(kept.popleft())
+    return b"".join(kept)[-OUTPUT_BYTES:]
+
+
+async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
+    """Ask the supervisor to end the command and all that it started, and wait until it has."""
+    process.terminate()
+    try:
+        async with asyncio.timeout(grace + 5.0):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _masked(output: bytes, session: Session) -> str:
+    """Return the last lines of the output, without keys."""
+    text = "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])
+    for model in session.models.values():
+        text = text.replace(model.api_key, "***")
+    return text

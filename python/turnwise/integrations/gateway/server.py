@@ -1,0 +1,183 @@
+"""The HTTP side of the gateway: routes, keys, retries, streams and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Hashable, Mapping
+from hashlib import blake2b
+from types import ModuleType
+from typing import Any
+
+from aiohttp import web
+
+from turnwise.chat.messages import ChatError
+from turnwise.integrations.gateway.session import Call, Seat, Session
+from turnwise.integrations.gateway.settings import LOOPBACK, GatewaySettings
+from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
+from turnwise.integrations.gateway.wire.ask import Ask
+from turnwise.integrations.gateway.wire.errors import WireError, invalid, unauthorized, unsupported
+
+DIALECTS: dict[str, ModuleType] = {
+    "chat/completions": openai_chat,
+    "responses": openai_responses,
+    "messages": anthropic_messages,
+}
+KEEP_ALIVE = 10.0
+"""Seconds between two comments in a stream that waits for its answer."""
+
+
+class Server:
+    """Serves the sessions that ``sessions`` holds."""
+
+    def __init__(self, settings: GatewaySettings, sessions: Mapping[str, Session]) -> None:
+        self.settings, self.sessions = settings, sessions
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ``OSError`` for a port that is taken."""
+        app = web.Application(client_max_size=self.settings.max_body)
+        for path, dialect in DIALECTS.items():
+            for root in ("/s/{sid}/{actor}/v1", "/s/{sid}/{actor}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1"):
+                app.router.add_post(f"{root}/{path}", self._handler(dialect))
+        for root in ("/s/{sid}/{actor}/v1/models", "/s/{sid}/v1/models"):
+            app.router.add_get(root, self._models)
+        # Without handler_cancellation a client that hangs up would leave its call running.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.settings.host, self.settings.port)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        host = self.settings.host
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def _handler(self, dialect: ModuleType) -> Any:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            seat: Seat | None = None
+            try:
+                session = self._session(request)
+                body = await _body(request)
+                seat = self._seat(request, session, body)
+                _check_key(request, [seat])
+                return await self._serve(request, dialect, session, seat, body)
+            except WireError as error:
+                return self._refuse(dialect, error, seat)
+            except ChatError as error:
+                return self._refuse(dialect, unsupported(error.param, str(error).partition(": ")[2]), seat)
+
+        return handle
+
+    def _session(self, request: web.Request) -> Session:
+        """Return the session of a request that any of its keys opens. Raises :class:`WireError` otherwise."""
+        _check_host(request, self.settings.host)
+        session = self.sessions.get(request.match_info["sid"])
+        if session is None:
+            raise unauthorized()
+        _check_key(request, list(session.seats.values()))
+        return session
+
+    def _seat(self, request: web.Request, session: Session, body: Mapping[str, Any]) -> Seat:
+        actor = request.match_info.get("actor") or str(body.get("model"))
+        if actor not in session.seats:
+            raise WireError(
+                404, "model_not_found", f"no model {actor!r}, expected one of {list(session.seats)}", "model"
+            )
+        return session.seats[actor]
+
+    async def _serve(
+        self, request: web.Request, dialect: ModuleType, session: Session, seat: Seat, body: Mapping[str, Any]
+    ) -> web.StreamResponse:
+        ask: Ask = dialect.parse(body)
+        key, is_retry = _resend(request, dialect, body)
+        call = session.start(seat, ask, key, is_retry=is_retry)
+        if not ask.stream:
+            return web.json_response(dialect.answer(await _wait(call), ask, session.format.tokenizer))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        waited = await _wait(call, KEEP_ALIVE)
+        if waited is None:
+            await response.prepare(request)
+        while waited is None:
+            await response.write(b": keep-alive\n\n")
+            try:
+                waited = await _wait(call, KEEP_ALIVE)
+            except WireError as error:  # the status is sent already, so the error comes as an event
+                await response.write(b"event: error\ndata: " + json.dumps(dialect.error(error)).encode() + b"\n\n")
+                return response
+        if not response.prepared:
+            await response.prepare(request)
+        for event in dialect.events(waited, ask, session.format.tokenizer):
+            await response.write(event)
+        return response
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session = self._session(request)
+        except WireError as error:
+            return self._refuse(openai_chat, error, None)
+        data = [{"id": actor, "object": "model", "created": 0, "owned_by": "turnwise"} for actor in session.seats]
+        return web.json_response({"object": "list", "data": data, "has_more": False})
+
+    def _refuse(self, dialect: ModuleType, error: WireError, seat: Seat | None) -> web.StreamResponse:
+        if seat is not None:
+            seat.counts[f"refused/{error.code}"] += 1
+        headers = {"Retry-After": "1"} if error.status == 429 else {}
+        return web.json_response(dialect.error(error), status=error.status, headers=headers)
+
+
+async def _wait(call: Call, seconds: float | None = None) -> Any:
+    """Return the answer, or ``None`` after ``seconds``. The call ends with the last client that waits for it."""
+    assert call.task is not None
+    call.waiting += 1
+    try:
+        done, _ = await asyncio.wait([call.task], timeout=seconds)
+        return call.task.result() if done else None
+    except asyncio.CancelledError:
+        if call.waiting == 1:
+            call.task.cancel()
+        raise
+    finally:
+        call.waiting -= 1
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise WireError(413, "body_too_large", f"the request is larger than max_body: {error.text}") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(None, f"the request is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise invalid(None, "the request is no JSON object")
+    return body
+
+
+def _check_host(request: web.Request, host: str) -> None:
+    """Refuse a foreign ``Host`` header: a web page could else reach the gateway under its own name."""
+    name = request.host.rpartition(":")[0] or request.host
+    if name.strip("[]") not in (host, *LOOPBACK):
+        raise WireError(421, "wrong_host", f"this is not {request.host!r}")
+
+
+def _check_key(request: web.Request, seats: list[Seat]) -> None:
+    """Raise unless the request has the key of one of ``seats``."""
+    given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+    right = [hmac.compare_digest(given.encode(), seat.key.encode()) for seat in seats]
+    if not any(right):
+        raise unauthorized()
+
+
+def _resend(request: web.Request, dialect: ModuleType, body: Mapping[str, Any]) -> tuple[Hashable, bool]:
+    """Return the key under which a repeated request finds its call, and whether this request says that it repeats."""
+    text = json.dumps(body, sort_keys=True).encode(errors="surrogatepass")
+    digest = blake2b(text, digest_size=16).digest()
+    if idempotency := request.headers.get("Idempotency-Key"):
+        return (dialect.__name__, idempotency, digest), True
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return (dialect.__name__, digest), count.isdigit() and int(count) > 0

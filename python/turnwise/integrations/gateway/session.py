@@ -1,0 +1,307 @@
+"""One session of the gateway: the calls of one episode, in that episode's own context."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import secrets
+import time
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.arena.runtime.context import EpisodeContext, require_context
+from turnwise.arena.runtime.rng import derive_seed
+from turnwise.chat.continuation import Conversations, Prompt
+from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
+from turnwise.chat.messages import ChatError
+from turnwise.integrations.gateway.settings import GatewaySettings
+from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice
+from turnwise.integrations.gateway.wire.errors import WireError, session_over, unsupported
+from turnwise.types import ContextLengthError, ModelResponse, Sampling, Step
+from turnwise.types.protocols import ArenaForHooks
+
+END_GRACE = 5.0
+"""Seconds that running calls get when a session ends."""
+ALWAYS = ("calls", "extended_rows", "rewritten_rows", "tool_calls/ok", "tool_calls/malformed", "truncated", "aborted")
+"""Counts that every actor reports, so that their means over episodes are right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that an agent may call: one of the session's actors.
+
+    Example: ``AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)``, then ``model=model.name``.
+    """
+
+    base_url: str
+    """For clients of the OpenAI API; ends in ``/v1``."""
+    anthropic_base_url: str
+    """For Anthropic's client, which appends ``/v1/messages`` itself."""
+    api_key: str = field(repr=False)
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One request of an agent, from its arrival. ``turn`` is the actor's own number of the call, from 0."""
+
+    actor: str
+    turn: int
+    ask: Ask
+    started: float
+    ended: float | None = None
+    task: asyncio.Task[Answered] | None = None
+    waiting: int = 0
+    """Clients that wait for the answer: 0 after all of them have left."""
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """An actor in a session: its key, its conversations and its counts."""
+
+    actor: str
+    key: str
+    chats: Conversations
+    calls: int = 0
+    running: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    own_seconds: float = 0.0
+    resends: dict[Hashable, Call] = field(default_factory=dict)
+    """The latest call with each body, which a repeated request joins."""
+
+
+class Session:
+    """The models of one episode, served at one URL each, until the episode ends.
+
+    Example::
+
+        async with gateway.session(["solver", "checker"], arena) as session:
+            answer = await agent(question, session.models)
+    """
+
+    def __init__(
+        self, actors: Sequence[str], arena: ArenaForHooks, settings: GatewaySettings, format: ChatFormat
+    ) -> None:
+        if not actors or len(set(actors)) != len(actors):
+            raise ValueError(f"actors={list(actors)!r}: expected at least one name, each once")
+        unknown = [actor for actor in actors if actor not in arena.actors]
+        if unknown:
+            raise ValueError(f"actors={list(actors)!r}: no actor {unknown[0]!r}, expected some of {list(arena.actors)}")
+        self.arena, self.settings, self.format = arena, settings, format
+        self.id = secrets.token_hex(16)
+        self.context: EpisodeContext = require_context()
+        self._variables = contextvars.copy_context()
+        self.seats = {actor: Seat(actor, secrets.token_urlsafe(32), Conversations(format)) for actor in actors}
+        self.calls: list[Call] = []
+        """All calls, in the order of their arrival."""
+        self.models: dict[str, Model] = {}
+        self.url = ""
+        self.failure: Exception | None = None
+        """The error of the model or of turnwise that fails the episode."""
+        self.over = ""
+        """Why the session takes no more calls; empty while it does."""
+        self._slots = asyncio.Semaphore(settings.max_parallel)
+
+    def opened_at(self, url: str) -> None:
+        """Set the URLs of the models."""
+        self.url = f"{url}/s/{self.id}"
+        for actor, seat in self.seats.items():
+            root = f"{self.url}/{actor}"
+            self.models[actor] = Model(f"{root}/v1", root, seat.key, actor)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> Call:
+        """Start a call, or return the one that this request repeats. Raises :class:`WireError` if there is no more."""
+        known = seat.resends.get(resend) if resend is not None and is_retry else None
+        if known is not None:
+            assert known.task is not None
+            seat.counts["retries_joined"] += 1
+            if not known.task.cancelled() and not known.task.cancelling():
+                return known
+        if self.over:
+            raise session_over(self.over)
+        if known is None and len(self.calls) >= self.settings.max_calls:
+            raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
+        if ask.tools:
+            self.format.check_tools(ask.tools)
+        if known is None:
+            turn = seat.calls if ask.turn is None else ask.turn
+            call = Call(seat.actor, turn, ask, time.monotonic())
+            seat.calls += 1
+            self.calls.append(call)
+        else:  # the answer was lost and its sampling cancelled: sample again, under the same number
+            call = known
+        loop = asyncio.get_running_loop()
+        call.task = loop.create_task(self._run(seat, call), context=self._variables)
+        if resend is not None:
+            seat.resends[resend] = call
+        return call
+
+    async def _run(self, seat: Seat, call: Call) -> Answered:
+        seat.running += 1
+        seat.counts["parallel_calls"] += seat.running > 1
+        try:
+            try:
+                async with asyncio.timeout(self.settings.call_timeout):
+                    await self._slots.acquire()
+            except TimeoutError:
+                raise WireError(
+                    429,
+                    "too_many_calls",
+                    f"waited {self.settings.call_timeout:g} s behind {self.settings.max_parallel} calls",
+                ) from None
+            try:
+                return await self._answer(seat, call)
+            finally:
+                self._slots.release()
+        except asyncio.CancelledError:
+            seat.counts["aborted"] += 1
+            raise
+        except (WireError, ChatError):
+            raise
+        except ContextLengthError as error:
+            raise WireError(400, "context_length_exceeded", str(error), "messages") from error
+        except Exception as error:
+            self.failure = self.failure or error
+            self.over = self.over or f"the model failed: {error}"
+            raise WireError(502, "model_failed", str(error)) from error
+        finally:
+            seat.running -= 1
+            call.ended = time.monotonic()
+
+    async def _answer(self, seat: Seat, call: Call) -> Answered:
+        """Render the chat, sample the choices, and parse them."""
+        ask, began = call.ask, time.perf_counter()
+        prompt = seat.chats.prompt(ask.messages, ask.tools)
+        sampling = [self._sampling(seat, call, prompt, index) for index in range(ask.n)]
+        seat.own_seconds += time.perf_counter() - began
+        choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
+        began = time.perf_counter()
+        self._count(seat, prompt, choices)
+        answered = Answered(
+            f"{self.id[:8]}{len(self.calls)}{seat.actor}",
+            int(time.time()),
+            ask.model or seat.actor,
+            list(choices),
+            len(prompt.ids),
+            prompt.reused,
+        )
+        seat.own_seconds += time.perf_counter() - began
+        return answered
+
+    def _sampling(self, seat: Seat, call: Call, prompt: Prompt, index: int) -> dict[str, Any]:
+        """Return the fields of :class:`Sampling` for one choice: the actor's, with what the agent may change."""
+        ask, context = call.ask, self.context
+        seed = derive_seed(context.rollout.seed, seat.actor, call.turn, index, ask.seed)
+        literal = self.arena.is_evaluation
+        if literal and ask.seed is not None:
+            seed = ask.seed + index
+        _, request = self.arena.prepare(seat.actor, ask.messages, prompt_token_ids=prompt.ids, seed=seed)
+        base: Sampling = request.sampling
+        changes: dict[str, Any] = {"seed": seed, "max_tokens": base.max_tokens, "stop": ask.stop}
+        if ask.max_tokens is not None:
+            seat.counts["max_tokens_lowered"] += ask.max_tokens > base.max_tokens
+            changes["max_tokens"] = min(ask.max_tokens, base.max_tokens)
+        changes["stop_token_ids"] = tuple(dict.fromkeys((*base.stop_token_ids, *self.format.stop_token_ids)))
+        for name in ("temperature", "top_p"):
+            asked = getattr(ask, name)
+            if asked is None or asked == getattr(base, name):
+                continue
+            if literal or self.settings.sampling == "agent":
+                changes[name] = asked
+            else:
+                seat.counts["sampling_overridden"] += 1
+        return changes
+
+    async def _sample(self, seat: Seat, call: Call, prompt: Prompt, sampling: dict[str, Any]) -> Choice:
+        ask = call.ask
+        response = await self.arena.call_model(
+            seat.actor, ask.messages, prompt_token_ids=prompt.ids, turn=call.turn, **sampling
+        )
+        # The call's own step: nothing runs between its record and this line.
+        step = self.context.state.trajectory[-1]
+        began = time.perf_counter()
+        choice = self._choice(seat, call, prompt, response)
+        self._record(seat, call, prompt, step, choice)
+        seat.own_seconds += time.perf_counter() - began
+        return choice
+
+    def _choice(self, seat: Seat, call: Call, prompt: Prompt, response: ModelResponse) -> Choice:
+        ask, ids = call.ask, response.completion_token_ids
+        parsed = self.format.parse(ids, ask.tools if ask.reads_calls else (), prompt.ids)
+        if not ask.parallel_calls and len(parsed.good_calls) > 1:
+            parsed = _first_call(parsed)
+        content, stopped = parsed.content, None
+        found = [(place, stop) for stop in ask.stop if (place := content.find(stop)) >= 0]
+        if found:
+            place, stopped = min(found)
+            content = content[:place]
+        finish = "length" if response.finish_reason == "length" else "stop" if stopped is None else "stop_string"
+        if parsed.good_calls and finish == "stop":
+            finish = "tool_calls"
+        first = sum(len(step.info.get("tool_calls", ())) for step in call.steps)
+        ids_of_calls = tuple(
+            f"call_{call.turn}_{len(self.calls)}_{first + place}" for place in range(len(parsed.good_calls))
+        )
+        return Choice(response, parsed, content, ids_of_calls, finish, stopped)
+
+    def _record(self, seat: Seat, call: Call, prompt: Prompt, step: Step, choice: Choice) -> None:
+        """Note in the step what the call was, and keep it, so that later chats may continue it."""
+        step.info["call"] = call.turn
+        if choice.parsed.calls:
+            step.info["tool_calls"] = [made.status for made in choice.parsed.calls]
+        if prompt.rewritten:
+            step.info["rewritten"] = prompt.rewritten
+        call.steps.append(step)
+        ids = self.format.cut(choice.response.completion_token_ids)
+        seat.chats.add(call.ask.messages, call.ask.tools, prompt.ids, ids, choice.message())
+
+    def _count(self, seat: Seat, prompt: Prompt, choices: Sequence[Choice]) -> None:
+        counts = seat.counts
+        counts["calls"] += len(choices)
+        counts["extended_rows"] += len(choices) * (prompt.reused > 0)
+        counts["prefix_reused_tokens"] += prompt.reused
+        counts["escaped_specials"] += prompt.escapes
+        if prompt.rewritten:
+            counts["rewritten_rows"] += len(choices)
+            counts[f"rewritten_rows/{prompt.rewritten}"] += len(choices)
+        for choice in choices:
+            counts["truncated"] += choice.finish == "length"
+            for made in choice.parsed.calls:
+                counts["tool_calls/ok" if made.status == OK else "tool_calls/malformed"] += 1
+                if made.status != OK:
+                    counts[f"tool_calls/{made.status}"] += 1
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+    async def end(self, reason: str) -> None:
+        """Take no more calls, give running ones a few seconds, cancel the rest, and report the counts."""
+        self.over = self.over or reason
+        running = [call.task for call in self.calls if call.task is not None and not call.task.done()]
+        if running:
+            _, late = await asyncio.wait(running, timeout=END_GRACE)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        metrics = self.context.rollout.metrics
+        for actor, seat in self.seats.items():
+            for name in dict.fromkeys((*ALWAYS, *seat.counts)):
+                metrics[f"gateway/{name}/{actor}"] = float(seat.counts[name])
+            if seat.calls:
+                metrics[f"gateway/own_ms/{actor}"] = 1e3 * seat.own_seconds / seat.calls
+
+
+def _first_call(parsed: ParsedCompletion) -> ParsedCompletion:
+    """Keep the first good call; the others become text."""
+    first = parsed.good_calls[0]
+    extra = [call for call in parsed.good_calls if call is not first]
+    kept = tuple(call for call in parsed.calls if call not in extra)
+    return ParsedCompletion(parsed.content + "".join(f"\n{call.raw}" for call in extra), parsed.reasoning, kept)
+
+
+def check_one_choice(ask: Ask, dialect: str) -> None:
+    if ask.n != 1:
+        raise unsupported("n", f"{dialect} has one choice")

@@ -1,0 +1,48 @@
+"""The settings of a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """The settings of a :class:`~turnwise.integrations.gateway.Gateway`, and the table ``[gateway]`` of a config.
+
+    Example: ``GatewaySettings(renderer="qwen3", chat_template_kwargs={"enable_thinking": False})``
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback is open to other hosts, and keys travel unencrypted."""
+    port: int = 0
+    """Port to listen on; 0 takes a free one."""
+    renderer: str = "auto"
+    """Chat format: a family such as ``"qwen3"``, ``"template"``, or ``"auto"``, which finds the family that renders as
+    the tokenizer's template does."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the chat template, such as ``enable_thinking``."""
+    sampling: Literal["actor", "agent"] = "actor"
+    """Whose temperature and top-p count in training. Agents commonly send 0, and then all attempts are equal. An
+    evaluation takes the agent's."""
+    choices: Literal["all", "continued"] = "all"
+    """Which of ``n`` choices train: all, or only those that a later prompt continues."""
+    max_calls: int = 200
+    """Calls of one session."""
+    max_parallel: int = 32
+    """Calls of one session that run at once; more wait."""
+    call_timeout: float = 600.0
+    """Seconds that a call may wait for its turn."""
+    max_body: int = 16 << 20
+    """Bytes of a request."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "max_parallel", "call_timeout", "max_body"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
+        for name, known in (("sampling", ("actor", "agent")), ("choices", ("all", "continued"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}")

@@ -1,0 +1,154 @@
+"""The dialect of Anthropic's Messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from turnwise.chat.messages import plain_messages, text_of
+from turnwise.integrations.gateway.wire.ask import Answered, Ask, Fields, check_tool_choice, function_tool, list_of
+from turnwise.integrations.gateway.wire.errors import WireError, invalid, unsupported
+from turnwise.types import Messages, Tokenizer
+
+IGNORED = ("service_tier", "cache_control")
+HARMLESS: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},), "container": (), "mcp_servers": ([],)}
+STOP = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def parse(body: Mapping[str, Any]) -> Ask:
+    """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
+    fields = Fields(body, IGNORED)
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    system = text_of(fields.take("system"), "system")
+    messages: Messages = [{"role": "system", "content": system}] if system else []
+    for place, message in enumerate(list_of(fields.take("messages", []), "messages")):
+        messages += _messages(message, f"messages[{place}]")
+    choice = fields.take("tool_choice")
+    ask = Ask(
+        plain_messages(messages),
+        str(fields.take("model", "")),
+        tools,
+        reads_calls=check_tool_choice(choice, tools),
+        parallel_calls=not (isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")),
+        max_tokens=fields.count("max_tokens"),
+        temperature=fields.number("temperature", 0, 1),
+        top_p=fields.number("top_p", 0, 1),
+        stop=fields.texts("stop_sequences"),
+        stream=fields.flag("stream"),
+        turn=fields.turn(),
+    )
+    fields.finish(HARMLESS)
+    return ask
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise unsupported(where, f"a tool of type {tool['type']!r} isn't supported, expected 'custom'")
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
+
+
+def _messages(message: Mapping[str, Any], where: str) -> Messages:
+    """Return the messages that one message's blocks stand for: results of tools come before the user's text."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise invalid(f"{where}.role", f"got {role!r}, expected 'user' or 'assistant'")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    texts: list[str] = []
+    results: Messages = []
+    plain: dict[str, Any] = {"role": role}
+    for place, block in enumerate(list_of(content, f"{where}.content")):
+        at = f"{where}.content[{place}]"
+        match block.get("type"):
+            case "text":
+                texts.append(text_of([block], at))
+            case "tool_result" if role == "user":
+                text = text_of(block.get("content"), f"{at}.content")
+                results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text})
+            case "tool_use" if role == "assistant":
+                function = {"name": block.get("name"), "arguments": block.get("input")}
+                plain.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
+            case "thinking" if role == "assistant":
+                plain["reasoning_content"] = str(block.get("thinking", ""))
+            case kind:
+                raise unsupported(at, f"a block of type {kind!r} isn't supported here")
+    plain["content"] = "".join(texts)
+    return [*results, plain] if texts or not results else results
+
+
+def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the body of the answer."""
+    [choice] = answered.choices
+    return {
+        **_head(answered),
+        "content": _blocks(answered),
+        "stop_reason": STOP[choice.finish],
+        "stop_sequence": choice.stop_string,
+        "usage": {"input_tokens": answered.prompt_tokens, "output_tokens": answered.completion_tokens},
+    }
+
+
+def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes]:
+    """Yield the answer as a stream of events: each block starts, comes whole, and stops."""
+    [choice] = answered.choices
+    usage = {"input_tokens": answered.prompt_tokens, "output_tokens": 0}
+    start = {**_head(answered), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield _event("message_start", message=start)
+    for index, block in enumerate(_blocks(answered)):
+        empty: dict[str, dict[str, Any]] = {
+            "text": {"text": ""},
+            "thinking": {"thinking": "", "signature": ""},
+            "tool_use": {"input": {}},
+        }
+            "text": {"text": ""},
+            "thinking": {"thinking": "", "signature": ""},
+            "tool_use": {"input": {}},
+        }
+        yield _event("content_block_start", index=index, content_block={**block, **empty[block["type"]]})
+        for delta in _deltas(block):
+            yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    delta = {"stop_reason": STOP[choice.finish], "stop_sequence": choice.stop_string}
+    yield _event("message_delta", delta=delta, usage={"output_tokens": answered.completion_tokens})
+    yield _event("message_stop")
+
+
+def _deltas(block: Mapping[str, Any]) -> list[dict[str, Any]]:
+    match block["type"]:
+        case "text":
+            return [{"type": "text_delta", "text": block["text"]}]
+        case "thinking":
+            return [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": block["signature"]},
+            ]
+        case _:
+            return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+
+
+def error(found: WireError) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": found.type, "message": found.message}}
+
+
+def _head(answered: Answered) -> dict[str, Any]:
+    return {"id": f"msg_{answered.id}", "type": "message", "role": "assistant", "model": answered.model}
+
+
+def _blocks(answered: Answered) -> list[dict[str, Any]]:
+    [choice] = answered.choices
+    message = choice.message()
+    blocks: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": "turnwise"})
+    calls = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in calls:
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
+    return blocks
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

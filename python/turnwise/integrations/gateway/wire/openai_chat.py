@@ -1,0 +1,158 @@
+"""The dialect of OpenAI's Chat Completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from turnwise.chat.messages import plain_messages
+from turnwise.integrations.gateway.wire.ask import (
+    MAX_CHOICES,
+    Answered,
+    Ask,
+    Choice,
+    Fields,
+    check_tool_choice,
+    function_tool,
+    list_of,
+)
+from turnwise.integrations.gateway.wire.errors import WireError, unsupported
+from turnwise.types import Tokenizer
+
+# Fields that change nothing about what is sampled.
+IGNORED = ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "functions": ([],),
+}
+FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
+
+
+def parse(body: Mapping[str, Any]) -> Ask:
+    """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
+    fields = Fields(body, IGNORED)
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    options = fields.take("stream_options", {})
+    limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
+    ask = Ask(
+        plain_messages(fields.take("messages")),
+        str(fields.take("model", "")),
+        tools,
+        reads_calls=check_tool_choice(fields.take("tool_choice"), tools),
+        parallel_calls=fields.flag("parallel_tool_calls", True),
+        n=_choices(fields),
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 0, 1),
+        seed=fields.count("seed", -(2**63), 2**64),
+        stop=fields.texts("stop"),
+        logprobs=fields.flag("logprobs"),
+        stream=fields.flag("stream"),
+        include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+        turn=fields.turn(),
+    )
+    fields.finish(HARMLESS)
+    return ask
+
+
+def _choices(fields: Fields) -> int:
+    n = fields.count("n") or 1
+    if n > MAX_CHOICES:
+        raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
+    return n
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise unsupported(where, f"a tool of type {tool.get('type')!r} isn't supported, expected 'function'")
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"), where)
+
+
+def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the body of the answer."""
+    return {
+        **_head(answered, "chat.completion"),
+        "choices": [
+            {
+                "index": index,
+                "message": _message(choice),
+                "logprobs": _logprobs(choice, tokenizer) if ask.logprobs else None,
+                "finish_reason": FINISH[choice.finish],
+            }
+            for index, choice in enumerate(answered.choices)
+        ],
+        "usage": _usage(answered),
+    }
+
+
+def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes]:
+    """Yield the answer as a stream of events: role, text, each call whole, finish, and the usage if asked for."""
+
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _event({**_head(answered, "chat.completion.chunk"), "choices": choices, **more})
+
+    def delta(index: int, part: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+        return chunk([{"index": index, "delta": part, "logprobs": logprobs, "finish_reason": finish}])
+
+    for index, choice in enumerate(answered.choices):
+        message = _message(choice)
+        yield delta(index, {"role": "assistant", "content": ""})
+        if "reasoning_content" in message:
+            yield delta(index, {"reasoning_content": message["reasoning_content"]})
+        logprobs = _logprobs(choice, tokenizer) if ask.logprobs else None
+        if message["content"]:
+            yield delta(index, {"content": message["content"]}, logprobs=logprobs)
+        for place, call in enumerate(message.get("tool_calls", ())):
+            yield delta(index, {"tool_calls": [{"index": place, **call}]})
+        yield delta(index, {}, FINISH[choice.finish])
+    if ask.include_usage:
+        yield chunk([], usage=_usage(answered))
+    yield b"data: [DONE]\n\n"
+
+
+def error(found: WireError) -> dict[str, Any]:
+    return {"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}}
+
+
+def _head(answered: Answered, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answered.id}", "object": kind, "created": answered.created, "model": answered.model}
+
+
+def _usage(answered: Answered) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answered.prompt_tokens,
+        "completion_tokens": answered.completion_tokens,
+        "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answered.reused_tokens},
+    }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message = {**choice.message(), "refusal": None}
+    calls = message.get("tool_calls", [])
+    if calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return message
+
+
+def _logprobs(choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
+    content = []
+    for token, logprob in zip(choice.response.completion_token_ids, choice.response.logprobs, strict=True):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"

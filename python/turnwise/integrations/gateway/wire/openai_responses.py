@@ -1,0 +1,196 @@
+"""The dialect of OpenAI's Responses, without server-side state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from turnwise.chat.messages import plain_messages, text_of
+from turnwise.integrations.gateway.wire import openai_chat
+from turnwise.integrations.gateway.wire.ask import Answered, Ask, Fields, check_tool_choice, function_tool, list_of
+from turnwise.integrations.gateway.wire.errors import unsupported
+from turnwise.types import Messages, Tokenizer
+
+IGNORED = (*openai_chat.IGNORED, "include", "stream_options")
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "truncation": ("disabled",),
+    "text": ({"format": {"type": "text"}}, {}),
+    "background": (False,),
+    "top_logprobs": (0,),
+    "reasoning": ({},),
+}
+
+
+def parse(body: Mapping[str, Any]) -> Ask:
+    """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
+    fields = Fields(body, IGNORED)
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    instructions, given = fields.take("instructions"), fields.take("input")
+    messages: Messages = [{"role": "system", "content": instructions}] if instructions else []
+    messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+    ask = Ask(
+        plain_messages(messages),
+        str(fields.take("model", "")),
+        tools,
+        reads_calls=check_tool_choice(fields.take("tool_choice"), tools),
+        parallel_calls=fields.flag("parallel_tool_calls", True),
+        max_tokens=fields.count("max_output_tokens"),
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 0, 1),
+        stream=fields.flag("stream"),
+        turn=fields.turn(),
+    )
+    fields.finish(HARMLESS)
+    return ask
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise unsupported(where, f"a tool of type {tool.get('type')!r} isn't supported, expected 'function'")
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
+
+
+def _messages(items: Any) -> Messages:
+    """Return the messages of input items. Reasoning, text and calls of one answer become one message."""
+    messages: Messages = []
+    for place, item in enumerate(list_of(items, "input")):
+        at = f"input[{place}]"
+        match item.get("type", "message"):
+            case "message" if item.get("role") == "assistant":
+                part = _begun(messages, accepts=not messages or not _has_text(messages[-1]))
+                part["content"] = text_of(item.get("content"), f"{at}.content")
+            case "message":
+                messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{at}.content")})
+            case "reasoning":
+                parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+                _begun(messages, accepts=False)["reasoning_content"] = "".join(str(p.get("text", "")) for p in parts)
+            case "function_call":
+                call = {"id": item.get("call_id"), "function": {key: item.get(key) for key in ("name", "arguments")}}
+                _begun(messages, accepts=True).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                text = text_of(item.get("output"), f"{at}.output")
+                messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
+            case kind:
+                raise unsupported(at, f"an item of type {kind!r} isn't supported")
+    return messages
+
+
+def _begun(messages: Messages, *, accepts: bool) -> dict[str, Any]:
+    """Return the assistant's message that the next part belongs to: the last one if it ``accepts`` the part, or new."""
+    if not (accepts and messages and messages[-1]["role"] == "assistant"):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    return bool(message["content"] or message.get("tool_calls"))
+
+
+def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the body of the answer."""
+    [choice] = answered.choices
+    cut = choice.finish == "length"
+    return {
+        **_head(answered, ask),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _items(answered),
+        "usage": {
+            "input_tokens": answered.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answered.reused_tokens, "cache_write_tokens": 0},
+            "output_tokens": answered.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+        },
+    }
+
+
+def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes]:
+    """Yield the answer as a stream of events: each item is added, comes whole, and is done."""
+    number = 0
+
+    def event(kind: str, **fields: Any) -> bytes:
+        nonlocal number
+        number += 1
+        data = {"type": kind, "sequence_number": number - 1, **fields}
+        return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
+
+    begun = {**_head(answered, ask), "status": "in_progress", "output": [], "usage": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for index, item in enumerate(_items(answered)):
+        at = {"item_id": item["id"], "output_index": index}
+        yield event("response.output_item.added", output_index=index, item={**item, **_empty(item)})
+        if item["type"] == "message":
+            [part] = item["content"]
+            yield event("response.content_part.added", content_index=0, part={**part, "text": ""}, **at)
+            yield event("response.output_text.delta", content_index=0, delta=part["text"], logprobs=[], **at)
+            yield event("response.output_text.done", content_index=0, text=part["text"], logprobs=[], **at)
+            yield event("response.content_part.done", content_index=0, part=part, **at)
+        elif item["type"] == "function_call":
+            written = item["arguments"]
+            yield event("response.function_call_arguments.delta", delta=written, **at)
+            yield event("response.function_call_arguments.done", arguments=written, name=item["name"], **at)
+        yield event("response.output_item.done", output_index=index, item=item)
+    whole = answer(answered, ask, tokenizer)
+    yield event(f"response.{whole['status']}", response=whole)
+
+
+def _empty(item: Mapping[str, Any]) -> dict[str, Any]:
+    parts: dict[str, dict[str, Any]] = {"message": {"content": []}, "function_call": {"arguments": ""}}
+    return {"status": "in_progress", **parts.get(item["type"], {})}
+
+
+error = openai_chat.error
+
+
+def _head(answered: Answered, ask: Ask) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answered.id}",
+        "object": "response",
+        "created_at": answered.created,
+        "model": answered.model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": ask.parallel_calls,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "tool_choice": "auto" if ask.reads_calls else "none",
+        "tools": [],
+    }
+
+
+def _items(answered: Answered) -> list[dict[str, Any]]:
+    [choice] = answered.choices
+    message, items = choice.message(), []
+    if message.get("reasoning_content"):
+        text = {"type": "reasoning_text", "text": message["reasoning_content"]}
+        items.append({"type": "reasoning", "id": f"rs_{answered.id}", "summary": [], "content": [text]})
+    calls = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg_{answered.id}",
+                "role": "assistant",
+                "status": "incomplete" if choice.finish == "length" else "completed",
+                "content": [part],
+            }
+        )
+    for place, call in enumerate(calls):
+        function = call["function"]
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{answered.id}_{place}",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": json.dumps(function["arguments"]),
+                "status": "completed",
+            }
+        )
+    return items

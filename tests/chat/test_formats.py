@@ -1,0 +1,151 @@
+"""Chat formats: which family a template is, what a completion says, and text that spells a control token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat, ToolCall, read_calls, split_reasoning
+from turnwise.chat.known_formats import chat_format
+from turnwise.chat.messages import ChatError
+
+from .families import CHAT_FAMILIES, chat_tokenizer, installed_families
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+
+
+@pytest.fixture(params=installed_families())
+def format(request: pytest.FixtureRequest) -> ChatFormat:
+    return chat_format(chat_tokenizer(request.param))
+
+
+def test_a_call_and_its_text() -> None:
+    found = read_calls(f"Let me see.\n{CALL}", "", [EXAMPLE_TOOL])
+    assert (found.content, [call.name for call in found.calls]) == ("Let me see.", ["look"])
+    assert found.message(["call_7"])["tool_calls"] == [
+        {"id": "call_7", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "status"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>', "ok"),
+        ('<tool_call>{"name": "look", "arguments": "{\\"at\\": \\"x\\"}"}</tool_call>', "ok"),
+        ('<tool_call>{"name": "look"}</tool_call>', "ok"),
+        ('<tool_call>{"name": "look", "arg', "unclosed_block"),
+        ("<tool_call>look(x)</tool_call>", "invalid_json"),
+        ('<tool_call>{"name": "look", "arguments": "at x"}</tool_call>', "invalid_json"),
+        ('<tool_call>["look"]</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "missing_name"),
+        ('<tool_call>{"name": "jump", "arguments": {}}</tool_call>', "unknown_tool"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "invalid_json"),
+    ],
+)
+def test_a_call_that_cannot_be_read_stays_text(written: str, status: str) -> None:
+    found = read_calls(f"See: {written}", "", [EXAMPLE_TOOL])
+    assert [call.status for call in found.calls] == [status]
+    assert (written in found.content) == (status != "ok")
+
+
+def test_reasoning_is_split_off() -> None:
+    assert split_reasoning("<think>\nhm\n</think>\n\n4") == ("hm", "4")
+    assert split_reasoning("hm</think>4", begun=True) == ("hm", "4")
+    assert split_reasoning("<think>hm") == ("hm", "")
+    assert split_reasoning("4 </think>") == ("", "4 </think>")
+
+
+def test_every_family_reads_its_own_calls(format: ChatFormat) -> None:
+    """The call is rendered by the family's template, and read back from those tokens."""
+    chat = [{"role": "user", "content": "Look."}]
+    call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"at": "y"}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    prompt = format.prompt_ids(chat, [EXAMPLE_TOOL])
+    whole = format.prompt_ids([*chat, answer], [EXAMPLE_TOOL], add_generation_prompt=False)
+    shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), None)
+    sampled = whole[len(prompt) if shared is None else shared :]
+    found = format.parse(sampled, [EXAMPLE_TOOL], prompt)
+    assert [(call.name, call.arguments, call.status) for call in found.calls] == [("look", {"at": "y"}, "ok")]
+    assert format.parse(sampled, [], prompt).calls == (), "without tools a call is text"
+
+
+def test_an_unknown_tool_is_no_call(format: ChatFormat) -> None:
+    chat = [{"role": "user", "content": "Look."}]
+    call = {"id": "call_0", "type": "function", "function": {"name": "jump", "arguments": {"at": "y"}}}
+    prompt = format.prompt_ids(chat, [EXAMPLE_TOOL])
+    whole = format.prompt_ids(
+        [*chat, {"role": "assistant", "content": "", "tool_calls": [call]}], [EXAMPLE_TOOL], add_generation_prompt=False
+    )
+    shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), None)
+    found = format.parse(whole[len(prompt) if shared is None else shared :], [EXAMPLE_TOOL], prompt)
+    assert [call.status for call in found.calls] == ["unknown_tool"] and "jump" in found.content
+
+
+def test_a_family_is_named_or_found_by_its_template() -> None:
+    tokenizer = chat_tokenizer("template")
+    tokenizer.name_or_path = "Qwen/Qwen3-8B"
+    assert chat_format(tokenizer).name == "template", "the template decides, and not the name"
+    if len(installed_families()) == 1:
+        return
+    assert chat_format(chat_tokenizer("qwen3"), "template").name == "template"
+    with pytest.raises(ValueError, match=r"renderer='qwen33': unknown; did you mean 'qwen3'"):
+        chat_format(tokenizer, "qwen33")
+    with pytest.raises(ValueError, match=r"renderer='glm-4.5': doesn't fit the tokenizer"):
+        chat_format(tokenizer, "glm-4.5")
+    with pytest.raises(ValueError, match="Unsupported chat_template_kwargs for 'qwen3'"):
+        chat_format(chat_tokenizer("qwen3"), "qwen3", {"colour": "blue"})
+
+
+def test_reasoning_can_be_switched_off() -> None:
+    if "qwen3" not in installed_families():
+        pytest.skip("needs trl and renderers")
+    format = chat_format(chat_tokenizer("qwen3"), "qwen3", {"enable_thinking": False})
+    text = format.tokenizer.decode(format.prompt_ids([{"role": "user", "content": "Hi"}]))
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_tools_need_a_template_that_shows_them() -> None:
+    tokenizer = chat_tokenizer("template")
+    ChatFormat(tokenizer).check_tools([EXAMPLE_TOOL])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    ChatFormat(tokenizer).check_tools([])
+    with pytest.raises(ChatError, match="tools: the model's chat template renders no tools"):
+        ChatFormat(tokenizer).check_tools([EXAMPLE_TOOL])
+
+
+def control_tokens(format: ChatFormat, ids: list[int]) -> int:
+    marks = set(format.guarded.values())
+    return sum(token in marks for token in ids)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_contents_never_become_control_tokens(format: ChatFormat, seed: int) -> None:
+    """100 random contents for each seed: as many control tokens as for harmless ones, and the text comes back."""
+    rng = random.Random(seed)
+    spellings = [*format.guarded, "a", " b", "\n", "ü"]
+    for _ in range(100):
+        text = "".join(rng.choices(spellings, k=rng.randrange(1, 6)))
+        chats = [
+            [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": "ok"},
+                {"role": "user", "content": content},
+            ]
+            for content in (text, "harmless")
+        ]
+        hostile, harmless = (format.prompt_ids(chat) for chat in chats)
+        assert control_tokens(format, hostile) == control_tokens(format, harmless)
+        assert format.tokenizer.decode(hostile).count(text.strip()) >= 2
+        new = {"role": "user", "content": text}
+        prompt = format.prompt_ids(chats[1][:1])
+        longer = format.extend(prompt, [ord("k"), format.stop_token_ids[0]], [new])
+        other = format.extend(prompt, [ord("k"), format.stop_token_ids[0]], [{"role": "user", "content": "harmless"}])
+        assert longer is not None and other is not None
+        assert control_tokens(format, longer) == control_tokens(format, other)
+
+
+def test_the_families_of_the_tests_are_real() -> None:
+    assert set(installed_families()) in ({"template"}, set(CHAT_FAMILIES))
+    assert ToolCall("look", {}, "").status == "ok"
