@@ -36,6 +36,8 @@ from turnwise.arena.runtime.privacy import check_batch, check_prompt
 from turnwise.arena.runtime.rng import derive_seed, rng_state, set_rng_state
 from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stores.outcomes import attempts_of, mean_reward, record_attempts
+from turnwise.chat.formats import ChatFormat
+from turnwise.chat.known_formats import chat_format
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
 from turnwise.types import (
@@ -205,9 +207,7 @@ class Arena(ArenaSetup):
         ``ContextLengthError`` for a prompt that is too long.
         """
         context = current_context()
-        messages, request = self.prepare(
-            actor_id, prompt, policy=policy, prompt_token_ids=prompt_token_ids, **sampling
-        )
+        messages, request = self.prepare(actor_id, prompt, policy=policy, prompt_token_ids=prompt_token_ids, **sampling)
         if self.check_private and context is not None:
             check_prompt(context, actor_id, messages)
         call = PendingCall(context, actor_id, messages, request, record=record, turn=turn)
@@ -239,6 +239,13 @@ class Arena(ArenaSetup):
                 responses = await self.client.generate([request])
         return only_response(request, responses)
 
+    def chat_format(self, actor: Actor) -> ChatFormat:
+        """Return the format in which ``actor`` writes and reads chats, with tools."""
+        key = repr(sorted(actor.chat_template_kwargs.items()))
+        if key not in self._formats or self._formats[key].tokenizer is not self.tokenizer:
+            self._formats[key] = chat_format(self.tokenizer, template_kwargs=actor.chat_template_kwargs)
+        return self._formats[key]
+
     def prepare(
         self,
         actor_id: str | None,
@@ -255,7 +262,7 @@ class Arena(ArenaSetup):
             sampling.setdefault("max_tokens", actor.max_tokens)
         if prompt_token_ids is None:
             messages = to_messages(prompt, actor)
-            prompt_ids = self._prompts.token_ids(self.tokenizer, messages)
+            prompt_ids = self._prompts.token_ids(self.tokenizer, messages, actor)
         else:
             messages, prompt_ids = to_messages(prompt, None), list(prompt_token_ids)
         max_tokens = sampling.get("max_tokens", settings.max_tokens)

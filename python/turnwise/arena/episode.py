@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step, leave_out_unpaid
@@ -13,6 +14,7 @@ from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.rubric import Rubric
 from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
 from turnwise.arena.runtime.context import EpisodeContext, make_forkable, maybe_await, require_context
+from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.stores.store import ArtifactStore
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
 from turnwise.types.protocols import ArenaForHooks
@@ -88,8 +90,35 @@ class Episode(ABC):
     async def call_model(
         self, actor_id: str | None, prompt: str | Messages, arena: ArenaForHooks, **options: Any
     ) -> ModelResponse:
-        """Call :meth:`Arena.call_model`. The arena comes last, which reads well inside an episode."""
-        return await arena.call_model(actor_id, prompt, **options)
+        """Call :meth:`Arena.call_model`. The arena comes last, which reads well inside an episode.
+
+        An actor with tools is asked until it calls no more of them. Each of its answers is a step of the same turn, and
+        the last one is returned.
+        """
+        actor = None if actor_id is None else arena.actors.get(actor_id)
+        if actor is None or not actor.tools:
+            return await arena.call_model(actor_id, prompt, **options)
+        schemas = [tool for tool in actor.tools if isinstance(tool, Mapping)]
+        if schemas and type(self).run_tool is Episode.run_tool:
+            raise ValueError(
+                f"actor {actor.id!r} has tools that are only schemas: override run_tool(...) in {type(self).__name__}"
+            )
+        context = require_context()
+
+        def run_tool(name: str, arguments: dict[str, Any]) -> Any:
+            return self.run_tool(name, arguments, context.state, arena, context.rollout.artifact)
+
+        ask = partial(arena.call_model, **options)
+        return await call_with_tools(arena, actor, prompt, arena.chat_format(actor), run_tool, ask)
+
+    def run_tool(
+        self, name: str, arguments: dict[str, Any], state: EpisodeState, arena: ArenaForHooks, artifact: Any
+    ) -> Any:
+        """Return the answer of a tool that an actor has only as a schema: text, or data that becomes JSON.
+
+        An exception becomes an answer that the model reads. It runs in a thread, so change ``state`` only here.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: override run_tool(...) to answer {name!r}")
 
     @property
     def rng(self) -> random.Random:

@@ -14,6 +14,7 @@ from turnwise.arena.rewards.mix import RewardMix, as_parts
 from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
 from turnwise.arena.runtime.context import make_forkable, maybe_await, require_context
 from turnwise.arena.runtime.private_text import MIN_HIDDEN_WORDS, hidden_parts
+from turnwise.arena.runtime.tool_rounds import ROUND, share_reward
 from turnwise.arena.trees.sampler import TreeSampler
 from turnwise.arena.trees.search import TreeSearch
 from turnwise.types import EpisodeState, Messages, Step
@@ -236,8 +237,10 @@ class MultiTurnEpisode(Episode, ABC):
         mix: RewardMix = arena.mix_of(require_context().rollout.episode_type)
         before = await maybe_await(self.team_value(state, arena, artifact)) if mix.difference else 0.0
         handed = await self._present_answer(state, arena, artifact)
+        begun = len(state.trajectory)
         await self.call_model(state.current_actor, messages, arena)
         step = state.trajectory[-1]
+        rounds = [earlier for earlier in state.trajectory[begun:-1] if ROUND in earlier.info]
         if arena.check_private:
             await self._mark_hidden(step)
         # The key "env_response" marks an action of this loop. Tool calls made inside a hook lack it, so the transcript
@@ -257,6 +260,7 @@ class MultiTurnEpisode(Episode, ABC):
             state.done = True
             if handed is not None:
                 step.info["handed"] = asdict(contribution_of(handed, None))
+            share_reward(step, rounds)
             return step
         if handed is not None:
             left = await self._present_answer(state, arena, artifact)
@@ -264,6 +268,7 @@ class MultiTurnEpisode(Episode, ABC):
         mix.pay(step, earned, after - before, where)
         if earned is None and is_by_token(step.reward):  # a hook set it; selection comes before the rubric's sums
             set_reward(step, step.reward, f"{type(self).__name__}: reward of a step of actor {state.current_actor!r}")
+        share_reward(step, rounds)
         return step
 
     async def _present_answer(

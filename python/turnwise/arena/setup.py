@@ -18,6 +18,8 @@ from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.arena.runtime.rng import derive_seed
 from turnwise.arena.stores.outcomes import Attempt
 from turnwise.arena.stores.store import ArtifactStore
+from turnwise.chat.formats import ChatFormat
+from turnwise.chat.tools import by_name
 from turnwise.samples.filters import Filters
 from turnwise.types import (
     Actor,
@@ -111,6 +113,7 @@ class ArenaSetup:
         self.started = self.batches = 0
         self._attempts: deque[list[Attempt]] = deque()
         self._prompts = PromptCache()
+        self._formats: dict[str, ChatFormat] = {}
         self._zero_causes: dict[int, str] = {}
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
@@ -121,6 +124,7 @@ class ArenaSetup:
             raise TypeError(f"actor={actor!r}: expected an Actor")
         if actor.id in self.actors:
             raise ValueError(f"actor id {actor.id!r} is already registered; choose another id")
+        by_name(actor.tools)  # a tool without a schema is an error at the start
         self.actors[actor.id] = actor
         if actor.max_concurrency is not None:
             self.quotas[actor.id] = PrioritySemaphore(actor.max_concurrency)

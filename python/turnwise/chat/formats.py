@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.messages import ChatError, Tool, tool_names
+from turnwise.chat.messages import ChatError, Tool, tool_names, well_formed_texts
 from turnwise.chat.render import ChatRenderer, _any_of
 from turnwise.types import Message, Messages
 
@@ -31,6 +32,8 @@ EXAMPLE_CHAT: Messages = [
 """A harmless chat that contains every mark of a template: roles, reasoning, a tool, a call and its result."""
 
 OK = "ok"
+MAX_DEPTH = 64
+"""Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +276,15 @@ def checked_call(name: Any, arguments: Any, raw: str, tools: Sequence[Tool], sta
         status = "unknown_tool"
     elif status == OK and not known:
         status = "missing_name"
-    elif status == OK and not isinstance(arguments, Mapping):
+    elif status == OK and not (isinstance(arguments, Mapping) and _is_plain(arguments, MAX_DEPTH)):
         status = "malformed_structure"
+    arguments = well_formed_texts(arguments) if status == OK else arguments
     return ToolCall(str(name or ""), dict(arguments) if isinstance(arguments, Mapping) else {}, raw, status)
+
+
+def _is_plain(value: Any, levels: int) -> bool:
+    """Return True if a JSON value has at most ``levels`` levels, and all its numbers are finite."""
+    if not isinstance(value, (Mapping, list)):
+        return not isinstance(value, float) or math.isfinite(value)
+    parts = value.values() if isinstance(value, Mapping) else value
+    return levels > 0 and all(_is_plain(part, levels - 1) for part in parts)

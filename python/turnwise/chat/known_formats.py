@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.formats import EXAMPLE_CALL, EXAMPLE_TOOL, OK, ChatFormat, ParsedCompletion, checked_call
+from turnwise.chat.formats import EXAMPLE_CALL, EXAMPLE_TOOL, OK, ChatFormat, ParsedCompletion, ToolCall, checked_call
 from turnwise.chat.messages import Tool
 from turnwise.types import Message, Messages, Tokenizer
 from turnwise.utils.registry import did_you_mean
@@ -116,9 +116,12 @@ class KnownFormat(ChatFormat):
         if hostile:
             tokenizer = self._with_stand_ins
             shown, described = self._with_stand_ins_in(new, tools)
-        found = self._renderer_of(tokenizer).bridge_to_next_turn(
-            list(prompt), list(completion), shown, tools=described or None
-        )
+        try:
+            found = self._renderer_of(tokenizer).bridge_to_next_turn(
+                list(prompt), list(completion), shown, tools=described or None
+            )
+        except (ValueError, RecursionError):  # some parse the completion, as in ``parse``
+            return None
         if found is None:
             return None
         ids, kept = [int(token) for token in found.token_ids], len(prompt) + len(completion)
@@ -134,9 +137,14 @@ class KnownFormat(ChatFormat):
         self, completion: Sequence[int], tools: Sequence[Tool] = (), prompt: Sequence[int] = ()
     ) -> ParsedCompletion:
         ids = self.cut(completion)
-        found = self._renderer_of(self.tokenizer).parse_response(
-            ids, tools=list(tools) or None, prompt_ids=list(prompt) or None
-        )
+        try:
+            found = self._renderer_of(self.tokenizer).parse_response(
+                ids, tools=list(tools) or None, prompt_ids=list(prompt) or None
+            )
+        except (ValueError, RecursionError):  # the renderers' own parsers of JSON, for numbers and nests without end
+            text = super().parse(completion, (), prompt)
+            calls = (ToolCall("", {}, text.content, "invalid_json"),) if tools else ()
+            return ParsedCompletion(text.content, text.reasoning, calls)
         if not tools:
             # Without tools the family's marks of a call are text like any other.
             written = "".join(self._raw(ids, call) for call in found.tool_calls)

@@ -26,11 +26,12 @@ class ChatError(ValueError):
         self.param = param
 
 
-def plain_messages(messages: Any) -> Messages:
+def plain_messages(messages: Any, *, ends_with_answer: bool = False) -> Messages:
     """Return ``messages`` in the form that chat templates take. Raises :class:`ChatError` for a chat they can't hold.
 
     Content becomes one string. The role ``developer`` becomes ``system``. A tool call's arguments become an object,
-    unless they are no JSON object. Fields that no template reads are left out.
+    unless they are no JSON object. Fields that no template reads are left out. A chat that ends with the assistant's
+    message is refused, unless ``ends_with_answer``.
 
     Example: ``[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]`` gives
     ``[{"role": "system", "content": "Be brief."}]``.
@@ -41,7 +42,7 @@ def plain_messages(messages: Any) -> Messages:
     for place, message in enumerate(plain):
         if message["role"] == "system" and place:
             raise ChatError(f"messages[{place}].role", "a system message must come first, and only one is supported")
-    if plain[-1]["role"] == "assistant":
+    if plain[-1]["role"] == "assistant" and not ends_with_answer:
         raise ChatError("messages", "the last message is the assistant's: a begun answer can't be continued")
     return plain
 
@@ -102,6 +103,15 @@ def arguments_of(function: Mapping[str, Any]) -> Any:
     except (ValueError, RecursionError):
         return given
     return found if isinstance(found, dict) else given
+
+
+def well_formed_texts(value: Any) -> Any:
+    """Return a JSON value with U+FFFD for lone surrogates in its texts, which no tokenizer can encode."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, Mapping):
+        return {well_formed_texts(key): well_formed_texts(part) for key, part in value.items()}
+    return [well_formed_texts(part) for part in value] if isinstance(value, list) else value
 
 
 def tool_names(tools: Sequence[Tool]) -> list[str]:

@@ -76,6 +76,9 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     with problems.gathered():
         actors = with_quotas(config, actors, task)
     problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
+    if config.eval.exploitability_every and exploitability_of(task) is not None:
+        with problems.gathered():
+            check_solvable(config, task)
     # A token limit that every actor overrides would have no effect.
     limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
     if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
@@ -109,7 +112,12 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
 
 def task_of(config: TrainConfig) -> Task:
     """Build the task that ``config`` names, with its options."""
-    return build_task(config.task, {"seed": config.seed, **config.task_options})
+    options = {"seed": config.seed, **config.task_options}
+    if config.task.startswith("gateway:"):
+        options["gateway"] = config.gateway
+    elif config.gateway:
+        raise ConfigError(f"config section 'gateway': has no effect on task {config.task!r}: expected 'gateway:...'")
+    return build_task(config.task, options)
 
 
 def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
@@ -144,6 +152,16 @@ def exploitability_of(task: Task) -> Measure | None:
     from turnwise.tasks.two_player import measure_exploitability
 
     return partial(measure_exploitability, game=solved)
+
+
+def check_solvable(config: TrainConfig, task: Any) -> None:
+    """Raise :class:`ConfigError` if the game of ``task`` is too large, or not of a kind that is solved."""
+    try:
+        task.decisions()
+    except ValueError as error:
+        raise ConfigError(
+            f"config key 'eval.exploitability_every' = {config.eval.exploitability_every}: {error}"
+        ) from error
 
 
 def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
@@ -187,7 +205,8 @@ def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
     if config.credit.rule != "task":
         return config
     rule = getattr(task, "credit_rule", DEFAULT_CREDIT)
-    return config.model_copy(update={"credit": config.credit.model_copy(update={"rule": rule})})
+    options = {**getattr(task, "credit_options", {}), **config.credit.options}
+    return config.model_copy(update={"credit": config.credit.model_copy(update={"rule": rule, "options": options})})
 
 
 def build_credit(config: TrainConfig) -> CreditAssigner:

@@ -20,6 +20,7 @@ from turnwise.tasks.own import OwnOptions, OwnTask
 from turnwise.utils.registry import did_you_mean, import_by_name
 
 __all__ = [
+    "FOREIGN",
     "TASKS",
     "Demonstration",
     "OwnOptions",
@@ -49,16 +50,31 @@ TASKS = {
 }
 """Name of each shipped task, and the place of its class, which is imported on first use."""
 
+_ENVIRONMENTS = "turnwise.integrations.environments"
+FOREIGN = {
+    "gateway": "turnwise.integrations.gateway.task:GatewayTask",
+    "gymnasium": f"{_ENVIRONMENTS}.gymnasium:GymnasiumTask",
+    "openenv": f"{_ENVIRONMENTS}.openenv:OpenEnvTask",
+    "openspiel": f"{_ENVIRONMENTS}.openspiel:OpenSpielTask",
+    "pettingzoo": f"{_ENVIRONMENTS}.pettingzoo:PettingZooTask",
+    "reasoning_gym": f"{_ENVIRONMENTS}.reasoning_gym:ReasoningGymTask",
+    "textarena": f"{_ENVIRONMENTS}.textarena:TextArenaTask",
+}
+"""Prefix of the tasks that other packages bring, and the place of the class. In ``"gymnasium:FrozenLake-v1"`` the text
+after the first colon is the class's option ``name``."""
+
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
-    """Build the task ``name``, or your own task ``"module:Class"``, with its options.
+    """Build the task ``name``, one of another package, or your own task ``"module:Class"``, with its options.
 
     Raises ``ValueError`` for an unknown name or option (naming the nearest known one) or an invalid value, and the
     task's own errors for files that it can't read.
     """
     found = task_type(name)
+    prefix, _, rest = name.partition(":")
+    named = {"name": rest} if prefix in FOREIGN else {}
     try:
-        parsed = found.options_type(**(options or {}))
+        parsed = found.options_type(**{**(options or {}), **named})
     except ValidationError as error:
         raise ValueError("; ".join(_explain(name, problem) for problem in error.errors())) from None
     task: Task = found(parsed)
@@ -67,13 +83,22 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
 
 def task_type(name: str) -> Any:
     """Find the class of the task ``name``, or ``"module:Class"``. Raises ``ValueError`` if there is none."""
-    return _own_type(name) if ":" in name else _shipped_type(name)
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix in FOREIGN:
+        if not rest:
+            raise ValueError(f"task={name!r}: expected a name after the colon")
+        return _type_at(FOREIGN[prefix])
+    return _own_type(name) if colon else _shipped_type(name)
 
 
 def _shipped_type(name: str) -> Any:
     if name not in TASKS:
         raise ValueError(f"task={name!r}: unknown; {did_you_mean(name, list(TASKS))} (or 'module:Class' for your own)")
-    module, _, title = TASKS[name].partition(":")
+    return _type_at(TASKS[name])
+
+
+def _type_at(place: str) -> Any:
+    module, _, title = place.partition(":")
     return getattr(importlib.import_module(module), title)
 
 

@@ -36,8 +36,9 @@ Player = Callable[[str, Messages], str]
 class Task(Protocol):
     """A task: its players, its episodes, and the measure of success.
 
-    ``credit_rule`` (optional) is the rule that ``credit.rule = "task"`` selects. ``seats`` (optional) are the actors
-    that play against each other; the rubric may have a metric ``score/<seat>``, 0 to 1, for each.
+    ``credit_rule`` (optional) is the rule that ``credit.rule = "task"`` selects, with ``credit_options`` (optional).
+    ``seats`` (optional) are the actors that play against each other; the rubric may have a metric ``score/<seat>``, 0
+    to 1, for each.
     ``with_actors(actors)`` (optional) returns the task for some of its actors, in their acting order: its episodes play
     the same requests without the others, and its success metric is of one of ``actors``. It raises ``ValueError`` if
     they can't play alone. ``turnwise eval --ablate`` uses it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from turnwise.types.model_calls import InferenceClient, Messages, ModelRequest, ModelResponse
+from turnwise.types.model_calls import InferenceClient, Messages, ModelRequest, ModelResponse, Sampling
 from turnwise.types.play import Actor, EpisodeRequest, GenerateResult
 from turnwise.types.training import CreditAssigner
 
@@ -27,6 +27,8 @@ class ArenaForHooks(Protocol):
     """Actors by id."""
     stores: dict[str, Any]
     """Artifact stores by name."""
+    sampling: Sampling
+    """Default sampling; an actor's own overrides it."""
     seed: int
     """Seed of the whole run."""
     is_evaluation: bool
@@ -53,6 +55,10 @@ class ArenaForHooks(Protocol):
         **sampling: Any,
     ) -> ModelResponse:
         """Sample one completion by ``actor_id``; ``None`` is a judge."""
+        ...
+
+    def chat_format(self, actor: Actor) -> Any:
+        """Return the format in which ``actor`` writes and reads chats (:class:`turnwise.chat.formats.ChatFormat`)."""
         ...
 
     def prepare(

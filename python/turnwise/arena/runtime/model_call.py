@@ -149,18 +149,26 @@ class PromptCache:
     SIZE = 256
 
     def __init__(self) -> None:
-        self._renderer: ChatRenderer | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._renderers: dict[str, ChatRenderer] = {}
         self._ids: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
 
-    def token_ids(self, tokenizer: Tokenizer, messages: Messages) -> list[int]:
-        if self._renderer is None or tokenizer is not self._renderer.tokenizer:
-            self._renderer = ChatRenderer(tokenizer)
+    def token_ids(self, tokenizer: Tokenizer, messages: Messages, actor: Actor | None = None) -> list[int]:
+        if tokenizer is not self._tokenizer:
+            self._tokenizer = tokenizer
+            self._renderers.clear()
             self._ids.clear()
+        options = actor.chat_template_kwargs if actor is not None and actor.chat_template_kwargs else {}
+        own = repr(options) if options else ""
         plain = all(map(_is_text, messages))
-        key = tuple(text for message in messages for text in message.items()) if plain else repr(messages)
+        key: Hashable = tuple(text for message in messages for text in message.items()) if plain else repr(messages)
+        key = (own, key) if own else key
         known = self._ids.get(key)
         if known is None:
-            known = self._ids[key] = tuple(self._renderer.prompt_ids(messages))
+            renderer = self._renderers.get(own)
+            if renderer is None:
+                renderer = self._renderers[own] = ChatRenderer(tokenizer, options)
+            known = self._ids[key] = tuple(renderer.prompt_ids(messages))
             if len(self._ids) > self.SIZE:
                 self._ids.popitem(last=False)
         else:

@@ -16,6 +16,7 @@ from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, maybe_await, use_context
 from turnwise.arena.runtime.privacy import check_path
 from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.runtime.tool_rounds import ROUND
 from turnwise.arena.trees.sampler import BRANCH_SCORES, TreeSampler, call_selector, draw_share, select_branches
 from turnwise.arena.trees.value import BranchingEpisode, StateToValue, ValueEstimator
 from turnwise.state import prune
@@ -341,7 +342,7 @@ class TreeSearch:
                     child.rollout.meta["spawned_by"] = [action.node, index]
                 for step in steps:
                     step.branch = index
-                    step.tree_node = action.node if step is outcome else None
+                    step.tree_node = action.node if step is outcome or ROUND in step.info else None
             if isinstance(outcome, Step):
                 taken.append(Branch(beam, scope, outcome, steps, children))
             elif action.node is not None:

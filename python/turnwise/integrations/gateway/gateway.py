@@ -17,6 +17,9 @@ from turnwise.types.protocols import ArenaForHooks
 if TYPE_CHECKING:
     from turnwise.integrations.gateway.server import Server
 
+REMEMBERED = 1000
+"""Ended sessions whose late calls are told the reason."""
+
 
 class Gateway:
     """Serves an arena's actors as models of the OpenAI and Anthropic APIs, one URL per session and actor.
@@ -39,6 +42,8 @@ class Gateway:
                 f"host={self.settings.host!r}: is open to other hosts, and keys travel unencrypted", stacklevel=2
             )
         self.sessions: dict[str, Session] = {}
+        self.ended: dict[str, tuple[list[str], str]] = {}
+        """The keys of the latest ended sessions, and why they take no more calls."""
         self._formats: dict[int, ChatFormat] = {}
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,7 +70,8 @@ class Gateway:
         try:
             yield session
         except BaseException as error:
-            reason = f"the episode has failed: {type(error).__name__}"
+            ended = isinstance(error, (TimeoutError, asyncio.CancelledError))
+            reason = "its deadline has passed" if ended else f"the episode has failed: {type(error).__name__}"
             if session.failure is not None and isinstance(error, Exception):
                 raise session.failure from error
             raise
@@ -73,9 +79,14 @@ class Gateway:
             if session.failure is not None:
                 raise session.failure
         finally:
-            await session.end(reason)
-            del self.sessions[session.id]
-            await self._close()
+            try:
+                await session.end(reason)
+            finally:
+                del self.sessions[session.id]
+                self.ended[session.id] = [seat.key for seat in session.seats.values()], session.over
+                while len(self.ended) > REMEMBERED:
+                    del self.ended[next(iter(self.ended))]
+                await self._close()
 
     def _format_of(self, arena: Any) -> ChatFormat:
         """Return the chat format of the arena's tokenizer, which is found once."""
@@ -108,7 +119,7 @@ class Gateway:
             raise ImportError("the gateway needs aiohttp: pip install 'turnwise[gateway]'") from error
         if before is not None:
             await before
-        server = Server(self.settings, self.sessions)
+        server = Server(self.settings, self.sessions, self.ended)
         await server.start()
         return server
 

@@ -12,38 +12,43 @@ from typing import Any
 
 from aiohttp import web
 
-from turnwise.chat.messages import ChatError
+from turnwise.chat.messages import ChatError, well_formed_texts
 from turnwise.integrations.gateway.session import Call, Seat, Session
 from turnwise.integrations.gateway.settings import LOOPBACK, GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
 from turnwise.integrations.gateway.wire.ask import Ask
-from turnwise.integrations.gateway.wire.errors import WireError, invalid, unauthorized, unsupported
+from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over, unauthorized, unsupported
 
 DIALECTS: dict[str, ModuleType] = {
     "chat/completions": openai_chat,
     "responses": openai_responses,
     "messages": anthropic_messages,
 }
+ROOTS = ("/s/{sid}/{actor}/v1", "/s/{sid}/{actor}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
 KEEP_ALIVE = 10.0
 """Seconds between two comments in a stream that waits for its answer."""
 
 
 class Server:
-    """Serves the sessions that ``sessions`` holds."""
+    """Serves the sessions that ``sessions`` holds. ``ended`` has the keys of ended ones, and the reason."""
 
-    def __init__(self, settings: GatewaySettings, sessions: Mapping[str, Session]) -> None:
-        self.settings, self.sessions = settings, sessions
+    def __init__(
+        self, settings: GatewaySettings, sessions: Mapping[str, Session], ended: Mapping[str, tuple[list[str], str]]
+    ) -> None:
+        self.settings, self.sessions, self.ended = settings, sessions, ended
         self.url = ""
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Listen. Raises ``OSError`` for a port that is taken."""
         app = web.Application(client_max_size=self.settings.max_body)
+        app.on_response_prepare.append(_close_connection)
         for path, dialect in DIALECTS.items():
-            for root in ("/s/{sid}/{actor}/v1", "/s/{sid}/{actor}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1"):
+            for root in ROOTS:
                 app.router.add_post(f"{root}/{path}", self._handler(dialect))
-        for root in ("/s/{sid}/{actor}/v1/models", "/s/{sid}/v1/models"):
-            app.router.add_get(root, self._models)
+        for root in ROOTS:
+            app.router.add_get(f"{root}/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
         # Without handler_cancellation a client that hangs up would leave its call running.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -65,12 +70,14 @@ class Server:
                 session = self._session(request)
                 body = await _body(request)
                 seat = self._seat(request, session, body)
-                _check_key(request, [seat])
+                _check_key(request, [seat.key])
                 return await self._serve(request, dialect, session, seat, body)
             except WireError as error:
                 return self._refuse(dialect, error, seat)
             except ChatError as error:
                 return self._refuse(dialect, unsupported(error.param, str(error).partition(": ")[2]), seat)
+            except RecursionError:
+                return self._refuse(dialect, invalid(None, "the request is nested too deeply"), seat)
 
         return handle
 
@@ -79,8 +86,10 @@ class Server:
         _check_host(request, self.settings.host)
         session = self.sessions.get(request.match_info["sid"])
         if session is None:
-            raise unauthorized()
-        _check_key(request, list(session.seats.values()))
+            keys, reason = self.ended.get(request.match_info["sid"], ([], ""))
+            _check_key(request, keys)
+            raise session_over(reason)
+        _check_key(request, [seat.key for seat in session.seats.values()])
         return session
 
     def _seat(self, request: web.Request, session: Session, body: Mapping[str, Any]) -> Seat:
@@ -124,11 +133,22 @@ class Server:
         data = [{"id": actor, "object": "model", "created": 0, "owned_by": "turnwise"} for actor in session.seats]
         return web.json_response({"object": "list", "data": data, "has_more": False})
 
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        served = f"POST {', '.join(DIALECTS)}, and GET models"
+        error = WireError(404, "not_found", f"no {request.method} {request.path}: below a model's URL are {served}")
+        return self._refuse(openai_chat, error, None)
+
     def _refuse(self, dialect: ModuleType, error: WireError, seat: Seat | None) -> web.StreamResponse:
         if seat is not None:
             seat.counts[f"refused/{error.code}"] += 1
         headers = {"Retry-After": "1"} if error.status == 429 else {}
         return web.json_response(dialect.error(error), status=error.status, headers=headers)
+
+
+async def _close_connection(request: web.Request, response: web.StreamResponse) -> None:
+    """Keep no connection open after its answer: each batch has an event loop of its own, and an agent's client that
+    outlives it could neither use nor close a connection of the last one."""
+    response.force_close()
 
 
 async def _wait(call: Call, seconds: float | None = None) -> Any:
@@ -137,6 +157,8 @@ async def _wait(call: Call, seconds: float | None = None) -> Any:
     call.waiting += 1
     try:
         done, _ = await asyncio.wait([call.task], timeout=seconds)
+        if done and call.task.cancelled():  # not by this client, who still waits
+            raise session_over("it ended before the answer")
         return call.task.result() if done else None
     except asyncio.CancelledError:
         if call.waiting == 1:
@@ -148,14 +170,15 @@ async def _wait(call: Call, seconds: float | None = None) -> Any:
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
-        body = json.loads(await request.read())
+        text = await request.read()
+        body = json.loads(text)
     except web.HTTPRequestEntityTooLarge as error:
         raise WireError(413, "body_too_large", f"the request is larger than max_body: {error.text}") from None
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise invalid(None, "the request is no JSON object")
-    return body
+    return body if text.isascii() and b"\\ud" not in text.lower() else well_formed_texts(body)
 
 
 def _check_host(request: web.Request, host: str) -> None:
@@ -165,10 +188,10 @@ def _check_host(request: web.Request, host: str) -> None:
         raise WireError(421, "wrong_host", f"this is not {request.host!r}")
 
 
-def _check_key(request: web.Request, seats: list[Seat]) -> None:
-    """Raise unless the request has the key of one of ``seats``."""
+def _check_key(request: web.Request, keys: list[str]) -> None:
+    """Raise unless the request has one of ``keys``."""
     given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-    right = [hmac.compare_digest(given.encode(), seat.key.encode()) for seat in seats]
+    right = [hmac.compare_digest(given.encode(errors="surrogatepass"), key.encode()) for key in keys]
     if not any(right):
         raise unauthorized()
 

@@ -18,7 +18,7 @@ from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
 from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice
-from turnwise.integrations.gateway.wire.errors import WireError, session_over, unsupported
+from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over, unsupported
 from turnwise.types import ContextLengthError, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -56,6 +56,14 @@ class Call:
     waiting: int = 0
     """Clients that wait for the answer: 0 after all of them have left."""
     steps: list[Step] = field(default_factory=list)
+
+    @property
+    def has_answer(self) -> bool:
+        """True while the call runs, and after it was answered; False after it was cancelled or refused."""
+        task = self.task
+        if task is None or task.cancelled() or task.cancelling():
+            return False
+        return not task.done() or task.exception() is None
 
 
 @dataclass(eq=False, slots=True)
@@ -116,11 +124,9 @@ class Session:
     def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> Call:
         """Start a call, or return the one that this request repeats. Raises :class:`WireError` if there is no more."""
         known = seat.resends.get(resend) if resend is not None and is_retry else None
-        if known is not None:
-            assert known.task is not None
+        if known is not None and known.has_answer:
             seat.counts["retries_joined"] += 1
-            if not known.task.cancelled() and not known.task.cancelling():
-                return known
+            return known
         if self.over:
             raise session_over(self.over)
         if known is None and len(self.calls) >= self.settings.max_calls:
@@ -132,7 +138,7 @@ class Session:
             call = Call(seat.actor, turn, ask, time.monotonic())
             seat.calls += 1
             self.calls.append(call)
-        else:  # the answer was lost and its sampling cancelled: sample again, under the same number
+        else:  # its sampling was cancelled, or never began: sample again, under the same number
             call = known
         loop = asyncio.get_running_loop()
         call.task = loop.create_task(self._run(seat, call), context=self._variables)
@@ -175,7 +181,10 @@ class Session:
     async def _answer(self, seat: Seat, call: Call) -> Answered:
         """Render the chat, sample the choices, and parse them."""
         ask, began = call.ask, time.perf_counter()
-        prompt = seat.chats.prompt(ask.messages, ask.tools)
+        try:
+            prompt = seat.chats.prompt(ask.messages, ask.tools)
+        except Exception as error:  # a template may raise anything for a chat that it doesn't take
+            raise invalid("messages", f"the chat format can't render them: {type(error).__name__}: {error}") from error
         sampling = [self._sampling(seat, call, prompt, index) for index in range(ask.n)]
         seat.own_seconds += time.perf_counter() - began
         choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
@@ -281,9 +290,12 @@ class Session:
         self.over = self.over or reason
         running = [call.task for call in self.calls if call.task is not None and not call.task.done()]
         if running:
-            _, late = await asyncio.wait(running, timeout=END_GRACE)
-            for task in late:
-                task.cancel()
+            try:
+                await asyncio.wait(running, timeout=END_GRACE)
+            finally:
+                late = [task for task in running if not task.done()]
+                for task in late:
+                    task.cancel()
             if late:
                 await asyncio.wait(late)
         metrics = self.context.rollout.metrics
@@ -297,8 +309,8 @@ class Session:
 def _first_call(parsed: ParsedCompletion) -> ParsedCompletion:
     """Keep the first good call; the others become text."""
     first = parsed.good_calls[0]
-    extra = [call for call in parsed.good_calls if call is not first]
-    kept = tuple(call for call in parsed.calls if call not in extra)
+    extra = parsed.good_calls[1:]
+    kept = tuple(call for call in parsed.calls if call is first or call.status != OK)
     return ParsedCompletion(parsed.content + "".join(f"\n{call.raw}" for call in extra), parsed.reasoning, kept)
 
 

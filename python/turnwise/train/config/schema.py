@@ -83,6 +83,8 @@ class TrainConfig(Section):
     """Name of a shipped task, or ``module:Class``."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task."""
+    gateway: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the gateway, for ``task = "gateway:..."``; see docs/agents.md."""
     run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
     """Folder of the run: config, metrics, episodes, checkpoints, policies."""
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -101,10 +101,6 @@ def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes
             "thinking": {"thinking": "", "signature": ""},
             "tool_use": {"input": {}},
         }
-            "text": {"text": ""},
-            "thinking": {"thinking": "", "signature": ""},
-            "tool_use": {"input": {}},
-        }
         yield _event("content_block_start", index=index, content_block={**block, **empty[block["type"]]})
         for delta in _deltas(block):
             yield _event("content_block_delta", index=index, delta=delta)

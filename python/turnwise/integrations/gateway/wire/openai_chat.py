@@ -103,7 +103,7 @@ def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes
 
     for index, choice in enumerate(answered.choices):
         message = _message(choice)
-        yield delta(index, {"role": "assistant", "content": ""})
+        yield delta(index, {"role": "assistant", "content": None if message["content"] is None else ""})
         if "reasoning_content" in message:
             yield delta(index, {"reasoning_content": message["reasoning_content"]})
         logprobs = _logprobs(choice, tokenizer) if ask.logprobs else None

@@ -1,0 +1,163 @@
+"""The task of an agent that somebody else wrote: ``task = "gateway:my_agent:agent"``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from turnwise.arena import Episode, Rubric, TreeSampler
+from turnwise.integrations.gateway.episode import AgentEpisode, reported_reward
+from turnwise.integrations.gateway.gateway import Gateway
+from turnwise.integrations.gateway.process import ProcessEpisode
+from turnwise.integrations.gateway.settings import GatewaySettings
+from turnwise.tasks.base import split_of
+from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.utils.registry import did_you_mean, import_by_name
+
+PROCESS = "process"
+"""Name of the task whose agent is the command in ``gateway.command``."""
+_OF_PROCESS = ("command", "env", "files", "grace", "processes")
+
+
+class GatewayOptions(OwnOptions):
+    """Options in ``[task_options]`` of an agent.
+
+    ``questions`` names a list, or a function that returns one, as ``"module:name"``, or a JSON Lines file; by default
+    ``questions`` in the agent's module. A question is a text or a JSON object; the agent gets it as it is.
+    ``actors`` are the models that the agent calls; by default ``actors`` in its module, or one called ``"agent"``.
+    ``rubric`` names a Rubric as ``"module:name"``; without one the agent's result is its reward.
+    ``success_metric`` is the metric that counts as success; by default the reward of the first actor.
+    ``timeout`` is in seconds, for each episode.
+    """
+
+    name: str = ""
+    gateway: dict[str, Any] = Field(default_factory=dict)
+    questions: str = ""
+    actors: list[str] = Field(default_factory=list)
+    rubric: str = ""
+    success_metric: str = ""
+    timeout: float = Field(default=600.0, gt=0)
+    replayable: bool = False
+
+
+class GatewayTask(OwnTask):
+    """Trains an agent through a gateway: a function ``"module:function"``, or ``"process"``, the command in
+    ``[gateway]``.
+
+    The default credit gives each actor one advantage per attempt: two attempts at one question needn't make the same
+    calls, so calls are not compared one by one.
+    """
+
+    name = "gateway"
+    success_metric = "reported_reward/agent"
+    system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
+    options_type = GatewayOptions
+    credit_rule = "grpo"
+    credit_options: ClassVar[dict[str, Any]] = {"hierarchy": True}
+
+    def __init__(self, options: GatewayOptions | None = None) -> None:
+        super().__init__(options)
+        options = self.options
+        self.name = options.name
+        given = dict(options.gateway)
+        self._process = {name: given.pop(name) for name in _OF_PROCESS if name in given}
+        self.gateway = Gateway(_settings(given))
+        self.is_process = self.name == PROCESS
+        if self.is_process != ("command" in self._process):
+            raise ValueError(
+                f"task='gateway:{self.name}', gateway.command={self._process.get('command')!r}: expected "
+                f"'gateway:{PROCESS}' with a command, or 'gateway:module:function' without one"
+            )
+        self.agent = None if self.is_process else import_by_name({}, self.name, "task")
+        module = self.name.partition(":")[0]
+        self._questions = _questions(options.questions, module, self.is_process)
+        names = list(options.actors or ([] if self.is_process else _of_module(module, "actors", [])) or ["agent"])
+        self.system_prompts = dict.fromkeys(names, "")
+        self.rubric: Rubric | None = None
+        if options.rubric:
+            self.rubric = import_by_name({}, options.rubric, "task_options.rubric")
+            if not isinstance(self.rubric, Rubric):
+                raise ValueError(f"task_options.rubric={options.rubric!r}: expected a Rubric, got {self.rubric!r}")
+        scored = reported_reward.__name__ if self.rubric is None else self.rubric.names[0]
+        self.success_metric = options.success_metric or f"{scored}/{names[0]}"
+
+    def questions(self) -> Sequence[str]:
+        return self._questions
+
+    def artifact(self, question: str) -> Any:
+        return json.loads(question)
+
+    def texts(self) -> list[str]:
+        """The texts in the training questions."""
+        train = [question for question in self._questions if split_of(question) == "train"]
+        return [text for question in train[:2000] for text in _texts(json.loads(question))]
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        if tree is not None:
+            raise ValueError(
+                "an agent behind a gateway plays from start to end: expected rollout.branches = 1; several attempts at "
+                "a question (rollout.group_size) form the groups"
+            )
+        common = {"actors": list(self.system_prompts), "rubric": self.rubric, "timeout": self.options.timeout}
+        episode: Episode
+        if self.is_process:
+            options = dict(self._process)
+            episode = ProcessEpisode(options.pop("command"), self.gateway, **options, **common)
+        else:
+            assert self.agent is not None
+            episode = AgentEpisode(self.agent, self.gateway, **common)
+        episode.episode_type = self.name
+        return {self.name: episode}
+
+
+def _settings(given: dict[str, Any]) -> GatewaySettings:
+    known = {field.name for field in dataclasses.fields(GatewaySettings)}
+    for name in given:
+        if name not in known:
+            near = did_you_mean(name, [*known, *_OF_PROCESS])
+            raise ValueError(f"config key 'gateway.{name}' = {given[name]!r}: unknown; {near}")
+    return GatewaySettings(**given)
+
+
+def _questions(given: str, module: str, is_process: bool) -> list[str]:
+    """Return the questions as canonical JSON, each once. Raises ``ValueError`` that names where they should be."""
+    if not given and is_process:
+        raise ValueError("task_options.questions: expected a JSON Lines file, or 'module:name' of a list or function")
+    if given and ":" not in given:
+        path = Path(given)
+        if not path.is_file():
+            raise ValueError(f"task_options.questions={given!r}: no such file")
+        found = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                found += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise ValueError(f"task_options.questions={given!r}: line {number}: no JSON: {error}") from None
+    else:
+        where = given or f"{module}:questions"
+        found = import_by_name({}, where, "task_options.questions")
+        found = found() if callable(found) else found
+    if not isinstance(found, (list, tuple)) or not found:
+        raise ValueError(f"task_options.questions={given!r}: expected a list of at least one question")
+    try:
+        return list(dict.fromkeys(json.dumps(question, sort_keys=True) for question in found))
+    except TypeError as error:
+        raise ValueError(f"task_options.questions={given!r}: expected texts or JSON objects: {error}") from None
+
+
+def _of_module(module: str, name: str, default: Any) -> Any:
+    import importlib
+
+    return getattr(importlib.import_module(module), name, default)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [json.dumps(value)]
+    return [text for part in parts for text in (_texts(part) if isinstance(part, (dict, list, str)) else [str(part)])]

@@ -1,0 +1,200 @@
+"""Actors with tools: schemas, rounds of one turn, results in order, errors as answers, limits, trees and replays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from turnwise.arena import Arena, BatchFailedError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.chat.tools import MAX_RESULT, answer_of, by_name, tool_of
+from turnwise.credit import ATGRPOCredit
+from turnwise.inference import ScriptedClient
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest
+
+from ..chat.families import chat_tokenizer
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def slow_add(a: int, b: int) -> str:
+    """Add two numbers, the larger the later.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    await asyncio.sleep(0.01 * (10 - a))
+    return f"sum {a + b}"
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Sum(SingleTurnEpisode):
+    episode_type = "sum"
+    rubric = Rubric([lambda completion: float("4" in completion)])
+
+    def get_prompt(self, artifact: Any) -> str:
+        return artifact
+
+
+def arena_of(script: Any, *tools: Any, episode: Any = None, **options: Any) -> Arena:
+    client = ScriptedClient(script, tokenizer=chat_tokenizer("template"))
+    arena = Arena(client, ATGRPOCredit())
+    arena.add_actor(Actor("solver", "Be brief.", tools=tools, **options))
+    arena.add_episode(Sum() if episode is None else episode)
+    return arena
+
+
+def play(arena: Arena, kind: str = "sum") -> GenerateResult:
+    [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest(kind, "2 + 2 = ?")]))
+    return result
+
+
+def prompts(arena: Arena) -> list[str]:
+    tokenizer = arena.client.tokenizer  # type: ignore[attr-defined]
+    return [tokenizer.decode(request.prompt_token_ids) for request in arena.client.calls]  # type: ignore[attr-defined]
+
+
+def test_a_call_its_result_and_the_answer() -> None:
+    arena = arena_of([call("add", a=2, b=2), "It is 4."], add)
+    result = play(arena)
+    first, second = result.rollout.steps
+    assert (first.turn, first.info["round"], first.info["tool_calls"]) == (0, 0, ["ok"])
+    assert (second.turn, second.info["round"], second.completion) == (0, 1, "It is 4.")
+    assert [message["role"] for message in second.prompt] == ["system", "user", "assistant", "tool"]
+    assert second.prompt[-1] == {"role": "tool", "tool_call_id": "call_0_0", "name": "add", "content": "4"}
+    stream = first.prompt_token_ids + first.completion_token_ids
+    assert second.prompt_token_ids[: len(stream)] == stream, "the second prompt extends the sampled tokens"
+    assert '"name": "add"' in prompts(arena)[0], "the schema is in the prompt"
+    assert result.rewards == {"solver": 1.0} and all(step.trainable for step in result.rollout.steps)
+
+
+def test_calls_of_one_answer_run_together_and_answer_in_their_order() -> None:
+    arena = arena_of([call("slow_add", a=1, b=1) + call("slow_add", a=9, b=1), "done"], slow_add)
+    steps = play(arena).rollout.steps
+    assert [message["content"] for message in steps[1].prompt[-2:]] == ["sum 2", "sum 10"]
+
+
+def test_errors_are_answers() -> None:
+    def fail(text: str) -> str:
+        """Fail.
+
+        Args:
+            text: What to say.
+        """
+        raise LookupError(text * 2000)
+
+    arena = arena_of([call("fail", text="no ") + call("add", a=1) + call("add", a=1, b="x"), "done"], fail, add)
+    contents = [message["content"] for message in play(arena).rollout.steps[1].prompt[-3:]]
+    assert contents[0].startswith("error: LookupError: no no") and len(contents[0]) == MAX_RESULT + 1
+    assert contents[1].startswith("error: TypeError:") and contents[2].startswith("error: TypeError:")
+
+
+def test_a_call_that_cannot_be_read_is_the_answer() -> None:
+    steps = play(arena_of(["<tool_call>{add(2, 2)</tool_call>"], add)).rollout.steps
+    assert len(steps) == 1 and steps[0].info["tool_calls"] == ["invalid_json"]
+
+
+def test_after_the_last_round_the_actor_answers_without_tools() -> None:
+    arena = arena_of(lambda request: call("add", a=1, b=1), add, max_tool_rounds=2)
+    steps = play(arena).rollout.steps
+    assert [step.info["round"] for step in steps] == [0, 1, 2]
+    assert "tool_calls" not in steps[-1].info
+
+
+async def test_a_tool_has_a_deadline() -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    assert await answer_of(hang, 0.05) == "error: TimeoutError: no answer within 0.05 s"
+    assert await answer_of(lambda: {"a": [1]}, 1) == '{"a": [1]}'
+
+
+def test_schemas() -> None:
+    schema = tool_of(add)["function"]
+    assert schema["description"] == "Add two numbers."
+    assert schema["parameters"]["required"] == ["a", "b"]
+    assert schema["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first number."}
+    given = {"type": "function", "function": {"name": "look"}}
+    assert by_name([add, given]) == {"add": add, "look": None}
+    with pytest.raises(ValueError, match="two are called 'add'"):
+        by_name([add, add])
+    with pytest.raises(TypeError, match="expected a function or a JSON schema"):
+        tool_of(3)  # type: ignore[arg-type]
+
+
+def test_a_tool_without_hints_is_an_error_at_the_start() -> None:
+    def bare(a):  # type: ignore[no-untyped-def]
+        """Do it."""
+
+    with pytest.raises(ValueError, match="tools: bare has no schema"):
+        arena_of([], bare)
+
+
+class Looks(Sum):
+    episode_type = "looks"
+
+    def run_tool(self, name: str, arguments: dict[str, Any], state: Any, arena: Any, artifact: Any) -> Any:
+        return f"{name} at {arguments['at']} of {artifact}"
+
+
+def test_a_schema_is_answered_by_the_episode() -> None:
+    look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    steps = play(arena_of([call("look", at="x"), "done"], look, episode=Looks()), "looks").rollout.steps
+    assert steps[1].prompt[-1]["content"] == "look at x of 2 + 2 = ?"
+    with pytest.raises(BatchFailedError, match=r"override run_tool\(...\) in Sum"):
+        play(arena_of([call("look", at="x"), "done"], look))
+
+
+class Chat(MultiTurnEpisode):
+    episode_type = "chat"
+    actors = ("solver",)
+    max_turns = 2
+    rubric = Rubric([lambda state: float(len(state.trajectory))])
+
+    def get_prompt(self, artifact: Any) -> str:
+        return artifact
+
+    def step_reward(self, state: Any, arena: Any, artifact: Any) -> float:
+        return float(state.last_completion_text.strip("x") or 0)
+
+
+def test_rounds_of_a_turn_share_its_reward_and_stay_out_of_the_chat() -> None:
+    arena = arena_of([call("add", a=2, b=2), "4", "5"], add, episode=Chat())
+    steps = play(arena, "chat").rollout.steps
+    assert [(step.turn, step.reward) for step in steps] == [(0, 4.0), (0, 4.0), (1, 5.0)]
+    assert [message["role"] for message in steps[2].prompt] == ["system", "user", "assistant"] or (
+        "tool_call" not in str(steps[2].prompt)
+    )
+
+
+def test_branches_with_tools_are_siblings_with_all_their_rounds() -> None:
+    def script(request: ModelRequest) -> str:
+        asked = chat_tokenizer("template").decode(request.prompt_token_ids)
+        if "tool\n" in asked:
+            return "7"
+        return call("add", a=3, b=4) if request.sampling.seed % 2 else "3"  # type: ignore[operator]
+
+    arena = arena_of(script, add, episode=Chat(sampler=TreeSampler(branches=6), max_turns=1))
+    result = play(arena, "chat")
+    steps = result.rollout.steps
+    assert len({step.tree_node for step in steps}) == 1 and steps[0].tree_node is not None
+    by_branch: dict[int, list[float | None]] = {}
+    for step in steps:
+        by_branch.setdefault(step.branch, []).append(step.reward)
+    assert len(by_branch) == 6 and {tuple(rewards) for rewards in by_branch.values()} == {(7.0, 7.0), (3.0,)}
+    arena.assign_credit([result])
+    assert all((step.advantage > 0) == (step.reward == 7.0) for step in steps)  # type: ignore[operator]
