@@ -54,8 +54,8 @@ def test_special_tokens(tokenizer):
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     assert tokenizer.padding_side == "left"
     assert tokenizer.decode(ids(tokenizer, CHAT), skip_special_tokens=True) == "Add.12+3?"
-    with pytest.raises(Exception, match="role tool"):
-        ids(tokenizer, [{"role": "tool", "content": "x"}])
+    with pytest.raises(Exception, match="role robot"):
+        ids(tokenizer, [{"role": "robot", "content": "x"}])
 
 
 def test_sudoku_prompts_stay_short(tokenizer):

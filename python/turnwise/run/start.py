@@ -52,7 +52,7 @@ def run_warm_start(
             log.note(f"warm start of {warmed}: no row is of its actors, so it starts as it is")
             continue
         model = models[names[0]]
-        fit = fitting(tokenizer, own, model.config.max_position_embeddings, log.note)
+        fit = fitting(tokenizer, own, model.config.max_position_embeddings, log.note, actors)
         shown = _Shown(log, config.warm_start.steps, names, records)
         done = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=shown.step, on_check=shown.check)
         log.note(f"warm start of {warmed}: {describe(done)}")

@@ -37,6 +37,7 @@ TASKS = {
     "code_duel": "turnwise.tasks.code_duel.team:CodeDuelTask",
     "gsm8k": "turnwise.tasks.gsm8k.task:GSM8KTask",
     "kuhn_poker": "turnwise.tasks.kuhn_poker.task:KuhnPokerTask",
+    "lookup": "turnwise.tasks.lookup.task:LookupTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "negotiation": "turnwise.tasks.negotiation.task:NegotiationTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
@@ -59,6 +60,7 @@ FOREIGN = {
     "pettingzoo": f"{_ENVIRONMENTS}.pettingzoo:PettingZooTask",
     "reasoning_gym": f"{_ENVIRONMENTS}.reasoning_gym:ReasoningGymTask",
     "textarena": f"{_ENVIRONMENTS}.textarena:TextArenaTask",
+    "verifiers": "turnwise.integrations.verifiers.task:VerifiersTask",
 }
 """Prefix of the tasks that other packages bring, and the place of the class. In ``"gymnasium:FrozenLake-v1"`` the text
 after the first colon is the class's option ``name``."""

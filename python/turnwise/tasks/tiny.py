@@ -12,12 +12,29 @@ PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|s
 BYTES = 256
 
 # One token opens a message and names its role, and one closes it. So three messages cost six tokens plus their text.
+# Tools are part of the system's message, a call is text of the assistant, and a result is a message of the user.
 CHAT_TEMPLATE = (
+    "{% set ns = namespace(tools='') %}"
+    "{% for tool in tools or [] %}"
+    "{% set ns.tools = ns.tools + '\n' + tool.function.name + '(' "
+    "+ (tool.function.parameters.properties or {}) | join(', ') + ')' %}"
+    "{% endfor %}"
+    "{% if ns.tools and messages[0]['role'] != 'system' %}{{ '<|system|>' + ns.tools + '<|end|>' }}{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('role ' + message['role'] + ': expected system, user or assistant') }}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('role ' + message['role'] + ': expected system, user, assistant or tool') }}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>' + message['content'] + '</tool_response><|end|>' }}"
+    "{% else %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'system' %}{{ ns.tools }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' "
+    "+ call.function.arguments | tojson + '}</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -104,10 +104,15 @@ class AgentEpisode(GatewayEpisode):
         self.episode_type = agent if isinstance(agent, str) else getattr(agent, "__name__", "agent")
 
     async def run_agent(self, question: Any, session: Session) -> Any:
-        if inspect.iscoroutinefunction(self.agent):
-            return await self.agent(question, session.models)
-        found = await asyncio.to_thread(self.agent, question, session.models)
-        return await found if inspect.isawaitable(found) else found
+        return await call_agent(self.agent, question, session.models)
+
+
+async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model]) -> Any:
+    """Run an agent: an ``async def`` here, a ``def`` in a thread."""
+    if inspect.iscoroutinefunction(agent):
+        return await agent(question, models)
+    found = await asyncio.to_thread(agent, question, models)
+    return await found if inspect.isawaitable(found) else found
 
 
 def rewards_of(result: Any, actors: Sequence[str], called: Sequence[str]) -> dict[str, float]:

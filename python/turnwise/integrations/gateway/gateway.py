@@ -6,7 +6,7 @@ import asyncio
 import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.known_formats import chat_format
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 REMEMBERED = 1000
 """Ended sessions whose late calls are told the reason."""
+
+SessionT = TypeVar("SessionT", bound=Session)
 
 
 class Gateway:
@@ -63,7 +65,12 @@ class Gateway:
 
         Raises the error of the model or of turnwise that a call met, whatever the agent made of it.
         """
-        session = Session(actors, arena, self.settings, self._format_of(arena))
+        async with self.serve(Session(actors, arena, self.settings, self.format_of(arena))) as session:
+            yield session
+
+    @asynccontextmanager
+    async def serve(self, session: SessionT) -> AsyncIterator[SessionT]:
+        """Serve ``session`` for the block, see :meth:`session`."""
         session.opened_at((await self._open()).url)
         self.sessions[session.id] = session
         reason = "the episode has ended"
@@ -88,7 +95,7 @@ class Gateway:
                     del self.ended[next(iter(self.ended))]
                 await self._close()
 
-    def _format_of(self, arena: Any) -> ChatFormat:
+    def format_of(self, arena: Any) -> ChatFormat:
         """Return the chat format of the arena's tokenizer, which is found once."""
         tokenizer = arena.tokenizer
         found = self._formats.get(id(tokenizer))

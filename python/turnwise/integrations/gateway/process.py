@@ -96,7 +96,8 @@ class ProcessEpisode(GatewayEpisode):
         code, output = await self._supervised(folder, self._environment(session, folder, private))
         shown = _masked(output, session)
         if code:
-            ended = f"was killed by {signal.Signals(code - 128).name}" if code > 128 else f"exited with code {code}"
+            killed = code - 128 in set(signal.Signals)
+            ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"exited with code {code}"
             raise AgentProcessError(f"{self.command[0]} {ended}; its last output:\n{shown}")
         try:
             return json.loads(result_file.read_text(encoding="utf-8"))

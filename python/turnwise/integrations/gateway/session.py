@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.rng import derive_seed
@@ -204,7 +204,7 @@ class Session:
     def _sampling(self, seat: Seat, call: Call, prompt: Prompt, index: int) -> dict[str, Any]:
         """Return the fields of :class:`Sampling` for one choice: the actor's, with what the agent may change."""
         ask, context = call.ask, self.context
-        seed = derive_seed(context.rollout.seed, seat.actor, call.turn, index, ask.seed)
+        seed = derive_seed(context.rollout.seed, context.scope, seat.actor, call.turn, index, ask.seed)
         literal = self.arena.is_evaluation
         if literal and ask.seed is not None:
             seed = ask.seed + index
@@ -285,23 +285,31 @@ class Session:
                     counts[f"tool_calls/{made.status}"] += 1
 
     # -- the end -------------------------------------------------------------------------------------------------------
+    grace: ClassVar[float] = END_GRACE
+    """Seconds that running calls get when the session ends."""
+
     async def end(self, reason: str) -> None:
         """Take no more calls, give running ones a few seconds, cancel the rest, and report the counts."""
         self.over = self.over or reason
         running = [call.task for call in self.calls if call.task is not None and not call.task.done()]
         if running:
             try:
-                await asyncio.wait(running, timeout=END_GRACE)
+                await asyncio.wait(running, timeout=self.grace)
             finally:
                 late = [task for task in running if not task.done()]
                 for task in late:
                     task.cancel()
             if late:
                 await asyncio.wait(late)
+        self.report()
+
+    def report(self) -> None:
+        """Add the counts to the metrics of the rollout."""
         metrics = self.context.rollout.metrics
         for actor, seat in self.seats.items():
             for name in dict.fromkeys((*ALWAYS, *seat.counts)):
-                metrics[f"gateway/{name}/{actor}"] = float(seat.counts[name])
+                key = f"gateway/{name}/{actor}"
+                metrics[key] = metrics.get(key, 0.0) + seat.counts[name]
             if seat.calls:
                 metrics[f"gateway/own_ms/{actor}"] = 1e3 * seat.own_seconds / seat.calls
 

@@ -14,6 +14,7 @@ from turnwise.arena import Episode, Rubric, TreeSampler
 from turnwise.integrations.gateway.episode import AgentEpisode, reported_reward
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import ProcessEpisode
+from turnwise.integrations.gateway.replay import ReplayedEpisode
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
@@ -32,7 +33,8 @@ class GatewayOptions(OwnOptions):
     ``actors`` are the models that the agent calls; by default ``actors`` in its module, or one called ``"agent"``.
     ``rubric`` names a Rubric as ``"module:name"``; without one the agent's result is its reward.
     ``success_metric`` is the metric that counts as success; by default the reward of the first actor.
-    ``timeout`` is in seconds, for each episode.
+    ``timeout`` is in seconds, for each episode. ``replayable`` says that the agent's calls depend on its question and
+    its answers alone; trees need that.
     """
 
     name: str = ""
@@ -63,7 +65,7 @@ class GatewayTask(OwnTask):
     def __init__(self, options: GatewayOptions | None = None) -> None:
         super().__init__(options)
         options = self.options
-        self.name = options.name
+        self.name = options.name  # type: ignore[misc]  # a class of one's own names its task once
         given = dict(options.gateway)
         self._process = {name: given.pop(name) for name in _OF_PROCESS if name in given}
         self.gateway = Gateway(_settings(given))
@@ -77,14 +79,14 @@ class GatewayTask(OwnTask):
         module = self.name.partition(":")[0]
         self._questions = _questions(options.questions, module, self.is_process)
         names = list(options.actors or ([] if self.is_process else _of_module(module, "actors", [])) or ["agent"])
-        self.system_prompts = dict.fromkeys(names, "")
+        self.system_prompts = dict.fromkeys(names, "")  # type: ignore[misc]
         self.rubric: Rubric | None = None
         if options.rubric:
             self.rubric = import_by_name({}, options.rubric, "task_options.rubric")
             if not isinstance(self.rubric, Rubric):
                 raise ValueError(f"task_options.rubric={options.rubric!r}: expected a Rubric, got {self.rubric!r}")
         scored = reported_reward.__name__ if self.rubric is None else self.rubric.names[0]
-        self.success_metric = options.success_metric or f"{scored}/{names[0]}"
+        self.success_metric = options.success_metric or f"{scored}/{names[0]}"  # type: ignore[misc]
 
     def questions(self) -> Sequence[str]:
         return self._questions
@@ -98,13 +100,12 @@ class GatewayTask(OwnTask):
         return [text for question in train[:2000] for text in _texts(json.loads(question))]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
-        if tree is not None:
-            raise ValueError(
-                "an agent behind a gateway plays from start to end: expected rollout.branches = 1; several attempts at "
-                "a question (rollout.group_size) form the groups"
-            )
         common = {"actors": list(self.system_prompts), "rubric": self.rubric, "timeout": self.options.timeout}
         episode: Episode
+        if tree is not None:
+            episode = self._branched(tree, common)
+            episode.episode_type = self.name
+            return {self.name: episode}
         if self.is_process:
             options = dict(self._process)
             episode = ProcessEpisode(options.pop("command"), self.gateway, **options, **common)
@@ -113,6 +114,14 @@ class GatewayTask(OwnTask):
             episode = AgentEpisode(self.agent, self.gateway, **common)
         episode.episode_type = self.name
         return {self.name: episode}
+
+    def _branched(self, tree: TreeSampler, common: dict[str, Any]) -> ReplayedEpisode:
+        if self.agent is None or not self.options.replayable:
+            raise ValueError(
+                "a branch runs the agent again: expected task_options.replayable = true for a function whose calls "
+                "depend on its question and its answers alone, or rollout.branches = 1 with rollout.group_size > 1"
+            )
+        return ReplayedEpisode(self.agent, self.gateway, sampler=tree, **common)
 
 
 def _settings(given: dict[str, Any]) -> GatewaySettings:

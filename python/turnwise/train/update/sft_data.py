@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from turnwise.chat import ChatRenderer
+from turnwise.chat.known_formats import chat_format
+from turnwise.chat.messages import Tool
+from turnwise.chat.tools import tool_of
 from turnwise.train.config.toml import ConfigError
-from turnwise.types import Messages, TrainingBatch
+from turnwise.types import Actor, Messages, TrainingBatch
 
 NAME = "warm start"
 """Name of the actor and of the policy in a batch of demonstrations."""
@@ -147,32 +150,50 @@ class RowReader:
         return None
 
 
-def tokenize(renderer: ChatRenderer, row: Row, prompt: Sequence[int] | None = None) -> Demonstration:
+def _renderer_of(tokenizer: Any, actor: Actor) -> tuple[ChatRenderer, list[Tool]]:
+    """Return what renders the calls of ``actor``, and the schemas of its tools."""
+    if not actor.tools:
+        return ChatRenderer(tokenizer, actor.chat_template_kwargs), []
+    return chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs), [tool_of(tool) for tool in actor.tools]
+
+
+def tokenize(
+    renderer: ChatRenderer, row: Row, prompt: Sequence[int] | None = None, tools: Sequence[Tool] = ()
+) -> Demonstration:
     """Tokenize the prompt as a model call would, and the completion as a model would sample it, with the stop token.
 
     ``prompt`` are the prompt's ids, if they are known.
     """
     tokenizer = renderer.tokenizer
     if prompt is None:
-        prompt = tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else renderer.prompt_ids(row.prompt)
+        text = row.prompt
+        prompt = tokenizer.encode(text) if isinstance(text, str) else renderer.prompt_ids(text, tools)
     text = row.completion
     completion = renderer.text_ids(text) if row.recorded else tokenizer.encode(text, add_special_tokens=False)
     return Demonstration(prompt, [*completion, tokenizer.eos_token_id])
 
 
 def fitting(
-    tokenizer: Any, rows: Sequence[Row], max_context: int, note: Callable[[str], None] = lambda line: None
+    tokenizer: Any,
+    rows: Sequence[Row],
+    max_context: int,
+    note: Callable[[str], None] = lambda line: None,
+    actors: Sequence[Actor] = (),
 ) -> list[Demonstration]:
     """Tokenize ``rows``, and leave out those longer than ``max_context`` tokens; ``note`` gets a line about these.
 
-    Raises :class:`ConfigError` if no row fits.
+    A row of one of ``actors`` is rendered as that actor's calls are, with its tools. Raises :class:`ConfigError` if no
+    row fits.
     """
-    renderer = ChatRenderer(tokenizer)
+    plain = ChatRenderer(tokenizer)
+    renderers: dict[str | None, Any] = {actor.id: _renderer_of(tokenizer, actor) for actor in actors}
     every: list[Demonstration] = []
     for before, row in zip([None, *rows], rows, strict=False):
         # Rendering a template takes a millisecond, so successive rows with equal prompts share its tokens.
-        prompt = every[-1].prompt_token_ids if before is not None and before.prompt == row.prompt else None
-        every.append(tokenize(renderer, row, prompt))
+        same = before is not None and (before.prompt, before.actor) == (row.prompt, row.actor)
+        prompt = every[-1].prompt_token_ids if same else None
+        renderer, tools = renderers.get(row.actor, (plain, []))
+        every.append(tokenize(renderer, row, prompt, tools))
     fit = [demonstration for demonstration in every if len(demonstration) <= max_context]
     if len(fit) == len(every):
         return fit

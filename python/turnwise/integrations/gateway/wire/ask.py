@@ -120,7 +120,7 @@ class Fields:
             return None
         try:
             found = int(turn)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = -1
         if found < 0:
             raise invalid("metadata.turn", f"got {str(turn)[:40]!r}, expected a whole number from 0")
@@ -138,7 +138,8 @@ def check_tool_choice(choice: Any, tools: Sequence[Tool]) -> bool:
     name = None
     if isinstance(choice, Mapping):
         kind = choice.get("type")
-        name = choice.get("name") or (choice.get("function") or {}).get("name")
+        function = choice.get("function")
+        name = choice.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
         choice = {"any": "required", "tool": name}.get(str(kind), name if name else kind)
     if name is not None and name not in tool_names(tools):
         raise unsupported("tool_choice", f"no tool {name!r}, expected one of {tool_names(tools)}")

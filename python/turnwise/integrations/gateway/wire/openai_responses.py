@@ -63,7 +63,9 @@ def _messages(items: Any) -> Messages:
             case "message":
                 messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{at}.content")})
             case "reasoning":
-                parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+                parts = [
+                    part for name in ("content", "summary") for part in list_of(item.get(name) or (), f"{at}.{name}")
+                ]
                 _begun(messages, accepts=False)["reasoning_content"] = "".join(str(p.get("text", "")) for p in parts)
             case "function_call":
                 call = {"id": item.get("call_id"), "function": {key: item.get(key) for key in ("name", "arguments")}}

@@ -1,0 +1,192 @@
+"""Trees for agents: a branch runs the agent again from the start, and answers its first calls from the record."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena.runtime.context import require_context
+from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
+from turnwise.integrations.gateway.gateway import Gateway
+from turnwise.integrations.gateway.session import Call, Seat, Session
+from turnwise.integrations.gateway.wire.ask import Answered, Ask
+from turnwise.integrations.gateway.wire.errors import unsupported
+from turnwise.state import to_python
+from turnwise.types import EpisodeState, Messages, ModelResponse
+from turnwise.types.protocols import ArenaForHooks
+
+
+class ReplayError(RuntimeError):
+    """An agent made other calls when it ran again, so it can't be branched: it is no function of its answers alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One call of the record: what the actor was asked, and the answer to it."""
+
+    actor: str
+    ask: Ask
+    answered: Answered
+    prompt_ids: tuple[int, ...]
+
+
+class ReplaySession(Session):
+    """Answers the first calls from ``record``, and holds the first other one in ``pending``."""
+
+    grace: ClassVar[float] = 0.0
+
+    def __init__(self, episode: ReplayedEpisode, arena: ArenaForHooks, record: Sequence[Answer]) -> None:
+        gateway = episode.gateway
+        super().__init__(episode.actors, arena, gateway.settings, gateway.format_of(arena))
+        self._left = list(record)
+        self.pending: tuple[str, Ask] | None = None
+        self.stopped = asyncio.Event()
+        """Set by the first call that is not in the record, and by one that differs from it."""
+
+    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> Call:
+        if ask.n != 1:
+            raise unsupported("n", "an agent that is branched asks for one choice at a time")
+        call = Call(seat.actor, seat.calls, ask, time.monotonic())
+        seat.calls += 1
+        self.calls.append(call)
+        # Parallel calls may arrive in another order, so any equal call of the record will do.
+        same = next((old for old in self._left if (old.actor, old.ask) == (seat.actor, ask)), None)
+        if same is not None:
+            self._left.remove(same)
+            call.task = asyncio.ensure_future(_now(same.answered))
+            return call
+        if self._left:
+            self.failure = ReplayError(_difference(len(self.calls) - 1, self._left[0], seat.actor, ask))
+            self.over = str(self.failure)
+        elif self.pending is None:
+            self.pending = seat.actor, ask
+        self.stopped.set()
+        call.task = asyncio.ensure_future(_never())
+        return call
+
+    def report(self) -> None:
+        """Count nothing: the calls were counted when they were sampled."""
+
+
+async def _now(answered: Answered) -> Answered:
+    return answered
+
+
+async def _never() -> Answered:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def _difference(number: int, old: Answer, actor: str, ask: Ask) -> str:
+    told = f"call {number} differs when the agent runs again"
+    if old.actor != actor:
+        return f"{told}: it was of actor {old.actor!r}, and is of {actor!r}"
+    for field in dataclasses.fields(Ask):
+        before, now = getattr(old.ask, field.name), getattr(ask, field.name)
+        if before != now:
+            return f"{told}, in {field.name}: it was {str(before)[-200:]!r}, and is {str(now)[-200:]!r}"
+    return told
+
+
+class ReplayedEpisode(MultiTurnEpisode):
+    """Played by an agent whose calls depend on the question and on its earlier answers alone, so trees can branch it.
+
+    Each model call is an action. After it the agent runs again from the start; the record answers the calls that it
+    made before, and each must be equal to the recorded one. So the agent runs as often as it makes calls: it must not
+    draw random numbers, read clocks or change anything outside of itself. Raises :class:`ReplayError` in an episode
+    whose agent does.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        gateway: Gateway,
+        *,
+        actors: Sequence[str] = ("agent",),
+        rubric: Rubric | None = None,
+        timeout: float = 600.0,
+        sampler: TreeSampler | None = None,
+    ) -> None:
+        super().__init__(sampler=sampler, max_turns=gateway.settings.max_calls)
+        self.agent, self.gateway, self.actors, self.timeout = agent, gateway, list(actors), timeout
+        self._reports = rubric is None
+        self.rubric = Rubric([reported_reward]) if rubric is None else rubric
+        self.episode_type = getattr(agent, "__name__", "agent")
+
+    async def setup(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> None:
+        state.data["record"] = ()
+        await self._run_on(state, arena, artifact)
+        if state.done:
+            raise ValueError("the agent called no model, so there is nothing to branch or to train")
+        state.current_actor = self._pending(state)[0]
+
+    def get_prompt(self, artifact: Any) -> str:
+        return ""
+
+    def build_messages(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
+        return self._pending(state)[1].messages
+
+    async def call_model(
+        self, actor_id: str | None, prompt: str | Messages, arena: ArenaForHooks, **options: Any
+    ) -> ModelResponse:
+        """Sample the pending call, as a session would."""
+        state = require_context().state
+        actor, ask = self._pending(state)
+        session = Session(self.actors, arena, self.gateway.settings, self.gateway.format_of(arena))
+        seat, turn = session.seats[actor], 0
+        for old in state.data["record"]:
+            if old.actor == actor:
+                turn += 1
+                [choice] = old.answered.choices
+                ids = session.format.cut(choice.response.completion_token_ids)
+                seat.chats.add(old.ask.messages, old.ask.tools, old.prompt_ids, ids, choice.message())
+        call = session.start(seat, dataclasses.replace(ask, turn=turn), None, is_retry=False)
+        assert call.task is not None
+        answered = await call.task
+        session.report()
+        [choice] = answered.choices
+        answer = Answer(actor, ask, answered, tuple(choice.response.prompt_token_ids))
+        state.data["record"] = (*state.data["record"], answer)
+        return choice.response
+
+    async def env_response(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> None:
+        await self._run_on(state, arena, artifact)
+
+    def next_actor(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> str:
+        return self._pending(state)[0]
+
+    def get_extras(self, state: EpisodeState) -> dict[str, Any]:
+        result = to_python(state.data)["result"]
+        extras = {**(result if isinstance(result, dict) else {}), "result": result}
+        if self._reports:
+            called = [answer.actor for answer in state.data["record"]]
+            extras["rewards"] = rewards_of(result, self.actors, list(dict.fromkeys(called)))
+        return extras
+
+    async def _run_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> None:
+        """Run the agent from the start to its first call that is not in the record, or to its end."""
+        session = ReplaySession(self, arena, state.data["record"])
+        async with self.gateway.serve(session):
+            running = asyncio.ensure_future(call_agent(self.agent, to_python(artifact), session.models))
+            stopping = asyncio.ensure_future(session.stopped.wait())
+            try:
+                await asyncio.wait([running, stopping], timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+                if not running.done() and not stopping.done():
+                    raise TimeoutError(f"the agent took longer than timeout={self.timeout:g} s")
+                if session.failure is None and session.pending is None:
+                    state.data["result"], state.done = running.result(), True
+                    if session._left:
+                        raise ReplayError(f"the agent ended after {len(session.calls)} calls when it ran again")
+                state.data["pending"] = session.pending
+            finally:
+                running.cancel()
+                stopping.cancel()
+                await asyncio.wait([running, stopping], timeout=1.0)
+
+    def _pending(self, state: EpisodeState) -> tuple[str, Ask]:
+        return state.data["pending"]

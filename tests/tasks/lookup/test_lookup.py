@@ -1,0 +1,111 @@
+"""The task with a tool: its table, its questions, both players, demonstrations as calls are rendered, and learning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.arena import Arena
+from turnwise.chat.formats import ChatFormat
+from turnwise.inference import ScriptedClient
+from turnwise.tasks import build_task
+from turnwise.tasks.lookup import LOOK_UP, Question, Table
+from turnwise.tasks.tiny import build_tokenizer
+from turnwise.train.update.sft_data import Row, fitting
+from turnwise.types import GenerateResult, ModelRequest
+
+
+def test_a_table() -> None:
+    table = Table(5813)
+    assert table.rows[0] == ("Ann", *table.rows[0][1:]) and len(table.rows) == 8
+    value = table.look_up("Ben", "pears")
+    assert 0 <= int(value) <= 99 and Table(5813).look_up("Ben", "pears") == value
+    question = Question.parse("5813/Ben/pears/2")
+    assert question.text == "How many pears has the friend of Ben?"
+    assert table.answer(question) == table.look_up(table.look_up("Ben", "friend"), "pears")
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "problem"),
+    [
+        ("Zoe", "pears", "no name 'Zoe'"),
+        ("Ben", "pears; DROP TABLE people", "no column"),
+        ("' OR 1=1 --", "pears", "no name"),
+        (None, "pears", "no name"),
+        (["Ben"], {"a": 1}, "no column"),
+    ],
+)
+def test_what_is_not_there_is_an_error(name: Any, column: Any, problem: str) -> None:
+    with pytest.raises(LookupError, match=problem):
+        Table(1).look_up(name, column)
+
+
+def played(hops: int, player: str) -> list[GenerateResult]:
+    task: Any = build_task("lookup", {"hops": hops})
+    tokenizer = build_tokenizer(task.texts())
+    play = task.oracle() if player == "oracle" else task.random_player(0)
+    client = ScriptedClient(lambda request: play("solver", messages_of(request)), tokenizer=tokenizer)
+    arena = Arena(client)
+    for actor in task.actors:
+        arena.add_actor(actor)
+    for episode in task.episodes().values():
+        arena.add_episode(episode)
+    return asyncio.run(arena.generate_rollouts(task.eval_requests("eval", 40)))
+
+
+def messages_of(request: ModelRequest) -> Any:
+    assert request.messages is not None
+    return request.messages
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_the_oracle_is_always_right_and_chance_is_not(hops: int) -> None:
+    found = played(hops, "oracle")
+    assert {result.rewards["solver"] for result in found} == {1.0}
+    assert {len(result.rollout.steps) for result in found} == {hops + 1}
+    assert found[0].rollout.metrics["looked_up/solver"] == hops
+    assert sum(result.rewards["solver"] for result in played(hops, "random")) < 8
+
+
+def test_questions_of_the_splits_are_disjoint() -> None:
+    task: Any = build_task("lookup")
+    splits = [set(task.draw(split, 300, 0)) for split in ("train", "validation", "eval")]
+    assert not splits[0] & splits[1] and not splits[0] & splits[2] and not splits[1] & splits[2]
+    assert task.draw("train", 5, 1) == task.draw("train", 9, 1)[:5]
+
+
+def test_demonstrations_are_rendered_as_calls_are() -> None:
+    """The first answer's tokens and its result are the beginning of the second prompt."""
+    task: Any = build_task("lookup", {"quality": 1.0})
+    tokenizer = build_tokenizer(task.texts())
+    [actor], shown = task.actors, task.demonstrations(2, 0)
+    rows = [Row(messages, text, name, "x") for name, messages, text in shown]
+    first, second = fitting(tokenizer, rows, 512, actors=[actor])
+    format = ChatFormat(tokenizer)
+    assert list(first.prompt_token_ids) == format.prompt_ids(shown[0][1], [LOOK_UP])
+    [call] = format.parse(first.completion_token_ids, [LOOK_UP]).good_calls
+    assert call.name == "look_up" and len(first.completion_token_ids) <= actor.max_tokens
+    asked = shown[1][1]
+    stream = format.prompt_ids(asked[:2], [LOOK_UP])
+    written = asked[2]["tool_calls"][0]["function"]
+    text = f"<tool_call>{json.dumps({'name': written['name'], 'arguments': written['arguments']})}</tool_call>"
+    completion = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    assert list(second.prompt_token_ids) == format.extend(stream, completion, asked[3:], [LOOK_UP], asked[2])
+
+
+@pytest.mark.slow
+def test_the_tiny_model_learns_what_to_look_up(tmp_path: Path) -> None:
+    """In the example's own settings: from a fifth to most."""
+    from turnwise.run.build import build_run
+    from turnwise.train.validate import load_config
+
+    example = Path(__file__).parents[3] / "examples" / "lookup.toml"
+    run = build_run(load_config(example, {"run_dir": str(tmp_path), "threads": 1, "eval.num_prompts": 60}))
+    run.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["reward/solver"] for line in lines if "reward/solver" in line]
+    assert rates[0] < 0.4 and rates[-1] > rates[0] + 0.3, rates
