@@ -26,8 +26,8 @@ HOSTILE = {
     "a long number": call('{"at": ' + "1" * 6000 + "}"),
     "no finite number": call('{"at": 1e999}'),
     "not a number": call('{"at": NaN}'),
-    "nested GLM value": f"<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>{'[' * 2000}</arg_value>\n</tool_call>",
-    "nested Qwen3.5 value": f"<tool_call>\n<function=look>\n<parameter=at>\n{'[' * 2000}\n</parameter>\n</function>\n"
+    "nested GLM value": f"<tool_call>look\n<arg_key>n</arg_key>\n<arg_value>{'[' * 2000}</arg_value>\n</tool_call>",
+    "nested Qwen3.5 value": f"<tool_call>\n<function=look>\n<parameter=n>\n{'[' * 2000}\n</parameter>\n</function>\n"
     "</tool_call>",
     "Llama call": '{"name": "look", "parameters": ' + nested(980) + "}",
     "name is a list": '<tool_call>{"name": ["look"], "arguments": {}}</tool_call>',

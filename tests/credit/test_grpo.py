@@ -24,6 +24,16 @@ def test_a_trajectory_counts_once_however_long(make: Any) -> None:
     assert GRPOCredit().compute_columns(long)[0] == GRPOCredit().compute_columns(short)[0]
 
 
+def test_calls_may_share_the_weight_of_their_attempt(make: Any) -> None:
+    """Three calls with reward 1 and one with 0: each attempt's weights add up to the same."""
+    samples = [make("a", reward=1.0, step_index=index) for index in range(3)] + [make("b", reward=0.0)]
+    np.testing.assert_allclose(GRPOCredit(hierarchy=True).compute_columns(samples), [S, S, S, -S], atol=1e-5)
+    by_attempt = GRPOCredit(hierarchy=True, call_weight="attempt").compute_columns(samples)
+    np.testing.assert_allclose(by_attempt, [S / 3, S / 3, S / 3, -S], atol=1e-5)
+    with pytest.raises(ValueError, match="call_weight='turn': expected 'row' or 'attempt'"):
+        GRPOCredit(call_weight="turn")
+
+
 def test_questions_levels_types_and_actors_are_not_compared(make: Any) -> None:
     """In the hierarchy each pair below is a group of its own; a top level with two questions is two groups."""
     pairs = [

@@ -119,7 +119,7 @@ async def test_stop_token_is_kept(client: Any) -> None:
 async def test_a_stop_string_ends_a_completion(client: Any) -> None:
     """The whole completion again, up to the token that completes the string, which is kept."""
     [whole] = await client.generate([ask(max_tokens=12)])
-    text = [client.tokenizer.decode([token]) for token in whole.completion_token_ids]
+    text = [ByteTokenizer().decode([token]) for token in whole.completion_token_ids]
     place = next(place for place in range(3, 12) if len(text[place]) == 1 and text[place] not in "".join(text[:place]))
     [cut, other] = await client.generate([ask(max_tokens=12, stop=("no such text", text[place])), ask(max_tokens=12)])
     assert cut.completion_token_ids == whole.completion_token_ids[: place + 1]

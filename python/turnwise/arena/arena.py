@@ -39,7 +39,7 @@ from turnwise.arena.stores.outcomes import attempts_of, mean_reward, record_atte
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.known_formats import chat_format
 from turnwise.samples import pack as rows
-from turnwise.samples.collect import collect_samples
+from turnwise.samples.collect import collect_samples, mixed_prompts
 from turnwise.types import (
     Actor,
     EpisodeRequest,
@@ -172,12 +172,13 @@ class Arena(ArenaSetup):
         if samples and self.reward_penalty is not None:
             rows.penalize(samples, self.reward_penalty(samples))
         self._zero_causes = rows.set_advantages(results, samples, self.credit)
+        self._group_metrics = mixed_prompts(samples, self.credit)
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
         training, drops = rows.training_rows(results, filters, self._zero_causes)
-        metrics = rows.describe(results)
+        metrics = rows.describe(results) | self._group_metrics
         if self.filters.dynamic_sampling_rounds:
             metrics |= describe_draws(results, training.calls)
         batch = rows.pack_rows(training, drops, metrics)

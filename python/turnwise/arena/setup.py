@@ -115,6 +115,7 @@ class ArenaSetup:
         self._prompts = PromptCache()
         self._formats: dict[str, ChatFormat] = {}
         self._zero_causes: dict[int, str] = {}
+        self._group_metrics: dict[str, float] = {}
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import Tool, message_key, tools_key
@@ -28,6 +29,8 @@ class Prompt:
     rewritten: str = ""
     escapes: int = 0
     """Control tokens that the new messages spell, which became text."""
+    continues: Any = None
+    """The ``mark`` of the call that the chat goes on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class _Call:
     prompt: list[int]
     completion: list[int]
     answer: Message
+    mark: Any
 
 
 class Conversations:
@@ -75,13 +79,13 @@ class Conversations:
         seen = [*call.prompt, *call.completion]
         escapes = self.format.escapes(new)
         if not self._keeps_reasoning(messages, histories, place):
-            return Prompt(self.format.prompt_ids(messages, tools), 0, "thinking", escapes)
+            return Prompt(self.format.prompt_ids(messages, tools), 0, "thinking", escapes, call.mark)
         ids = self.format.extend(call.prompt, call.completion, new, tools, call.answer)
         if ids is None or ids[: len(seen)] != seen:
             ids = self.format.prompt_ids(messages, tools)
         if ids[: len(seen)] == seen:
-            return Prompt(ids, len(seen), "", escapes)
-        return Prompt(ids, 0, "renderer", escapes)
+            return Prompt(ids, len(seen), "", escapes, call.mark)
+        return Prompt(ids, 0, "renderer", escapes, call.mark)
 
     def _keeps_reasoning(self, messages: Messages, histories: Sequence[bytes], until: int) -> bool:
         """True if no answer of this session came back with other reasoning than was sampled."""
@@ -98,11 +102,12 @@ class Conversations:
         prompt: Sequence[int],
         completion: Sequence[int],
         answer: Message,
+        mark: Any = None,
     ) -> None:
-        """Keep a finished call, so that later chats may continue it."""
+        """Keep a finished call, so that later chats may continue it; their prompts have its ``mark``."""
         after = _histories([*messages, answer])[-1]
         own = tools_key(tools)
-        self._calls[own, after] = _Call(list(prompt), list(completion), answer)
+        self._calls[own, after] = _Call(list(prompt), list(completion), answer, mark)
         self._tools[after] = own
         self._answers.add(message_key(answer))
         self._reasoning[after] = answer.get("reasoning_content", "")

@@ -143,8 +143,8 @@ class KnownFormat(ChatFormat):
             )
         except (ValueError, RecursionError):  # the renderers' own parsers of JSON, for numbers and nests without end
             text = super().parse(completion, (), prompt)
-            calls = (ToolCall("", {}, text.content, "invalid_json"),) if tools else ()
-            return ParsedCompletion(text.content, text.reasoning, calls)
+            unread = (ToolCall("", {}, text.content, "invalid_json"),) if tools else ()
+            return ParsedCompletion(text.content, text.reasoning, unread)
         if not tools:
             # Without tools the family's marks of a call are text like any other.
             written = "".join(self._raw(ids, call) for call in found.tool_calls)

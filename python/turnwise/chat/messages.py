@@ -56,6 +56,8 @@ def _plain(message: Any, where: str) -> Message:
     plain: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
     if role == "assistant":
         if message.get("tool_calls"):
+            if not isinstance(message["tool_calls"], Sequence) or isinstance(message["tool_calls"], str):
+                raise ChatError(f"{where}.tool_calls", f"got {str(message['tool_calls'])[:80]!r}, expected a list")
             plain["tool_calls"] = [
                 _plain_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(message["tool_calls"])
             ]

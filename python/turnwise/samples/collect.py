@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 from turnwise import _C
 from turnwise.types import GenerateResult, Sample, Step
@@ -105,3 +106,21 @@ def _wrong_reward(
             f"rewarded actors are {sorted(rollout.rewards_of(rollout.steps[place]))}"
         )
     return f"{where} has reward {of_rollout if isfinite(own) else own!r}: expected a finite number"
+
+
+def mixed_prompts(samples: Sequence[Sample], credit: Any) -> dict[str, float]:
+    """Return the share of the groups that compare calls with different prompts, as ``groups/mixed_prompts``.
+
+    It is reported for agents behind a gateway, which may call models in any situation, and for rules that compare in
+    groups. A rule that compares whole attempts gives a high share, and means no harm by it.
+    """
+    key_of = getattr(credit, "key_of", None)
+    if key_of is None or not any("call" in sample.info for sample in samples):
+        return {}
+    prompts: dict[Any, list[tuple[int, ...]]] = {}
+    for sample in samples:
+        prompts.setdefault(key_of(sample), []).append(tuple(sample.prompt_token_ids))
+    compared = [group for group in prompts.values() if len(group) > 1]
+    if not compared:
+        return {}
+    return {"groups/mixed_prompts": sum(len(set(group)) > 1 for group in compared) / len(compared)}

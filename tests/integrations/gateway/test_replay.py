@@ -1,4 +1,4 @@
-"""Trees for agents: a replayed tree equals a native one, and an agent that isn't a function of its answers is refused."""
+"""Trees for agents: a replayed tree equals a native one, and an agent that isn't a pure function is refused."""
 
 from __future__ import annotations
 
@@ -183,5 +183,5 @@ def test_only_agents_that_say_so_are_branched(tmp_path: Any, monkeypatch: pytest
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert build_task("gateway:some_agent:agent", {"replayable": True}).episodes(TREE)
-    with pytest.raises(ValueError, match="a branch runs the agent again: expected task_options.replayable = true"):
+    with pytest.raises(ValueError, match=r"a branch runs the agent again: expected task_options\.replayable = true"):
         build_task("gateway:some_agent:agent").episodes(TREE)

@@ -34,6 +34,14 @@ from turnwise.utils.registry import announce_code
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.base_url is not None:
+        measured = measure_remotely(options)
+        print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
+        return EXIT_OK
+    if options.config is None:
+        raise ValueError("expected a config file or a run folder (without one only with --base-url)")
+    if options.model is not None or options.api_key_env is not None:
+        raise ValueError("--model, --api-key-env: expected --base-url with them")
     path = options.config / CONFIG_FILE if options.config.is_dir() else options.config
     announce_code(raw_settings(path, options.overrides))
     config = read_config(path, options.overrides, task_type=task_type)
@@ -49,6 +57,25 @@ def run(options: argparse.Namespace) -> int:
     )
     print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
     return EXIT_OK
+
+
+def measure_remotely(options: argparse.Namespace) -> Measured:
+    """Play the agent of ``--task gateway:...`` with the models of another server."""
+    from turnwise.integrations.gateway.remote import RemoteGateway, evaluate_remotely
+    from turnwise.integrations.gateway.task import GatewayTask
+
+    path = options.config
+    path = path / CONFIG_FILE if path is not None and path.is_dir() else path
+    announce_code(raw_settings(path, options.overrides))
+    config = read_config(path, options.overrides, task_type=task_type)
+    task = task_of(config)
+    if not isinstance(task, GatewayTask):
+        raise ValueError(f"task={config.task!r}: --base-url plays agents: expected --task gateway:module:function")
+    if options.model is None:
+        raise ValueError("--base-url: expected --model with the model's name there")
+    gateway = RemoteGateway(options.base_url, options.model, key_variable=options.api_key_env)
+    found = evaluate_remotely(task, gateway, questions=config.eval.num_prompts, samples=options.samples)
+    return Measured(f"{options.model} at {options.base_url}", found)
 
 
 def evaluate_from_config(

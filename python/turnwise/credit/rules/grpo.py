@@ -15,6 +15,7 @@ one parent, with one episode type and one actor, and ``R`` is the rollout's rewa
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -30,12 +31,15 @@ class GRPOCredit(GroupCredit):
     """Compares trajectories in groups ``(group_id,)``, with one value per trajectory.
 
     With ``hierarchy``: in groups ``(parent_rollout_id, group_id, episode_type, actor)``, with one value per rollout and
-    actor. With ``positive_only``, negative advantages become 0.
+    actor. With ``positive_only``, negative advantages become 0. ``call_weight`` is ``"row"``, or ``"attempt"``: then
+    each advantage is divided by the number of calls that share its value, so an attempt with many calls weighs no more
+    than one with few.
     """
 
     normalize: bool = field(default=True, kw_only=False)
     positive_only: bool = field(default=False, kw_only=False)
     hierarchy: bool = False
+    call_weight: str = "row"
 
     _looks_left = 8  # batches to check for advice, which is given once
 
@@ -43,6 +47,8 @@ class GRPOCredit(GroupCredit):
         self.step_rewards = not self.hierarchy
         if not self.normalize:
             self.scale = "none"
+        if self.call_weight not in ("row", "attempt"):
+            raise ValueError(f"call_weight={self.call_weight!r}: expected 'row' or 'attempt'")
         super().__post_init__()
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
@@ -53,6 +59,10 @@ class GRPOCredit(GroupCredit):
             if advice:
                 warnings.warn(f"{type(self).__name__}: {advice}", stacklevel=2)
         advantages = super().compute_columns(samples)
+        if self.call_weight == "attempt":
+            units = [self.unit_key(sample) for sample in samples]
+            calls = Counter(units)
+            advantages = advantages / np.array([calls[unit] for unit in units], dtype=np.float32)
         return np.maximum(advantages, 0) if self.positive_only else advantages
 
     def group_key(self, sample: Sample) -> Key:

@@ -54,13 +54,16 @@ class GatewayEpisode(Episode):
         context.state = state
         async with self.gateway.session(self.actors, arena) as session:
             try:
-                async with asyncio.timeout(self.timeout):
+                async with asyncio.timeout(self.timeout) as limit:
                     result = await self.run_agent(to_python(artifact), session)
-            except TimeoutError:
-                raise TimeoutError(f"the agent took longer than timeout={self.timeout:g} s") from None
+            except TimeoutError as error:
+                if not limit.expired():  # the agent's own
+                    raise
+                notes = "".join(f"; {note}" for note in getattr(error.__cause__, "__notes__", ()))
+                raise TimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
         state.data["result"] = result
         if self._reports:
-            called = [actor for actor, seat in session.seats.items() if seat.counts["calls"]]
+            called = session.called()
             state.data["rewards"] = rewards_of(result, self.actors, called)
         state.done = True
         return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -23,6 +24,8 @@ OUTPUT_BYTES = 64 * 1024
 """Bytes of a process's output that are kept, the latest."""
 SHOWN_LINES = 50
 """Last lines of its output in the error of a failed process."""
+ORPHAN_ROUNDS = 100
+"""Searches for processes that outlived their supervisor; each kills what it finds."""
 
 
 class AgentProcessError(RuntimeError):
@@ -93,8 +96,7 @@ class ProcessEpisode(GatewayEpisode):
         question_file.write_text(json.dumps(question), encoding="utf-8")
         models = {actor: {name: getattr(model, name) for name in _MODEL} for actor, model in session.models.items()}
         models_file.write_text(json.dumps(models), encoding="utf-8")
-        code, output = await self._supervised(folder, self._environment(session, folder, private))
-        shown = _masked(output, session)
+        code, shown = await self._supervised(folder, self._environment(session, folder, private), session)
         if code:
             killed = code - 128 in set(signal.Signals)
             ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"exited with code {code}"
@@ -103,7 +105,7 @@ class ProcessEpisode(GatewayEpisode):
             return json.loads(result_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise AgentProcessError(f"{self.command[0]} wrote no TURNWISE_RESULT; its last output:\n{shown}") from None
-        except (ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise AgentProcessError(
                 f"{self.command[0]} wrote a TURNWISE_RESULT that is no JSON ({error}); its last output:\n{shown}"
             ) from None
@@ -126,38 +128,68 @@ class ProcessEpisode(GatewayEpisode):
             **self.env,
         }
 
-    async def _supervised(self, folder: Path, environment: Mapping[str, str]) -> tuple[int, bytes]:
-        """Run the command to its end. Return its exit code, and the end of its output."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", supervisor.__file__, str(self.grace), *self.command,
-            cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        reading = asyncio.ensure_future(_tail(process))
+    async def _supervised(self, folder: Path, environment: Mapping[str, str], session: Session) -> tuple[int, str]:
+        """Run the command to its end. Return its exit code, and its last lines of output."""
+        # A pipe of asyncio's own would keep wait() from returning while any descendant has it open.
+        output, written = os.pipe()
+        kept = Tail()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: kept, os.fdopen(output, "rb"))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", supervisor.__file__, str(self.grace), *self.command,
+                cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL,
+                stdout=written, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            transport.close()
+            raise
+        finally:
+            os.close(written)
         try:
             code = await process.wait()
+        except asyncio.CancelledError as error:
+            await asyncio.shield(_end(process, self.grace))
+            await kept.ends()
+            error.add_note(f"its last output:\n{_masked(kept.output, session)}")
+            raise
+        else:
+            if code < 0:
+                await _end_orphans(f"{folder.parent}/")
+            await kept.ends()
         finally:
-            if process.returncode is None:
-                await asyncio.shield(_end(process, self.grace))
-            reading_done, _ = await asyncio.wait([reading], timeout=1.0)
-            reading.cancel()
-        return code if code >= 0 else 128 - code, reading.result() if reading_done else b""
+            transport.close()
+        return code if code >= 0 else 128 - code, _masked(kept.output, session)
 
 
 _MODEL = ("base_url", "anthropic_base_url", "api_key", "name")
 
 
-async def _tail(process: asyncio.subprocess.Process) -> bytes:
-    """Read all output, and return the last part of it."""
-    assert process.stdout is not None
-    kept: deque[bytes] = deque()
-    size = 0
-    while chunk := await process.stdout.read(OUTPUT_BYTES):
-        kept.append(chunk)
-        size += len(chunk)
-        while size - len(kept[0]) >= OUTPUT_BYTES:
-            size -= len(kept.popleft())
-    return b"".join(kept)[-OUTPUT_BYTES:]
+class Tail(asyncio.Protocol):
+    """Reads a pipe, and keeps the last part of it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[bytes] = deque()
+        self._size = 0
+        self._ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self._kept.append(data)
+        self._size += len(data)
+        while self._size - len(self._kept[0]) >= OUTPUT_BYTES:
+            self._size -= len(self._kept.popleft())
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended.set()
+
+    async def ends(self) -> None:
+        """Wait until all is read, which takes no time once nothing has the pipe open."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._ended.wait()
+
+    @property
+    def output(self) -> bytes:
+        return b"".join(self._kept)[-OUTPUT_BYTES:]
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
@@ -169,6 +201,22 @@ async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+async def _end_orphans(folder: str) -> None:
+    """Kill what a supervisor left behind that was killed itself: all whose environment names ``folder``."""
+    for _ in range(ORPHAN_ROUNDS):
+        found = []
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if folder.encode() in environment.read_bytes():
+                    found.append(int(environment.parent.name))
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        await asyncio.sleep(0.01)
 
 
 def _masked(output: bytes, session: Session) -> str:

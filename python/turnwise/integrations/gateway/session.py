@@ -22,6 +22,8 @@ from turnwise.integrations.gateway.wire.errors import WireError, invalid, sessio
 from turnwise.types import ContextLengthError, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
+CONTINUED = "continued"
+"""Key of ``step.info``: a later prompt of the session went on from this answer."""
 END_GRACE = 5.0
 """Seconds that running calls get when a session ends."""
 ALWAYS = ("calls", "extended_rows", "rewritten_rows", "tool_calls/ok", "tool_calls/malformed", "truncated", "aborted")
@@ -185,6 +187,8 @@ class Session:
             prompt = seat.chats.prompt(ask.messages, ask.tools)
         except Exception as error:  # a template may raise anything for a chat that it doesn't take
             raise invalid("messages", f"the chat format can't render them: {type(error).__name__}: {error}") from error
+        if prompt.continues is not None:
+            prompt.continues.info[CONTINUED] = True
         sampling = [self._sampling(seat, call, prompt, index) for index in range(ask.n)]
         seat.own_seconds += time.perf_counter() - began
         choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
@@ -266,7 +270,7 @@ class Session:
             step.info["rewritten"] = prompt.rewritten
         call.steps.append(step)
         ids = self.format.cut(choice.response.completion_token_ids)
-        seat.chats.add(call.ask.messages, call.ask.tools, prompt.ids, ids, choice.message())
+        seat.chats.add(call.ask.messages, call.ask.tools, prompt.ids, ids, choice.message(), step)
 
     def _count(self, seat: Seat, prompt: Prompt, choices: Sequence[Choice]) -> None:
         counts = seat.counts
@@ -283,6 +287,10 @@ class Session:
                 counts["tool_calls/ok" if made.status == OK else "tool_calls/malformed"] += 1
                 if made.status != OK:
                     counts[f"tool_calls/{made.status}"] += 1
+
+    def called(self) -> list[str]:
+        """Return the actors that were asked at least once."""
+        return [actor for actor, seat in self.seats.items() if seat.counts["calls"]]
 
     # -- the end -------------------------------------------------------------------------------------------------------
     grace: ClassVar[float] = END_GRACE
@@ -301,6 +309,9 @@ class Session:
                     task.cancel()
             if late:
                 await asyncio.wait(late)
+        if self.settings.choices == "continued":
+            for step in (step for call in self.calls if call.ask.n > 1 for step in call.steps):
+                step.trainable = step.trainable and CONTINUED in step.info
         self.report()
 
     def report(self) -> None:

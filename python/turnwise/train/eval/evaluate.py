@@ -59,10 +59,11 @@ async def evaluate(
     sampling: Sampling | None = None,
     *,
     samples: int = 1,
+    concurrency: int | None = None,
 ) -> Evaluation:
     """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
 
-    Each request runs ``samples`` times. Seeds come from the requests, so two policies are compared with equal seeds.
+    Each request runs ``samples`` times, at most ``concurrency`` at once. Seeds come from the requests, so two policies are compared with equal seeds.
     Episodes with the same ``group_id`` are not independent, so intervals are over groups. Raises ``ValueError`` if no
     episode finishes, or none has ``metric``.
     """
@@ -70,7 +71,7 @@ async def evaluate(
         raise ValueError(f"samples={samples!r}: expected at least 1")
     # Play the requests, and check that there is something to measure.
     view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
-    results = await view.generate_rollouts([request for request in requests for _ in range(samples)])
+    results = await view.generate_rollouts([request for request in requests for _ in range(samples)], concurrency)
     done = [result.rollout for result in results if result.rollout.error is None]
     if not done:
         first = next((r.rollout.error for r in results if r.rollout.error), "no requests")

@@ -1,0 +1,70 @@
+"""Evaluates an agent against any server of the OpenAI API: the same agent, questions, rubric and table, no training."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from turnwise.arena import Arena
+from turnwise.inference import ScriptedClient
+from turnwise.integrations.gateway.gateway import Gateway
+from turnwise.integrations.gateway.session import Model
+from turnwise.integrations.gateway.task import GatewayTask
+from turnwise.tasks.base import held_out
+from turnwise.train.eval.evaluate import Evaluation, evaluate
+from turnwise.types.protocols import ArenaForHooks
+
+NO_KEY = "none"
+
+
+class RemoteSession:
+    """The models of one episode at another server: every actor is the same model there."""
+
+    def __init__(self, actors: Sequence[str], url: str, model: str, key: str) -> None:
+        self.url = url
+        bare = url.removesuffix("/v1")
+        self.models: dict[str, Model] = {actor: Model(url, bare, key, model) for actor in actors}
+
+    def called(self) -> list[str]:
+        """Return all actors, as the calls go elsewhere; a reward for each is expected."""
+        return list(self.models)
+
+
+class RemoteGateway(Gateway):
+    """Gives agents the URL, the model's name and the key of another server. It sees none of their calls.
+
+    Example: ``RemoteGateway("https://api.openai.com/v1", "gpt-5", key_variable="OPENAI_API_KEY")``
+    """
+
+    def __init__(self, url: str, model: str, *, key_variable: str | None = None) -> None:
+        super().__init__()
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url={url!r}: expected a URL that begins with http:// or https://")
+        if key_variable is not None and not os.environ.get(key_variable):
+            raise ValueError(f"api_key_env={key_variable!r}: no such environment variable is set")
+        self.url, self.model = url.rstrip("/"), model
+        self.key = os.environ[key_variable] if key_variable else NO_KEY
+
+    @asynccontextmanager
+    async def session(self, actors: Sequence[str], arena: ArenaForHooks) -> AsyncIterator[Any]:
+        yield RemoteSession(actors, self.url, self.model, self.key)
+
+
+def evaluate_remotely(
+    task: GatewayTask, gateway: RemoteGateway, *, questions: int | None = None, samples: int = 1, parallel: int = 16
+) -> Evaluation:
+    """Play the held-out questions of ``task`` with the models of ``gateway``, ``parallel`` episodes at a time.
+
+    Raises ``ValueError`` if no episode finishes.
+    """
+    task.gateway = gateway
+    arena = Arena(ScriptedClient([]), max_concurrency=parallel, failure_threshold=1.0)
+    for actor in task.actors:
+        arena.add_actor(actor)
+    for episode in task.episodes().values():
+        arena.add_episode(episode)
+    requests = held_out(task, "eval", questions)
+    return asyncio.run(evaluate(arena, requests, task.success_metric, samples=samples, concurrency=parallel))

@@ -1,0 +1,21 @@
+"""Counts the requests that a gateway's server sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.integrations.gateway.server import Server
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """The requests that reached a server, in order."""
+    seen = []
+    whole = Server._session
+
+    def counted(self, request):
+        seen.append(request)
+        return whole(self, request)
+
+    monkeypatch.setattr(Server, "_session", counted)
+    return seen

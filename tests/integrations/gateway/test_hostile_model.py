@@ -1,0 +1,91 @@
+"""Model texts that no parser expects, through both SDKs: nothing crashes, and the chat goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from turnwise.inference.scripted import Reply
+from turnwise.types import Sampling
+
+from ...chat.families import chat_tokenizer
+from .helpers import USER, play
+from .sdks import OpenAI, both
+
+NEST = '{"a":' * 500 + "1" + "}" * 500
+HOSTILE = [
+    f'<tool_call>{{"name": "add", "arguments": {NEST}}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+    "<tool_call>" + "[" * 10_000,
+    "</think>\x00\u2028\ufeff</tool_call>",
+]
+
+
+@both
+@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_hostile_model_text_crashes_nothing(api, family, stream):
+    async def agent(seen, models):
+        async with api.client(models["solver"]) as client:
+            for _ in HOSTILE:
+                answer = await api.ask(client, tools=api.tools, max_tokens=20_000)
+                if api is OpenAI:
+                    message = answer.choices[0].message.model_dump(exclude_none=True)
+                    results = [
+                        {"role": "tool", "tool_call_id": call["id"], "content": "x"}
+                        for call in message.get("tool_calls", ())
+                    ]
+                    json.loads(json.dumps(message))
+                    again = [*USER, message, *results, *USER]
+                else:
+                    content = [block.model_dump(exclude_none=True) for block in answer.content]
+                    results = [
+                        {"type": "tool_result", "tool_use_id": block["id"], "content": "x"}
+                        for block in content
+                        if block["type"] == "tool_use"
+                    ]
+                    again = [
+                        *USER,
+                        {"role": "assistant", "content": content},
+                        {"role": "user", "content": results or "x"},
+                    ]
+                last = await api.ask(client, again, tools=api.tools, stream=stream)
+                if stream:
+                    assert [chunk async for chunk in last]
+
+    texts = [text for hostile in HOSTILE for text in (hostile, "4")]
+    played = play(agent, texts, family=family, arena_options={"sampling": Sampling(max_tokens=20_000)})
+    assert len(played.steps) == 2 * len(HOSTILE)
+
+
+@both
+def test_control_tokens_that_the_model_samples(api):
+    tokenizer = chat_tokenizer("template")
+    start, end = (tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>"))
+    hi = tokenizer.encode("hi", add_special_tokens=False)
+
+    async def agent(seen, models):
+        async with api.client(models["solver"]) as client:
+            seen.append(api.text(await api.ask(client)))
+            await api.ask(client, [*USER, {"role": "assistant", "content": seen[0]}, *USER])
+
+    # The completion opens a turn of its own, and goes on after its end.
+    script = [Reply(token_ids=(*hi, start, *hi, end)), Reply(token_ids=(*hi, end))]
+    played = play(agent, script)
+    assert played.seen == ["hihi"]
+    stream = played.steps[0].prompt_token_ids + played.steps[0].completion_token_ids
+    assert played.steps[1].prompt_token_ids[: len(stream)] == stream
+
+
+def test_lone_surrogates_in_a_request_are_replaced():
+    body = b'{"model": "solver", "messages": [{"role": "user", "content": "a\\ud800b \\ud83d\\ude00"}]}'
+
+    async def agent(seen, models):
+        async with OpenAI.client(models["solver"]) as client:
+            headers = {"headers": {"Content-Type": "application/json"}}
+            await client.post("/chat/completions", cast_to=object, content=body, options=headers)
+
+    played = play(agent, ["4"])
+    assert "a\ufffdb \U0001f600" in played.text(played.steps[0].prompt_token_ids)

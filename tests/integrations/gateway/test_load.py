@@ -1,0 +1,111 @@
+"""Many sessions: all are answered, and an ended one leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import weakref
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
+from turnwise.integrations.gateway import gateway as gateway_module
+from turnwise.types import EpisodeRequest
+
+from .helpers import arena_of
+
+
+class Agents:
+    """Agents that make ``calls`` calls each, in a growing chat, over one HTTP client."""
+
+    def __init__(self, calls):
+        self.calls, self.http = calls, None
+
+    async def agent(self, question, models):
+        model, messages = models["solver"], [{"role": "user", "content": "x" * 20}]
+        headers = {"Authorization": f"Bearer {model.api_key}"}
+        for _ in range(self.calls):
+            body = {"model": model.name, "messages": messages}
+            async with self.http.post(f"{model.base_url}/chat/completions", json=body, headers=headers) as response:
+                answer = await response.json()
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "y"}]
+        return 1.0
+
+    async def play(self, arena, count):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as self.http:
+            results = await arena.generate_rollouts([EpisodeRequest("agent", "x")] * count)
+        arena.client.calls.clear()
+        return results
+
+
+def arena_with(agents, **settings):
+    arena, gateway = arena_of(lambda request: "4"), Gateway(renderer="template", **settings)
+    arena.add_episode(AgentEpisode(agents.agent, gateway, actors=["solver"]))
+    return arena, gateway
+
+
+def test_500_sessions_at_once():
+    agents = Agents(calls=3)
+    arena, gateway = arena_with(agents)
+    most = []
+
+    async def run():
+        playing = asyncio.ensure_future(agents.play(arena, 500))
+        while not playing.done():
+            most.append(len(gateway.sessions))
+            await asyncio.sleep(0.005)
+        return await playing
+
+    results = asyncio.run(run())
+    assert max(most) == 500
+    assert [result.rollout.error for result in results] == [None] * 500
+    for result in results:
+        assert [step.turn for step in result.rollout.steps] == [0, 1, 2]
+        assert result.rollout.metrics["gateway/extended_rows/solver"] == 2
+    assert not gateway.sessions
+
+
+def test_ended_sessions_are_dropped(monkeypatch):
+    monkeypatch.setattr(gateway_module, "REMEMBERED", 3)
+    kept, begun = weakref.WeakSet(), Session.__init__
+
+    def noted(self, *arguments):
+        begun(self, *arguments)
+        kept.add(self.seats["solver"].chats)
+
+    monkeypatch.setattr(Session, "__init__", noted)
+    agents = Agents(calls=2)
+    arena, gateway = arena_with(agents)
+    asyncio.run(agents.play(arena, 20))
+    gc.collect()
+    assert len(kept) == 0
+    assert len(gateway.ended) == 3 and len(gateway._formats) == 1
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
+def test_20000_sessions_need_no_more_memory_than_2000():
+    agents = Agents(calls=1)
+    arena, gateway = arena_with(agents)
+    sizes = {}
+
+    async def run():
+        async with gateway:
+            for batch in range(1, 201):
+                results = await agents.play(arena, 100)
+                assert all(result.rollout.error is None for result in results)
+                sizes[100 * batch] = resident()
+
+    asyncio.run(run())
+    growth = sizes[20_000] - sizes[2_000]
+    assert growth < 5e6, f"{growth / 1e6:.1f} MB"

@@ -1,0 +1,145 @@
+"""OpenAI's agent framework through a gateway: a hand-off and a function tool, over both APIs, streamed and not."""
+
+from __future__ import annotations
+
+import agents
+import openai
+import pytest
+from agents.tracing.processors import BackendSpanExporter
+
+from turnwise.inference.scripted import Reply
+
+from .helpers import LOGPROBS, call_of, play
+
+MODELS = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
+
+# Triage hands over, and the solver adds twice.
+TRIAGE = call_of("transfer_to_solver", "{}")
+SOLVER = ["I add.\n" + call_of("add", '{"a": 2, "b": 2}'), call_of("add", '{"a": 4, "b": 3}'), "It is 7."]
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch):
+    """Fail a test that sends traces, which would need the network."""
+    sent = []
+    monkeypatch.setattr(BackendSpanExporter, "export", lambda self, items: sent.extend(items))
+    yield
+    agents.tracing.get_trace_provider().force_flush()
+    assert sent == []
+
+
+def script(request):
+    """Say the next line of the actor, which the system prompt names."""
+    said = sum(message["role"] == "assistant" for message in request.messages)
+    if "You sort questions." in request.messages[0]["content"]:
+        return TRIAGE
+    return SOLVER[said - 1]  # after the message of triage
+
+
+def with_logprobs(request):
+    return Reply(script(request), logprobs=LOGPROBS)
+
+
+def team(models, api, clients):
+    """Return the first of two agents; each is an actor with a client of its own."""
+
+    def model_of(name):
+        model = models[name]
+        client = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)
+        clients.append(client)
+        return MODELS[api](model=name, openai_client=client)
+
+    @agents.function_tool
+    def add(a: int, b: int) -> int:
+        """Adds two numbers."""
+        return a + b
+
+    solver = agents.Agent("solver", instructions="You add numbers.", model=model_of("solver"), tools=[add])
+    return agents.Agent("triage", instructions="You sort questions.", model=model_of("triage"), handoffs=[solver])
+
+
+async def run(first, streamed):
+    model_settings = agents.ModelSettings(include_usage=True)
+    config = agents.RunConfig(tracing_disabled=True, model_settings=model_settings)
+    settings = {"run_config": config, "max_turns": 10}
+    if not streamed:
+        return await agents.Runner.run(first, "2 + 2 + 3 = ?", **settings)
+    result = agents.Runner.run_streamed(first, "2 + 2 + 3 = ?", **settings)
+    kinds = [event.type async for event in result.stream_events()]
+    assert {"raw_response_event", "run_item_stream_event", "agent_updated_stream_event"} <= set(kinds)
+    return result
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("api", MODELS)
+@pytest.mark.parametrize("family", ["template", "qwen3"])
+def test_hand_off_and_tool(family, api, streamed):
+    async def agent(seen, models):
+        clients = []
+        result = await run(team(models, api, clients), streamed)
+        for client in clients:
+            await client.close()
+        seen.append(result)
+        return {"triage": 0.5, "solver": float("7" in result.final_output)}
+
+    played = play(agent, with_logprobs, actors=("triage", "solver"), family=family)
+    [result] = played.seen
+    assert result.final_output == "It is 7."
+    assert result.last_agent.name == "solver"
+    outputs = [item.output for item in result.new_items if item.type == "tool_call_output_item"]
+    assert outputs == [4, 7]
+
+    # Each answer is a row of its actor, with its own turn and its own tokens.
+    assert [(step.actor_id, step.turn) for step in played.steps] == [
+        ("triage", 0),
+        ("solver", 0),
+        ("solver", 1),
+        ("solver", 2),
+    ]
+    end = "<|im_end|>"
+    assert [played.text(step.completion_token_ids) for step in played.steps] == [
+        text + end for text in (TRIAGE, *SOLVER)
+    ]
+    for step in played.steps:
+        assert list(step.completion_logprobs) == list(LOGPROBS[: len(step.completion_token_ids)])
+    assert [step.info.get("tool_calls") for step in played.steps] == [["ok"], ["ok"], ["ok"], None]
+    assert played.rewards == {"triage": 0.5, "solver": 1.0}
+
+    # The solver's later prompts begin with all that it saw and sampled before.
+    first, *later = played.steps[1:]
+    for before, after in zip([first, *later], later, strict=False):
+        stream = before.prompt_token_ids + before.completion_token_ids
+        assert after.prompt_token_ids[: len(stream)] == stream
+    assert played.metrics["gateway/extended_rows/solver"] == 2
+    assert played.metrics["gateway/rewritten_rows/solver"] == 0
+    usage = result.context_wrapper.usage
+    assert usage.requests == 4
+    assert usage.output_tokens == sum(len(step.completion_token_ids) for step in played.steps)
+
+
+@pytest.mark.parametrize("api", MODELS)
+def test_call_of_an_unknown_tool_is_an_answer(api):
+    """The framework fails for a call of a tool that the agent lacks; as text it is an answer."""
+
+    async def agent(seen, models):
+        clients = []
+        result = await run(team(models, api, clients), False)
+        for client in clients:
+            await client.close()
+        seen.append(result.final_output)
+
+    played = play(agent, [call_of("sub", "{}")], actors=("triage", "solver"))
+    assert played.seen == [call_of("sub", "{}").lstrip()] or played.seen == [call_of("sub", "{}")]
+    assert played.steps[0].info["tool_calls"] == ["unknown_tool"]
+
+
+@pytest.mark.parametrize("api", MODELS)
+def test_sdk_error_names_the_reason(api):
+    async def agent(seen, models):
+        clients = []
+        with pytest.raises(openai.APIStatusError, match="max_calls=1"):
+            await run(team(models, api, clients), False)
+        for client in clients:
+            await client.close()
+
+    assert len(play(agent, script, actors=("triage", "solver"), max_calls=1).steps) == 1

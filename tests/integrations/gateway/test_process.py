@@ -1,0 +1,291 @@
+"""Agents as processes: what they see, what they give back, how they fail, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from turnwise.arena import Rubric
+from turnwise.integrations.gateway import Gateway, ProcessEpisode
+from turnwise.types import EpisodeRequest
+
+from .helpers import LOGPROBS, arena_of, scripted
+from .processes import HEAD, SLEEPER, STUBBORN, appears, noted_processes, play_process, runs
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and Linux alone has subreapers")
+
+
+# -- what a process sees -----------------------------------------------------------------------------------------------
+def test_process_sees_the_listed_variables_alone(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "CUDA_VISIBLE_DEVICES", "OPENAI_ORG_ID", "PYTHONPATH", "LD_PRELOAD_X"):
+        monkeypatch.setenv(name, "secret")
+    code = """
+note("env", json.dumps(dict(os.environ)))
+note("cwd", json.dumps([os.getcwd(), sorted(os.listdir(".")), sys.argv]))
+result(1)
+"""
+    [rollout], _ = play_process(tmp_path, code, env={"OWN": "x"})
+    assert rollout.error is None, rollout.error
+    seen = json.loads((tmp_path / "env").read_text())
+    assert seen.keys() - {"LC_CTYPE"} == {  # Python sets this one where LANG is C
+        *("PATH", "HOME", "LANG", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
+        *("TURNWISE_QUESTION", "TURNWISE_MODELS", "TURNWISE_RESULT", "OWN", "NOTES"),
+    }
+    assert "secret" not in seen.values()
+    folder, files, _ = json.loads((tmp_path / "cwd").read_text())
+    assert folder == seen["HOME"] and files == ["agent.py"]
+    assert not Path(folder).parent.exists()
+
+
+def test_keys_are_on_no_command_line(tmp_path):
+    code = """
+lines = [open(f"/proc/{pid}/cmdline").read() for pid in (os.getpid(), os.getppid())]
+assert not any(os.environ["OPENAI_API_KEY"] in line for line in lines)
+result(1)
+"""
+    [rollout], _ = play_process(tmp_path, code)
+    assert rollout.error is None, rollout.error
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+def test_sdk_needs_no_configuration(tmp_path, api):
+    """The program of the documentation, with the SDK's own environment variables."""
+    calls = {
+        "openai": """
+client = OpenAI()
+answer = client.chat.completions.create(model="solver", messages=[{"role": "user", "content": question}])
+text = answer.choices[0].message.content
+""",
+        "anthropic": """
+client = Anthropic()
+answer = client.messages.create(model="solver", max_tokens=9, messages=[{"role": "user", "content": question}])
+text = answer.content[0].text
+""",
+    }
+    names = {"openai": "OpenAI", "anthropic": "Anthropic"}
+    # Run without -S, so that the SDK is found.
+    (tmp_path / "sdk.py").write_text(f"from {api} import {names[api]}\n" + HEAD + calls[api] + "result(float(text))")
+    code = f"os.execv({sys.executable!r}, [{sys.executable!r}, '-I', {str(tmp_path / 'sdk.py')!r}])"
+    [rollout], _ = play_process(tmp_path, code)
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": 4.0}
+    [step] = rollout.steps
+    assert step.completion_logprobs == list(LOGPROBS[: len(step.completion_token_ids)])
+
+
+def test_model_name_selects_the_actor(tmp_path):
+    code = """
+models = json.load(open(os.environ["TURNWISE_MODELS"]))
+assert sorted(models) == ["checker", "solver"] and models["checker"]["name"] == "checker"
+for name in ("solver", "checker", "solver"):
+    ask(question["text"], name)
+result({"solver": 1, "checker": 0})
+"""
+    [rollout], _ = play_process(tmp_path, code, questions=[{"text": "hm"}], actors=("solver", "checker"))
+    assert rollout.error is None, rollout.error
+    assert [(step.actor_id, step.turn) for step in rollout.steps] == [("solver", 0), ("checker", 0), ("solver", 1)]
+    assert rollout.rewards == {"solver": 1.0, "checker": 0.0}
+    assert "hm" in rollout.steps[0].prompt[0]["content"]
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("given", "reward"), [("1", 1.0), ("0.25", 0.25), ("True", 1.0), ('{"solver": -1}', -1.0)])
+def test_result_is_the_reward(tmp_path, given, reward):
+    [rollout], _ = play_process(tmp_path, f"ask('x'); result({given})")
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": reward}
+
+
+def test_rubric_scores_any_result(tmp_path):
+    rubric = Rubric([lambda extras: float(extras["result"] == ["a", {"b": None}])])
+    [rollout], _ = play_process(tmp_path, "ask('x'); result(['a', {'b': None}])", rubric=rubric)
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": 1.0}
+
+
+FAILURES = {
+    "code": ("print('so'); sys.exit(3)", "exited with code 3; its last output:\nso"),
+    "exception": ("raise RuntimeError('oh no')", "RuntimeError: oh no"),
+    "high code": ("sys.exit(255)", "exited with code 255"),
+    "signal": (
+        "print('so', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
+        "was killed by SIGKILL; its last output:\nso",
+    ),
+    "fault": ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+    "no result": ("print('so')", "wrote no TURNWISE_RESULT; its last output:\nso"),
+    "half a result": ("open(os.environ['TURNWISE_RESULT'], 'w').write('{')", "a TURNWISE_RESULT that is no JSON"),
+    "bytes": ("open(os.environ['TURNWISE_RESULT'], 'wb').write(b'\\xff\\xfe')", "a TURNWISE_RESULT that is no JSON"),
+    "nest": ("open(os.environ['TURNWISE_RESULT'], 'w').write('[' * 100000)", "a TURNWISE_RESULT that is no JSON"),
+    "folder": ("os.mkdir(os.environ['TURNWISE_RESULT'])", "TURNWISE_RESULT"),
+    "not a number": ("result(float('nan'))", "expected a finite number"),
+    "text": ("result('right')", "expected a finite number"),
+    "unknown actor": ("result({'judge': 1})", "has 'judge'"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failure_is_an_error_and_never_a_reward(tmp_path, name):
+    code, message = FAILURES[name]
+    [rollout], _ = play_process(tmp_path, f"ask('x')\n{code}")
+    assert message in str(rollout.error)
+    assert rollout.rewards == {}
+
+
+def test_program_that_does_not_exist(tmp_path):
+    [rollout], _ = play_process(tmp_path, f"os.execv({str(tmp_path / 'none')!r}, ['x'])")
+    assert "No such file" in str(rollout.error)
+    arena = arena_of(scripted("4"))
+    arena.add_episode(ProcessEpisode(["no-such-program"], Gateway(renderer="template"), actors=["solver"]))
+    [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("process", "x")]))
+    assert "exited with code 127" in result.rollout.error and "no-such-program: No such file" in result.rollout.error
+
+
+def test_error_has_the_last_50_lines_and_no_keys(tmp_path):
+    code = """
+for line in range(3000):
+    print(f"line {line} " + "x" * 50)
+print(os.environ["OPENAI_API_KEY"], file=sys.stderr)
+print(json.load(open(os.environ["TURNWISE_MODELS"]))["checker"]["api_key"], file=sys.stderr)
+sys.stdout.flush()
+print("\\xff".encode("latin-1"), flush=True)
+sys.exit(1)
+"""
+    [rollout], _ = play_process(tmp_path, code, actors=("solver", "checker"))
+    shown = rollout.error.partition("its last output:\n")[2].strip().splitlines()
+    assert len(shown) == 50
+    assert shown.count("***") == 2
+    assert any("line 2999 " in line for line in shown) and not any("line 2000 " in line for line in shown)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_process_that_hangs_is_ended_at_its_deadline(tmp_path, stubborn):
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if stubborn else ""
+    code = f"{ignoring}print('so far', flush=True)\nask('x')\nnote('pid', os.getpid())\ntime.sleep(300)"
+    began = time.monotonic()
+    [rollout], _ = play_process(tmp_path, code, timeout=2.0, grace=0.5)
+    assert "longer than timeout=2 s" in rollout.error and "so far" in rollout.error
+    assert rollout.rewards == {} and time.monotonic() - began < 60
+    [pid] = noted_processes(tmp_path)
+    assert not runs(pid)
+
+
+def test_process_gets_time_to_end(tmp_path):
+    code = """
+signal.signal(signal.SIGTERM, lambda *_: (note("ended", "well"), sys.exit(0)))
+note("pid", os.getpid())
+time.sleep(300)
+"""
+    [rollout], _ = play_process(tmp_path, code, timeout=2.0, grace=20.0)
+    assert "longer than timeout" in rollout.error
+    assert (tmp_path / "ended").read_text() == "well"
+
+
+# -- nothing is left ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("end", ["result(1)", "sys.exit(3)", "os.kill(os.getpid(), 9)", "time.sleep(300)"])
+def test_detached_processes_are_dead_after_the_episode(tmp_path, end):
+    code = f"""
+for _ in range(2):
+    detached({SLEEPER!r})
+subprocess.Popen(["sleep", "301"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+detached({STUBBORN!r})
+while len([name for name in os.listdir(os.environ["NOTES"]) if name.startswith("pid")]) < 4:
+    time.sleep(0.01)
+{end}
+"""
+    [rollout], _ = play_process(tmp_path, code, timeout=5.0 if "300" in end else 60.0, grace=0.2)
+    assert (rollout.error is None) == (end == "result(1)"), rollout.error
+    pids = noted_processes(tmp_path)
+    assert len(pids) == 4
+    assert [pid for pid in pids if runs(pid)] == []
+
+
+@pytest.mark.parametrize("who", ["agent", "supervisor"])
+def test_killed_from_outside(tmp_path, who):
+    code = f"""
+detached({SLEEPER!r})
+print("so far", flush=True)
+ask("x")
+note("agent", os.getpid())
+note("supervisor", os.getppid())
+time.sleep(300)
+"""
+
+    async def killer():
+        await appears(tmp_path / "supervisor")
+        os.kill(int((tmp_path / who).read_text()), signal.SIGKILL)
+
+    [rollout], _ = play_process(tmp_path, code, beside=killer, grace=0.2)
+    assert "was killed by SIGKILL" in rollout.error and "so far" in rollout.error
+    assert rollout.rewards == {}
+    left = [*noted_processes(tmp_path), *(int((tmp_path / name).read_text()) for name in ("agent", "supervisor"))]
+    deadline = time.monotonic() + 5
+    while any(map(runs, left)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [pid for pid in left if runs(pid)] == []
+
+
+def test_at_most_so_many_at_once(tmp_path):
+    code = """
+note("runs%d" % os.getpid(), "x")
+count = len([name for name in os.listdir(os.environ["NOTES"]) if name.startswith("runs")])
+ask("x")
+os.remove(os.path.join(os.environ["NOTES"], "runs%d" % os.getpid()))
+result(count)
+"""
+    rollouts, _ = play_process(tmp_path, code, questions=range(6), processes=2)
+    assert [rollout.error for rollout in rollouts] == [None] * 6
+    assert max(rollout.rewards["solver"] for rollout in rollouts) <= 2
+
+
+@pytest.mark.slow
+def test_50_of_200_are_killed(tmp_path):
+    code = f"""
+if question % 4 == 0:
+    detached({SLEEPER!r})
+print("number", question, flush=True)
+ask("x")
+if question % 4 == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+note("url", os.environ["OPENAI_BASE_URL"])
+ask("y")
+result(1)
+"""
+    rollouts, _ = play_process(tmp_path, code, questions=range(200), grace=0.1)
+    failed = [rollout for rollout in rollouts if rollout.error]
+    assert (len(rollouts) - len(failed), len(failed)) == (150, 50)
+    for number, rollout in enumerate(rollouts):
+        if number % 4:
+            assert rollout.rewards == {"solver": 1.0} and len(rollout.steps) == 2
+        else:
+            assert f"was killed by SIGKILL; its last output:\nnumber {number}" in rollout.error
+    assert [pid for pid in noted_processes(tmp_path) if runs(pid)] == []
+    # No port is open.
+    parts = urlsplit((tmp_path / "url").read_text())
+    with socket.socket() as connection:
+        assert connection.connect_ex((parts.hostname, parts.port)) != 0
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"command": "python agent.py"}, TypeError, "expected a list of arguments"),
+        ({"command": []}, TypeError, "expected a list of arguments"),
+        ({"files": {"../x": __file__}}, ValueError, "a name inside the process's folder"),
+        ({"files": {"/x": __file__}}, ValueError, "a name inside the process's folder"),
+        ({"files": {"x": "/no/such/file"}}, ValueError, "no file"),
+        ({"timeout": 0}, ValueError, "expected seconds > 0"),
+    ],
+)
+def test_wrong_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        ProcessEpisode(**{"command": ["true"], "gateway": Gateway(), **options})

@@ -1,0 +1,254 @@
+"""Repeated requests and clients that hang up: each answer is one row, and what nobody waits for is not sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from urllib.parse import urlsplit
+
+import pytest
+
+from turnwise.integrations.gateway import Session
+
+from .helpers import USER, play
+from .sdks import Anthropic, OpenAI, both
+
+
+def counting(delay=0.0):
+    """Return a script that says the number of its call, after ``delay`` seconds."""
+    asked = []
+
+    async def answer(request):
+        asked.append(request)
+        number = str(len(asked))
+        await asyncio.sleep(delay)
+        return number
+
+    answer.asked = asked
+    return answer
+
+
+async def lost(model, api=OpenAI, headers=(), body=None, wait_for=None, read=False):
+    """Send a request, and close the connection: at once after ``wait_for()``, or when the answer has arrived."""
+    url = model.base_url + ("/chat/completions" if api is OpenAI else "/messages")
+    parts = urlsplit(url)
+    content = json.dumps(body or {"model": "solver", "messages": USER, "max_tokens": 50}).encode()
+    lines = [
+        f"POST {parts.path} HTTP/1.1",
+        f"Host: {parts.netloc}",
+        f"Authorization: Bearer {model.api_key}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        *(f"{name}: {value}" for name, value in headers),
+    ]
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write("\r\n".join([*lines, "", ""]).encode() + content)
+    await writer.drain()
+    answer = b""
+    if wait_for is not None:
+        while not wait_for():
+            await asyncio.sleep(0.01)
+    elif read:
+        answer = await reader.read()
+    writer.close()
+    return answer.partition(b"\r\n\r\n")[2].decode()
+
+
+def text_of(answer):
+    body = json.loads(answer)
+    return body["choices"][0]["message"]["content"] if "choices" in body else body["content"][0]["text"]
+
+
+RESENT = [("x-stainless-retry-count", "1")]
+NAMED = [("Idempotency-Key", "k1")]
+
+
+@both
+@pytest.mark.parametrize(("first", "again"), [([], RESENT), (NAMED, NAMED), (NAMED, [*NAMED, *RESENT])])
+def test_finished_answer_is_repeated(api, first, again):
+    script = counting()
+
+    async def agent(seen, models):
+        for headers in (first, again, again):
+            seen.append(text_of(await lost(models["solver"], api, headers, read=True)))
+
+    played = play(agent, script)
+    assert played.seen == ["1", "1", "1"]
+    assert len(script.asked) == len(played.steps) == 1
+    assert played.metrics["gateway/retries_joined/solver"] == 2
+    assert played.metrics["gateway/calls/solver"] == 1
+
+
+@both
+def test_running_call_is_joined(api):
+    script = counting(delay=0.2)
+
+    async def agent(seen, models):
+        answers = await asyncio.gather(
+            lost(models["solver"], api, read=True),
+            soon(lambda: lost(models["solver"], api, RESENT, read=True), lambda: script.asked),
+            soon(lambda: lost(models["solver"], api, RESENT, read=True), lambda: script.asked),
+        )
+        seen += map(text_of, answers)
+
+    played = play(agent, script)
+    assert played.seen == ["1", "1", "1"] and len(played.steps) == 1
+
+
+async def soon(start, when):
+    while not when():
+        await asyncio.sleep(0.01)
+    return await start()
+
+
+@both
+def test_equal_request_is_a_new_sample(api):
+    async def agent(seen, models):
+        for _ in range(3):
+            seen.append(text_of(await lost(models["solver"], api, read=True)))
+
+    played = play(agent, counting())
+    assert played.seen == ["1", "2", "3"]
+    assert [step.turn for step in played.steps] == [0, 1, 2]
+    assert played.metrics.get("gateway/retries_joined/solver", 0) == 0
+
+
+@pytest.mark.parametrize("headers", [RESENT, NAMED])
+def test_other_body_is_a_new_sample(headers):
+    async def agent(seen, models):
+        for text in ("a", "b", "a"):
+            body = {"model": "solver", "messages": [{"role": "user", "content": text}]}
+            seen.append(text_of(await lost(models["solver"], headers=headers, body=body, read=True)))
+
+    played = play(agent, counting())
+    assert played.seen == ["1", "2", "1"]
+    assert [step.turn for step in played.steps] == [0, 1]
+
+
+def test_other_key_or_dialect_is_a_new_sample():
+    async def agent(seen, models):
+        for api, key in ((OpenAI, "a"), (OpenAI, "b"), (Anthropic, "a"), (OpenAI, "a")):
+            seen.append(text_of(await lost(models["solver"], api, [("Idempotency-Key", key)], read=True)))
+
+    assert play(agent, counting()).seen == ["1", "2", "3", "1"]
+
+
+def test_retry_repeats_the_latest_of_equal_calls():
+    async def agent(seen, models):
+        for headers in ((), (), RESENT):
+            seen.append(text_of(await lost(models["solver"], headers=headers, read=True)))
+
+    assert play(agent, counting()).seen == ["1", "2", "2"]
+
+
+def test_body_in_another_order_is_equal():
+    async def agent(seen, models):
+        bodies = [{"model": "solver", "messages": USER}, {"messages": USER, "model": "solver"}]
+        for headers, body in zip(((), RESENT), bodies, strict=True):
+            seen.append(text_of(await lost(models["solver"], headers=headers, body=body, read=True)))
+
+    assert play(agent, counting()).seen == ["1", "1"]
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_hangs_up_cancels_its_call(api, stream):
+    holder, cancelled = [], []
+
+    async def hangs(request):
+        holder.append(request)
+        if len(cancelled) == 1:
+            return "again"
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(request)
+            raise
+
+    async def agent(seen, models):
+        body = {"model": "solver", "messages": USER, "max_tokens": 50, "stream": stream}
+        await lost(models["solver"], api, body=body, wait_for=lambda: holder)
+        while not cancelled:
+            await asyncio.sleep(0.01)
+        # The SDK's retry samples again, under the number of the call that was cut off.
+        seen.append(await lost(models["solver"], api, RESENT, body=body, read=True))
+
+    played = play(agent, hangs)
+    assert '"again"' in played.seen[0]
+    assert len(cancelled) == 1
+    assert played.metrics["gateway/aborted/solver"] == 1
+    assert played.metrics["gateway/calls/solver"] == 1
+    [step] = played.steps
+    assert (step.turn, step.completion, step.finish_reason) == (0, "again", "stop")
+    first, second = holder
+    assert first.sampling.seed == second.sampling.seed
+
+
+def test_number_of_a_call_that_was_cut_off_is_spent():
+    async def hangs(request):
+        return await (asyncio.sleep(60) if len(holder[0].calls) == 1 else asyncio.sleep(0, "4"))
+
+    async def agent(seen, models):
+        await lost(models["solver"], wait_for=lambda: holder[0].calls)
+        await lost(models["solver"], read=True)
+
+    holder = []
+    played = play(agent, hangs, on_client=holder.append)
+    assert [step.turn for step in played.steps] == [1]
+    assert played.metrics["gateway/aborted/solver"] == 1
+
+
+def test_call_runs_on_while_one_of_two_clients_waits():
+    script = counting(delay=0.5)
+
+    async def agent(seen, models):
+        waits = asyncio.ensure_future(lost(models["solver"], read=True))
+        await soon(lambda: asyncio.sleep(0), lambda: script.asked)
+        leaves = asyncio.ensure_future(lost(models["solver"], headers=RESENT, wait_for=lambda: False))
+        await asyncio.sleep(0.2)
+        leaves.cancel()
+        seen.append(text_of(await waits))
+
+    played = play(agent, script)
+    assert played.seen == ["1"]
+    assert played.metrics["gateway/aborted/solver"] == 0 and len(played.steps) == 1
+
+
+@both
+def test_sdk_that_times_out_retries_and_gets_one_row(api):
+    """The SDK gives up at its timeout, and asks again: the second attempt is sampled under the same number."""
+    delays = iter([60.0, 0.0])
+
+    async def slow(request):
+        await asyncio.sleep(next(delays))
+        return "4"
+
+    async def agent(seen, models):
+        async with api.client(models["solver"], timeout=0.5, max_retries=1) as client:
+            seen.append(api.text(await api.ask(client)))
+
+    played = play(agent, slow)
+    assert played.seen == ["4"]
+    assert [step.turn for step in played.steps] == [0]
+    assert played.metrics["gateway/aborted/solver"] == 1
+
+
+def test_agent_that_is_cancelled_leaves_no_call(monkeypatch):
+    monkeypatch.setattr(Session, "grace", 0.1)
+    cancelled = []
+
+    async def hangs(request):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(request)
+            raise
+
+    async def agent(seen, models):
+        async with OpenAI.client(models["solver"]) as client:
+            await OpenAI.ask(client)
+
+    played = play(agent, hangs, timeout=0.3, fails=True)
+    assert "longer than timeout=0.3 s" in played.error
+    assert len(cancelled) == 1 and played.steps == []
+    assert played.metrics["gateway/aborted/solver"] == 1

@@ -1,0 +1,174 @@
+"""Sessions that are over, calls that wait, and models that fail, through both SDKs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnwise.inference.scripted import Reply
+from turnwise.integrations.gateway import Session
+from turnwise.types import ModelError
+
+from .helpers import USER, play
+from .sdks import Anthropic, OpenAI, both, refusal, refused
+
+
+# -- sessions that are over --------------------------------------------------------------------------------------------
+@both
+def test_too_many_calls(api, requests):
+    async def agent(seen, models):
+        async with api.client(models["solver"]) as client:
+            for _ in range(2):
+                await api.ask(client)
+            error = await refusal(api, api.ask(client), 410, "APIStatusError")
+            assert "max_calls=2" in str(error)
+
+    played = play(agent, ["4"], max_calls=2)
+    assert len(requests) == 3 and len(played.steps) == 2
+
+
+@both
+@pytest.mark.parametrize("ends", ["returns", "fails", "passes its deadline"])
+def test_call_after_the_end(api, ends, requests):
+    kept, error = [], {"returns": "has ended", "fails": "RuntimeError", "passes its deadline": "deadline"}[ends]
+
+    async def agent(seen, models):
+        kept.append(models["solver"])
+        if ends == "fails":
+            raise RuntimeError("no agent")
+        if ends == "passes its deadline":
+            await asyncio.sleep(60)
+
+    async def after():
+        assert error in str(await refused(api, kept[0], status=410, name="APIStatusError"))
+        wrong = {"api_key": "x" * 43}
+        await refused(api, kept[0], status=401, name="AuthenticationError", client=wrong)
+
+    play(agent, ["4"], timeout=0.2 if "deadline" in ends else 60.0, fails=True, after=after)
+    assert len(requests) == 2
+
+
+@both
+def test_call_that_runs_past_the_end_of_its_session(api, requests, monkeypatch):
+    monkeypatch.setattr(Session, "grace", 0.1)
+    tasks = []
+
+    async def agent(seen, models):
+        call = refused(api, models["solver"], status=410, name="APIStatusError")
+        tasks.append(asyncio.ensure_future(call))
+        while not requests:
+            await asyncio.sleep(0.01)
+
+    async def after():
+        assert "over" in str(await tasks[0])
+
+    played = play(agent, [Reply("4", delay=float("inf"))], after=after)
+    assert len(requests) == 1
+    assert played.metrics["gateway/aborted/solver"] == 1 and played.steps == []
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+@both
+def test_more_than_max_parallel_wait_and_are_refused_past_call_timeout(api, requests):
+    async def agent(seen, models):
+        async with api.client(models["solver"]) as client:
+            first = asyncio.ensure_future(api.ask(client, [{"role": "user", "content": "hang"}]))
+            while not requests:
+                await asyncio.sleep(0.01)
+            error = await refusal(api, api.ask(client), 429, "RateLimitError")
+            assert error.response.headers["retry-after"] == "1"
+            assert len(requests) == 4  # the hanging one, and three attempts
+            first.cancel()
+            await asyncio.sleep(0.1)
+            seen.append(api.text(await api.ask(client)))
+
+    script = {"hang": Reply("4", delay=float("inf")), "2 + 2": "5"}
+    played = play(agent, played_script(script), max_parallel=1, call_timeout=0.3)
+    assert played.seen == ["5"]
+    # The attempts at one call share its number, and the hanging one spent its own.
+    assert [step.turn for step in played.steps] == [2]
+
+
+def played_script(script):
+    def answer(request):
+        text = request.messages[-1]["content"]
+        return next(line for key, line in script.items() if key in text)
+
+    return answer
+
+
+@both
+def test_waiting_call_is_answered_when_another_one_ends(api, requests):
+    running, most = [0], [0]
+
+    async def slow(request):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.05)
+        running[0] -= 1
+        return "4"
+
+    async def agent(seen, models):
+        async with api.client(models["solver"]) as client:
+            await asyncio.gather(*(api.ask(client) for _ in range(8)))
+
+    played = play(agent, slow, max_parallel=2)
+    assert (len(played.steps), most[0], len(requests)) == (8, 2, 8)
+    assert sorted(step.turn for step in played.steps) == list(range(8))
+    assert played.metrics["gateway/parallel_calls/solver"] == 7
+
+
+@both
+@pytest.mark.parametrize("retries", [0, 2])
+def test_failure_of_the_model_is_told_once_and_fails_the_episode(api, retries, requests):
+    async def agent(seen, models):
+        options = {"client": {"max_retries": retries}}
+        status, name = (410, "APIStatusError") if retries else (502, "InternalServerError")
+        error = await refused(api, models["solver"], status=status, name=name, **options)
+        assert "out of memory" in str(error)
+        error = await refused(api, models["solver"], status=410, name="APIStatusError", messages=[*USER, *USER])
+        assert "out of memory" in str(error)
+        return 1.0
+
+    played = play(agent, [ModelError("out of memory")], fails=True)
+    assert "ModelError: out of memory" in played.error
+    assert len(requests) == (3 if retries else 2)
+    assert played.results[0].rollout.rewards == {} and played.steps == []
+
+
+def test_error_after_a_stream_began_reaches_the_sdk(monkeypatch):
+    monkeypatch.setattr("turnwise.integrations.gateway.server.KEEP_ALIVE", 0.02)
+
+    async def fails(request):
+        await asyncio.sleep(0.1)
+        return ModelError("out of memory")
+
+    async def agent(seen, models):
+        for api in (OpenAI, Anthropic):
+            with pytest.raises(api.sdk.APIError, match="out of memory"):
+                async with api.client(models["solver"]) as client:
+                    async for _ in await api.ask(client, stream=True):
+                        pass
+
+    assert "out of memory" in play(agent, fails, fails=True).error
+
+
+def test_keep_alive_comments_are_skipped_by_both_sdks(monkeypatch):
+    monkeypatch.setattr("turnwise.integrations.gateway.server.KEEP_ALIVE", 0.02)
+
+    async def slow(request):
+        await asyncio.sleep(0.1)
+        return "4"
+
+    async def agent(seen, models):
+        async with OpenAI.client(models["solver"]) as client:
+            chunks = [chunk async for chunk in await OpenAI.ask(client, stream=True)]
+            seen.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+        async with (
+            Anthropic.client(models["solver"]) as client,
+            client.messages.stream(model="solver", messages=USER, max_tokens=9) as stream,
+        ):
+            seen.append(await stream.get_final_text())
+
+    assert play(agent, slow).seen == ["4", "4"]

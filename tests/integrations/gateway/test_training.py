@@ -1,0 +1,158 @@
+"""Training steps on agents of all kinds: sampler and trainer agree on every log-probability, and rows are what was
+sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from turnwise.arena import Arena
+from turnwise.credit import GRPOCredit
+from turnwise.inference import TransformersClient
+from turnwise.integrations.gateway import AgentEpisode, Gateway, ProcessEpisode
+from turnwise.tasks.tiny import build_model, build_tokenizer
+from turnwise.train import Policy, Trainer
+from turnwise.train.validate import config_from_dict
+from turnwise.types import Actor, EpisodeRequest, Sampling
+
+from .processes import HEAD
+
+STEPS, QUESTIONS, ATTEMPTS, ACTORS = 3, 2, 3, ("first", "second")
+
+
+def letters(text):
+    return sum(character.isalnum() for character in text or "") / 6
+
+
+async def through_openai(question, models):
+    """Two actors, three calls of the first in one chat, one of them a stream."""
+    chat, rewards = [{"role": "user", "content": question}], {}
+    for turn in range(3):
+        model = models["first"]
+        async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+            if turn == 1:
+                options = {"model": model.name, "messages": chat}
+                async with client.chat.completions.stream(**options) as stream:
+                    text = "".join([event.delta async for event in stream if event.type == "content.delta"])
+            else:
+                answer = await client.chat.completions.create(model=model.name, messages=chat, temperature=0)
+                text = answer.choices[0].message.content
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+        rewards["first"] = letters(text)
+    model = models["second"]
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        answer = await client.chat.completions.create(model=model.name, messages=chat, n=2, stop=["a"])
+    rewards["second"] = letters(answer.choices[1].message.content)
+    return rewards
+
+
+def through_anthropic(question, models):
+    """The same with Anthropic's SDK, which blocks, and without choices."""
+    chat, rewards = [{"role": "user", "content": question}], {}
+    for name in ("first", "first", "first", "second", "second"):
+        model = models[name]
+        with anthropic.Anthropic(base_url=model.anthropic_base_url, api_key=model.api_key) as client:
+            answer = client.messages.create(model=name, messages=chat, max_tokens=100, system="Write.")
+        text = answer.content[0].text
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+        rewards[name] = letters(text)
+    return rewards
+
+
+PROCESS = """
+rewards = {}
+for name in ("first", "first", "first", "second", "second"):
+    rewards[name] = sum(map(str.isalnum, ask(question + name, name))) / 6
+result(rewards)
+"""
+
+
+def episode_of(kind, folder, gateway):
+    if kind == "process":
+        (folder / "agent.py").write_text(HEAD + PROCESS)
+        command = [sys.executable, "-I", "-S", "agent.py"]
+        return ProcessEpisode(command, gateway, actors=ACTORS, files={"agent.py": folder / "agent.py"})
+    return AgentEpisode({"openai": through_openai, "anthropic": through_anthropic}[kind], gateway, actors=ACTORS)
+
+
+def trainer_of(kind, folder):
+    config = config_from_dict(
+        {
+            "run_dir": str(folder / "run"),
+            "steps": STEPS,
+            "policies": {"default": {}},
+            "update": {"lr": 3e-3, "num_minibatches": 1, "micro_batch_tokens": 4096},
+        }
+    )
+    tokenizer = build_tokenizer(["Write letters. Go on."], vocab_size=300)
+    model = build_model(tokenizer, hidden_size=32, num_hidden_layers=1, intermediate_size=64, head_dim=16)
+    arena = Arena(
+        TransformersClient({"default": model}, tokenizer),
+        tokenizer,
+        credit=GRPOCredit(hierarchy=True),
+        sampling=Sampling(max_tokens=6),
+    )
+    for actor in ACTORS:
+        arena.add_actor(Actor(actor))
+    episode = episode_of(kind, folder, Gateway(renderer="template"))
+    arena.add_episode(episode)
+    arena.source = lambda: [
+        EpisodeRequest(episode.episode_type, f"question {number}")
+        for number in range(QUESTIONS)
+        for _ in range(ATTEMPTS)
+    ]
+    policies = {"default": Policy("default", model, config.update, total_steps=STEPS)}
+    return Trainer(arena, policies, config), arena
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["openai", "anthropic", "process"])
+def test_three_training_steps(kind, tmp_path):
+    trainer, arena = trainer_of(kind, tmp_path)
+    batches, packed = [], arena.build_training_batch
+
+    def kept(results):
+        batch = packed(results)
+        batches.append((results, batch))
+        return batch
+
+    arena.build_training_batch = kept
+    asyncio.run(trainer.run())
+    lines = [json.loads(line) for line in Path(tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if any(key.endswith("sampler_trainer_logprob_max_diff") for key in line)]
+    assert len(updates) == len(batches) == STEPS
+    for line in updates:
+        values = [value for key, value in line.items() if key.endswith("sampler_trainer_logprob_max_diff")]
+        assert values and all(0 < value <= 1e-5 for value in values), values
+
+    turns = {"first": [0, 1, 2], "second": [0, 0] if kind == "openai" else [0, 1]}
+    for results, batch in batches:
+        rows = []
+        for result in results:
+            rollout = result.rollout
+            assert rollout.error is None, rollout.error
+            for actor in ACTORS:
+                steps = [step for step in rollout.steps if step.actor_id == actor]
+                assert [step.turn for step in steps] == turns[actor]
+                assert rollout.metrics[f"gateway/calls/{actor}"] == len(steps)
+            rows += [step for step in rollout.steps if step.advantage]
+        # The rows that train are the sampled choices whose advantage is not 0, token by token.
+        assert len(batch.cu_seqlens) - 1 == len(rows) > 0
+        spans = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+        found = sorted(
+            (batch.actors[index], batch.token_ids[start:end].tolist(), batch.rollout_logprobs[start:end].tolist())
+            for index, (start, end) in zip(batch.actor_index, spans, strict=True)
+        )
+        sampled = sorted(
+            (step.actor_id, [*step.prompt_token_ids, *step.completion_token_ids], step.completion_logprobs)
+            for step in rows
+        )
+        for (actor, tokens, logprobs), (actor_id, ids, of_step) in zip(found, sampled, strict=True):
+            assert (actor, tokens) == (actor_id, ids)
+            assert logprobs[-len(of_step) :] == pytest.approx(of_step, abs=1e-6)
