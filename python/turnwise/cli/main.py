@@ -200,7 +200,7 @@ COMMANDS: dict[str, Command] = {
             repeated("--ablate", "also play without this actor, and with it alone; all for every actor", "ACTOR"),
             argument("--samples", "answers to each question, for pass@k (default: 1)", type=int, default=1),
             argument("--temperature", "default: 0, or rollout.temperature for several samples", type=float),
-            argument("--base-url", "play an agent (task gateway:...) with the models of this OpenAI server", metavar="URL"),
+            argument("--base-url", "play an agent (--task gateway:...) by this OpenAI server", metavar="URL"),
             argument("--model", "with --base-url: the model's name there", metavar="NAME"),
             argument("--api-key-env", "with --base-url: environment variable with the key", metavar="NAME"),
             JSON,

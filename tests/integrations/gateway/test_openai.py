@@ -248,6 +248,19 @@ def test_several_choices_are_rows_of_one_turn_with_seeds_of_their_own():
     assert played.metrics["gateway/calls/solver"] == 5
 
 
+@pytest.mark.parametrize(("choices", "trained"), [("all", "abcde"), ("continued", "ce")])
+def test_choices_that_train(choices, trained):
+    async def agent(seen, models):
+        answer = await ask(models["solver"], n=4)
+        message = answer.choices[2].message.model_dump(exclude_none=True)
+        await ask(models["solver"], [*USER, message, {"role": "user", "content": "Go on."}])
+
+    played = play(agent, ["a", "b", "c", "d", "e"], choices=choices)
+    assert "".join(step.completion for step in played.steps if step.trainable) == trained
+    stream = played.steps[2].prompt_token_ids + played.steps[2].completion_token_ids
+    assert played.steps[4].prompt_token_ids[: len(stream)] == stream
+
+
 def test_stop_string_cuts_the_text_and_keeps_the_tokens():
     async def agent(seen, models):
         first = await ask(models["solver"], stop=["\nEND", "never"], logprobs=True)

@@ -172,3 +172,20 @@ def test_keep_alive_comments_are_skipped_by_both_sdks(monkeypatch):
             seen.append(await stream.get_final_text())
 
     assert play(agent, slow).seen == ["4", "4"]
+
+
+def test_answers_say_that_the_connection_closes():
+    """A client must not send its next request on a connection that the server closes."""
+
+    async def agent(seen, models):
+        async with OpenAI.client(models["solver"]) as client:
+            for options in ({}, {"stream": True}):
+                answer = await client.chat.completions.with_raw_response.create(
+                    model="solver", messages=USER, **options
+                )
+                seen.append(answer.headers["connection"].lower())
+            with pytest.raises(OpenAI.sdk.BadRequestError) as error:
+                await OpenAI.ask(client, n=99)
+            seen.append(error.value.response.headers["connection"].lower())
+
+    assert play(agent, ["4"]).seen == ["close"] * 3

@@ -37,8 +37,8 @@ _PACK_BELOW = 0.9
 
 @dataclass(slots=True)
 class SequenceSpec:
-    """One completion to sample: at most ``limit`` tokens. It ends early with one of ``stop_ids``, or once ``stopped`` is
-    true of its tokens."""
+    """One completion to sample: at most ``limit`` tokens. It ends early with one of ``stop_ids``, or once ``stopped``
+    is true of its tokens."""
 
     prompt: tuple[int, ...]
     sampling: Sampling

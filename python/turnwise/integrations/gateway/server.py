@@ -150,6 +150,7 @@ async def _close_connection(request: web.Request, response: web.StreamResponse) 
     """Keep no connection open after its answer: each batch has an event loop of its own, and an agent's client that
     outlives it could neither use nor close a connection of the last one."""
     response.force_close()
+    response.headers["Connection"] = "close"  # aiohttp has written its own headers by now
 
 
 async def _wait(call: Call, seconds: float | None = None) -> Any:

@@ -53,8 +53,10 @@ class LookupOptions(TaskOptions):
 
     hops: int = Field(default=1, ge=1, le=2)
     """Look-ups that an answer needs: the value itself, or first the friend's name."""
-    quality: float = Field(default=0.35, ge=0, le=1)
+    quality: float = Field(default=0.2, ge=0, le=1)
     """Chance that a call in a demonstration has the right arguments."""
+    clean: float = Field(default=0.6, ge=0, le=1)
+    """Share of the demonstrations, the first ones, whose calls are all right."""
     max_tokens: int = Field(default=64, ge=1)
     """Limit of each answer."""
 
@@ -93,7 +95,9 @@ class LookupTask(GeneratedTask):
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         keys = self.draw("train", min(n, 20_000), f"demonstrations/{seed}")
         repeated = [keys[place % len(keys)] for place in range(n)]
-        return demonstrations(repeated, seed, self.options.quality)
+        first = round(n * self.options.clean)
+        right = demonstrations(repeated[:first], f"{seed}/clean", 1.0)
+        return right + demonstrations(repeated[first:], seed, self.options.quality)
 
     def texts(self) -> list[str]:
         shown = texts_of(self.demonstrations(500, 0))

@@ -63,9 +63,9 @@ async def evaluate(
 ) -> Evaluation:
     """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
 
-    Each request runs ``samples`` times, at most ``concurrency`` at once. Seeds come from the requests, so two policies are compared with equal seeds.
-    Episodes with the same ``group_id`` are not independent, so intervals are over groups. Raises ``ValueError`` if no
-    episode finishes, or none has ``metric``.
+    Each request runs ``samples`` times, at most ``concurrency`` at once. Seeds come from the requests, so two policies
+    are compared with equal seeds. Episodes with the same ``group_id`` are not independent, so intervals are over
+    groups. Raises ``ValueError`` if no episode finishes, or none has ``metric``.
     """
     if samples < 1:
         raise ValueError(f"samples={samples!r}: expected at least 1")
