@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
+VERIFIERS ?= .venv-verifiers
 # The CUDA part of the core: AUTO builds it where nvcc is and a GPU or a torch for CUDA; `make build CUDA=ON` anywhere with nvcc.
 CUDA   ?= AUTO
 BIN    := $(VENV)/bin
@@ -25,7 +26,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-all test-vllm test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
+.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,11 +81,13 @@ $(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
 	@$(INSTALL) -r build/requirements.txt
 	@touch $@
 
-# Other trainers and arenas, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
+# Other trainers, arenas and environments, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
 # ask for an older transformers; what follows TRL here is what importing verl's algorithms needs.
 $(VENV)/.peers: $(VENV)/.test
 	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson copium immutables pyrsistent prefix-grouper verifiers
 	@$(INSTALL) --no-deps verl
+	@for extra in gymnasium pettingzoo textarena openspiel reasoning_gym openenv; do $(REQUIREMENTS) $$extra; done >build/requirements.txt
+	@$(INSTALL) -r build/requirements.txt
 	@touch $@
 
 # vLLM's CPU build wants an older numpy than the other tests, and another place than a GPU's vLLM.
@@ -98,6 +101,21 @@ $(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt --no-deps \
 	  $(VLLM_TESTS)
+	@touch $@
+
+# verifiers 0.4 wants an older openai than the gateway's tests, whose peers hold verifiers 0.3. The templates of TRL's wheel are test data.
+$(VERIFIERS)/.verifiers: $(VENV)/.python constraints.txt constraints-verifiers.txt pyproject.toml
+	@echo "Installing verifiers into $(VERIFIERS): minutes, once."
+	@$(PYTHON) -m venv $(VERIFIERS)
+	@mkdir -p build && $(REQUIREMENTS) verifiers >build/requirements-verifiers.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verifiers.txt constraints.txt >build/constraints-verifiers.txt
+	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-verifiers.txt \
+	  -r build/requirements-verifiers.txt hypothesis pytest pytest-asyncio pytest-xdist
+	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-verifiers.txt --no-deps trl
+	@touch $@
+
+$(VERIFIERS)/.installed: $(VENV)/.installed $(VERIFIERS)/.verifiers
+	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
@@ -117,15 +135,19 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes, against the installed package
 	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
 
-test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, and vLLM where its CPU build can be had
-	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $$vllm
+test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, and vLLM where its CPU build can be had
+	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
+	$(MAKE) --no-print-directory test-verifiers || failed=1; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
 	exit $$failed
 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
 	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadfile -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
+
+test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, with verifiers 0.4 in an environment of its own
+	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers
 
 test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
@@ -184,6 +206,6 @@ docs: $(VENV)/.installed  ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove everything that was built, .venv included
-	rm -rf $(VENV) $(VLLM) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f python/turnwise/_C*.so

@@ -113,10 +113,12 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
 def task_of(config: TrainConfig) -> Task:
     """Build the task that ``config`` names, with its options."""
     options = {"seed": config.seed, **config.task_options}
-    if config.task.startswith("gateway:"):
+    if config.gateway and not config.task.startswith(("gateway:", "verifiers:")):
+        raise ConfigError(
+            f"config section 'gateway': has no effect on task {config.task!r}: expected 'gateway:...' or 'verifiers:...'"
+        )
+    if config.gateway:
         options["gateway"] = config.gateway
-    elif config.gateway:
-        raise ConfigError(f"config section 'gateway': has no effect on task {config.task!r}: expected 'gateway:...'")
     return build_task(config.task, options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -44,6 +44,8 @@ class Gateway:
                 f"host={self.settings.host!r}: is open to other hosts, and keys travel unencrypted", stacklevel=2
             )
         self.sessions: dict[str, Session] = {}
+        self.on_session_end: Callable[[Session], None] = lambda session: None
+        """Called with each session when it has ended, for example to measure."""
         self.ended: dict[str, tuple[list[str], str]] = {}
         """The keys of the latest ended sessions, and why they take no more calls."""
         self._formats: dict[int, ChatFormat] = {}
@@ -90,6 +92,7 @@ class Gateway:
                 await session.end(reason)
             finally:
                 del self.sessions[session.id]
+                self.on_session_end(session)
                 self.ended[session.id] = [seat.key for seat in session.seats.values()], session.over
                 while len(self.ended) > REMEMBERED:
                     del self.ended[next(iter(self.ended))]

@@ -79,6 +79,7 @@ class Seat:
     running: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     own_seconds: float = 0.0
+    """Time in which the gateway itself worked for this actor. It is no metric of the episode, which a replay repeats."""
     resends: dict[Hashable, Call] = field(default_factory=dict)
     """The latest call with each body, which a repeated request joins."""
 
@@ -321,8 +322,6 @@ class Session:
             for name in dict.fromkeys((*ALWAYS, *seat.counts)):
                 key = f"gateway/{name}/{actor}"
                 metrics[key] = metrics.get(key, 0.0) + seat.counts[name]
-            if seat.calls:
-                metrics[f"gateway/own_ms/{actor}"] = 1e3 * seat.own_seconds / seat.calls
 
 
 def _first_call(parsed: ParsedCompletion) -> ParsedCompletion:

@@ -1,0 +1,38 @@
+"""The client of ``bench_gateway.py``, a process of its own: all sessions talk at once, each in one growing chat.
+
+It reads ``{"models": [[base URL, key], ...], "calls": 4}`` from standard input, and writes the
+milliseconds of each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+import aiohttp
+
+
+async def chat(http: aiohttp.ClientSession, url: str, key: str, calls: int) -> list[float]:
+    """Make ``calls`` calls, each with the whole chat before it."""
+    messages, waits = [{"role": "user", "content": "Where is the ball now, and who moved it there?"}], []
+    for _ in range(calls):
+        began = time.perf_counter()
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.post(f"{url}/chat/completions", json={"messages": messages}, headers=headers) as response:
+            answer = await response.json()
+        waits.append(1e3 * (time.perf_counter() - began))
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "And a moment later?"}]
+    return waits
+
+
+async def main() -> None:
+    given = json.load(sys.stdin)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        waits = await asyncio.gather(*(chat(http, url, key, given["calls"]) for url, key in given["models"]))
+    json.dump([wait for session in waits for wait in session], sys.stdout)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,144 @@
+"""A verifiers environment as a task: ``task = "verifiers:my_taskset"`` or ``"verifiers:my_module:load_env"``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from turnwise.arena import Episode, TreeSampler
+from turnwise.integrations.gateway.settings import GatewaySettings
+from turnwise.integrations.verifiers.version import check_version
+from turnwise.tasks.base import split_of
+from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.utils.registry import did_you_mean, import_by_name
+
+
+class VerifiersOptions(OwnOptions):
+    """Options in ``[task_options]`` of a verifiers environment.
+
+    ``name`` is a taskset, as ``--env.taskset.id`` of verifiers names it, or a function ``"module:function"`` that
+    returns an ``Env`` or an ``EnvConfig``. ``env`` is verifiers' own table ``[env]``, or the function's arguments.
+    ``size`` is the number of tasks to read, from which all splits are drawn. ``success_metric`` is the metric that
+    counts as success; by default the reward of the first agent. ``timeout`` is in seconds, for each episode.
+    ``gateway`` has settings of :class:`~turnwise.integrations.gateway.GatewaySettings`, such as ``renderer``.
+    """
+
+    name: str = ""
+    env: dict[str, Any] = Field(default_factory=dict)
+    size: int = Field(default=10_000, ge=1)
+    success_metric: str = ""
+    timeout: float = Field(default=600.0, gt=0)
+    gateway: dict[str, Any] = Field(default_factory=dict)
+
+
+class VerifiersTask(OwnTask):
+    """Trains the agents of a verifiers v1 environment; an agent whose config pins a client is asked there instead.
+
+    The default credit gives each actor one advantage per attempt: two attempts at one task needn't make the same
+    calls.
+    """
+
+    name = "verifiers"
+    success_metric = "reported_reward/agent"
+    system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
+    options_type = VerifiersOptions
+    credit_rule = "grpo"
+    credit_options: ClassVar[dict[str, Any]] = {"hierarchy": True}
+
+    def __init__(self, options: VerifiersOptions | None = None) -> None:
+        check_version()
+        super().__init__(options)
+        options = self.options
+        self.name = options.name  # type: ignore[misc]  # a class of one's own names its task once
+        self.settings = _settings(options.gateway)
+        self.env = _env(options.name, options.env)
+        self._tasks = list(self.env.taskset.take(options.size))
+        self._places: dict[str, int] = {}
+        for place, task in enumerate(self._tasks):
+            self._places.setdefault(_key(task), place)
+        if not self._tasks:
+            raise ValueError(f"task='verifiers:{self.name}': its taskset is empty")
+        names = _actors(self.env)
+        self.system_prompts = dict.fromkeys(names, "")  # type: ignore[misc]
+        self.success_metric = options.success_metric or f"reported_reward/{names[0]}"  # type: ignore[misc]
+
+    def questions(self) -> Sequence[str]:
+        """The keys of all tasks; equal tasks count once."""
+        return list(self._places)
+
+    def artifact(self, question: str) -> Any:
+        place = self._places[question]
+        return {"index": place, "key": question, "prompt": self._tasks[place].data.prompt_text}
+
+    def texts(self) -> list[str]:
+        """The prompts of the training tasks."""
+        train = [place for key, place in self._places.items() if split_of(key) == "train"]
+        found = [self._tasks[place].data for place in train[:2000]]
+        return [text for data in found for text in (data.prompt_text, data.system_prompt) if text]
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
+        from turnwise.integrations.verifiers.episode import VerifiersEpisode
+
+        if tree is not None:
+            raise ValueError(
+                "a verifiers environment can't be forked: expected rollout.branches = 1; several attempts at a task "
+                "(rollout.group_size) form the groups"
+            )
+        options = {"settings": self.settings, "timeout": self.options.timeout}
+        episode = VerifiersEpisode(self.env, self._tasks, list(self.system_prompts), **options)
+        episode.episode_type = self.name
+        return {self.name: episode}
+
+
+def _env(name: str, given: dict[str, Any]) -> Any:
+    """Return the environment ``name``: a taskset's id, or a function's place."""
+    import verifiers.v1 as vf
+
+    if ":" in name:
+        found = import_by_name({}, name, "task")
+        made = found(**given) if callable(found) else found
+    else:
+        taskset = {"id": name, **given.get("taskset", {})}
+        made = vf.resolve_env_config({**given, "taskset": taskset})
+    if isinstance(made, vf.EnvConfig):
+        made = vf.load_environment(made)
+    if not isinstance(made, vf.Env):
+        raise TypeError(f"task='verifiers:{name}' gave {made!r}: expected a verifiers.v1.Env or EnvConfig")
+    return made
+
+
+def _actors(env: Any) -> list[str]:
+    """Return the agents that the arena's model plays: those without a client of their own."""
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    found = []
+    for name, config in agent_config_fields(env.config).items():
+        if config.client is not None:
+            continue
+        if config.model is not None:
+            raise ValueError(
+                f"agent {name!r} pins model={config.model!r} and no client: expected both, for a model elsewhere, or "
+                "neither, for an actor that trains"
+            )
+        found.append(name)
+    if not found:
+        raise ValueError(f"{type(env).__name__}: each of its agents pins a client: expected one to train")
+    return found
+
+
+def _key(task: Any) -> str:
+    """Return the task's content as a key. Its position doesn't count, so that equal tasks are in one split."""
+    from verifiers.v1.task import task_key
+
+    return task_key(task.data.model_dump(mode="json", exclude={"idx"}, exclude_none=True))
+
+
+def _settings(given: dict[str, Any]) -> GatewaySettings:
+    known = [field.name for field in dataclasses.fields(GatewaySettings)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"gateway.{name}={given[name]!r}: unknown; {did_you_mean(name, known)}")
+    return GatewaySettings(**given)
