@@ -115,7 +115,7 @@ def task_of(config: TrainConfig) -> Task:
     options = {"seed": config.seed, **config.task_options}
     if config.gateway and not config.task.startswith(("gateway:", "verifiers:")):
         raise ConfigError(
-            f"config section 'gateway': has no effect on task {config.task!r}: expected 'gateway:...' or 'verifiers:...'"
+            f"config section 'gateway': has no effect on task {config.task!r}: expected 'gateway:...', 'verifiers:...'"
         )
     if config.gateway:
         options["gateway"] = config.gateway

@@ -8,13 +8,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from turnwise.arena import Arena
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import Reply
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest, Sampling, Step
 
-from ...chat.families import chat_tokenizer
+from ...chat.families import chat_tokenizer, installed_families
+
+FAMILIES = [family for family in ("template", "qwen3") if family in installed_families()]
+needs_qwen3 = pytest.mark.skipif("qwen3" not in FAMILIES, reason="needs TRL's templates and the package renderers")
 
 LOGPROBS = tuple(-(1 + place * 7 % 97) / 100 for place in range(30_000))
 """The log-probability of a scripted completion's token, by its place."""

@@ -7,7 +7,7 @@ import pytest
 
 from turnwise.types import Actor
 
-from .helpers import ADD, USER, call_of, dumped, play
+from .helpers import ADD, FAMILIES, USER, call_of, dumped, needs_qwen3, play
 
 TOOL = {
     "name": "add",
@@ -92,7 +92,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_answer_equals_plain_answer(case, family):
     script, options = CASES[case]
 
@@ -122,7 +122,7 @@ def test_stop_sequence_is_named():
 
 
 @pytest.mark.parametrize("asked", [ask, streamed])
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tools_over_several_rounds_extend_the_sampled_tokens(asked, family):
     async def agent(seen, models):
         messages = [*USER]
@@ -156,6 +156,7 @@ def test_tools_over_several_rounds_extend_the_sampled_tokens(asked, family):
     assert played.metrics["gateway/rewritten_rows/solver"] == 0
 
 
+@needs_qwen3
 def test_thinking_is_a_block_and_stays_in_the_context():
     async def agent(seen, models):
         answer = await ask(models["solver"])

@@ -10,7 +10,7 @@ from turnwise.inference.scripted import Reply
 from turnwise.types import Sampling
 
 from ...chat.families import chat_tokenizer
-from .helpers import USER, play
+from .helpers import FAMILIES, USER, play
 from .sdks import OpenAI, both
 
 NEST = '{"a":' * 500 + "1" + "}" * 500
@@ -24,7 +24,7 @@ HOSTILE = [
 
 
 @both
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_hostile_model_text_crashes_nothing(api, family, stream):
     async def agent(seen, models):

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.types import Actor, Sampling
 
-from .helpers import ADD, LOGPROBS, USER, call_of, dumped, play
+from .helpers import ADD, FAMILIES, LOGPROBS, USER, call_of, dumped, needs_qwen3, play
 
 SUM = call_of("add", '{"a": 2, "b": 2}')
 
@@ -122,7 +122,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_answer_equals_plain_answer(case, family):
     script, options = CASES[case]
 
@@ -163,7 +163,7 @@ def test_raw_chunks_come_in_order():
 
 # -- tools -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("asked", [ask, streamed])
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tools_over_several_rounds_extend_the_sampled_tokens(asked, family):
     async def agent(seen, models):
         messages = [{"role": "system", "content": "Be brief."}, *USER]
@@ -246,19 +246,6 @@ def test_several_choices_are_rows_of_one_turn_with_seeds_of_their_own():
     assert len({request.sampling.seed for request in played.client.calls}) == 5
     assert answer.usage.completion_tokens == sum(len(step.completion_token_ids) for step in played.steps[:4])
     assert played.metrics["gateway/calls/solver"] == 5
-
-
-@pytest.mark.parametrize(("choices", "trained"), [("all", "abcde"), ("continued", "ce")])
-def test_choices_that_train(choices, trained):
-    async def agent(seen, models):
-        answer = await ask(models["solver"], n=4)
-        message = answer.choices[2].message.model_dump(exclude_none=True)
-        await ask(models["solver"], [*USER, message, {"role": "user", "content": "Go on."}])
-
-    played = play(agent, ["a", "b", "c", "d", "e"], choices=choices)
-    assert "".join(step.completion for step in played.steps if step.trainable) == trained
-    stream = played.steps[2].prompt_token_ids + played.steps[2].completion_token_ids
-    assert played.steps[4].prompt_token_ids[: len(stream)] == stream
 
 
 def test_stop_string_cuts_the_text_and_keeps_the_tokens():
@@ -350,6 +337,7 @@ def test_system_and_developer_messages(role):
     )
 
 
+@needs_qwen3
 @pytest.mark.parametrize("sent_back", [True, False])
 def test_reasoning_is_apart_and_stays_in_the_context(sent_back):
     async def agent(seen, models):

@@ -9,7 +9,7 @@ from agents.tracing.processors import BackendSpanExporter
 
 from turnwise.inference.scripted import Reply
 
-from .helpers import LOGPROBS, call_of, play
+from .helpers import FAMILIES, LOGPROBS, call_of, play
 
 MODELS = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
 
@@ -72,7 +72,7 @@ async def run(first, streamed):
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("api", MODELS)
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_hand_off_and_tool(family, api, streamed):
     async def agent(seen, models):
         clients = []

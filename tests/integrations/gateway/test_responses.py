@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.types import Actor
 
-from .helpers import ADD, call_of, dumped, play
+from .helpers import ADD, FAMILIES, call_of, dumped, play
 
 TOOL = {"type": "function", "strict": False, **ADD["function"]}
 SUM = call_of("add", '{"a": 2, "b": 2}')
@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_answer_equals_plain_answer(case, family):
     script, options = CASES[case]
 
@@ -88,15 +88,14 @@ def test_streamed_answer_equals_plain_answer(case, family):
     plain, stream = (dumped(answer, "parsed", "parsed_arguments") for answer in played.seen)
     assert plain == stream
     assert len(played.steps) == 2
-    cut = case == "cut"
-    assert played.seen[0].status == ("incomplete" if cut else "completed")
-    assert played.seen[0].incomplete_details is None or (
-        cut and played.seen[0].incomplete_details.reason == "max_output_tokens"
-    )
+    for answer in played.seen:
+        reason = answer.incomplete_details and answer.incomplete_details.reason
+        expected = ("incomplete", "max_output_tokens") if case == "cut" else ("completed", None)
+        assert (answer.status, reason) == expected
 
 
 @pytest.mark.parametrize("asked", [ask, streamed])
-@pytest.mark.parametrize("family", ["template", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tools_over_several_rounds_extend_the_sampled_tokens(asked, family):
     async def agent(seen, models):
         items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import urlsplit
 
 import pytest
 
 from turnwise.inference.scripted import Reply
-from turnwise.integrations.gateway import Session
-from turnwise.types import ModelError
+from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
+from turnwise.types import EpisodeRequest, ModelError
 
-from .helpers import USER, play
+from .helpers import USER, arena_of, play
 from .sdks import Anthropic, OpenAI, both, refusal, refused
 
 
@@ -189,3 +190,40 @@ def test_answers_say_that_the_connection_closes():
             seen.append(error.value.response.headers["connection"].lower())
 
     assert play(agent, ["4"]).seen == ["close"] * 3
+
+
+@pytest.mark.parametrize("cancels", [1, 2, 3])
+def test_cancelled_batch_leaves_no_session_no_call_and_no_port(cancels, monkeypatch):
+    monkeypatch.setattr(Session, "grace", 0.5)
+    running, cancelled, urls = asyncio.Event(), [], []
+
+    async def hangs(request):
+        running.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.append(request)
+
+    async def agent(question, models):
+        urls.append(models["solver"].base_url)
+        async with OpenAI.client(models["solver"], max_retries=0) as client:
+            await OpenAI.ask(client)
+
+    arena, gateway = arena_of(hangs), Gateway(renderer="template")
+    arena.add_episode(AgentEpisode(agent, gateway, actors=["solver"]))
+
+    async def run():
+        playing = asyncio.ensure_future(arena.generate_rollouts([EpisodeRequest("agent", "x")]))
+        await running.wait()
+        for _ in range(cancels):
+            playing.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        await asyncio.sleep(0.1)
+        assert not gateway.sessions and len(cancelled) == 1
+        parts = urlsplit(urls[0])
+        with pytest.raises(OSError):
+            await asyncio.open_connection(parts.hostname, parts.port)
+
+    asyncio.run(run())

@@ -21,7 +21,7 @@ from turnwise.types import GenerateResult, ModelRequest
 
 def test_a_table() -> None:
     table = Table(5813)
-    assert table.rows[0] == ("Ann", *table.rows[0][1:]) and len(table.rows) == 8
+    assert table.rows[0][0] == "Ann" and len(table.rows) == 20
     value = table.look_up("Ben", "pears")
     assert 0 <= int(value) <= 99 and Table(5813).look_up("Ben", "pears") == value
     question = Question.parse("5813/Ben/pears/2")
@@ -80,7 +80,7 @@ def test_questions_of_the_splits_are_disjoint() -> None:
 
 def test_demonstrations_are_rendered_as_calls_are() -> None:
     """The first answer's tokens and its result are the beginning of the second prompt."""
-    task: Any = build_task("lookup", {"quality": 1.0})
+    task: Any = build_task("lookup", {"clean": 1.0})
     tokenizer = build_tokenizer(task.texts())
     [actor], shown = task.actors, task.demonstrations(2, 0)
     rows = [Row(messages, text, name, "x") for name, messages, text in shown]

@@ -79,7 +79,7 @@ class Seat:
     running: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     own_seconds: float = 0.0
-    """Time in which the gateway itself worked for this actor. It is no metric of the episode, which a replay repeats."""
+    """Time in which the gateway itself worked for this actor; no metric of the episode, as a replay repeats those."""
     resends: dict[Hashable, Call] = field(default_factory=dict)
     """The latest call with each body, which a repeated request joins."""
 

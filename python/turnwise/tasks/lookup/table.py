@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hal")
-FRUITS = ("apples", "pears", "plums")
+# fmt: off
+NAMES = (
+    "Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hal", "Ida", "Jon",
+    "Kim", "Leo", "Mia", "Ned", "Ola", "Pam", "Quin", "Rob", "Sue", "Tom",
+)
+# fmt: on
+FRUITS = ("apples", "pears", "plums", "figs")
 FRIEND = "friend"
 COLUMNS = (*FRUITS, FRIEND)
 TABLES = 10_000

@@ -53,9 +53,9 @@ class LookupOptions(TaskOptions):
 
     hops: int = Field(default=1, ge=1, le=2)
     """Look-ups that an answer needs: the value itself, or first the friend's name."""
-    quality: float = Field(default=0.2, ge=0, le=1)
+    quality: float = Field(default=0.45, ge=0, le=1)
     """Chance that a call in a demonstration has the right arguments."""
-    clean: float = Field(default=0.6, ge=0, le=1)
+    clean: float = Field(default=0.5, ge=0, le=1)
     """Share of the demonstrations, the first ones, whose calls are all right."""
     max_tokens: int = Field(default=64, ge=1)
     """Limit of each answer."""
