@@ -1,0 +1,179 @@
+"""Forks of plays: copied or replayed, and compared with a replay at every node.
+
+A fork must show what the original would have shown. Copies of many environments don't: they lose the moves, or share a
+random generator. So a game's way to fork is proved before a run, and each fork is compared while it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from turnwise.arena import InvalidActionError
+from turnwise.integrations.environments.base.play import Game, Play, View, Way
+from turnwise.utils.copies import deep_copy
+
+PROOF_SEEDS = (1, 2, 3)
+"""Seeds of the random plays that prove a way to fork."""
+
+PROOF_MOVES = 30
+"""Most moves of such a play."""
+
+
+class ForkError(RuntimeError):
+    """A fork differs from a replay of its seed and actions."""
+
+
+class Copies(Way):
+    """Forks by :meth:`Game.copy`. Each copy is compared with a replay at its first action."""
+
+    def fork(self, game: Game, play: Play | None) -> Play | None:
+        return None if play is None else game.copy(play)
+
+
+class Replays(Way):
+    """Forks by a replay of the seed and the actions, when the fork is first used."""
+
+    def fork(self, game: Game, play: Play | None) -> Play | None:
+        return None
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy. Raises ``TypeError`` for an object whose copy would lose the moves so far."""
+    return deep_copy(value)
+
+
+class RunningPlay:
+    """A play with its seed, actions and views. ``copy.deepcopy`` forks it, and a pickle replays it.
+
+    Example: ``play = RunningPlay.start(game, 7); play.act("check"); fork = copy.deepcopy(play)``
+    """
+
+    __slots__ = ("__weakref__", "_is_checked", "_play", "actions", "game", "seed", "views", "was_legal")
+
+    def __init__(
+        self, game: Game, seed: int, actions: Sequence[Any], views: Sequence[View], play: Play | None = None
+    ) -> None:
+        self.game, self.seed = game, seed
+        self.actions, self.views = list(actions), list(views)
+        self._play = play
+        self._is_checked = True
+        self.was_legal = True
+
+    @classmethod
+    def start(cls, game: Game, seed: int) -> RunningPlay:
+        play = game.start(seed)
+        return cls(game, seed, (), [play.look()], play)
+
+    @property
+    def view(self) -> View:
+        return self.views[-1]
+
+    def act(self, action: Any) -> View:
+        """Do an action and return the next view. Raises :class:`ForkError` at the node where a fork differs."""
+        play = self._live()
+        play.act(action)
+        self.actions.append(action)
+        self.views.append(play.look())
+        self.was_legal = play.was_legal
+        if not self._is_checked:
+            replayed(self.game, self.seed, self.actions, self.views).close()
+            self._is_checked = True
+        if self.view.is_over:
+            self.close()
+        return self.view
+
+    def close(self) -> None:
+        """Free what the play holds outside of this process; a later use replays it."""
+        if self._play is not None:
+            self._play.close()
+            self._play = None
+
+    def _live(self) -> Play:
+        if self._play is None:
+            self._play = replayed(self.game, self.seed, self.actions, self.views)
+        return self._play
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunningPlay:
+        way = self.game.way
+        if way is None:
+            raise ForkError(f"task {self.game.name!r} can't be forked: {self.game.unforkable}")
+        play = None if self.view.is_over else way.fork(self.game, self._play)
+        fork = RunningPlay(self.game, self.seed, self.actions, self.views, play)
+        fork._is_checked = play is None
+        return fork
+
+    def __reduce__(self) -> Any:
+        return RunningPlay, (self.game, self.seed, self.actions, self.views)
+
+
+def replayed(game: Game, seed: int, actions: Sequence[Any], views: Sequence[View]) -> Play:
+    """Play ``actions`` from ``seed`` and return the play. Raises :class:`ForkError` at the first view that differs.
+
+    ``views`` has one view more than there are ``actions``.
+    """
+    play = game.start(seed)
+    try:
+        compare(game, 0, views[0], play.look())
+        for number, (action, expected) in enumerate(zip(actions, views[1:], strict=True), start=1):
+            play.act(action)
+            compare(game, number, expected, play.look())
+    except InvalidActionError as error:
+        play.close()
+        raise ForkError(f"task {game.name!r}: a replay refuses the recorded action {action!r}: {error}") from error
+    except BaseException:
+        play.close()
+        raise
+    return play
+
+
+def compare(game: Game, node: int, expected: View, found: View) -> None:
+    """Raise :class:`ForkError` unless both views are equal. ``node`` is the number of actions before."""
+    for field in View.__dataclass_fields__:
+        before, after = getattr(expected, field), getattr(found, field)
+        if before != after:
+            raise ForkError(
+                f"task {game.name!r}: after {node} actions the play shows {field}={before!r}, and a replay of its seed "
+                f"and actions {field}={after!r}: the environment can't be forked this way"
+            )
+
+
+def choose_way(game: Game) -> Way:
+    """Return the first of the game's ways that random plays prove. Raises ``ValueError`` if there is none."""
+    if game.unforkable or not game.ways:
+        raise ValueError(f"task {game.name!r} can't be forked: {game.unforkable}; expected rollout.branches = 1")
+    refused = []
+    for way in game.ways:
+        try:
+            prove(game, way)
+        except (ForkError, TypeError, AttributeError) as error:
+            refused.append(f"{type(way).__name__.lower()}: {error}")
+        else:
+            return way
+    raise ValueError(f"task {game.name!r} can't be forked ({'; '.join(refused)}); expected rollout.branches = 1")
+
+
+def prove(game: Game, way: Way, seeds: Sequence[int] = PROOF_SEEDS, moves: int = PROOF_MOVES) -> int:
+    """Play at random, and at every node compare two forks with a replay. Return the number of nodes.
+
+    One fork goes on with the original's next action, the other with one of its own first. So a generator that forks
+    share shows up. Raises :class:`ForkError` at the first difference.
+    """
+    known, game.way = game.way, way
+    nodes = 0
+    try:
+        for seed in seeds:
+            rng = Random(f"proof/{seed}")
+            play = RunningPlay.start(game, seed)
+            while not play.view.is_over and len(play.actions) < moves:
+                nodes += 1
+                aside, fork = (RunningPlay.__deepcopy__(play, {}) for _ in range(2))
+                action = game.read(game.random_reply(play.view, rng), play.view)
+                for each in (aside, fork):
+                    each._is_checked = False
+                aside.act(game.read(game.random_reply(play.view, rng), play.view))
+                compare(game, len(play.actions) + 1, fork.act(action), play.act(action))
+    finally:
+        game.way = known
+    return nodes

@@ -1,0 +1,185 @@
+"""Environments of PettingZoo, in turns (AEC) or parallel: ``task = "pettingzoo:tictactoe_v3"``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from turnwise.integrations.environments.base.forks import Replays
+from turnwise.integrations.environments.base.options import ForeignOptions
+from turnwise.integrations.environments.base.play import Game, Play, View, require, totals
+from turnwise.integrations.environments.base.task import ForeignTask
+from turnwise.integrations.environments.base.texts import action_names, named_action, plain_text
+
+FAMILIES = ("classic", "butterfly", "sisl", "atari")
+
+
+class PettingZooOptions(ForeignOptions):
+    """Options of ``pettingzoo:...``. Example: ``parallel = true`` for ``rps_v2``."""
+
+    parallel: bool = False
+    """Plays ``parallel_env`` instead of ``env``: each agent chooses without the others' choices, then all act."""
+    cooperative: bool = False
+    """The agents play together: no scores between them, and an illegal move costs them all."""
+    actions: tuple[str, ...] = Field(default=())
+    """Names of the actions of discrete spaces, in the order of their numbers; by default the numbers."""
+
+
+class _ZooPlay(Play):
+    """The common part of both kinds: sums of rewards, and the view of the agent to act."""
+
+    def __init__(self, game: PettingZooGame, env: Any) -> None:
+        self.game, self.env = game, env
+        self.paid = dict.fromkeys(game.actors, 0.0)
+        self.terminated = self.truncated = False
+
+    def view_of(self, agent: str, observation: Any, info: Mapping[str, Any]) -> View:
+        rewards = totals(self.game.actors, self.paid)
+        if not agent:
+            return View("", "", None, rewards, self.terminated, self.truncated)
+        mask = info.get("action_mask")
+        if isinstance(observation, Mapping) and "action_mask" in observation:
+            mask, observation = observation["action_mask"], observation.get("observation")
+        text = plain_text(observation) if self.game.render is None else self.game.render(observation)
+        return View(agent, text, action_names(self.game.names_of(agent), mask), rewards)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class TurnPlay(_ZooPlay):
+    """A play of the AEC kind. An agent's reward is the sum of what ``last()`` shows on each of its turns."""
+
+    def __init__(self, game: PettingZooGame, env: Any, seed: int) -> None:
+        super().__init__(game, env)
+        env.reset(seed=seed)
+        self._read()
+
+    def look(self) -> View:
+        return self.view_of(*self.shown)
+
+    def act(self, action: Any) -> None:
+        agent = self.env.agent_selection
+        self.env.step(named_action(action, self.game.names_of(agent), self.game.first_of(agent)))
+        self._read()
+
+    def _read(self) -> None:
+        """Read the rewards up to the next living agent. Agents that are done take their last step, ``None``."""
+        self.shown: tuple[str, Any, Mapping[str, Any]] = ("", None, {})
+        while self.env.agents:
+            observation, reward, terminated, truncated, info = self.env.last()
+            agent = self.env.agent_selection
+            self.paid[agent] += float(reward)
+            self.terminated |= bool(terminated)
+            self.truncated |= bool(truncated)
+            if not (terminated or truncated):
+                self.shown = (agent, observation, info)
+                return
+            self.env.step(None)
+
+
+class ParallelPlay(_ZooPlay):
+    """A play of the parallel kind: the agents choose one after another, and the last choice makes the step."""
+
+    def __init__(self, game: PettingZooGame, env: Any, seed: int) -> None:
+        super().__init__(game, env)
+        self.observations, self.infos = env.reset(seed=seed)
+        self.chosen: dict[str, Any] = {}
+
+    def look(self) -> View:
+        agent = next((agent for agent in self.env.agents if agent not in self.chosen), "")
+        return self.view_of(agent, self.observations.get(agent), self.infos.get(agent, {}))
+
+    def act(self, action: Any) -> None:
+        agent = next(agent for agent in self.env.agents if agent not in self.chosen)
+        self.chosen[agent] = named_action(action, self.game.names_of(agent), self.game.first_of(agent))
+        if len(self.chosen) < len(self.env.agents):
+            return
+        self.observations, rewards, terminated, truncated, self.infos = self.env.step(self.chosen)
+        self.chosen = {}
+        for agent, reward in rewards.items():
+            self.paid[agent] += float(reward)
+        self.terminated |= any(terminated.values())
+        self.truncated |= any(truncated.values())
+
+
+class PettingZooGame(Game):
+    """An environment with several agents, each an actor.
+
+    PettingZoo pays an illegal move -1 and the others 0. Here the mask is checked first: such a move never reaches the
+    environment. It costs its actor 1.5, which the others share, so a zero-sum game stays one. A copy of most
+    environments is a new game without the moves, so forks are replays.
+    """
+
+    options: PettingZooOptions
+    invalid_cost = 1.5
+    ways = (Replays(),)
+
+    def __init__(self, options: PettingZooOptions) -> None:
+        super().__init__(options)
+        require("pettingzoo", "pettingzoo")
+        self.name = f"pettingzoo:{options.name}"
+        self.maker = self._find(options)
+        env = self._make()
+        self.actors = tuple(str(agent) for agent in env.possible_agents)
+        self.spaces = {agent: env.action_space(agent) for agent in self.actors}
+        env.close()
+        self.is_competitive = not options.cooperative and len(self.actors) > 1
+        for agent, space in self.spaces.items():
+            names = self.names_of(agent)
+            if names is None and self.parse is None:
+                raise ValueError(f"task={self.name!r}: its actions are {space}: expected task_options.parse")
+            if names is not None and len(set(names)) != space.n:
+                raise ValueError(f"task_options.actions={list(names)!r}: expected {space.n} different names")
+
+    def _find(self, options: PettingZooOptions) -> Any:
+        """Return the function that makes the environment. A name with a dot is a module of any package."""
+        kind = "parallel_env" if options.parallel else "env"
+        names = [options.name] if "." in options.name else [f"pettingzoo.{one}.{options.name}" for one in FAMILIES]
+        found = next((name for name in names if _exists(name)), None)
+        if found is None:
+            raise ValueError(f"task={self.name!r}: expected a module of {', '.join(FAMILIES)}, as in 'tictactoe_v3'")
+        module = require(found, "pettingzoo")
+        if not hasattr(module, kind):
+            raise ValueError(f"task_options.parallel={options.parallel!r}: {found} has no {kind}")
+        return getattr(module, kind)
+
+    def _make(self) -> Any:
+        try:
+            return self.maker(**self.options.arguments)
+        except TypeError as error:
+            raise ValueError(f"task_options.arguments={self.options.arguments!r}: {error}") from error
+
+    def names_of(self, agent: str) -> tuple[str, ...] | None:
+        space = self.spaces[agent]
+        if not hasattr(space, "n") or not hasattr(space, "start"):
+            return None
+        return self.options.actions or tuple(str(self.first_of(agent) + place) for place in range(int(space.n)))
+
+    def first_of(self, agent: str) -> int:
+        return int(self.spaces[agent].start)
+
+    def start(self, seed: int) -> Play:
+        return (ParallelPlay if self.options.parallel else TurnPlay)(self, self._make(), seed)
+
+
+def _exists(module: str) -> bool:
+    """Tell whether ``module`` can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class PettingZooTask(ForeignTask):
+    """A task that plays an environment of PettingZoo.
+
+    Example: ``build_task("pettingzoo:rps_v2", {"parallel": True, "actions": ["rock", "paper", "scissors"]})``
+    """
+
+    prefix = "pettingzoo"
+    options_type = PettingZooOptions
+    game_type = PettingZooGame
