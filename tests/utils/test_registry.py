@@ -77,6 +77,7 @@ def test_the_code_that_settings_can_name():
         ("health.signals", "my:Signal"),
         ("health.signals.my:Signal.actions", "own:Act"),
     ]
+    assert list(code_in({"task": "gateway:my_agent:agent"})) == [("task", "gateway:my_agent:agent")]
 
 
 def test_a_module_that_fails_says_how(tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""A name that :func:`import_by_name` would import."""
+_CODE = re.compile(r"(\w+:)?[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""A name that :func:`import_by_name` would import, or that with the prefix of another package's tasks."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -66,6 +66,8 @@ class Played:
     arena: Arena
     gateway: Gateway
     seen: list[Any] = field(default_factory=list)
+    ended: int = 0
+    """Agents that came to their end: the checks in them held, even if their episode failed."""
 
     @property
     def steps(self) -> list[Step]:
@@ -124,16 +126,19 @@ def play(
     on_client(arena.client)
     gateway = Gateway(**{"renderer": "template" if family == "template" else "auto", **settings})
     seen: list[Any] = []
+    ended: list[Any] = []
 
     if asyncio.iscoroutinefunction(agent):
 
         async def played(question: Any, models: Any) -> Any:
             found = await agent(seen, models)
+            ended.append(found)
             return 1.0 if found is None else found
     else:
 
         def played(question: Any, models: Any) -> Any:
             found = agent(seen, models)
+            ended.append(found)
             return 1.0 if found is None else found
 
     names = [actor if isinstance(actor, str) else actor.id for actor in actors]
@@ -153,7 +158,7 @@ def play(
         for result in results:
             assert result.rollout.error is None, result.rollout.error
     assert not gateway.sessions
-    return Played(results, arena.client, arena, gateway, seen)
+    return Played(results, arena.client, arena, gateway, seen, len(ended))
 
 
 def dumped(answer: Any, *without: str) -> dict[str, Any]:

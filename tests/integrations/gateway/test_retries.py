@@ -42,15 +42,17 @@ async def lost(model, api=OpenAI, headers=(), body=None, wait_for=None, read=Fal
         *(f"{name}: {value}" for name, value in headers),
     ]
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    writer.write("\r\n".join([*lines, "", ""]).encode() + content)
-    await writer.drain()
     answer = b""
-    if wait_for is not None:
-        while not wait_for():
-            await asyncio.sleep(0.01)
-    elif read:
-        answer = await reader.read()
-    writer.close()
+    try:
+        writer.write("\r\n".join([*lines, "", ""]).encode() + content)
+        await writer.drain()
+        if wait_for is not None:
+            while not wait_for():
+                await asyncio.sleep(0.01)
+        elif read:
+            answer = await reader.read()
+    finally:
+        writer.close()
     return answer.partition(b"\r\n\r\n")[2].decode()
 
 

@@ -134,6 +134,7 @@ def test_failure_of_the_model_is_told_once_and_fails_the_episode(api, retries, r
 
     played = play(agent, [ModelError("out of memory")], fails=True)
     assert "ModelError: out of memory" in played.error
+    assert played.ended == 1
     assert len(requests) == (3 if retries else 2)
     assert played.results[0].rollout.rewards == {} and played.steps == []
 
@@ -152,7 +153,8 @@ def test_error_after_a_stream_began_reaches_the_sdk(monkeypatch):
                     async for _ in await api.ask(client, stream=True):
                         pass
 
-    assert "out of memory" in play(agent, fails, fails=True).error
+    played = play(agent, fails, fails=True)
+    assert "out of memory" in played.error and played.ended == 1
 
 
 def test_keep_alive_comments_are_skipped_by_both_sdks(monkeypatch):

@@ -71,7 +71,8 @@ async def evaluate(
         raise ValueError(f"samples={samples!r}: expected at least 1")
     # Play the requests, and check that there is something to measure.
     view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
-    results = await view.generate_rollouts([request for request in requests for _ in range(samples)], concurrency)
+    limit = {} if concurrency is None else {"concurrency": concurrency}
+    results = await view.generate_rollouts([request for request in requests for _ in range(samples)], **limit)
     done = [result.rollout for result in results if result.rollout.error is None]
     if not done:
         first = next((r.rollout.error for r in results if r.rollout.error), "no requests")
