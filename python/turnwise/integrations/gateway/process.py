@@ -115,7 +115,8 @@ class ProcessEpisode(GatewayEpisode):
         first = next(iter(session.models.values()))
         root = f"{session.url}/{first.name}" if len(session.models) == 1 else session.url
         return {
-            "PATH": os.environ.get("PATH", os.defpath),
+            # "python" is the trainer's own, in whose environment the agent's packages are.
+            "PATH": os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))),
             "LANG": os.environ.get("LANG", "C.UTF-8"),
             "HOME": str(folder),
             "OPENAI_BASE_URL": f"{root}/v1",

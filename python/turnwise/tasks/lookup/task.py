@@ -100,7 +100,7 @@ class LookupTask(GeneratedTask):
         return right + demonstrations(repeated[first:], seed, self.options.quality)
 
     def texts(self) -> list[str]:
-        shown = texts_of(self.demonstrations(500, 0))
+        shown = [text for text in texts_of(self.demonstrations(500, 0)) if text]
         return [*shown, *(call_text(name, column) for name in NAMES for column in (*FRUITS, FRIEND))]
 
     def oracle(self) -> Player:
