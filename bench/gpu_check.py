@@ -40,7 +40,8 @@ WHEELS = (
 )
 PROGRAMS = ("nvcc", "cmake", "ninja")
 PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # searched after the PATH
-NO_GPU = {"arena", "state", "step", "train", "trie", "inference"}  # benches that use no GPU, or exceed a stage's time
+# Benches that use no GPU, or exceed a stage's time.
+NO_GPU = {"arena", "gateway", "state", "step", "train", "trie", "inference"}
 FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # float32 products would take the whole time
 PYTEST_INI = (
     "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"

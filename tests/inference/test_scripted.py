@@ -82,5 +82,5 @@ def test_byte_tokenizer() -> None:
     chat = [{"role": "user", "content": "hi"}]
     assert TOKENIZER.apply_chat_template(chat, tokenize=False) == "user: hi\nassistant: "
     assert TOKENIZER.apply_chat_template(chat, return_dict=True) == {"input_ids": list(b"user: hi\nassistant: ")}
-    with pytest.raises(TypeError, match="tools"):
-        TOKENIZER.apply_chat_template(chat, tools=[])
+    with pytest.raises(TypeError, match="colour"):
+        TOKENIZER.apply_chat_template(chat, colour="blue")

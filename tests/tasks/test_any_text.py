@@ -125,6 +125,14 @@ class Babbler(ScriptedClient):
         return [ModelResponse(self.script(request), [7], [0.0], "stop", [(1, 0)]) for request in requests]
 
 
+class Writer(ScriptedClient):
+    """Answers with the next text as tokens, from which calls of tools are read."""
+
+    async def generate(self, requests):
+        texts = [[*self.script(request).encode(errors="replace"), 256] for request in requests]
+        return [ModelResponse("", ids, [0.0] * len(ids), "stop", [(len(ids), 0)]) for ids in texts]
+
+
 class Blind(ByteTokenizer):
     """Gives every chat the same ids, so long texts cost nothing, but only text that can be encoded."""
 
@@ -182,7 +190,9 @@ async def test_no_text_crashes_an_episode(name, tmp_path, seed):
         said.append(any_text(rng, valid))
         return said[-1]
 
-    arena = Arena(Babbler(reply), Blind(), sampling=Sampling(max_tokens=4096), failure_threshold=1.0)
+    tools = any(actor.tools for actor in task.actors)
+    client, tokenizer = (Writer(reply), ByteTokenizer()) if tools else (Babbler(reply), Blind())
+    arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=4096), failure_threshold=1.0)
     for actor in task.actors:
         arena.add_actor(actor)
     for kind, episode in task.episodes().items():

@@ -32,6 +32,7 @@ GAMES = {"alpha", "mode", "difference", "invalid_cost"}
 REFUSED = {
     "gsm8k": {"alpha", "mode", "difference", "turn_shaping", "gamma"},
     "kuhn_poker": GAMES,
+    "lookup": {"alpha", "mode", "difference", "turn_shaping", "gamma"},
     "negotiation": GAMES,
     "proposer_solver": {"alpha", "mode", "difference"},
     "tic_tac_toe": GAMES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,19 @@ class ByteTokenizer:
     def apply_chat_template(
         self, conversation: Messages, tokenize: bool = True, add_generation_prompt: bool = True, **kwargs: Any
     ) -> Any:
-        """Render ``role: content`` lines, then ``assistant: ``. Returns ids, a string, or ``{"input_ids": ids}``."""
-        known = {"return_dict", "enable_thinking"}
+        """Render a line for each tool, ``role: content`` lines, then ``assistant: ``.
+
+        Returns ids, a string, or ``{"input_ids": ids}``.
+        """
+        known = {"return_dict", "enable_thinking", "tools"}
         if unknown := sorted(set(kwargs) - known):
             raise TypeError(f"apply_chat_template got {unknown}: expected only {sorted(known)}")
-        text = "".join(f"{message['role']}: {message['content']}\n" for message in conversation)
+        text = "".join(f"tools: {json.dumps(tool)}\n" for tool in kwargs.get("tools") or ())
+        for message in conversation:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            named = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+            written = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in named)
+            text += f"{message['role']}: {message['content']}{written}\n"
         text += "assistant: " if add_generation_prompt else ""
         if not tokenize:
             return text

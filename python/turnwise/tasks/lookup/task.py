@@ -26,7 +26,7 @@ class LookupEpisode(SingleTurnEpisode):
     actor = SOLVER
 
     def __init__(self) -> None:
-        self.rubric = Rubric([right, looked_up], [1.0, 0.0])
+        self.rubric = Rubric([right, looked_up, well_formed], [1.0, 0.0, 0.0], valid=[well_formed])
 
     def get_prompt(self, artifact: Any) -> str:
         return Question.parse(artifact["question"]).text
@@ -44,8 +44,17 @@ def right(completion: str, artifact: Any) -> dict[str, float]:
 
 def looked_up(rollout: Any) -> dict[str, float]:
     """The number of well-formed calls."""
-    calls = [status for step in rollout.steps if step.selected for status in step.info.get("tool_calls", ())]
-    return {SOLVER: float(calls.count("ok"))}
+    return {SOLVER: float(_calls(rollout).count("ok"))}
+
+
+def well_formed(rollout: Any) -> dict[str, float]:
+    """The share of the attempted calls that are well formed; 1.0 without any."""
+    calls = _calls(rollout)
+    return {SOLVER: calls.count("ok") / len(calls) if calls else 1.0}
+
+
+def _calls(rollout: Any) -> list[str]:
+    return [status for step in rollout.steps for status in step.info.get("tool_calls", ())]
 
 
 class LookupOptions(TaskOptions):
