@@ -18,7 +18,7 @@ from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
 from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice
-from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over, unsupported
+from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over
 from turnwise.types import ContextLengthError, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -330,8 +330,3 @@ def _first_call(parsed: ParsedCompletion) -> ParsedCompletion:
     extra = parsed.good_calls[1:]
     kept = tuple(call for call in parsed.calls if call is first or call.status != OK)
     return ParsedCompletion(parsed.content + "".join(f"\n{call.raw}" for call in extra), parsed.reasoning, kept)
-
-
-def check_one_choice(ask: Ask, dialect: str) -> None:
-    if ask.n != 1:
-        raise unsupported("n", f"{dialect} has one choice")
