@@ -82,5 +82,15 @@ def test_byte_tokenizer() -> None:
     chat = [{"role": "user", "content": "hi"}]
     assert TOKENIZER.apply_chat_template(chat, tokenize=False) == "user: hi\nassistant: "
     assert TOKENIZER.apply_chat_template(chat, return_dict=True) == {"input_ids": list(b"user: hi\nassistant: ")}
+    called = {"name": "add", "arguments": {"a": 1}}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": called}]},
+        {"role": "tool", "content": "2"},
+    ]
+    assert TOKENIZER.apply_chat_template(asked, tokenize=False, tools=tools) == (
+        'tools: {"type": "function", "function": {"name": "add"}}\n'
+        'assistant: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\ntool: 2\nassistant: '
+    )
     with pytest.raises(TypeError, match="colour"):
         TOKENIZER.apply_chat_template(chat, colour="blue")

@@ -49,6 +49,18 @@ def test_a_message_costs_two_tokens_beside_its_text(tokenizer):
     assert answered == [*asked, *tokenizer("15")["input_ids"], tokenizer.eos_token_id]
 
 
+def test_tools_are_part_of_the_system_message(tokenizer):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    chat = [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    assert tokenizer.decode(ids(tokenizer, chat, tools=[tool], add_generation_prompt=True)) == (
+        "<|system|>Add.\nadd(a, b)<|end|><|user|>12+3?<|end|><|assistant|>"
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|end|>'
+        "<|user|><tool_response>3</tool_response><|end|><|assistant|>"
+    )
+    assert ids(tokenizer, CHAT, tools=[]) == ids(tokenizer, CHAT)
+
+
 def test_special_tokens(tokenizer):
     assert tokenizer.eos_token == "<|end|>" and tokenizer.pad_token == "<|pad|>"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id

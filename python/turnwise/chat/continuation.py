@@ -69,9 +69,9 @@ class Conversations:
         histories = _histories(messages)
         own = tools_key(tools)
         begun = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"]
-        shared = any(message_key(messages[place - 1]) in self._answers for place in begun)
         place = next((place for place in reversed(begun) if (own, histories[place]) in self._calls), 0)
         if not place:
+            shared = any(message_key(messages[place - 1]) in self._answers for place in begun)
             other = any(histories[place] in self._tools for place in begun)
             reason = ("tools" if other else "history") if shared else ""
             return Prompt(self.format.prompt_ids(messages, tools), 0, reason, self.format.escapes(messages))

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from turnwise.chat.messages import Tool
@@ -40,6 +41,12 @@ def tool_of(tool: Callable[..., Any] | Mapping[str, Any]) -> Tool:
         return dict(tool)
     if not callable(tool):
         raise TypeError(f"tools: got {tool!r}, expected a function or a JSON schema")
+    return _schema_of(tool)
+
+
+@lru_cache(maxsize=256)
+def _schema_of(tool: Callable[..., Any]) -> Tool:
+    """Read the signature and the docstring once, as an actor's tools are looked at in every turn."""
     from transformers.utils import get_json_schema
 
     name = getattr(tool, "__name__", repr(tool))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -68,9 +69,9 @@ class GatewayEpisode(Episode):
         state.done = True
         return state
 
+    @abstractmethod
     async def run_agent(self, question: Any, session: Session) -> Any:
         """Run the agent and return its result."""
-        raise NotImplementedError
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         found = to_python(state.data)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from turnwise.utils.registry import did_you_mean
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -46,3 +48,17 @@ class GatewaySettings:
         for name, known in (("sampling", ("actor", "agent")), ("choices", ("all", "continued"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}")
+
+
+def settings_of(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySettings:
+    """Return the settings of the config table ``[gateway]``.
+
+    Raises ``ValueError`` for an unknown key, naming the nearest of the known ones and of those that the table may
+    ``also`` have.
+    """
+    known = [field.name for field in fields(GatewaySettings)]
+    for name in given:
+        if name not in known:
+            near = did_you_mean(name, [*known, *also])
+            raise ValueError(f"config key 'gateway.{name}' = {given[name]!r}: unknown; {near}")
+    return GatewaySettings(**given)

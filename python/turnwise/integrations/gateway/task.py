@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ from turnwise.integrations.gateway.episode import AgentEpisode, reported_reward
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import ProcessEpisode
 from turnwise.integrations.gateway.replay import ReplayedEpisode
-from turnwise.integrations.gateway.settings import GatewaySettings
+from turnwise.integrations.gateway.settings import settings_of
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
-from turnwise.utils.registry import did_you_mean, import_by_name
+from turnwise.utils.registry import import_by_name
 
 PROCESS = "process"
 """Name of the task whose agent is the command in ``gateway.command``."""
@@ -68,7 +68,7 @@ class GatewayTask(OwnTask):
         self.name = options.name  # type: ignore[misc]  # a class of one's own names its task once
         given = dict(options.gateway)
         self._process = {name: given.pop(name) for name in _OF_PROCESS if name in given}
-        self.gateway = Gateway(_settings(given))
+        self.gateway = Gateway(settings_of(given, also=_OF_PROCESS))
         self.is_process = self.name == PROCESS
         if self.is_process != ("command" in self._process):
             raise ValueError(
@@ -124,15 +124,6 @@ class GatewayTask(OwnTask):
         return ReplayedEpisode(self.agent, self.gateway, sampler=tree, **common)
 
 
-def _settings(given: dict[str, Any]) -> GatewaySettings:
-    known = {field.name for field in dataclasses.fields(GatewaySettings)}
-    for name in given:
-        if name not in known:
-            near = did_you_mean(name, [*known, *_OF_PROCESS])
-            raise ValueError(f"config key 'gateway.{name}' = {given[name]!r}: unknown; {near}")
-    return GatewaySettings(**given)
-
-
 def _questions(given: str, module: str, is_process: bool) -> list[str]:
     """Return the questions as canonical JSON, each once. Raises ``ValueError`` that names where they should be."""
     if not given and is_process:
@@ -160,8 +151,6 @@ def _questions(given: str, module: str, is_process: bool) -> list[str]:
 
 
 def _of_module(module: str, name: str, default: Any) -> Any:
-    import importlib
-
     return getattr(importlib.import_module(module), name, default)
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.integrations.gateway.settings import GatewaySettings
+from turnwise.integrations.gateway.settings import settings_of
 from turnwise.integrations.verifiers.version import check_version
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
-from turnwise.utils.registry import did_you_mean, import_by_name
+from turnwise.utils.registry import import_by_name
 
 
 class VerifiersOptions(OwnOptions):
@@ -53,7 +52,7 @@ class VerifiersTask(OwnTask):
         super().__init__(options)
         options = self.options
         self.name = options.name  # type: ignore[misc]  # a class of one's own names its task once
-        self.settings = _settings(options.gateway)
+        self.settings = settings_of(options.gateway)
         self.env = _env(options.name, options.env)
         self._tasks = list(self.env.taskset.take(options.size))
         self._places: dict[str, int] = {}
@@ -134,11 +133,3 @@ def _key(task: Any) -> str:
     from verifiers.v1.task import task_key
 
     return task_key(task.data.model_dump(mode="json", exclude={"idx"}, exclude_none=True))
-
-
-def _settings(given: dict[str, Any]) -> GatewaySettings:
-    known = [field.name for field in dataclasses.fields(GatewaySettings)]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"gateway.{name}={given[name]!r}: unknown; {did_you_mean(name, known)}")
-    return GatewaySettings(**given)
