@@ -46,6 +46,21 @@ def call_of(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def answers_of_a_model(tool: Any, limit: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """Return what a model may say by name, with the options of the request, in which ``limit`` limits the tokens."""
+    total = call_of("add", '{"a": 2, "b": 2}')
+    return {
+        "text": (["It is 4."], {}),
+        "empty": ([""], {}),
+        "cut": (["It is 4."], {limit: 3}),
+        "call": ([f"I add.\n{total}"], {"tools": [tool]}),
+        "two calls": ([total + total], {"tools": [tool]}),
+        "bad call": (["<tool_call>{]</tool_call>"], {"tools": [tool]}),
+        "reasoning": (["<think>\nhm\n</think>\n\nIt is 4."], {}),
+        "reasoning and call": ([f"<think>\nhm\n</think>\n\n{total}"], {"tools": [tool]}),
+    }
+
+
 def scripted(*texts: str | Reply | BaseException) -> Callable[[ModelRequest], Any]:
     """Return a script that says ``texts`` one by one, then the last one again, with :data:`LOGPROBS`."""
     left = list(texts)

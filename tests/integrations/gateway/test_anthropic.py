@@ -7,7 +7,7 @@ import pytest
 
 from turnwise.types import Actor
 
-from .helpers import ADD, FAMILIES, USER, call_of, dumped, needs_qwen3, play
+from .helpers import ADD, FAMILIES, USER, answers_of_a_model, call_of, dumped, needs_qwen3, play
 
 TOOL = {
     "name": "add",
@@ -78,17 +78,7 @@ def test_synchronous_agent_runs_in_a_thread():
     assert play(agent, ["4"]).seen[0].content[0].text == "4"
 
 
-CASES = {
-    "text": (["It is 4."], {}),
-    "empty": ([""], {}),
-    "cut": (["It is 4."], {"max_tokens": 3}),
-    "stop": (["It is 4. Or 5."], {"stop_sequences": ["."]}),
-    "call": ([f"I add.\n{SUM}"], {"tools": [TOOL]}),
-    "two calls": ([SUM + SUM], {"tools": [TOOL]}),
-    "bad call": (["<tool_call>{]</tool_call>"], {"tools": [TOOL]}),
-    "reasoning": (["<think>\nhm\n</think>\n\nIt is 4."], {}),
-    "reasoning and call": ([f"<think>\nhm\n</think>\n\n{SUM}"], {"tools": [TOOL]}),
-}
+CASES = answers_of_a_model(TOOL, "max_tokens") | {"stop": (["It is 4. Or 5."], {"stop_sequences": ["."]})}
 
 
 @pytest.mark.parametrize("case", CASES)

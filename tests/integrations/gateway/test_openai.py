@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.types import Actor, Sampling
 
-from .helpers import ADD, FAMILIES, LOGPROBS, USER, call_of, dumped, needs_qwen3, play
+from .helpers import ADD, FAMILIES, LOGPROBS, USER, answers_of_a_model, call_of, dumped, needs_qwen3, play
 
 SUM = call_of("add", '{"a": 2, "b": 2}')
 
@@ -106,18 +106,10 @@ def test_synchronous_agent_runs_in_a_thread():
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
-CASES = {
-    "text": (["It is 4."], {}),
-    "empty": ([""], {}),
+CASES = answers_of_a_model(ADD, "max_tokens") | {
     "logprobs": (["It is 4."], {"logprobs": True}),
-    "cut": (["It is 4."], {"max_tokens": 3}),
     "stop": (["It is 4. Or 5."], {"stop": ["."]}),
     "choices": (["It is 4."], {"n": 3}),
-    "call": ([f"I add.\n{SUM}"], {"tools": [ADD]}),
-    "two calls": ([SUM + SUM], {"tools": [ADD]}),
-    "bad call": (["<tool_call>{]</tool_call>"], {"tools": [ADD]}),
-    "reasoning": (["<think>\nhm\n</think>\n\nIt is 4."], {}),
-    "reasoning and call": ([f"<think>\nhm\n</think>\n\n{SUM}"], {"tools": [ADD]}),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.types import Actor
 
-from .helpers import ADD, FAMILIES, call_of, dumped, play
+from .helpers import ADD, FAMILIES, answers_of_a_model, call_of, dumped, play
 
 TOOL = {"type": "function", "strict": False, **ADD["function"]}
 SUM = call_of("add", '{"a": 2, "b": 2}')
@@ -63,16 +63,7 @@ def test_answer_is_the_recorded_step():
     )
 
 
-CASES = {
-    "text": (["It is 4."], {}),
-    "empty": ([""], {}),
-    "cut": (["It is 4."], {"max_output_tokens": 3}),
-    "call": ([f"I add.\n{SUM}"], {"tools": [TOOL]}),
-    "two calls": ([SUM + SUM], {"tools": [TOOL]}),
-    "bad call": (["<tool_call>{]</tool_call>"], {"tools": [TOOL]}),
-    "reasoning": (["<think>\nhm\n</think>\n\nIt is 4."], {}),
-    "reasoning and call": ([f"<think>\nhm\n</think>\n\n{SUM}"], {"tools": [TOOL]}),
-}
+CASES = answers_of_a_model(TOOL, "max_output_tokens")
 
 
 @pytest.mark.parametrize("case", CASES)

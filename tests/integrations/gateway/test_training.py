@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import agents
 import anthropic
 import openai
 import pytest
@@ -65,6 +66,31 @@ def through_anthropic(question, models):
     return rewards
 
 
+async def through_agents(question, models):
+    """Two agents of OpenAI's framework, with a hand-off and a tool; a tiny model has yet to learn to call them."""
+
+    def model_of(name):
+        client = openai.AsyncOpenAI(base_url=models[name].base_url, api_key=models[name].api_key)
+        clients.append(client)
+        return agents.OpenAIChatCompletionsModel(model=name, openai_client=client)
+
+    @agents.function_tool
+    def add(a: int, b: int) -> int:
+        """Adds two numbers."""
+        return a + b
+
+    clients, rewards = [], {}
+    second = agents.Agent("second", instructions="Add.", model=model_of("second"), tools=[add])
+    first = agents.Agent("first", instructions="Sort.", model=model_of("first"), handoffs=[second])
+    for agent in (first, first, first, second, second):
+        config = agents.RunConfig(tracing_disabled=True)
+        result = await agents.Runner.run(agent, question, run_config=config, max_turns=2)
+        rewards[agent.name] = letters(result.final_output)
+    for client in clients:
+        await client.close()
+    return rewards
+
+
 PROCESS = """
 rewards = {}
 for name in ("first", "first", "first", "second", "second"):
@@ -78,7 +104,8 @@ def episode_of(kind, folder, gateway):
         (folder / "agent.py").write_text(HEAD + PROCESS)
         command = [sys.executable, "-I", "-S", "agent.py"]
         return ProcessEpisode(command, gateway, actors=ACTORS, files={"agent.py": folder / "agent.py"})
-    return AgentEpisode({"openai": through_openai, "anthropic": through_anthropic}[kind], gateway, actors=ACTORS)
+    agent = {"openai": through_openai, "anthropic": through_anthropic, "agents": through_agents}[kind]
+    return AgentEpisode(agent, gateway, actors=ACTORS)
 
 
 def trainer_of(kind, folder):
@@ -112,7 +139,7 @@ def trainer_of(kind, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["openai", "anthropic", "process"])
+@pytest.mark.parametrize("kind", ["openai", "anthropic", "agents", "process"])
 def test_three_training_steps(kind, tmp_path):
     trainer, arena = trainer_of(kind, tmp_path)
     batches, packed = [], arena.build_training_batch
