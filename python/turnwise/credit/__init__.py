@@ -1,6 +1,6 @@
 """Credit rules turn rewards into advantages. One rule is one file under ``rules``; ``registry`` finds it by name.
 
-Read in this order: base, rules, levels, edges.
+Read in this order: base, rules, levels, edges, columns.
 May import: types, utils, ops, samples.
 
 Most rules need only a key per sample and a call of ``ops.group_advantage``. To write a new one, subclass
@@ -10,6 +10,7 @@ Most rules need only a key per sample and a call of ``ops.group_advantage``. To 
 from __future__ import annotations
 
 from turnwise.credit.base import Credit, GroupCredit, build_rule, registry
+from turnwise.credit.columns import credit_columns
 from turnwise.credit.edges import Difference, FromChildren
 from turnwise.credit.levels import LevelCredit
 from turnwise.credit.rules.at_grpo import ATGRPOCredit
@@ -67,5 +68,6 @@ __all__ = [
     "TurnReturnsCredit",
     "VineCredit",
     "build_rule",
+    "credit_columns",
     "registry",
 ]

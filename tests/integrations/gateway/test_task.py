@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -54,7 +55,7 @@ async def talker(question, models):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    name = f"agent_of_{abs(hash(request.node.name))}"
+    name = f"agent_of_{zlib.crc32(request.node.name.encode())}"  # equal in each run, as the questions' order follows it
     (tmp_path / f"{name}.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path)
     return name

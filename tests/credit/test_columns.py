@@ -1,0 +1,107 @@
+"""Credit rules over the columns of another trainer's batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.credit import RAECredit, build_rule, credit_columns, registry
+from turnwise.types import Sample
+
+QUESTIONS, ACTORS, TRAJECTORIES = ["q"] * 5, ["solver", "solver", "verifier", "solver", "verifier"], list("aaabb")
+REWARDS = [0.9, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_worked_by_hand() -> None:
+    whole = {"questions": QUESTIONS, "actors": ACTORS, "trajectories": TRAJECTORIES}
+    s = math.sqrt(0.5)
+    assert credit_columns("dr_mas", REWARDS, **whole) == pytest.approx([0.48418, 0.66575, s, -1.14993, -s], abs=1e-4)
+    assert credit_columns("grpo", REWARDS, **whole) == pytest.approx([s, s, s, -s, -s], abs=1e-4)
+    assert credit_columns("dr_mas", REWARDS, options={"scale": "none"}, **whole) == pytest.approx(
+        [0.26667, 0.36667, 0.5, -0.63333, -0.5], abs=1e-5
+    )
+    at_grpo = credit_columns("at_grpo", [1, 0, 3, 5], questions=[1] * 4, turns=[0, 0, 1, 1])
+    assert at_grpo == pytest.approx([s, -s, -s, s], abs=1e-6)
+
+
+def test_a_tree_compares_the_branches_of_one_node() -> None:
+    found = credit_columns("at_grpo", [1, 0, 5, 5], questions=[1] * 4, trajectories=[0] * 4, nodes=[0, 0, 1, 1])
+    assert found == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(set(registry) - {"levels", "vine"}))
+def test_equals_the_rule_over_samples(name: str) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    count = 40
+    columns: dict[str, list[Any]] = {
+        "questions": [rng.randrange(3) for _ in range(count)],
+        "actors": [rng.choice(["a", "b"]) for _ in range(count)],
+        "turns": [rng.randrange(2) for _ in range(count)],
+        "trajectories": [rng.randrange(8) for _ in range(count)],
+        "lengths": [rng.randrange(1, 9) for _ in range(count)],
+        "states": [rng.randrange(4) for _ in range(count)],
+    }
+    rewards = [rng.random() for _ in range(count)]
+    samples = [
+        Sample(
+            group_id=columns["questions"][row],
+            episode_type="any",
+            actor=columns["actors"][row],
+            turn=columns["turns"][row],
+            branch=0,
+            tree_node=None,
+            rollout_id=f"r{columns['trajectories'][row]}",
+            step_index=row,
+            policy="p",
+            prompt_token_ids=[1],
+            completion_token_ids=[2] * columns["lengths"][row],
+            rollout_logprobs=[],
+            policy_versions=[],
+            reward=rewards[row],
+            trajectory_reward=rewards[row],
+            info={"state": columns["states"][row]},
+        )
+        for row in range(count)
+    ]
+    expected = build_rule(name, {}).compute_columns(samples)
+    assert np.array_equal(credit_columns(name, rewards, **columns), expected) and len(expected) == count
+
+
+def test_a_rule_with_state_keeps_it_between_batches() -> None:
+    rule = RAECredit(decay=0.5)
+    first = credit_columns(rule, [1.0, 1.0], questions=[0, 0])
+    second = credit_columns(rule, [1.0, 1.0], questions=[0, 0])
+    assert first == pytest.approx([1.0, 1.0]) and second == pytest.approx([0.5, 0.5])
+
+
+def test_attempts_are_compared_by_their_own_reward() -> None:
+    found = credit_columns(
+        "episodic", [0.0, 0.0], questions=[0, 0], trajectory_rewards=[3.0, 4.0], trajectories=["x", ("y", 1)]
+    )
+    assert found.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        ("grpo", {"actors": ["a"]}, "actors: has 1 entries, and rewards has 2"),
+        ("grpo", {"rewards": [math.nan, 0.0]}, r"rewards: expected \[B\] finite numbers"),
+        ("grpo", {"trajectory_rewards": [[1.0], [2.0]]}, r"trajectory_rewards: expected \[B\] finite numbers"),
+        ("opo", {}, "lengths=None: OPOCredit weighs rewards"),
+        ("gigpo", {}, "states=None: GiGPOCredit compares"),
+        ("vine", {}, "rule=VineCredit: it needs whole trees"),
+        ("levels", {}, "rule=LevelCredit: it needs whole trees"),
+        (RAECredit(), {"options": {"decay": 0.5}}, "options={'decay': 0.5}: expected None"),
+        ("nothing", {}, "'rule' = 'nothing'"),
+    ],
+)
+def test_bad_columns_are_named(rule: Any, settings: dict[str, Any], message: str) -> None:
+    settings = {"rewards": [1.0, 0.0], "questions": [0, 0], **settings}
+    with pytest.raises(ValueError, match=message):
+        credit_columns(rule, settings.pop("rewards"), **settings)
