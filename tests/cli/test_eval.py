@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands import eval as evaluation
 from turnwise.cli.commands.eval import evaluate_from_config, measure, render
+from turnwise.run import load
 from turnwise.run.build import train_from_config
 from turnwise.train.checkpoint.checkpoint import CheckpointError
 from turnwise.train.run_folder import RunLock
@@ -56,15 +56,15 @@ def test_a_checkpoint_that_a_run_deletes_meanwhile_gives_way_to_the_newest(sudok
     """The result was named after the newest checkpoint at the end, whichever had been evaluated."""
     config = sudoku.model_copy(update={"run_dir": tmp_path / "run"})
     shutil.copytree(sudoku.run_dir, config.run_dir)
-    load, gone = evaluation.load_weights, []
+    whole, gone = load.load_weights, []
 
     def deleted(path, policies):
         if not gone:
             gone.append(path)
             shutil.rmtree(path)
-        load(path, policies)
+        whole(path, policies)
 
-    monkeypatch.setattr(evaluation, "load_weights", deleted)
+    monkeypatch.setattr(load, "load_weights", deleted)
     measured = measure(config)
     assert gone[0].name == "step_00000002" and measured.checkpoint.endswith("step_00000001")
     assert measured.evaluation == evaluate_from_config(sudoku, "step_00000001")

@@ -248,9 +248,10 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "serve": Command(
-        "Serve a model with vLLM to runs that sample over HTTP; needs vLLM.",
+        "Serve a model with vLLM to runs that sample over HTTP, or a run's actors to clients of OpenAI and Anthropic.",
         (
-            argument("model", "folder or Hugging Face Hub name", metavar="MODEL"),
+            argument("model", "folder or Hugging Face Hub name of a model, or a run folder", metavar="MODEL|RUN_DIR"),
+            argument("--checkpoint", "of a run: newest (default), best, start, step_00000010, or a folder"),
             argument("--host", "address to bind (default: 127.0.0.1, this machine only)", default="127.0.0.1"),
             argument("--port", "port to bind, 0 for a free one (default: 8000)", type=int, default=8000),
             argument("--api-key-env", "environment variable with the key (default: a new key file)", metavar="NAME"),

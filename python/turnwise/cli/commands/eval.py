@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,19 +16,15 @@ from rich.console import Console
 from turnwise.arena.answers import Contribution
 from turnwise.cli.options import EXIT_OK
 from turnwise.run.ablations import ablations_of
-from turnwise.run.build import build_run
 from turnwise.run.checks import task_of
+from turnwise.run.load import load_run
 from turnwise.tasks import task_type
-from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints, load_weights
-from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, raw_settings
 from turnwise.train.eval.ablate import Addition
 from turnwise.train.eval.evaluate import Evaluation, compare, describe
 from turnwise.train.eval.statistics import Estimate, PairedDifference
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.model.policy import Policy
-from turnwise.train.run_folder import refuse_own_arena
 from turnwise.train.validate import read_config
 from turnwise.utils.registry import announce_code
 
@@ -117,42 +113,15 @@ def _evaluated(
         ablations = ablations_of(task_of(config), ablate) if ablate else []
     except ValueError as error:
         raise ValueError(f"--ablate {','.join(ablate)}: {error}") from None
-    # Refuse checkpoints of a run that played other episodes. Without a checkpoint, the warm start runs first.
-    chosen = chosen_checkpoint(config, checkpoint)
     quiet = RunLog(config.run_dir, 0, writers=[], console=Console(stderr=True), progress=False)
-    if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
-        refuse_own_arena(config, task_of(config).episodes())
-    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=None if verbose else quiet)
+    run, chosen = load_run(config, checkpoint, None if verbose else quiet)
     with closing(run):
-        if chosen is not None:
-            chosen = _load(config, checkpoint, run.trainer.policies)
         sampling = run.arena.sampling.with_(temperature=temperature)
         result, additions = run.ablate(ablations, sampling, samples=samples)
     name = "starting weights" if chosen is None else str(chosen)
     if verbose:
         run.trainer.log.note(f"{name}: {describe(result)}")
     return Measured(name, result, additions)
-
-
-def _load(config: TrainConfig, checkpoint: str | Path | None, policies: Mapping[str, Policy]) -> Path:
-    """Load ``checkpoint``. A run that continues may delete it meanwhile; then its name is resolved again."""
-    while True:
-        chosen = chosen_checkpoint(config, checkpoint)
-        assert chosen is not None
-        try:
-            load_weights(chosen, policies)
-            return chosen
-        except CheckpointError:
-            if chosen.is_dir() or chosen_checkpoint(config, checkpoint) == chosen:
-                raise
-
-
-def chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Path | None:
-    """Return the folder that ``checkpoint`` names, by default the newest; ``None`` for the starting weights."""
-    root = config.run_dir / "checkpoints"
-    if checkpoint is None and list_checkpoints(root):
-        checkpoint = "newest"
-    return None if checkpoint is None or checkpoint == START else find_checkpoint(root, checkpoint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,44 @@
-"""``turnwise serve``: serve a model with vLLM until Ctrl-C."""
+"""``turnwise serve``: serve a model with vLLM, or the actors of a run, until Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import secrets
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
 
 from turnwise.cli.options import EXIT_OK, parse_pairs
+from turnwise.inference.common.keys import key_file, key_from_environment, write_key
 from turnwise.inference.server.server import Server
 from turnwise.inference.server.settings import LOOPBACK, ServeSettings
+from turnwise.run.build import Run
+from turnwise.run.load import load_run
+from turnwise.tasks import task_type
+from turnwise.train.config.toml import CONFIG_FILE, raw_settings
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.validate import read_config
 from turnwise.utils.literals import literal
+from turnwise.utils.registry import announce_code
+
+OF_VLLM = {
+    "adapters": [], "adapter_slots": 0, "adapter_rank": 16, "kv_cache_gb": 1.0, "max_num_seqs": 256, "engine_arg": [],
+    "restarts": 5,
+}  # fmt: skip
+"""Options of vLLM's server, and their defaults."""
 
 
 def run(options: argparse.Namespace) -> int:
+    if (Path(options.model) / CONFIG_FILE).is_file():
+        return serve_run(options)
+    if options.checkpoint is not None:
+        raise ValueError(f"--checkpoint {options.checkpoint}: expected the folder of a run, got {options.model!r}")
     serve_until_stopped(
         ServeSettings(
             options.model,
@@ -32,14 +58,71 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def say(line: str) -> None:
+    print(f"turnwise: {line}", file=sys.stderr, flush=True)
+
+
+# ---- a run's actors --------------------------------------------------------------------------------------------------
+def serve_run(options: argparse.Namespace) -> int:
+    """Serve the actors of a run, sampled by the client in its config, until Ctrl-C (which raises) or SIGTERM."""
+    for name, default in OF_VLLM.items():
+        if getattr(options, name) != default:
+            raise ValueError(f"--{name.replace('_', '-')}: is of vLLM's server; a run is served as its config says")
+    key = secrets.token_urlsafe(32) if options.api_key_env is None else key_from_environment(options.api_key_env)
+    folder = Path(options.model)
+    announce_code(raw_settings(folder / CONFIG_FILE, {}))
+    config = read_config(folder / CONFIG_FILE, {}, task_type=task_type).model_copy(update={"run_dir": folder})
+    log = RunLog(folder, 0, writers=[], console=Console(stderr=True), progress=False)
+    loaded, chosen = load_run(config, options.checkpoint, log)
+    with closing(loaded):
+        say(f"loaded {'the starting weights' if chosen is None else chosen}")
+        asyncio.run(_serve(loaded, key, options))
+    return EXIT_OK
+
+
+async def _serve(run: Run, key: str, options: argparse.Namespace) -> None:
+    try:
+        from turnwise.integrations.gateway.standing import standing
+    except ImportError as error:
+        raise ImportError("serving a run needs aiohttp: pip install 'turnwise[gateway]'") from error
+    from turnwise.integrations.gateway.settings import GatewaySettings
+    from turnwise.integrations.gateway.task import GatewayTask
+
+    settings = run.task.gateway.settings if isinstance(run.task, GatewayTask) else GatewaySettings()
+    settings = replace(
+        settings, host=options.host, port=options.port, allowed_hosts=tuple(options.allowed_host), sampling="agent"
+    )
+    stopped = asyncio.Event()
+    await run.trainer.sync_weights()
+    async with standing(run.arena, settings, key) as url:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        if options.host not in LOOPBACK:
+            say(f"{options.host} is open to other hosts: clients need the key, but it travels unencrypted")
+        with _kept(key, url) if options.api_key_env is None else nullcontext():
+            say(f"serving the models {', '.join(run.arena.actors)} at {url}")
+            await stopped.wait()
+        say("stopping")
+
+
+@contextmanager
+def _kept(key: str, url: str) -> Iterator[None]:
+    """Keep ``key`` in a file for the block."""
+    path = key_file(url)
+    write_key(path, key)
+    say(f"the key that clients need is in {path}")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# ---- a model, by vLLM ------------------------------------------------------------------------------------------------
 def serve_until_stopped(settings: ServeSettings) -> None:
     """Serve in the foreground until Ctrl-C (which raises), SIGTERM or SIGHUP; logs go to stderr.
 
     Raises :class:`~turnwise.inference.server.server.ServerFailed` when the server dies too often.
     """
-
-    def say(line: str) -> None:
-        print(f"turnwise: {line}", file=sys.stderr, flush=True)
 
     def stop(number: int, frame: object) -> None:
         say(f"stopping: {signal.Signals(number).name}")

@@ -1,6 +1,6 @@
 """A gateway: agents of any framework call models by a base URL, and their calls become token-exact training samples.
 
-Read in this order: settings, session, server, gateway, episode, process, supervisor, replay, task, remote.
+Read in this order: settings, session, server, gateway, episode, process, supervisor, replay, task, remote, standing.
 May import: types, utils, state, chat, arena, tasks, inference, train.
 """
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
-from collections.abc import Hashable, Mapping
+import socket
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from types import ModuleType
 from typing import Any
@@ -25,17 +28,26 @@ DIALECTS: dict[str, ModuleType] = {
     "messages": anthropic_messages,
 }
 ROOTS = ("/s/{sid}/{actor}/v1", "/s/{sid}/{actor}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
+STANDING_ROOTS = ("/v1", "/v1/v1")
+"""Roots of a server without sessions: a request names its actor as the model."""
 KEEP_ALIVE = 10.0
 """Seconds between two comments in a stream that waits for its answer."""
 
 
 class Server:
-    """Serves the sessions that ``sessions`` holds. ``ended`` has the keys of ended ones, and the reason."""
+    """Serves the sessions that ``sessions`` holds. ``ended`` has the keys of ended ones, and the reason.
+
+    Those of ``roots`` without a session's id serve ``sessions[""]``.
+    """
 
     def __init__(
-        self, settings: GatewaySettings, sessions: Mapping[str, Session], ended: Mapping[str, tuple[list[str], str]]
+        self,
+        settings: GatewaySettings,
+        sessions: Mapping[str, Session],
+        ended: Mapping[str, tuple[list[str], str]],
+        roots: Sequence[str] = ROOTS,
     ) -> None:
-        self.settings, self.sessions, self.ended = settings, sessions, ended
+        self.settings, self.sessions, self.ended, self.roots = settings, sessions, ended, roots
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -44,9 +56,9 @@ class Server:
         app = web.Application(client_max_size=self.settings.max_body)
         app.on_response_prepare.append(_close_connection)
         for path, dialect in DIALECTS.items():
-            for root in ROOTS:
+            for root in self.roots:
                 app.router.add_post(f"{root}/{path}", self._handler(dialect))
-        for root in ROOTS:
+        for root in self.roots:
             app.router.add_get(f"{root}/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # Without handler_cancellation a client that hangs up would leave its call running.
@@ -84,10 +96,11 @@ class Server:
 
     def _session(self, request: web.Request) -> Session:
         """Return the session of a request that any of its keys opens. Raises :class:`WireError` otherwise."""
-        _check_host(request, self.settings.host)
-        session = self.sessions.get(request.match_info["sid"])
+        _check_host(request, self.settings)
+        name = request.match_info.get("sid", "")
+        session = self.sessions.get(name)
         if session is None:
-            keys, reason = self.ended.get(request.match_info["sid"], ([], ""))
+            keys, reason = self.ended.get(name, ([], ""))
             _check_key(request, keys)
             raise session_over(reason)
         _check_key(request, [seat.key for seat in session.seats.values()])
@@ -183,11 +196,27 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
     return body if text.isascii() and b"\\ud" not in text.lower() else well_formed_texts(body)
 
 
-def _check_host(request: web.Request, host: str) -> None:
+def _check_host(request: web.Request, settings: GatewaySettings) -> None:
     """Refuse a foreign ``Host`` header: a web page could else reach the gateway under its own name."""
-    name = request.host.rpartition(":")[0] or request.host
-    if name.strip("[]") not in (host, *LOOPBACK):
-        raise WireError(421, "wrong_host", f"this is not {request.host!r}")
+    name = (request.url.host or "").strip("[]")
+    own = (settings.host, *LOOPBACK, *settings.allowed_hosts, *_names_of_machine())
+    if name not in own and not _is_address(name):
+        raise WireError(421, "wrong_host", f"this is not {request.host!r}: list the name in allowed_hosts")
+
+
+@cache
+def _names_of_machine() -> tuple[str, ...]:
+    name = socket.gethostname()
+    return name, name.partition(".")[0]
+
+
+def _is_address(name: str) -> bool:
+    """True for a numeric address: no web page can make a browser send one in place of its own name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_key(request: web.Request, keys: list[str]) -> None:

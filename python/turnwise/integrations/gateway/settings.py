@@ -20,6 +20,8 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback is open to other hosts, and keys travel unencrypted."""
+    allowed_hosts: Sequence[str] = ()
+    """Further names under which agents reach the gateway. Addresses, loopback and the machine's own names always do."""
     port: int = 0
     """Port to listen on; 0 takes a free one."""
     renderer: str = "auto"
@@ -45,6 +47,8 @@ class GatewaySettings:
         for name in ("max_calls", "max_parallel", "call_timeout", "max_body"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
+        if isinstance(self.allowed_hosts, str):
+            raise ValueError(f"allowed_hosts={self.allowed_hosts!r}: expected a list of names")
         for name, known in (("sampling", ("actor", "agent")), ("choices", ("all", "continued"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}")

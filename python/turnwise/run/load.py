@@ -1,0 +1,55 @@
+"""Builds a run with the weights of one of its checkpoints, for what only reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from turnwise.run.build import Run, build_run
+from turnwise.run.checks import task_of
+from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints, load_weights
+from turnwise.train.checkpoint.progress import START, find_checkpoint
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.model.policy import Policy
+from turnwise.train.run_folder import refuse_own_arena
+
+
+def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | None) -> tuple[Run, Path | None]:
+    """Return the run with the weights of ``checkpoint``, and its folder: ``None`` for the starting weights.
+
+    ``checkpoint`` is ``"newest"``, ``"best"`` (of the validations so far), ``"start"``, the name of a checkpoint of the
+    run, or a folder; by default the newest, else the starting weights, for which the warm start runs. Raises
+    :class:`CheckpointError` if there is no such checkpoint, or it is of a run that played other episodes.
+    """
+    chosen = _chosen_checkpoint(config, checkpoint)
+    if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
+        refuse_own_arena(config, task_of(config).episodes())
+    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=log)
+    if chosen is not None:
+        try:
+            chosen = _load(config, checkpoint, run.trainer.policies)
+        except BaseException:
+            run.close()
+            raise
+    return run, chosen
+
+
+def _load(config: TrainConfig, checkpoint: str | Path | None, policies: Mapping[str, Policy]) -> Path:
+    """Load ``checkpoint``. A run that continues may delete it meanwhile; then its name is resolved again."""
+    while True:
+        chosen = _chosen_checkpoint(config, checkpoint)
+        assert chosen is not None
+        try:
+            load_weights(chosen, policies)
+            return chosen
+        except CheckpointError:
+            if chosen.is_dir() or _chosen_checkpoint(config, checkpoint) == chosen:
+                raise
+
+
+def _chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Path | None:
+    root = config.run_dir / "checkpoints"
+    if checkpoint is None and list_checkpoints(root):
+        checkpoint = "newest"
+    return None if checkpoint is None or checkpoint == START else find_checkpoint(root, checkpoint)
