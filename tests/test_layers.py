@@ -166,7 +166,7 @@ def test_no_room_holds_too_much() -> None:
     [
         ("from turnwise.types import Step", "ops.loss.a", 1),
         ("from turnwise import _C", "ops.common.a", 0),
-        ("from turnwise.ops import factorize", "credit.a", 0),
+        ("from turnwise.samples import collect", "credit.a", 0),
         ("import turnwise", "types.a", 1),
         ("from . import b", "ops.loss.a", 0),
         ("from ...types import Step", "arena.runtime.a", 0),

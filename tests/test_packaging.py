@@ -65,10 +65,11 @@ def test_pins_lie_in_the_ranges(requirement: Requirement) -> None:
     assert PINS[name] in requirement.specifier
 
 
-def test_torch_range_is_capped() -> None:
+def test_torch_has_no_upper_cap() -> None:
+    """The build knows no torch header, so a new torch needs no new turnwise."""
     torch = next(requirement for requirement in requirements() if requirement.name == "torch")
     assert Version("2.8.0") not in torch.specifier
-    assert Version("99.0") not in torch.specifier
+    assert Version("99.0") in torch.specifier
 
 
 def test_the_build_needs_no_torch() -> None:

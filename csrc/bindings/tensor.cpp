@@ -131,6 +131,32 @@ View read(py::handle tensor, const char* name, const TorchNames& names) {
     return view;
 }
 
+// Reads a NumPy array or another buffer, so that callers without torch need none.
+View read_buffer(py::handle array, const char* name) {
+    const py::buffer_info found = py::reinterpret_borrow<py::buffer>(array).request();
+    const std::string& format = found.format;
+    const bool wide = found.itemsize == sizeof(int64_t);
+    View view;
+    if (format == "d")
+        view.dtype = DType::f64;
+    else if (format == "f")
+        view.dtype = DType::f32;
+    else if (wide && (format == "l" || format == "q"))
+        view.dtype = DType::i64;
+    else if (format == "?")
+        view.dtype = DType::boolean;
+    else
+        refuse(name, "expected an array of float64, float32, int64 or bool");
+    if (found.ndim > 2) refuse(name, "expected at most two dimensions");
+    view.dims = int(found.ndim);
+    for (py::ssize_t i = 0; i < found.ndim; ++i) {
+        view.shape[i] = found.shape[size_t(i)];
+        view.stride[i] = found.strides[size_t(i)] / found.itemsize;
+    }
+    view.data = found.ptr;
+    return view;
+}
+
 // Refuses tensors without memory. Wrappers such as DTensor or those of torch.func report a device but have no memory.
 View with_memory(const View& view, const char* name) {
     if (view.data == nullptr && view.size() > 0)
@@ -148,6 +174,7 @@ bool is_true(py::handle tensor, PyObject* attribute) {
 
 View view_of(py::handle tensor, const char* name) {
     if (tensor.is_none()) return {};
+    if (PyObject_CheckBuffer(tensor.ptr())) return read_buffer(tensor, name);
     const TorchNames& names = torch_names();
     View view;
     if (read_by_exchange(tensor, dlpack::DeviceType::cpu, view, names)) return with_memory(view, name);

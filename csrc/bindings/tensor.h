@@ -8,8 +8,8 @@
 
 namespace turnwise {
 
-// None gives an empty View. Throws TypeError, which names the argument, for anything but a strided CPU tensor of at
-// most two dimensions. The tensor must outlive the View.
+// None gives an empty View. A NumPy array is read as it is, without torch. Throws TypeError, which names the argument,
+// for anything but a strided CPU tensor or array of at most two dimensions. The tensor must outlive the View.
 View view_of(pybind11::handle tensor, const char* name);
 
 // The same for a CUDA tensor; in a build that emulates CUDA, for a CPU tensor.

@@ -6,13 +6,15 @@ from typing import Any, final, overload
 import numpy as np
 from torch import Tensor
 
+Array = Tensor | np.ndarray
+
 with_cuda: bool
 emulates_cuda: bool
 
 class InvalidInput(ValueError): ...
 
 def isa() -> str: ...
-def factorize(columns: list[np.ndarray | Sequence[Hashable]], ids: Tensor) -> int: ...
+def factorize(columns: list[np.ndarray | Sequence[Hashable]], ids: Array) -> int: ...
 
 @final
 class GroupAdvantageRule:
@@ -28,13 +30,13 @@ class GroupAdvantageRule:
     ) -> None: ...
 
 def group_advantage(
-    rewards: Tensor,
-    group_ids: Tensor,
-    advantages: Tensor,
+    rewards: Array,
+    group_ids: Array,
+    advantages: Array,
     num_groups: int,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
+    trajectory_ids: Array | None,
+    lengths: Array | None,
+    valid: Array | None,
     rule: GroupAdvantageRule,
     threads: int,
 ) -> None: ...

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from turnwise.ops import factorize, group_advantage
-from turnwise.ops.advantage.reference import CENTERS, POOLS, SCALES
+from turnwise.utils.grouping import CENTERS, POOLS, SCALES
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 STEPS = 1e-8  # of float64 on a GPU, where offsets count in steps of 2**-31 of the group's span

@@ -1,13 +1,17 @@
 """Credit rules turn rewards into advantages. One rule is one file under ``rules``; ``registry`` finds it by name.
 
-Read in this order: base, rules, levels, edges, columns.
-May import: types, utils, ops, samples.
+Read in this order: base, grouping, rules, levels, edges, columns.
+May import: types, utils, samples, _C.
 
-Most rules need only a key per sample and a call of ``ops.group_advantage``. To write a new one, subclass
+It needs numpy alone. Most rules need only a key per sample, see :class:`GroupCredit`. To write a new one, subclass
 :class:`GroupCredit` and define its ``group_key``. No rule has a critic. ``ops.gae`` serves your own rule with one.
 """
 
 from __future__ import annotations
+
+from turnwise.utils.packages import require
+
+require("turnwise.credit", "numpy")
 
 from turnwise.credit.base import Credit, GroupCredit, build_rule, registry
 from turnwise.credit.columns import credit_columns

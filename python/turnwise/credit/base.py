@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
-from turnwise.ops import factorize, group_advantage
+from turnwise.credit.grouping import grouped_advantage, rule_of
 from turnwise.samples.collect import collect_samples
 from turnwise.types import GenerateResult, Sample
 from turnwise.utils.registry import build_with_options, import_class
@@ -94,8 +93,7 @@ class GroupCredit(Credit):
         if self.key is not None and not callable(self.key):
             raise TypeError(f"key={self.key!r}: expected a callable, sample -> tuple, or None")
         # Report a wrong option now, before the first batch is sampled.
-        two = torch.ones(2)
-        group_advantage(two, two.long() - 1, num_groups=1, lengths=two, **self._options())
+        rule_of("rows", **self._options())
 
     def _options(self) -> dict[str, Any]:
         names = ("center", "scale", "ddof", "eps", "singleton", "min_std")
@@ -159,18 +157,9 @@ class GroupCredit(Credit):
         """Return advantages ``[B]`` float64 of ``values`` within ``keys``; rows of one unit count as their mean."""
         if not samples:
             return np.zeros(0)
-        group_ids, num_groups = factorize(keys)
         weighted = self.center == "length_weighted"
-        advantages = group_advantage(
-            torch.from_numpy(values),
-            group_ids,
-            num_groups=num_groups,
-            trajectory_ids=None if units is None else factorize(units)[0],
-            lengths=torch.tensor([float(len(s.completion_token_ids)) for s in samples]) if weighted else None,
-            pool="rows" if units is None else "trajectory",
-            **self._options(),
-        )
-        return advantages.numpy()
+        lengths = np.array([len(s.completion_token_ids) for s in samples]) if weighted else None
+        return grouped_advantage(values, keys, units=units, lengths=lengths, **self._options())
 
 
 def build_rule(

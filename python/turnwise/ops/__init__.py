@@ -1,10 +1,14 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
 
 Read in this order: common, advantage, rewards, logprob, loss.
-May import: _C.
+May import: _C, utils.
 """
 
 from __future__ import annotations
+
+from turnwise.utils.packages import require
+
+require("turnwise.ops", "numpy", "torch")
 
 from turnwise.ops.advantage.factorize import factorize
 from turnwise.ops.advantage.group_advantage import group_advantage

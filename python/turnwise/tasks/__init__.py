@@ -13,6 +13,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from turnwise.utils.packages import require
+
+require("turnwise.tasks", "numpy", "pydantic")
+
 from pydantic import ValidationError
 
 from turnwise.tasks.base import Demonstration, Player, Split, Task, TaskOptions

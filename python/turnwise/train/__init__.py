@@ -4,6 +4,10 @@ Read in this order: loop, rollout_queue, callbacks, validate, run_folder.
 May import: types, utils, samples, credit, arena, train.
 """
 
+from turnwise.utils.packages import require
+
+require("turnwise.train", "numpy", "torch", "transformers", "tokenizers", "safetensors", "pydantic", "rich")
+
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.evaluate import Evaluation, evaluate

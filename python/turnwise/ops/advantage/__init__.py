@@ -1,5 +1,5 @@
 """Group-normalised advantages.
 
 Read in this order: factorize, group_advantage, reference, checks, triton.
-May import: ops.common.
+May import: ops.common, utils.
 """

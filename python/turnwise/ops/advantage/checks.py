@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.ops.advantage.reference import CENTERS, POOLS, SCALES, SINGLETONS, Options
-from turnwise.ops.common.layout import FLOATS, is_number, is_transformed, whole_number
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}")
-
-
-def check_options(pool: str, center: str, scale: str, ddof: int, eps: float, singleton: str, min_std: float) -> None:
-    check_choice("pool", pool, POOLS)
-    check_choice("center", center, CENTERS)
-    check_choice("scale", scale, SCALES)
-    check_choice("singleton", singleton, SINGLETONS)
-    if not (isinstance(ddof, int | np.integer) and not isinstance(ddof, bool) and ddof in (0, 1)):
-        raise ValueError(f"ddof={ddof!r}: expected 0 or 1")
-    for name, value in (("eps", eps), ("min_std", min_std)):
-        if not ((is_number(value) or isinstance(value, Tensor)) and 0 <= value < math.inf):
-            raise ValueError(f"{name}={value!r}: expected a finite number >= 0")
+from turnwise.ops.advantage.reference import Options
+from turnwise.ops.common.layout import FLOATS, is_transformed, whole_number
 
 
 def check_companions(pool: str, trajectory_ids: object, center: str, lengths: object) -> None:

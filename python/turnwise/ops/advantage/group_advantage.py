@@ -11,29 +11,21 @@ from turnwise.ops.advantage.checks import (
     check_all,
     check_companions,
     check_count,
-    check_options,
     check_shapes,
     check_types,
     count_groups,
     is_integral,
 )
-from turnwise.ops.advantage.reference import CENTERS, POOLS, SCALES, SINGLETONS, Options, reference
+from turnwise.ops.advantage.reference import Options, reference
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
 from turnwise.ops.common.layout import check_memory, check_optional, transform_reason
+from turnwise.utils.grouping import CENTERS, MODES, POOLS, SCALES, SINGLETONS, check_options
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
 # ---------------------------------------------------------------------------------------------------------------------
-_MODES = {
-    (pool, center, scale, singleton): (i == 1, j, k, m)
-    for i, pool in enumerate(POOLS)
-    for j, center in enumerate(CENTERS)
-    for k, scale in enumerate(SCALES)
-    for m, singleton in enumerate(SINGLETONS)
-}
-
-
 def _as(column: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the column itself if dtype and layout fit, else a contiguous copy of that dtype."""
     return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
@@ -98,7 +90,7 @@ def _know(rule: Rule) -> Any:
     pool, center, scale, singleton, ddof, eps, min_std = rule
     check_options(pool, center, scale, ddof, eps, singleton, min_std)
     check_companions(pool, None, center, None)
-    checked = backends.extension.GroupAdvantageRule(*_MODES[pool, center, scale, singleton], ddof, eps, min_std)
+    checked = backends.extension.GroupAdvantageRule(*MODES[pool, center, scale, singleton], ddof, eps, min_std)
     if type(ddof) is int and type(eps) is type(min_std) is float and len(_known_rules) < 1000:
         _known_rules[rule] = checked
     return checked
@@ -187,7 +179,7 @@ def kernel_columns(
         None if lengths is None else _as(lengths, torch.float64),
         None if valid is None else _as(valid, torch.bool),
     )
-    return columns, (*_MODES[pool, center, scale, singleton], ddof, eps, min_std)
+    return columns, (*MODES[pool, center, scale, singleton], ddof, eps, min_std)
 
 
 def _reference(
@@ -290,6 +282,6 @@ def group_advantage(
         groups = -1 if num_groups is None else num_groups
         call: Any = _kernel if plain else torch.ops.turnwise.group_advantage
         return call(
-            rewards, group_ids, groups, *columns, *_MODES[pool, center, scale, singleton], ddof, eps, min_std, chosen
+            rewards, group_ids, groups, *columns, *MODES[pool, center, scale, singleton], ddof, eps, min_std, chosen
         )
     return _reference(rewards, group_ids, num_groups, *columns, options)

@@ -7,11 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-POOLS = ("rows", "trajectory")
-CENTERS = ("mean", "leave_one_out", "none", "length_weighted")
-SCALES = ("std", "none")
-SINGLETONS = ("zero", "raw", "error")
-
 
 class Options(NamedTuple):
     """The options of :func:`group_advantage`."""
