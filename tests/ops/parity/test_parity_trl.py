@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import CISPO, GSPO, KL, SAPO, Clip, policy_loss
+from turnwise.ops import CISPO, GSPO, KL, LUSPO, SAPO, VESPO, Clip, ImportanceCorrection, policy_loss
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +32,17 @@ def trl_loss(peer: Any) -> Callable[..., Tensor]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def loss(s: Any, logprobs: Tensor, *, metrics: dict[str, list[float]] | None = None, **options: Any) -> Tensor:
+    def loss(
+        s: Any,
+        logprobs: Tensor,
+        *,
+        metrics: dict[str, list[float]] | None = None,
+        inputs: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor:
         streams = {name: getattr(s, name).to(logprobs.dtype) for name in ("old", "advantages", "ref")}
         step = module.TRLLoss(module.trl_config(**options), mask=s.mask.long(), **streams)
+        step.inputs.update(inputs or {})
         result = step(logprobs)
         if metrics is not None:
             metrics.update(step.metrics)
@@ -62,6 +70,8 @@ def aggregation_of(loss_type: str, mask: Tensor) -> dict[str, Any]:
         "bnpo": {"aggregation": "token-mean"},
         "dapo": {"aggregation": "token-mean"},
         "cispo": {"aggregation": "token-mean"},
+        "vespo": {"aggregation": "token-mean"},
+        "luspo": {"aggregation": "seq-mean-token-sum", "normalizer": rows},
         "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "max_length": rows * MAX_COMPLETION},
     }[loss_type]
 
@@ -90,7 +100,7 @@ def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds
         same_loss(ours, lp, trl_loss(s, leaf, **options), leaf)
 
 
-@pytest.mark.parametrize("name", ["cispo", "sapo", "gspo"])
+@pytest.mark.parametrize("name", ["cispo", "sapo", "gspo", "luspo"])
 def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str) -> None:
     """TRL's CISPO has no lower bound and takes the upper one as the ratio itself; its GSPO is ``grpo`` by sequence, and
     weighs the KL by the sequence's ratio."""
@@ -107,12 +117,54 @@ def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seed
                 "grpo",
                 {"importance_sampling_level": "sequence", "epsilon": low, "epsilon_high": high},
             ),
+            "luspo": (
+                LUSPO(low, high),
+                "luspo",
+                {"importance_sampling_level": "sequence", "epsilon": low, "epsilon_high": high},
+            ),
         }[name]
-        if name == "gspo" and s.advantages.dim() == 2:  # a difference, see below
+        if name in ("gspo", "luspo") and s.advantages.dim() == 2:  # a difference, see below
             s.advantages = s.advantages[:, 0]
         lp, leaf = s.leaves()
         ours = s.loss(target, lp, variant=variant, **kl, **aggregation_of(loss_type, s.mask))
         same_loss(ours, lp, trl_loss(s, leaf, loss_type=loss_type, **options, **chosen), leaf)
+
+
+@pytest.mark.parametrize("mode", ["none", "token_truncate", "token_mask"])
+def test_vespo(trl_loss: Any, streams: Any, same_loss: Any, mode: str) -> None:
+    """TRL's defaults first, then drawn options. The weights of vLLM's correction are made as TRL makes them."""
+    target = SimpleNamespace(backend="torch", device="cpu")
+    moved = 0
+    for seed in range(200):
+        s = streams(seed, spread=0.3)
+        kl, options = draw_kl(s.choose)
+        variant = VESPO()
+        if seed >= 50:
+            variant = VESPO(*(s.choose.uniform(0.2, 4) for _ in range(4)))
+            names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+            options |= dict(
+                zip(
+                    names,
+                    (variant.k_positive, variant.lam_positive, variant.k_negative, variant.lam_negative),
+                    strict=True,
+                )
+            )
+        ours: dict[str, Any] = dict(kl)
+        inputs: dict[str, Tensor] = {}
+        if mode != "none":
+            cap = s.choose.uniform(1.2, 3)
+            raw = ((s.double("old") - s.double("rollout")) * s.mask).exp()
+            bounds = (1 / cap, cap) if mode == "token_mask" else None
+            ours["correction"] = ImportanceCorrection("token", cap, bounds=bounds)
+            ours["optional"] = (*kl.get("optional", ()), "rollout")
+            inside = (raw >= 1 / cap) & (raw <= cap)
+            weights = raw.clamp(max=cap) if bounds is None else raw.masked_fill(~inside, 0.0)
+            inputs["importance_sampling_ratio"] = weights
+        lp, leaf = s.leaves()
+        expected = trl_loss(s, leaf, loss_type="vespo", inputs=inputs, **options)
+        same_loss(s.loss(target, lp, variant=variant, **ours, **aggregation_of("vespo", s.mask)), lp, expected, leaf)
+        moved += bool(lp.grad is not None and lp.grad.abs().max() > 1e-3)
+    assert moved > 50
 
 
 def test_metrics(trl_loss: Any, streams: Any) -> None:
