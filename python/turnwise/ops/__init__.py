@@ -1,6 +1,6 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
 
-Read in this order: common, advantage, rewards, logprob, loss.
+Read in this order: common, advantage, rewards, logprob, loss, value.
 May import: _C.
 """
 
@@ -37,6 +37,7 @@ from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 from turnwise.ops.loss.variants import select_tokens
 from turnwise.ops.rewards.gae import gae
 from turnwise.ops.rewards.token_rewards import token_returns, token_reward_sum
+from turnwise.ops.value.value_loss import ValueLoss, value_loss
 
 __all__ = [
     "AGGREGATIONS",
@@ -59,6 +60,7 @@ __all__ = [
     "KLCov",
     "PolicyLoss",
     "Reinforce",
+    "ValueLoss",
     "Variant",
     "aggregate",
     "available_backends",
@@ -75,4 +77,5 @@ __all__ = [
     "select_tokens",
     "token_returns",
     "token_reward_sum",
+    "value_loss",
 ]
