@@ -59,7 +59,7 @@ def test_equals_the_definition(make_batch, seed, aggregation) -> None:
     result.loss.backward()
     torch.testing.assert_close(result.loss, want, rtol=1e-12, atol=0, msg=f"seed {seed}")
     torch.testing.assert_close(leaf.grad, slopes * ones.grad, rtol=1e-10, atol=1e-15)
-    assert 0 < clipped and result.metrics["clip_fraction"].item() == pytest.approx(clipped / int(mask.sum()))
+    assert clipped > 0 and result.metrics["clip_fraction"].item() == pytest.approx(clipped / int(mask.sum()))
     explained = 1 - (returns - values)[mask].var(unbiased=False) / returns[mask].var(unbiased=False)
     assert result.metrics["explained_variance"].item() == pytest.approx(explained.item(), rel=1e-6)
 
@@ -112,7 +112,7 @@ def test_a_critic_learns_the_returns_of_gae() -> None:
         (
             {"old_values": torch.zeros(2, 3).int()},
             TypeError,
-            "old_values: expected a tensor of floats, got torch.int32",
+            "old_values: expected .* got torch.int32",
         ),
         ({"mask": torch.zeros(2)}, ValueError, r"mask has shape \(2,\)"),
         ({"aggregation": "sum"}, ValueError, "aggregation='sum'"),

@@ -1,6 +1,6 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
 
-Read in this order: common, advantage, rewards, logprob, loss, value.
+Read in this order: common, advantage, rewards, logprob, loss, value, masks.
 May import: _C.
 """
 
@@ -35,6 +35,9 @@ from turnwise.ops.loss.options import (
 )
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 from turnwise.ops.loss.variants import select_tokens
+from turnwise.ops.masks.off_policy import off_policy_mask
+from turnwise.ops.masks.rejection import Rejection, RejectionMask, rejection_mask
+from turnwise.ops.masks.top_entropy import top_entropy_mask
 from turnwise.ops.rewards.gae import gae
 from turnwise.ops.rewards.token_rewards import token_returns, token_reward_sum
 from turnwise.ops.value.value_loss import ValueLoss, value_loss
@@ -60,6 +63,8 @@ __all__ = [
     "KLCov",
     "PolicyLoss",
     "Reinforce",
+    "Rejection",
+    "RejectionMask",
     "ValueLoss",
     "Variant",
     "aggregate",
@@ -73,9 +78,12 @@ __all__ = [
     "linear_policy_loss",
     "logprob",
     "loss_normalizer",
+    "off_policy_mask",
     "policy_loss",
+    "rejection_mask",
     "select_tokens",
     "token_returns",
     "token_reward_sum",
+    "top_entropy_mask",
     "value_loss",
 ]

@@ -57,13 +57,14 @@ def value_loss(
     https://arxiv.org/abs/1707.06347; verl's ``compute_value_loss``). ``clip=None`` is the plain squared error; then
     ``old_values`` may be ``None``.
 
-    Streams are ``[B, T]`` with ``mask``, or packed ``[N]`` with ``cu_seqlens``: ``values`` of the critic, ``old_values``
-    before the update, and ``returns``, which :func:`gae` gives. They are floats, computed in float32 at least. Masked
-    tokens may hold any value. The other arguments are those of :func:`policy_loss`. The gradient flows to ``values``.
+    Streams are ``[B, T]`` with ``mask``, or packed ``[N]`` with ``cu_seqlens``: ``values`` of the critic,
+    ``old_values`` before the update, and ``returns``, which :func:`gae` gives. They are floats, computed in float32 at
+    least. Masked tokens may hold any value. The other arguments are those of :func:`policy_loss`. The gradient flows to
+    ``values``.
 
-    Metrics are token means: ``clip_fraction``, the share of tokens whose clipped loss is the larger one; ``value_mean``;
-    ``explained_variance``, ``1 - Var(R - V) / Var(R)``, and 0 if all returns are equal. Raises ``ValueError`` or
-    ``TypeError`` naming the argument.
+    Metrics are token means: ``clip_fraction``, the share of tokens whose clipped loss is the larger one;
+    ``value_mean``; ``explained_variance``, ``1 - Var(R - V) / Var(R)``, and 0 if all returns are equal. Raises
+    ``ValueError`` or ``TypeError`` naming the argument.
 
     Example: ``value_loss(torch.tensor([[1.]]), torch.tensor([[0.]]), torch.tensor([[1.]])).loss`` is ``.8**2 / 2``, as
     the clipped value is .2.
