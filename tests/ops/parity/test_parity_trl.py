@@ -15,7 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import CISPO, GSPO, KL, LUSPO, SAPO, VESPO, Clip, ImportanceCorrection, policy_loss
+from turnwise.ops import (
+    CISPO,
+    GSPO,
+    KL,
+    LUSPO,
+    SAPO,
+    VESPO,
+    Clip,
+    ImportanceCorrection,
+    off_policy_mask,
+    policy_loss,
+    top_entropy_mask,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +50,13 @@ def trl_loss(peer: Any) -> Callable[..., Tensor]:
         *,
         metrics: dict[str, list[float]] | None = None,
         inputs: dict[str, Tensor] | None = None,
+        entropies: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         streams = {name: getattr(s, name).to(logprobs.dtype) for name in ("old", "advantages", "ref")}
         step = module.TRLLoss(module.trl_config(**options), mask=s.mask.long(), **streams)
         step.inputs.update(inputs or {})
+        step.entropies = step.entropies if entropies is None else entropies
         result = step(logprobs)
         if metrics is not None:
             metrics.update(step.metrics)
@@ -165,6 +179,53 @@ def test_vespo(trl_loss: Any, streams: Any, same_loss: Any, mode: str) -> None:
         same_loss(s.loss(target, lp, variant=variant, **ours, **aggregation_of("vespo", s.mask)), lp, expected, leaf)
         moved += bool(lp.grad is not None and lp.grad.abs().max() > 1e-3)
     assert moved > 50
+
+
+def masked_advantages(s: Any, keep: Tensor) -> Tensor:
+    """The advantages, per token, of the tokens that a mask keeps."""
+    return torch.where(keep, s.spread(), 0.0).float()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_top_entropy(trl_loss: Any, streams: Any, same_loss: Any, loss_type: str) -> None:
+    """TRL's ``top_entropy_quantile`` inside its loss. Its KL term and its means keep all tokens."""
+    target, dropped = SimpleNamespace(backend="torch", device="cpu"), 0
+    for seed in range(200):
+        s = streams(seed)
+        share = s.choose.choice([0.2, 0.5, s.choose.uniform(0.05, 0.95)])
+        entropies = torch.rand(s.mask.shape, generator=torch.Generator().manual_seed(seed))
+        kl, options = draw_kl(s.choose)
+        lp, leaf = s.leaves()
+        given = {"loss_type": loss_type, "top_entropy_quantile": share, "entropies": entropies.double()}
+        expected = trl_loss(s, leaf, **given, **options)
+        keep = top_entropy_mask(entropies, share, mask=s.mask)
+        dropped += bool((s.mask & ~keep).any())
+        s.advantages = masked_advantages(s, keep)
+        same_loss(s.loss(target, lp, **kl, **aggregation_of(loss_type, s.mask)), lp, expected, leaf)
+    assert dropped > 60
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["old", "sampler"])
+def test_off_policy_sequences(trl_loss: Any, streams: Any, same_loss: Any, sampled: bool) -> None:
+    """TRL's ``off_policy_mask_threshold`` inside its loss, from the sampler's log-probabilities (some not scored) where
+    there are any, else from those before the update."""
+    target, dropped = SimpleNamespace(backend="torch", device="cpu"), 0
+    for seed in range(200):
+        s = streams(seed)
+        threshold = s.choose.choice([0.5, s.choose.uniform(0.01, 0.3)])
+        sampler, inputs = s.old, {}
+        if sampled:
+            sampler = s.rollout.clone()
+            sampler[0, 0] = torch.nan
+            inputs["sampling_per_token_logps"] = sampler.double()
+        kl, options = draw_kl(s.choose)
+        lp, leaf = s.leaves()
+        expected = trl_loss(s, leaf, inputs=inputs, off_policy_mask_threshold=threshold, **options)
+        keep = off_policy_mask(s.logprobs, sampler, s.advantages, threshold, mask=s.mask)
+        dropped += bool((s.mask & ~keep).any())
+        s.advantages = masked_advantages(s, keep)
+        same_loss(s.loss(target, lp, **kl), lp, expected, leaf)
+    assert dropped > 40
 
 
 def test_metrics(trl_loss: Any, streams: Any) -> None:
