@@ -46,7 +46,7 @@ class GDPOCredit(GroupCredit):
         numbers = isinstance(self.rewards, Mapping) and all(_is_weight(weight) for weight in self.rewards.values())
         if not (numbers and self.rewards):
             raise ValueError(
-                f"rewards={self.rewards!r}: expected the names of rewards with their weights, such as {{'correct': 1.0}}"
+                f"rewards={self.rewards!r}: expected the names of rewards with their weights, such as {{'right': 1.0}}"
             )
         if self.batch not in ("attempts", "tokens"):
             raise ValueError(f"batch={self.batch!r}: expected 'attempts' or 'tokens'")
@@ -76,7 +76,7 @@ class GDPOCredit(GroupCredit):
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``: the one of its liveliest reward."""
+        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``, from the reward that varies most."""
         each = [self._causes(samples, rows, np.nan_to_num(values)) for values in self._columns(samples).values()]
         return [min(causes, key=(CENTERED, MIN_STD, EQUAL, ALONE).index) for causes in zip(*each, strict=True)]
 
