@@ -53,6 +53,7 @@ def test_trl(peer: Any, tmp_path: Path) -> None:
     """``GRPOTrainer`` itself generates with a model of one layer and scores by two reward functions, of which the second
     is 100 times as large and gives no reward for some completions. Its two constants are 1e-4."""
     peer("trl.trainer.grpo_trainer")
+    from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -89,7 +90,7 @@ def test_trl(peer: Any, tmp_path: Path) -> None:
                 reward_weights=[1.0, 0.5],
                 multi_objective_aggregation="normalize_then_sum",
             ),
-            train_dataset=[{"prompt": "w1"}, {"prompt": "w2"}],
+            train_dataset=Dataset.from_list([{"prompt": "w1"}, {"prompt": "w2"}]),
             processing_class=tokenizer,
         )
         inputs = [{"prompt": "w1"}] * 4 + [{"prompt": "w2"}] * 4
