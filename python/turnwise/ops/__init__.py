@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from turnwise.ops.advantage.factorize import factorize
 from turnwise.ops.advantage.group_advantage import group_advantage
+from turnwise.ops.advantage.optimal_token_baseline import optimal_token_baseline
 from turnwise.ops.common.dispatch import BackendUnavailable, available_backends, backend
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.logprob import logprob
@@ -79,6 +80,7 @@ __all__ = [
     "logprob",
     "loss_normalizer",
     "off_policy_mask",
+    "optimal_token_baseline",
     "policy_loss",
     "rejection_mask",
     "select_tokens",

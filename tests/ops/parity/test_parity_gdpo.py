@@ -50,8 +50,8 @@ def test_verl(verl: Any, by_std: bool, weights: list[float] | None) -> None:
 
 
 def test_trl(peer: Any, tmp_path: Path) -> None:
-    """``GRPOTrainer`` itself generates with a model of one layer and scores by two reward functions, of which the second
-    is 100 times as large and gives no reward for some completions. Its two constants are 1e-4."""
+    """``GRPOTrainer`` itself generates with a model of one layer and scores by two reward functions. The second one is
+    100 times as large, and gives one completion no reward. TRL's ``eps`` is 1e-4."""
     peer("trl.trainer.grpo_trainer")
     from datasets import Dataset
     from tokenizers import Tokenizer

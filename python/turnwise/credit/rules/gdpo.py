@@ -76,7 +76,7 @@ class GDPOCredit(GroupCredit):
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``, from the reward that varies most."""
+        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``, by its liveliest reward."""
         each = [self._causes(samples, rows, np.nan_to_num(values)) for values in self._columns(samples).values()]
         return [min(causes, key=(CENTERED, MIN_STD, EQUAL, ALONE).index) for causes in zip(*each, strict=True)]
 
