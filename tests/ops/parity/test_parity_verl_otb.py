@@ -20,7 +20,7 @@ def test_optimal_token_baseline(verl: Any, streams: Any, holes: bool) -> None:
     moved = 0
     for seed in range(400):
         s = streams(seed)
-        rng = np.random.default_rng(seed)
+        rng, _ = np.random.default_rng(seed), torch.manual_seed(seed)
         mask = s.mask if holes else torch.arange(s.mask.shape[1]) < s.mask.sum(1, keepdim=True)
         rewards, squares = torch.randn(mask.shape), s.old.exp().square().clamp(max=1) + 0.1 * torch.rand(mask.shape)
         ids = rng.integers(0, 3, size=len(mask))

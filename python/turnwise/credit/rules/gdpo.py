@@ -64,8 +64,8 @@ class GDPOCredit(GroupCredit):
         keys, units = [self.key_of(sample) for sample in samples], [self.unit_key(sample) for sample in samples]
         for name, values in self._columns(samples).items():
             rows = np.flatnonzero(~np.isnan(values)).tolist()
-            part = [[column[row] for row in rows] for column in (samples, keys, units)]
-            sums[rows] += self.rewards[name] * self.grouped(part[0], part[1], values[rows], part[2])
+            part, of_keys = [samples[row] for row in rows], [keys[row] for row in rows]
+            sums[rows] += self.rewards[name] * self.grouped(part, of_keys, values[rows], [units[row] for row in rows])
         # Scale the sums over the batch of each policy.
         calls = Counter(units)
         weights = [1 / calls[unit] for unit in units] if self.batch == "attempts" else map(trained_tokens, samples)
