@@ -30,6 +30,8 @@ def test_the_top_share_of_the_trained_tokens() -> None:
     assert top_entropy_mask(entropy, 1e-6, mask=mask).tolist() == [[False] * 3, [True, False, False]]
     # A share of 0.2 of six tokens: rank 0.8 * 5 = 4, exactly the second largest.
     assert top_entropy_mask(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), 0.2).tolist() == [False] * 4 + [True] * 2
+    # Rank 0.3 * 10 = 3, though 1 - 0.7 is a little more than 0.3 in binary.
+    assert top_entropy_mask(torch.arange(11.0), 0.7).tolist() == [False] * 3 + [True] * 8
     assert top_entropy_mask(torch.ones(2, 3), 0.2).all(), "ties are kept"
     assert not top_entropy_mask(torch.full((2, 3), math.nan), 0.2, mask=torch.zeros(2, 3)).any()
     assert top_entropy_mask(torch.zeros(0, 3), 0.2).shape == (0, 3)
