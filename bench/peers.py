@@ -22,6 +22,9 @@ class _OneProcess:
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         return tensor
 
+    def pad_across_processes(self, tensor: Tensor, dim: int = 0, pad_index: float = 0) -> Tensor:
+        return tensor
+
 
 class TRLLoss:
     """Calls ``GRPOTrainer._compute_loss`` on given log-probabilities ``[B, T]`` instead of a model's.

@@ -30,7 +30,8 @@ assert [round(float(a), 3) for a in found] == [0.866, -0.866, -0.866, 0.866, 0.8
 for rule in sorted(set(registry) - {"levels", "vine"}):
     made = credit_columns(
         rule, [1.0, 0.0, 0.0, 1.0], questions=["q"] * 4, states=[0] * 4, lengths=[3] * 4,
-        options={"value": 1.0} if rule == "constant" else {},
+        components={"right": [1.0, 0.0, 0.0, 1.0]},
+        options={"constant": {"value": 1.0}, "gdpo": {"rewards": {"right": 1.0}}}.get(rule, {}),
     )
     assert len(made) == 4, rule
 assert "torch" not in sys.modules

@@ -77,6 +77,8 @@ def test_grouped_rules_equal_brute_force(make: Any, reference: Any, name: str, r
     np.testing.assert_allclose(advantages, reference(samples, key, unit, value, **options), rtol=1e-6, atol=1e-6)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}, "gdpo": {"rewards": {"right": 1.0}}}
+
 FORMULA = re.compile(r"\bA(_\w+)?(\([\w, ]+\))? = \S")
 SOURCE = re.compile(r"https://(arxiv\.org/abs/\d{4}\.\d{5}|doi\.org/10\.\S+)\b|turnwise's\s+own\b")
 
@@ -106,7 +108,7 @@ def test_a_rule_that_says_neither_is_found() -> None:
 
 @pytest.mark.parametrize("name", list(registry))
 def test_every_rule_keeps_the_protocol(make: Any, name: str) -> None:
-    rule = registry[name]()
+    rule = registry[name](**OPTIONS.get(name, {}))
     assert isinstance(rule, Credit)
     protocol: CreditAssigner = rule
     assert protocol.compute_columns([]).shape == (0,)
@@ -146,9 +148,6 @@ def test_a_truncated_answer_is_worth_what_a_whole_one_of_its_reward_is(make: Any
     np.testing.assert_allclose(DrMASCredit().compute_columns(samples), [1.15470, -0.57735, -0.57735], atol=1e-5)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}}
-
-
 @pytest.mark.parametrize("name", sorted(set(registry) - {"vine"}))
 def test_no_rule_looks_at_how_a_call_ended(make: Any, name: str) -> None:
     def advantages(finish: str) -> list[float]:
@@ -156,7 +155,13 @@ def test_no_rule_looks_at_how_a_call_ended(make: Any, name: str) -> None:
         samples = collect_samples(
             [
                 GenerateResult(
-                    Rollout(id, "solve", "q", [Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], how, reward=r)]),
+                    Rollout(
+                        id,
+                        "solve",
+                        "q",
+                        [Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], how, reward=r)],
+                        metrics={"right/solver": r},
+                    ),
                     group_id="q",
                 )
                 for id, r, how in [("a", 1.0, "stop"), ("b", 0.5, finish), ("c", 0.25, "stop"), ("d", 0.0, finish)]

@@ -48,6 +48,8 @@ def test_equals_the_rule_over_samples(name: str) -> None:
         "states": [rng.randrange(4) for _ in range(count)],
     }
     rewards = [rng.random() for _ in range(count)]
+    components = {"right": [rng.random() for _ in range(count)], "brief": [rng.random() for _ in range(count)]}
+    options = {"rewards": {"right": 1.0, "brief": 0.5}} if name == "gdpo" else {}
     samples = [
         Sample(
             group_id=columns["questions"][row],
@@ -65,12 +67,13 @@ def test_equals_the_rule_over_samples(name: str) -> None:
             policy_versions=[],
             reward=rewards[row],
             trajectory_reward=rewards[row],
-            info={"state": columns["states"][row]},
+            info={"state": columns["states"][row], "rewards": {name: part[row] for name, part in components.items()}},
         )
         for row in range(count)
     ]
-    expected = build_rule(name, {}).compute_columns(samples)
-    assert np.array_equal(credit_columns(name, rewards, **columns), expected) and len(expected) == count
+    expected = build_rule(name, options).compute_columns(samples)
+    found = credit_columns(name, rewards, components=components, options=options, **columns)
+    assert np.array_equal(found, expected) and len(expected) == count
 
 
 def test_a_rule_with_state_keeps_it_between_batches() -> None:
@@ -95,6 +98,9 @@ def test_attempts_are_compared_by_their_own_reward() -> None:
         ("grpo", {"trajectory_rewards": [[1.0], [2.0]]}, r"trajectory_rewards: expected \[B\] finite numbers"),
         ("opo", {}, "lengths=None: OPOCredit weighs rewards"),
         ("gigpo", {}, "states=None: GiGPOCredit compares"),
+        ("gdpo", {"options": {"rewards": {"a": 1}}}, "components=None: GDPOCredit normalises"),
+        ("grpo", {"components": {"a": [1.0]}}, r"components\['a'\]: has 1 entries, and rewards has 2"),
+        ("grpo", {"components": {"a": [1.0, math.inf]}}, r"components\['a'\]: expected \[B\] finite numbers"),
         ("vine", {}, "rule=VineCredit: it needs whole trees"),
         ("levels", {}, "rule=LevelCredit: it needs whole trees"),
         (RAECredit(), {"options": {"decay": 0.5}}, "options={'decay': 0.5}: expected None"),

@@ -78,7 +78,7 @@ def test_what_is_no_loss_per_token_is_refused() -> None:
             policy_loss(*streams, variant=Custom(function))
     with pytest.raises(TypeError, match=r"Custom.function=3: expected a function"):
         Custom(3)
-    with pytest.raises(BackendUnavailable, match="variant is a Custom, and the kernels know only their own"):
+    with pytest.raises(BackendUnavailable, match="variant is a Custom, which only the reference"):
         policy_loss(*streams, variant=Custom(ppo), backend="native")
 
 

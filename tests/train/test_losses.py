@@ -8,6 +8,7 @@ import torch
 
 from turnwise.ops import GSPO, Clip, Custom, policy_loss
 from turnwise.train.config.optimization import LossConfig
+from turnwise.train.update.loss import check_loss
 from turnwise.train.update.loss_types import make_variant, registry
 from turnwise.train.validate import load_config
 
@@ -51,7 +52,16 @@ def own_losses(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", sorted(registry))
 def test_every_name_makes_a_loss(kind):
-    assert make_variant(LossConfig(type=kind)).compiled
+    made = make_variant(LossConfig(type=kind, options={"beta": 0.05} if kind == "dro" else {}))
+    assert made.compiled == (kind not in ("dppo", "dro", "vespo"))
+
+
+def test_what_a_loss_needs_is_said_before_training():
+    (problem,) = check_loss(LossConfig(type="luspo"))
+    assert "aggregation='token-mean': expected 'seq-mean-token-sum' or" in problem
+    assert check_loss(LossConfig(type="luspo", aggregation="seq-mean-token-sum")) == []
+    (problem,) = check_loss(LossConfig(type="dro"))
+    assert "'beta'" in problem
 
 
 def test_options_go_to_the_loss():

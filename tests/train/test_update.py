@@ -62,8 +62,9 @@ def test_any_cut_gives_the_same_update_with_every_loss(monkeypatch, kind, random
     monkeypatch.setattr(Policy, "__init__", near_sgd(Policy.__init__))
     model, _ = small_model()
     batch = random_batch(5, rows=11)
-    options = {"clip-cov": {"share": 0.2, "lower": 0.0}, "kl-cov": {"share": 0.2}}.get(kind, {})
-    assert_same_moves(moves_of(model, batch, LossConfig(type=kind, options=options)))
+    options = {"clip-cov": {"share": 0.2, "lower": 0.0}, "kl-cov": {"share": 0.2}, "dro": {"beta": 0.1}}.get(kind, {})
+    unit = {"aggregation": "seq-mean-token-sum"} if kind == "luspo" else {}
+    assert_same_moves(moves_of(model, batch, LossConfig(type=kind, options=options, **unit)))
 
 
 def test_tokens_are_singled_out_anew_for_each_minibatch(random_batch, small_model):

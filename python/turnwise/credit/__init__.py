@@ -21,6 +21,7 @@ from turnwise.credit.rules.at_grpo import ATGRPOCredit
 from turnwise.credit.rules.constant import ConstantCredit
 from turnwise.credit.rules.dr_mas import DrMASCredit
 from turnwise.credit.rules.episodic import EpisodicCredit
+from turnwise.credit.rules.gdpo import GDPOCredit
 from turnwise.credit.rules.gigpo import GiGPOCredit
 from turnwise.credit.rules.grpo import DrGRPOCredit, GRPOCredit, HierarchyCredit, OPOCredit, RLOOCredit
 from turnwise.credit.rules.pass_at_k import PassAtKCredit
@@ -35,6 +36,7 @@ registry.update(
         "dr_grpo": DrGRPOCredit,
         "rloo": RLOOCredit,
         "opo": OPOCredit,
+        "gdpo": GDPOCredit,
         "pass_at_k": PassAtKCredit,
         "reinforce_pp": ReinforcePPCredit,
         "hierarchy": HierarchyCredit,
@@ -59,6 +61,7 @@ __all__ = [
     "DrMASCredit",
     "EpisodicCredit",
     "FromChildren",
+    "GDPOCredit",
     "GRPOCredit",
     "GiGPOCredit",
     "GroupCredit",

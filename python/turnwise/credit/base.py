@@ -133,9 +133,12 @@ class GroupCredit(Credit):
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
         """Return the cause of the advantage 0 for each of ``rows`` of ``samples``, from the rewards of its group."""
+        return self._causes(samples, rows, self.values(samples))
+
+    def _causes(self, samples: Sequence[Sample], rows: Sequence[int], values: np.ndarray) -> list[str]:
         keys, units = [self.key_of(sample) for sample in samples], self._units(samples) or range(len(samples))
         groups: dict[Key, dict[Hashable, list[float]]] = {}
-        for key, unit, value in zip(keys, units, self.values(samples).tolist(), strict=True):
+        for key, unit, value in zip(keys, units, values.tolist(), strict=True):
             groups.setdefault(key, {}).setdefault(unit, []).append(value)
         causes = {key: self._zero_cause(list(groups[key].values())) for key in {keys[row] for row in rows}}
         return [causes[keys[row]] for row in rows]

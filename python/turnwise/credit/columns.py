@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit.base import Credit, build_rule
+from turnwise.credit.rules.gdpo import GDPOCredit
 from turnwise.credit.rules.gigpo import GiGPOCredit
 from turnwise.types import Sample
 
@@ -24,6 +25,7 @@ def credit_columns(
     trajectory_rewards: Sequence[float] | np.ndarray | None = None,
     states: Sequence[Hashable] | None = None,
     lengths: Sequence[int] | None = None,
+    components: Mapping[str, Sequence[float] | np.ndarray] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """Return advantages ``[B]`` float32 of ``B`` model calls, computed by ``rule`` from a trainer's own columns.
@@ -41,6 +43,8 @@ def credit_columns(
       ``"hierarchy"``, ``"episodic"``). By default ``rewards``.
     - ``states``: the state in which the call was made, which ``"gigpo"`` needs.
     - ``lengths``: completion tokens, which ``"opo"`` needs.
+    - ``components``: a column for each of the rewards by name, which ``"gdpo"`` needs. It reads them instead of
+      ``rewards``.
 
     Raises ``ValueError`` that names a column of another length, a reward that is not finite, and a rule that needs more
     than columns (``"levels"``, ``"vine"``).
@@ -57,6 +61,8 @@ def credit_columns(
         raise ValueError(f"lengths=None: {name} weighs rewards by completion tokens; pass one number per row")
     if states is None and isinstance(assigner, GiGPOCredit):
         raise ValueError(f"states=None: {name} compares calls made in one state; pass one hashable per row")
+    if components is None and isinstance(assigner, GDPOCredit):
+        raise ValueError(f"components=None: {name} normalises each reward by itself; pass a column for each by name")
     values = _numbers("rewards", rewards)
     wholes = values if trajectory_rewards is None else _numbers("trajectory_rewards", trajectory_rewards)
     count = len(values)
@@ -73,6 +79,10 @@ def credit_columns(
     for key, column in columns.items():
         if len(column) != count:
             raise ValueError(f"{key}: has {len(column)} entries, and rewards has {count}; expected one per row")
+    parts = {key: _numbers(f"components[{key!r}]", column) for key, column in (components or {}).items()}
+    for key, part in parts.items():
+        if len(part) != count:
+            raise ValueError(f"components[{key!r}]: has {len(part)} entries, and rewards has {count}")
     names: dict[Hashable, str] = {}  # a trajectory may be any hashable, and a rollout's id is text
     samples = [
         Sample(
@@ -91,7 +101,8 @@ def credit_columns(
             policy_versions=[],
             reward=reward,
             trajectory_reward=whole,
-            info={} if states is None else {"state": state},
+            info=({} if states is None else {"state": state})
+            | ({} if components is None else {"rewards": {key: float(part[row]) for key, part in parts.items()}}),
         )
         for row, (reward, whole, state, question, actor, turn, trajectory, node, length) in enumerate(
             zip(values.tolist(), *columns.values(), strict=True)

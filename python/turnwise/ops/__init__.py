@@ -1,6 +1,6 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
 
-Read in this order: common, advantage, rewards, logprob, loss.
+Read in this order: common, advantage, rewards, logprob, loss, value, masks.
 May import: _C, utils.
 """
 
@@ -12,6 +12,7 @@ require("turnwise.ops", "numpy", "torch")
 
 from turnwise.ops.advantage.factorize import factorize
 from turnwise.ops.advantage.group_advantage import group_advantage
+from turnwise.ops.advantage.optimal_token_baseline import optimal_token_baseline
 from turnwise.ops.common.dispatch import BackendUnavailable, available_backends, backend
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.logprob import logprob
@@ -20,11 +21,15 @@ from turnwise.ops.loss.grouped_policy_loss import GroupedPolicyLoss, grouped_pol
 from turnwise.ops.loss.linear_policy_loss import linear_policy_loss
 from turnwise.ops.loss.options import (
     CISPO,
+    DPPO,
+    DRO,
     GMPO,
     GPG,
     GSPO,
     KL,
+    LUSPO,
     SAPO,
+    VESPO,
     Clip,
     ClipCov,
     Custom,
@@ -35,17 +40,25 @@ from turnwise.ops.loss.options import (
 )
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 from turnwise.ops.loss.variants import select_tokens
+from turnwise.ops.masks.off_policy import off_policy_mask
+from turnwise.ops.masks.rejection import Rejection, RejectionMask, rejection_mask
+from turnwise.ops.masks.top_entropy import top_entropy_mask
 from turnwise.ops.rewards.gae import gae
 from turnwise.ops.rewards.token_rewards import token_returns, token_reward_sum
+from turnwise.ops.value.value_loss import ValueLoss, value_loss
 
 __all__ = [
     "AGGREGATIONS",
     "CISPO",
+    "DPPO",
+    "DRO",
     "GMPO",
     "GPG",
     "GSPO",
     "KL",
+    "LUSPO",
     "SAPO",
+    "VESPO",
     "BackendUnavailable",
     "Clip",
     "ClipCov",
@@ -55,6 +68,9 @@ __all__ = [
     "KLCov",
     "PolicyLoss",
     "Reinforce",
+    "Rejection",
+    "RejectionMask",
+    "ValueLoss",
     "Variant",
     "aggregate",
     "available_backends",
@@ -67,8 +83,13 @@ __all__ = [
     "linear_policy_loss",
     "logprob",
     "loss_normalizer",
+    "off_policy_mask",
+    "optimal_token_baseline",
     "policy_loss",
+    "rejection_mask",
     "select_tokens",
     "token_returns",
     "token_reward_sum",
+    "top_entropy_mask",
+    "value_loss",
 ]

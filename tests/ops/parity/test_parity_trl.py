@@ -15,7 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import CISPO, GSPO, KL, SAPO, Clip, policy_loss
+from turnwise.ops import (
+    CISPO,
+    GSPO,
+    KL,
+    LUSPO,
+    SAPO,
+    VESPO,
+    Clip,
+    ImportanceCorrection,
+    off_policy_mask,
+    policy_loss,
+    top_entropy_mask,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +44,19 @@ def trl_loss(peer: Any) -> Callable[..., Tensor]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def loss(s: Any, logprobs: Tensor, *, metrics: dict[str, list[float]] | None = None, **options: Any) -> Tensor:
+    def loss(
+        s: Any,
+        logprobs: Tensor,
+        *,
+        metrics: dict[str, list[float]] | None = None,
+        inputs: dict[str, Tensor] | None = None,
+        entropies: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         streams = {name: getattr(s, name).to(logprobs.dtype) for name in ("old", "advantages", "ref")}
         step = module.TRLLoss(module.trl_config(**options), mask=s.mask.long(), **streams)
+        step.inputs.update(inputs or {})
+        step.entropies = step.entropies if entropies is None else entropies
         result = step(logprobs)
         if metrics is not None:
             metrics.update(step.metrics)
@@ -62,6 +84,8 @@ def aggregation_of(loss_type: str, mask: Tensor) -> dict[str, Any]:
         "bnpo": {"aggregation": "token-mean"},
         "dapo": {"aggregation": "token-mean"},
         "cispo": {"aggregation": "token-mean"},
+        "vespo": {"aggregation": "token-mean"},
+        "luspo": {"aggregation": "seq-mean-token-sum", "normalizer": rows},
         "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "max_length": rows * MAX_COMPLETION},
     }[loss_type]
 
@@ -90,7 +114,7 @@ def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds
         same_loss(ours, lp, trl_loss(s, leaf, **options), leaf)
 
 
-@pytest.mark.parametrize("name", ["cispo", "sapo", "gspo"])
+@pytest.mark.parametrize("name", ["cispo", "sapo", "gspo", "luspo"])
 def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds: Any, name: str) -> None:
     """TRL's CISPO has no lower bound and takes the upper one as the ratio itself; its GSPO is ``grpo`` by sequence, and
     weighs the KL by the sequence's ratio."""
@@ -107,12 +131,101 @@ def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seed
                 "grpo",
                 {"importance_sampling_level": "sequence", "epsilon": low, "epsilon_high": high},
             ),
+            "luspo": (
+                LUSPO(low, high),
+                "luspo",
+                {"importance_sampling_level": "sequence", "epsilon": low, "epsilon_high": high},
+            ),
         }[name]
-        if name == "gspo" and s.advantages.dim() == 2:  # a difference, see below
+        if name in ("gspo", "luspo") and s.advantages.dim() == 2:  # a difference, see below
             s.advantages = s.advantages[:, 0]
         lp, leaf = s.leaves()
         ours = s.loss(target, lp, variant=variant, **kl, **aggregation_of(loss_type, s.mask))
         same_loss(ours, lp, trl_loss(s, leaf, loss_type=loss_type, **options, **chosen), leaf)
+
+
+@pytest.mark.parametrize("mode", ["none", "token_truncate", "token_mask"])
+def test_vespo(trl_loss: Any, streams: Any, same_loss: Any, mode: str) -> None:
+    """TRL's defaults first, then drawn options. The weights of vLLM's correction are made as TRL makes them."""
+    target = SimpleNamespace(backend="torch", device="cpu")
+    moved = 0
+    for seed in range(200):
+        s = streams(seed, spread=0.3)
+        kl, options = draw_kl(s.choose)
+        variant = VESPO()
+        if seed >= 50:
+            variant = VESPO(*(s.choose.uniform(0.2, 4) for _ in range(4)))
+            names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+            options |= dict(
+                zip(
+                    names,
+                    (variant.k_positive, variant.lam_positive, variant.k_negative, variant.lam_negative),
+                    strict=True,
+                )
+            )
+        ours: dict[str, Any] = dict(kl)
+        inputs: dict[str, Tensor] = {}
+        if mode != "none":
+            cap = s.choose.uniform(1.2, 3)
+            raw = ((s.double("old") - s.double("rollout")) * s.mask).exp()
+            bounds = (1 / cap, cap) if mode == "token_mask" else None
+            ours["correction"] = ImportanceCorrection("token", cap, bounds=bounds)
+            ours["optional"] = (*kl.get("optional", ()), "rollout")
+            inside = (raw >= 1 / cap) & (raw <= cap)
+            weights = raw.clamp(max=cap) if bounds is None else raw.masked_fill(~inside, 0.0)
+            inputs["importance_sampling_ratio"] = weights
+        lp, leaf = s.leaves()
+        expected = trl_loss(s, leaf, loss_type="vespo", inputs=inputs, **options)
+        same_loss(s.loss(target, lp, variant=variant, **ours, **aggregation_of("vespo", s.mask)), lp, expected, leaf)
+        moved += bool(lp.grad is not None and lp.grad.abs().max() > 1e-3)
+    assert moved > 50
+
+
+def masked_advantages(s: Any, keep: Tensor) -> Tensor:
+    """The advantages, per token, of the tokens that a mask keeps."""
+    return torch.where(keep, s.spread(), 0.0).float()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_top_entropy(trl_loss: Any, streams: Any, same_loss: Any, loss_type: str) -> None:
+    """TRL's ``top_entropy_quantile`` inside its loss. Its KL term and its means keep all tokens."""
+    target, dropped = SimpleNamespace(backend="torch", device="cpu"), 0
+    for seed in range(200):
+        s = streams(seed)
+        share = s.choose.choice([0.2, 0.5, s.choose.uniform(0.05, 0.95)])
+        entropies = torch.rand(s.mask.shape, generator=torch.Generator().manual_seed(seed))
+        kl, options = draw_kl(s.choose)
+        lp, leaf = s.leaves()
+        given = {"loss_type": loss_type, "top_entropy_quantile": share, "entropies": entropies.double()}
+        expected = trl_loss(s, leaf, **given, **options)
+        keep = top_entropy_mask(entropies, share, mask=s.mask)
+        dropped += bool((s.mask & ~keep).any())
+        s.advantages = masked_advantages(s, keep)
+        same_loss(s.loss(target, lp, **kl, **aggregation_of(loss_type, s.mask)), lp, expected, leaf)
+    assert dropped > 60
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["old", "sampler"])
+def test_off_policy_sequences(trl_loss: Any, streams: Any, same_loss: Any, sampled: bool) -> None:
+    """TRL's ``off_policy_mask_threshold`` inside its loss, from the sampler's log-probabilities (some not scored) where
+    there are any, else from those before the update."""
+    target, dropped = SimpleNamespace(backend="torch", device="cpu"), 0
+    for seed in range(200):
+        s = streams(seed)
+        threshold = s.choose.choice([0.5, s.choose.uniform(0.01, 0.3)])
+        sampler, inputs = s.old, {}
+        if sampled:
+            sampler = s.rollout.clone()
+            sampler[0, 0] = torch.nan
+            inputs["sampling_per_token_logps"] = sampler.double()
+        kl, options = draw_kl(s.choose)
+        lp, leaf = s.leaves()
+        expected = trl_loss(s, leaf, inputs=inputs, off_policy_mask_threshold=threshold, **options)
+        keep = off_policy_mask(s.logprobs, sampler, s.advantages, threshold, mask=s.mask)
+        dropped += bool((s.mask & ~keep).any())
+        s.advantages = masked_advantages(s, keep)
+        same_loss(s.loss(target, lp, **kl), lp, expected, leaf)
+    assert dropped > 40
 
 
 def test_metrics(trl_loss: Any, streams: Any) -> None:

@@ -6,6 +6,7 @@ Each seed draws a batch and the options of its call. verl computes in float64 on
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from turnwise.ops import (
     CISPO,
+    DPPO,
+    DRO,
     GMPO,
     GPG,
     GSPO,
@@ -125,6 +128,47 @@ def test_variants(verl: Any, config: Any, streams: Any, same_loss: Any, target: 
         if name == "reinforce":
             given["rollout_log_prob"] = given.pop("old_log_prob")
         same_loss(ours, lp, getattr(verl, function)(**given)[0], leaf)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "dro"])
+def test_variants_in_pytorch(verl: Any, config: Any, streams: Any, same_loss: Any, name: str, corrected: bool) -> None:
+    """verl's config names the limits of DPPO ``clip_ratio_low`` and ``_high``, and its cap ``clip_ratio_c``."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+    from verl.workers.config.actor import PolicyLossConfig
+
+    target, trained, clipped = SimpleNamespace(backend="torch", device="cpu"), 0.0, 0.0
+    for seed in range(200):
+        s = streams(seed, empty_rows=False)
+        s.logprobs, s.old = s.logprobs.clamp(max=-0.01), s.old.clamp(max=-0.01)  # probabilities, as 1 - p is read
+        agg = s.choose.choice(AGGREGATIONS)
+        if name == "dro":
+            beta = s.choose.uniform(0.01, 1)
+            variant: Variant = DRO(beta)
+            settings = config(policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=beta))
+        else:
+            (low, high), cap = _ranges(s.choose, 0.2), s.choose.uniform(1.6, 4)
+            variant = DPPO(name.removeprefix("dppo_"), low, high, cap)
+            settings = config(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=cap)
+        options: dict[str, Any] = {"variant": variant}
+        lp, leaf = s.leaves()
+        given = arguments(s, leaf, agg, settings)
+        if corrected:
+            options |= {"correction": ImportanceCorrection("token", cap=2.0), "optional": ("rollout",)}
+            given["rollout_is_weights"], _ = compute_rollout_correction_weights(
+                s.double("old") - s.double("rollout"), s.mask.double(), rollout_is="token", rollout_is_threshold=2.0
+            )
+        ours = s.loss(target, lp, **options, **aggregation_of(agg, s.mask))
+        expected, metrics = getattr(verl, f"compute_policy_loss_{name}")(**given)
+        same_loss(ours, lp, expected, leaf)
+        got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, variant=variant).metrics
+        assert got["approx_kl_k1"].item() == pytest.approx(metrics["actor/ppo_kl"], abs=1e-5)
+        if name != "dro":
+            far = got["clip_fraction_low"].item() + got["clip_fraction_high"].item()
+            assert far == pytest.approx(metrics["actor/pg_clipfrac"], abs=1e-5)
+            assert got["dual_clip_fraction"].item() == pytest.approx(metrics["actor/pg_clipfrac_lower"], abs=1e-5)
+            trained, clipped = trained + (1 - far) / 200, clipped + far / 200
+    assert name == "dro" or (trained > 0.2 and clipped > 0.03)
 
 
 DEFAULTS: dict[str, Variant] = {

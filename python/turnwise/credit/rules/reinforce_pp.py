@@ -37,7 +37,7 @@ class ReinforcePPCredit(Credit):
         deviations = self._deviations(samples)
         tokens = np.array([trained_tokens(sample) for sample in samples], dtype=np.float64)
         advantages = np.zeros(len(samples), dtype=np.float32)
-        for of_policy in _by_policy(samples):
+        for of_policy in by_policy(samples):
             rows = of_policy & (tokens > 0)
             if rows.any():
                 advantages[rows] = self._whiten(deviations[rows], tokens[rows])
@@ -46,7 +46,7 @@ class ReinforcePPCredit(Credit):
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
         """Return the cause of a zero advantage, for each of ``rows`` of ``samples``. A policy's group is the batch."""
         deviations, causes = self._deviations(samples), np.full(len(samples), CENTERED, dtype=object)
-        for of_policy in _by_policy(samples):
+        for of_policy in by_policy(samples):
             if np.ptp(deviations[of_policy]) == 0:
                 causes[of_policy] = EQUAL
         return [str(cause) for cause in causes[list(rows)]]
@@ -63,7 +63,7 @@ class ReinforcePPCredit(Credit):
         return deviations / (std + self.eps) if offsets.any() else offsets
 
 
-def _by_policy(samples: Sequence[Sample]) -> Iterator[np.ndarray]:
+def by_policy(samples: Sequence[Sample]) -> Iterator[np.ndarray]:
     """Return a mask ``[B]`` bool per policy: which of ``samples`` it sampled."""
     policies = np.array([sample.policy for sample in samples], dtype=object)
     return (policies == policy for policy in dict.fromkeys(policies.tolist()))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from turnwise.ops.common.layout import Streams, check_stream_values, check_streams, count_actors
 from turnwise.ops.loss.aggregation import as_normalizer, check_normalizer, check_normalizer_values, find_aggregation
-from turnwise.ops.loss.options import GMPO, KL, Clip, ImportanceCorrection, Variant
+from turnwise.ops.loss.options import GMPO, KL, VESPO, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.reference import Objective, metric_names
 from turnwise.ops.loss.variants import is_known, select_by_covariance
 
@@ -27,6 +27,8 @@ def choose_variant(clip: Clip | None, variant: Variant | None, correction: Impor
         raise TypeError(f"variant={variant!r}: expected one of the option objects, such as GSPO()")
     if isinstance(variant, GMPO) and correction is not None and correction.level == "token":
         raise ValueError(f"correction={correction!r}: expected level='sequence', as GMPO has one ratio per sequence")
+    if isinstance(variant, VESPO) and correction is not None and correction.level == "sequence":
+        raise ValueError(f"correction={correction!r}: expected level='token', as VESPO multiplies a sequence's weights")
     return variant
 
 
@@ -50,6 +52,9 @@ def make_objective(
     if not (correction is None or type(correction) is ImportanceCorrection):
         raise TypeError(f"correction={correction!r}: expected an ImportanceCorrection, or None")
     chosen = choose_variant(clip, variant, correction)
+    if chosen.aggregations and aggregation not in chosen.aggregations:
+        expected = " or ".join(map(repr, chosen.aggregations))
+        raise ValueError(f"aggregation={aggregation!r}: expected {expected}, as variant={chosen!r}")
     if kl is not None and s.ref_logprobs is None:
         raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
     if correction is not None and s.rollout_logprobs is None:

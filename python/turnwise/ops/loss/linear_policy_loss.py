@@ -339,10 +339,10 @@ def linear_policy_loss(
     :func:`policy_loss`; ``entropy=True`` adds the metric. ``backend`` names the backend of the head; the loss takes the
     best one for the device.
 
-    For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE and SAPO, with a
-    correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of logits
-    in memory, and the backward scales and returns them. GSPO, GMPO, Clip-Cov, KL-Cov and corrections by sequence need
-    whole rows first, so they compute the logits twice. So do ``torch.compile`` and backends other than ``native``.
+    For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO, with
+    a correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of
+    logits in memory, and the backward scales and returns them. GSPO, LUSPO, GMPO, VESPO, Clip-Cov, KL-Cov and
+    corrections by sequence need whole rows first, so they compute the logits twice. So do ``torch.compile`` and backends other than ``native``.
     Masked tokens cost nothing on a CPU. Gradients that are not required are not computed.
 
     The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more.

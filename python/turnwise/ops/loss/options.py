@@ -11,6 +11,7 @@ from turnwise.ops.common.layout import is_number
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 IS_LEVELS = ("token", "sequence")
+DIVERGENCES = {"tv": 0.15, "kl": 0.05}  # with the usual limit of DPPO
 
 
 def _require_finite(owner: str, name: str, value: float, low: float, expected: str) -> None:
@@ -34,7 +35,9 @@ class Variant:
     kind: ClassVar[int]
     selects: ClassVar[bool] = False  # it selects some tokens before the loss
     by_row: ClassVar[bool] = False  # its ratio belongs to a whole sequence
-    compiled: ClassVar[bool] = True  # the kernels can compute it
+    compiled: ClassVar[bool] = True  # the kernels can compute it; else only the "torch" backend serves it
+    weighs_itself: ClassVar[bool] = False  # the weights of a correction are part of its own ratio
+    aggregations: ClassVar[tuple[str, ...]] = ()  # those that leave it its meaning; empty: all
 
     @property
     def bounds(self) -> tuple[float, float, float]:
@@ -92,6 +95,17 @@ class GSPO(Variant):
     @property
     def bounds(self) -> tuple[float, float, float]:
         return 1.0 - self.low, 1.0 + self.high, math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class LUSPO(GSPO):
+    """:class:`GSPO` without its length bias: the loss of a sequence counts times its length, so long answers lose no
+    weight per token (https://arxiv.org/abs/2602.05261; bounds of section 5.1). Needs
+    ``aggregation="seq-mean-token-sum"`` or ``"seq-mean-token-sum-norm"``, as with another one it would be GSPO."""
+
+    aggregations: ClassVar[tuple[str, ...]] = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    low: float = 2e-3
+    high: float = 2.5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +224,75 @@ class KLCov(Variant):
     @property
     def bounds(self) -> tuple[float, float, float]:
         return 0.0, 0.0, self.coef
+
+
+@dataclass(frozen=True, slots=True)
+class DPPO(Variant):
+    """``-A * min(ratio, cap) * lp``, where the ratio carries no gradient, and 0 for a token that the update has already
+    moved too far in the direction of its advantage (https://arxiv.org/abs/2602.04879).
+
+    With ``p = exp(lp)`` and ``q = exp(old)``, a token with ``A > 0`` is too far if ``p > q`` and its divergence exceeds
+    ``high``; one with ``A < 0`` if ``p < q`` and it exceeds ``low``. ``divergence="tv"`` is ``|p - q|``, ``"kl"`` is
+    ``q * log(q / p) + (1 - q) * log((1 - q) / (1 - p))``. A limit of ``None`` is 0.15 for ``"tv"``, 0.05 for ``"kl"``.
+    The clip fractions count the tokens that are too far, ``dual_clip_fraction`` the capped ratios of the others. Plain
+    PyTorch computes it.
+    """
+
+    compiled: ClassVar[bool] = False
+    divergence: str = "tv"
+    low: float | None = None
+    high: float | None = None
+    cap: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"DPPO.divergence={self.divergence!r}: expected one of {', '.join(DIVERGENCES)}")
+        low, high, cap = self.bounds
+        self._check_range(low, high)
+        _require_finite("DPPO", "cap", cap, 1.0, "a finite number >= 1")
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        usual = DIVERGENCES[self.divergence]
+        return usual if self.low is None else self.low, usual if self.high is None else self.high, self.cap
+
+
+@dataclass(frozen=True, slots=True)
+class DRO(Variant):
+    """``-A * lp + beta / 2 * (lp - old)**2``: a policy gradient with a quadratic penalty instead of a clip, also for
+    off-policy data (https://arxiv.org/abs/2405.19107). Plain PyTorch computes it."""
+
+    compiled: ClassVar[bool] = False
+    beta: float
+
+    def __post_init__(self) -> None:
+        _require_finite("DRO", "beta", self.beta, 1e-9, "a finite number > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class VESPO(Variant):
+    """``-phi(w) * A * lp`` with the ratio of a whole sequence, ``w = exp(sum(lp - old))``, and a weight that fades on
+    both sides of 1 instead of a clip: ``phi(w) = exp(lam) * w**k * exp(-lam * w)``, so that ``phi(1) = 1``
+    (https://arxiv.org/abs/2602.10693).
+
+    ``k_positive`` and ``lam_positive`` hold where ``A >= 0``, the others elsewhere. ``phi`` carries no gradient. The
+    weights of a ``correction`` multiply ``w`` instead of the loss, so it must have ``level="token"``. ``w`` lies
+    between 1e-8 and ``exp(20)``. Plain PyTorch computes it.
+    """
+
+    by_row: ClassVar[bool] = True
+    compiled: ClassVar[bool] = False
+    weighs_itself: ClassVar[bool] = True
+    k_positive: float = 2.0
+    lam_positive: float = 3.0
+    k_negative: float = 3.0
+    lam_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("k_positive", "k_negative"):
+            _require_finite("VESPO", name, getattr(self, name), 0.0, "a finite number >= 0")
+        for name in ("lam_positive", "lam_negative"):
+            _require_finite("VESPO", name, getattr(self, name), 1e-4, "a finite number >= 1e-4")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class PolicyLoss(NamedTuple):
 def unsupported_reason(s: Streams, variant: Variant) -> str:
     """The reason why the compiled kernels can't serve; empty if they can."""
     if not variant.compiled:
-        return f"variant is a {type(variant).__name__}, and the kernels know only their own"
+        return f"variant is a {type(variant).__name__}, which only the reference in PyTorch computes"
     for stream in s:
         if stream is not None and stream.dtype is torch.float64:
             name = next(name for name, value in s._asdict().items() if value is stream)
@@ -341,8 +341,9 @@ def policy_loss(
 
     Options:
 
-    - ``clip``, or ``variant`` instead of it: :class:`GSPO`, :class:`CISPO`, :class:`GPG`, :class:`Reinforce`,
-      :class:`SAPO`, :class:`GMPO`, :class:`ClipCov`, :class:`KLCov` or a :class:`Custom` one.
+    - ``clip``, or ``variant`` instead of it: :class:`GSPO`, :class:`LUSPO`, :class:`CISPO`, :class:`GPG`,
+      :class:`Reinforce`, :class:`SAPO`, :class:`GMPO`, :class:`ClipCov`, :class:`KLCov`, or one that the ``"torch"``
+      backend computes: :class:`DPPO`, :class:`DRO`, :class:`VESPO`, a :class:`Custom` one.
     - ``selected``: the result of :func:`select_tokens` over a whole optimizer step. It replaces the choice of tokens
       that :class:`ClipCov` and :class:`KLCov` make in this batch.
     - ``aggregation``: ``"token-mean"``, ``sum(l) / tokens``; ``"seq-mean-token-sum"``, the sum of row sums over the

@@ -106,20 +106,19 @@ def reference(
     advantages = stream(rows.spread(s.advantages.detach()))
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
-    tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, selected, rows)
-    token = token_loss(tokens, objective.variant)
-    loss = token.loss
-
-    # Per-token columns of the metrics. The correction multiplies the loss, and the KL term is added to it.
-    columns = [mask, token.clipped_low, token.clipped_high, token.clipped_dual]
-    columns += [-log_ratio, ratio - 1 - log_ratio, ratio]
-    rejected = torch.zeros_like(mask)
+    correction, rejected = None, torch.zeros_like(mask)
     if s.rollout_logprobs is not None:
         mismatch = old - stream(s.rollout_logprobs.detach())
         weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         if objective.correction is not None:
             correction, rejected = correction_weights(mismatch, rows, objective.correction)
-            loss = loss * correction
+    tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, selected, rows, correction)
+    token = token_loss(tokens, objective.variant)
+    loss = token.loss if correction is None or objective.variant.weighs_itself else token.loss * correction
+
+    # Per-token columns of the metrics. The KL term is added to the loss.
+    columns = [mask, token.clipped_low, token.clipped_high, token.clipped_dual]
+    columns += [-log_ratio, ratio - 1 - log_ratio, ratio]
     if s.ref_logprobs is not None:
         term = objective.kl or KL("k3", coef=0.0)
         kl = kl_estimate(logprobs, stream(s.ref_logprobs.detach()), term.estimator)

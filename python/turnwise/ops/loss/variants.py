@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,13 +10,33 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.layout import RowLayout, Streams, check_stream_values, check_streams, check_tensors
-from turnwise.ops.loss.options import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, Custom, KLCov, Reinforce, Variant
+from turnwise.ops.loss.options import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GPG,
+    GSPO,
+    LUSPO,
+    SAPO,
+    VESPO,
+    Clip,
+    ClipCov,
+    Custom,
+    KLCov,
+    Reinforce,
+    Variant,
+)
 
 LOG_RATIO_BOUND = 20.0
+LOG_WEIGHT_FLOOR = math.log(1e-8)
 
 
 class Tokens(NamedTuple):
-    """The inputs of a variant. Streams are 0 where masked. ``log_ratio`` is ``logprobs - old`` clamped to +-20."""
+    """The inputs of a variant. Streams are 0 where masked. ``log_ratio`` is ``logprobs - old`` clamped to +-20.
+
+    ``correction`` are the weights of an importance correction, for a variant that ``weighs_itself``.
+    """
 
     logprobs: Tensor
     old: Tensor
@@ -25,6 +46,7 @@ class Tokens(NamedTuple):
     mask: Tensor
     selected: Tensor | None
     rows: RowLayout
+    correction: Tensor | None = None
 
 
 class TokenLoss(NamedTuple):
@@ -111,6 +133,38 @@ def _kl_cov(t: Tokens, v: KLCov) -> TokenLoss:
     return TokenLoss(loss, none, none, t.selected)
 
 
+def _dppo(t: Tokens, v: DPPO) -> TokenLoss:
+    low, high, cap = v.bounds
+    p, q = t.logprobs.detach().exp(), t.old.exp()
+    divergence = (p - q).abs()
+    if v.divergence == "kl":
+        rest = (-torch.expm1(t.old) + 1e-8) / (-torch.expm1(t.logprobs.detach()) + 1e-8)
+        divergence = q * (t.old - t.logprobs.detach()) + (1 - q) * rest.log()
+    below = (t.advantages < 0) & (p < q) & (divergence > low)
+    above = (t.advantages > 0) & (p > q) & (divergence > high)
+    weight = t.ratio.detach().clamp(max=cap)
+    loss = torch.where(below | above, 0.0, -t.advantages * weight * t.logprobs)
+    return TokenLoss(loss, below, above, (t.ratio > cap) & ~(below | above))
+
+
+def _dro(t: Tokens, v: DRO) -> TokenLoss:
+    none = torch.zeros_like(t.mask)
+    return TokenLoss(-t.advantages * t.logprobs + 0.5 * v.beta * (t.logprobs - t.old).square(), none, none, none)
+
+
+def _vespo(t: Tokens, v: VESPO) -> TokenLoss:
+    log_ratio = t.log_ratio.detach()
+    if t.correction is not None:  # a rejected token has weight 0
+        log_ratio = log_ratio + t.correction.log().clamp(LOG_WEIGHT_FLOOR, LOG_RATIO_BOUND)
+    log_w = t.rows.spread(t.rows.sum(torch.where(t.mask, log_ratio, 0.0))).clamp(LOG_WEIGHT_FLOOR, LOG_RATIO_BOUND)
+    up = t.advantages >= 0
+    k = torch.full_like(log_w, v.k_negative).masked_fill(up, v.k_positive)
+    lam = torch.full_like(log_w, v.lam_negative).masked_fill(up, v.lam_positive)
+    phi = (lam + k * log_w - lam * log_w.exp()).exp()
+    none = torch.zeros_like(t.mask)
+    return TokenLoss(-phi * t.advantages * t.logprobs, none, none, none)
+
+
 def _custom(t: Tokens, v: Custom) -> TokenLoss:
     trained = t.mask.nonzero(as_tuple=True)
     loss = v.function(t.logprobs[trained], t.old[trained], t.advantages[trained])
@@ -124,6 +178,7 @@ def _custom(t: Tokens, v: Custom) -> TokenLoss:
 _LOSS: dict[type[Variant], Callable[[Tokens, Any], TokenLoss]] = {
     Clip: _clip,
     GSPO: _gspo,
+    LUSPO: _gspo,
     CISPO: _cispo,
     Reinforce: _policy_gradient,
     GPG: _policy_gradient,
@@ -131,6 +186,9 @@ _LOSS: dict[type[Variant], Callable[[Tokens, Any], TokenLoss]] = {
     GMPO: _gmpo,
     ClipCov: _clip_cov,
     KLCov: _kl_cov,
+    DPPO: _dppo,
+    DRO: _dro,
+    VESPO: _vespo,
     Custom: _custom,
 }
 

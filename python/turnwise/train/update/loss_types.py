@@ -12,7 +12,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from turnwise.ops import CISPO, GMPO, GPG, GSPO, SAPO, Clip, ClipCov, Custom, KLCov, Reinforce, Variant
+from turnwise.ops import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GPG,
+    GSPO,
+    LUSPO,
+    SAPO,
+    VESPO,
+    Clip,
+    ClipCov,
+    Custom,
+    KLCov,
+    Reinforce,
+    Variant,
+)
 from turnwise.train.config.optimization import LossConfig
 from turnwise.utils.registry import build_with_options, defines, import_by_name
 
@@ -20,6 +36,7 @@ registry: dict[str, Callable[..., Variant]] = {
     "ppo": Clip,
     "clip-higher": partial(Clip, high=0.28),
     "gspo": GSPO,
+    "luspo": LUSPO,
     "cispo": CISPO,
     "reinforce": Reinforce,
     "gpg": GPG,
@@ -27,6 +44,9 @@ registry: dict[str, Callable[..., Variant]] = {
     "gmpo": GMPO,
     "clip-cov": ClipCov,
     "kl-cov": KLCov,
+    "dppo": DPPO,
+    "dro": DRO,
+    "vespo": VESPO,
 }
 
 STREAMS = ("logprobs", "old_logprobs", "advantages")

@@ -1,0 +1,122 @@
+"""GDPO: normalises each reward by itself before it adds them, so that a large one does not drown the others.
+
+    A_i,k = (r_i,k - mean(r_k)) / (std(r_k) + eps)              over the attempts i of an actor at a question, reward k
+    A_i = (S_i - mean(S)) / (std(S) + eps)                      over the batch, with S_i = sum over k of w_k A_i,k
+
+GRPO adds the rewards first: attempts with rewards (0, 2), (1, 1) and (2, 0) then count alike, and a reward with a small
+spread counts for little. The second step keeps the size of the advantages independent of the number of rewards.
+(Group reward-Decoupled Normalization Policy Optimization, https://arxiv.org/abs/2601.05242; TRL's
+``multi_objective_aggregation="normalize_then_sum"``, verl's ``gdpo``.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from turnwise.credit.base import ALONE, CENTERED, EQUAL, MIN_STD, GroupCredit, Key
+from turnwise.credit.rules.reinforce_pp import by_policy, trained_tokens
+from turnwise.types import Sample
+
+
+@dataclass(kw_only=True)
+class GDPOCredit(GroupCredit):
+    """Compares attempts in groups ``(group_id, actor)``, one reward at a time. Not for trees.
+
+    ``rewards`` maps the name of each reward to its weight. A reward is the value of the rubric's function of that name
+    for the actor, without the rubric's weight, or ``step.info["rewards"][name]`` if the episode sets it. An actor that
+    a function does not pay has no share of that reward. ``batch`` names what counts once in the statistics of the
+    batch, for each policy: ``"attempts"`` (the paper, TRL) or trained ``"tokens"`` (verl).
+
+    Example: ``GDPOCredit(rewards={"correct": 1.0, "brief": 0.5})``
+    """
+
+    trees = False
+    ends = False
+    step_rewards = False
+    rewards: Mapping[str, float]
+    batch: str = "attempts"
+
+    def __post_init__(self) -> None:
+        numbers = isinstance(self.rewards, Mapping) and all(_is_weight(weight) for weight in self.rewards.values())
+        if not (numbers and self.rewards):
+            raise ValueError(
+                f"rewards={self.rewards!r}: expected the names of rewards with their weights, such as {{'right': 1.0}}"
+            )
+        if self.batch not in ("attempts", "tokens"):
+            raise ValueError(f"batch={self.batch!r}: expected 'attempts' or 'tokens'")
+        super().__post_init__()
+
+    def group_key(self, sample: Sample) -> Key:
+        return (sample.group_id, sample.actor)
+
+    def unit_key(self, sample: Sample) -> Key:
+        return (sample.trajectory_key, sample.actor)
+
+    def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Return advantages ``[B]`` float32 of ``samples``, in their order."""
+        sums = np.zeros(len(samples))
+        keys, units = [self.key_of(sample) for sample in samples], [self.unit_key(sample) for sample in samples]
+        for name, values in self._columns(samples).items():
+            rows = np.flatnonzero(~np.isnan(values)).tolist()
+            part, of_keys = [samples[row] for row in rows], [keys[row] for row in rows]
+            sums[rows] += self.rewards[name] * self.grouped(part, of_keys, values[rows], [units[row] for row in rows])
+        # Scale the sums over the batch of each policy.
+        calls = Counter(units)
+        weights = [1 / calls[unit] for unit in units] if self.batch == "attempts" else map(trained_tokens, samples)
+        counts, advantages = np.fromiter(weights, dtype=np.float64), np.zeros(len(samples), dtype=np.float32)
+        for of_policy in by_policy(samples):
+            rows_of = of_policy & (counts > 0)
+            advantages[rows_of] = self._whiten(sums[rows_of], counts[rows_of])
+        return advantages
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
+        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``, by its liveliest reward."""
+        each = [self._causes(samples, rows, np.nan_to_num(values)) for values in self._columns(samples).values()]
+        return [min(causes, key=(CENTERED, MIN_STD, EQUAL, ALONE).index) for causes in zip(*each, strict=True)]
+
+    def _columns(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        """Return each reward ``[B]`` float64, NaN where the actor has none. Raises for a reward that no sample has."""
+        tops = {id(sample.root_result): sample.root_result for sample in samples if sample.root_result is not None}
+        metrics = {node.rollout.id: node.rollout.metrics for top in tops.values() for node in top.walk()}
+
+        def of(sample: Sample) -> Mapping[str, Any]:
+            if "rewards" in sample.info:
+                return sample.info["rewards"]
+            end = f"/{sample.actor}"
+            known = metrics.get(sample.rollout_id, {})
+            return {name.removesuffix(end): value for name, value in known.items() if name.endswith(end)}
+
+        found = [of(sample) for sample in samples]
+        missing = [name for name in self.rewards if samples and not any(name in each for each in found)]
+        if missing:
+            known = sorted({name for each in found for name in each})
+            raise ValueError(
+                f"rewards={dict(self.rewards)!r}: no call of this batch has {missing}; expected some of {known}"
+            )
+        for sample, each in zip(samples, found, strict=True):
+            wrong = {name: each[name] for name in self.rewards if name in each and not math.isfinite(each[name])}
+            if wrong:
+                where = f"step {sample.step_index} of rollout {sample.rollout_id!r}"
+                raise ValueError(f"{where} has rewards {wrong}: expected finite numbers")
+        return {name: np.array([each.get(name, math.nan) for each in found], dtype=np.float64) for name in self.rewards}
+
+    def _whiten(self, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Scale ``values [b]`` to mean 0 and standard deviation 1; ``counts [b]`` says how often each counts."""
+        total, largest = counts.sum(), np.abs(values).max(initial=0.0)
+        if total <= self.ddof or np.ptp(values) == 0:
+            return np.zeros_like(values)
+        mean = counts @ values / total
+        # The sums of whole groups are 0 but for rounding, and tied groups must keep an advantage of exactly 0.
+        deviations = values - (mean if abs(mean) > 1e-12 * largest else 0.0)
+        std = math.sqrt(counts @ deviations**2 / (total - self.ddof))
+        return deviations / (std + self.eps)
+
+
+def _is_weight(weight: object) -> bool:
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)

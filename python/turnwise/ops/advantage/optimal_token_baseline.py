@@ -1,0 +1,118 @@
+"""Advantages per token against the baseline that minimises the gradient's variance, in plain PyTorch on any device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.ops.advantage.checks import is_integral
+from turnwise.ops.common.layout import (
+    FLOATS,
+    RowLayout,
+    check_cu_seqlens_values,
+    check_layout,
+    check_mask,
+    check_mask_values,
+    check_optional,
+    is_number,
+)
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    token_rewards: Tensor,
+    old_logprobs: Tensor,
+    sum_pi_squared: Tensor,
+    group_ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    weights: Tensor | None = None,
+    eps: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``(advantages, returns)`` with one baseline per group and token position, ``A = G - B``.
+
+    ``G`` are the rewards to go. ``B[t] = sum(G[t] * W[t]) / (sum(W[t]) + eps)`` over the rows of the group that reach
+    position ``t``, where ``W[t]`` is the sum up to ``t`` of ``1 - 2 * pi + sum_pi_squared``: the squared norm of a
+    token's gradient at the logits. So the rows whose gradient varies most weigh most (the Optimal Token Baseline,
+    https://arxiv.org/abs/2602.07078; verl's ``optimal_token_baseline`` and ``tir_optimal_token_baseline``). A position
+    counts trained tokens alone, so turns that an environment wrote in between move nothing. Where only one row of the
+    group is left, ``B`` is 0. ``weights``, those of an importance correction, multiply each term of ``W`` by their
+    square.
+
+    Streams are ``[B, T]`` with ``mask``, or packed ``[N]`` with ``cu_seqlens``: ``token_rewards``; ``old_logprobs`` of
+    the policy that sampled, so ``pi = exp(old_logprobs)``; ``sum_pi_squared``, the sum over the vocabulary of squared
+    probabilities, ``(2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)`` exponentiated. Masked tokens may hold any
+    value and get 0. ``group_ids [B]`` are integers. Sums are float64; results are float32 (float64 if ``token_rewards``
+    are). On a GPU it waits for the device. Raises ``ValueError`` or ``TypeError`` naming the argument.
+
+    Example: rows with rewards 1 and 0 at their only token, each drawn at ``pi = .5`` of two tokens
+    (``sum_pi_squared = .5``), have ``B = .5`` and advantages .5 and -.5.
+    """
+    streams = {"token_rewards": token_rewards, "old_logprobs": old_logprobs, "sum_pi_squared": sum_pi_squared}
+    _check(streams | ({} if weights is None else {"weights": weights}), group_ids, mask, cu_seqlens, eps)
+    rows = RowLayout(token_rewards, cu_seqlens)
+    trained = torch.ones_like(token_rewards, dtype=torch.bool) if mask is None else mask != 0
+
+    def stream(values: Tensor) -> Tensor:
+        return torch.where(trained, values.double(), 0.0)
+
+    def up_to(values: Tensor) -> Tensor:
+        """The sum over a row up to each token, that token included."""
+        if rows.row is None:
+            return values.cumsum(dim=1)
+        sums = rows.sum(values)
+        return values.cumsum(dim=0) - rows.spread(sums.cumsum(dim=0) - sums)
+
+    rewards = stream(token_rewards)
+    returns = torch.where(trained, rows.spread(rows.sum(rewards)) - up_to(rewards) + rewards, 0.0)
+    energy = 1 - 2 * stream(old_logprobs).exp() + stream(sum_pi_squared)
+    if weights is not None:
+        energy = energy * stream(weights).square()
+    energy = up_to(torch.where(trained, energy, 0.0))
+
+    # One cell per group and position. Its sums run over the trained tokens there, one of each row that is long enough.
+    places = (up_to(trained.double()) - 1)[trained].long()
+    _, groups = torch.unique(group_ids, return_inverse=True)
+    width = int(places.max()) + 1 if places.numel() else 0
+    cells = rows.spread(groups)[trained] * width + places
+    table = energy.new_zeros(3, (int(groups.max()) + 1 if groups.numel() else 0) * width)
+    w, g = energy[trained], returns[trained]
+    total, weight, count = table.index_add(1, cells, torch.stack([g * w, w, torch.ones_like(w)]))
+    baseline = torch.where(count > 1, total / (weight + eps), 0.0)[cells]
+    advantages = torch.zeros_like(returns).masked_scatter(trained, g - baseline)
+    dtype = torch.promote_types(token_rewards.dtype, torch.float32)
+    return advantages.to(dtype), returns.to(dtype)
+
+
+def _check(streams: dict[str, Any], group_ids: Any, mask: Any, cu_seqlens: Any, eps: float) -> None:
+    """Raise for the first argument that is wrong."""
+    check_optional(mask=mask, cu_seqlens=cu_seqlens)
+    if not (is_number(eps) and 0 <= eps < math.inf):
+        raise ValueError(f"eps={eps!r}: expected a finite number >= 0")
+    like = streams["token_rewards"]
+    for name, stream in streams.items():
+        if not isinstance(stream, Tensor) or stream.dtype not in FLOATS:
+            got = getattr(stream, "dtype", type(stream).__name__)
+            raise TypeError(f"{name}: expected a tensor of floats, got {got}")
+        if stream.shape != like.shape:
+            raise ValueError(f"{name} has shape {tuple(stream.shape)}: expected {tuple(like.shape)}, as token_rewards")
+        if stream.device != like.device:
+            raise ValueError(f"{name} is on {stream.device}: expected {like.device}, as token_rewards")
+    check_layout("token_rewards", like, cu_seqlens)
+    check_mask(mask, like, "token_rewards")
+    if not isinstance(group_ids, Tensor) or not is_integral(group_ids):
+        raise TypeError(f"group_ids: expected integers, got {getattr(group_ids, 'dtype', type(group_ids).__name__)}")
+    count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if group_ids.shape != (count,) or group_ids.device != like.device:
+        raise ValueError(
+            f"group_ids has shape {tuple(group_ids.shape)} on {group_ids.device}: expected ({count},) on {like.device}"
+        )
+    if like.is_cpu:
+        if cu_seqlens is not None:
+            check_cu_seqlens_values(cu_seqlens, like.shape[0])
+        if mask is not None:
+            check_mask_values(mask)

@@ -1,0 +1,171 @@
+"""GDPO: worked by hand, from columns, from a rubric's values and from steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from turnwise.arena import Rubric
+from turnwise.credit import GDPOCredit, GRPOCredit, build_rule, credit_columns
+from turnwise.types import GenerateResult, Rollout, Step
+
+
+def test_worked_values() -> None:
+    """Three attempts with rewards (0, 2), (1, 1), (2, 0): GRPO sees 2, 2, 2. With weights 1 and 0.5:
+
+    each reward is normalised to -1, 0, 1 (the deviation is 1), so the sums are -0.5, 0, 0.5, and their deviation 0.5.
+    """
+    columns = {"a": [0.0, 1.0, 2.0], "b": [2.0, 1.0, 0.0]}
+    whole = {"questions": [7] * 3, "components": columns}
+    assert credit_columns("grpo", [2.0] * 3, **whole).tolist() == [0, 0, 0]
+    found = credit_columns("gdpo", [2.0] * 3, options={"rewards": {"a": 1.0, "b": 0.5}}, **whole)
+    assert found == pytest.approx([-1, 0, 1], abs=1e-5)
+    found = credit_columns("gdpo", [2.0] * 3, options={"rewards": {"a": 1.0, "b": -1.0}}, **whole)
+    assert found == pytest.approx([-1, 0, 1], abs=1e-5)
+
+
+def test_a_reward_of_another_size_counts_alike() -> None:
+    """The second question's second reward is 1000 times as large: by hand the sums are -s, s | -2s, 2s with
+    s = sqrt(1/2), and their deviation is sqrt((2 s^2 + 8 s^2) / 3) = 1.29099."""
+    right, brief = [0.0, 1.0, 0.0, 1.0], [5.0, 5.0, 0.0, 1000.0]
+    found = credit_columns(
+        "gdpo",
+        [0.0] * 4,
+        questions=[1, 1, 2, 2],
+        components={"right": right, "brief": brief},
+        options={"rewards": {"right": 1.0, "brief": 1.0}},
+    )
+    s = np.sqrt(0.5) / 1.2909944
+    assert found == pytest.approx([-s, s, -2 * s, 2 * s], abs=1e-5)
+
+
+@pytest.mark.parametrize("batch", ["attempts", "tokens"])
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_brute_force(make: Any, reference: Any, batch: str, seed: int) -> None:
+    """Two actors, attempts of several calls, two policies; one reward pays only one actor."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for attempt in range(12):
+        for call in range(int(rng.integers(1, 4))):
+            actor = str(rng.choice(["solver", "verifier"]))
+            rewards = {"right": float(rng.random()), "brief": float(1000 + rng.random())}
+            if actor == "verifier":
+                del rewards["brief"]
+            fields = {
+                "group_id": f"q{attempt % 3}",
+                "policy": actor,
+                "completion_token_ids": [2] * int(rng.integers(1, 9)),
+            }
+            samples.append(make(f"t{attempt}", actor, 0.0, step_index=call, info={"rewards": rewards}, **fields))
+    sums = np.zeros(len(samples))
+    for name, weight in (("right", 2.0), ("brief", 0.5)):
+        rows = [i for i, s in enumerate(samples) if name in s.info["rewards"]]
+        part = reference(
+            [samples[i] for i in rows],
+            lambda s: (s.group_id, s.actor),
+            lambda s: (s.rollout_id, s.actor),
+            lambda s, name=name: s.info["rewards"][name],
+        )
+        sums[rows] += weight * part
+    want = np.zeros(len(samples))
+    for policy in ("solver", "verifier"):
+        rows = [i for i, s in enumerate(samples) if s.policy == policy]
+        if batch == "tokens":
+            each = np.repeat(sums[rows], [len(samples[i].completion_token_ids) for i in rows])
+        else:
+            each = np.array(list({(samples[i].rollout_id): sums[i] for i in rows}.values()))
+        want[rows] = (sums[rows] - each.mean()) / (each.std(ddof=1) + 1e-6)
+    rule = GDPOCredit(rewards={"right": 2.0, "brief": 0.5}, batch=batch)
+    np.testing.assert_allclose(rule.compute_columns(samples), want, rtol=1e-5, atol=1e-6, err_msg=f"seed {seed}")
+    assert np.abs(want).max() > 0.5
+
+
+def test_a_group_whose_rewards_are_all_tied_gets_exactly_zero() -> None:
+    rng = np.random.default_rng(0)
+    questions = np.repeat(range(8), 3)
+    right, brief = rng.random(24), 1000 + rng.random(24)
+    right[:3], brief[:3] = 0.1, 1000.3
+    brief[3:6] = 7.0
+    rule = GDPOCredit(rewards={"right": 1.0, "brief": 1.0})
+    found = credit_columns(rule, [0.0] * 24, questions=list(questions), components={"right": right, "brief": brief})
+    assert found[:3].tolist() == [0, 0, 0] and np.all(found[3:] != 0)
+
+
+def test_a_zero_names_its_cause(make: Any) -> None:
+    def of(question: str, right: float, brief: float) -> Any:
+        return make(f"{question}{right}{brief}", group_id=question, info={"rewards": {"right": right, "brief": brief}})
+
+    samples = [of("tied", 1.0, 0.0), of("tied", 1.0, 0.0), of("lonely", 1.0, 1.0)]
+    samples += [of("mixed", 0.0, 1.0), of("mixed", 0.0, 2.0), of("mixed", 0.0, 3.0)]
+    samples[1].rollout_id = "another"
+    rule = GDPOCredit(rewards={"right": 1.0, "brief": 1.0})
+    assert np.flatnonzero(rule.compute_columns(samples) == 0).tolist() == [0, 1, 2, 4]
+    assert rule.zero_causes(samples, [0, 2, 4]) == ["equal_rewards", "alone", "zero_advantage"]
+    assert rule.zero_causes(samples, []) == []
+
+
+def result(name: str, metrics: dict[str, float], children: Any = ()) -> GenerateResult:
+    step = Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], "stop", reward=sum(metrics.values()))
+    rollout = Rollout(name, "solve", "q", [step], metrics=metrics)
+    return GenerateResult(rollout, group_id="q", children=list(children))
+
+
+def test_the_values_of_a_rubric_s_functions_are_the_rewards() -> None:
+    """Of the actor's own, in children as well; other metrics, and those of other actors, are not read."""
+    top = result("p", {"right/solver": 1.0, "brief/solver": 5.0, "right/verifier": 9.0})
+    top.children = [result("c", {"right/solver": 0.0, "brief/solver": 7.0})]
+    rule = GDPOCredit(rewards={"right": 1.0, "brief": 0.5})
+    found = rule.compute([top])
+    assert found == {("p", 0): pytest.approx(0.5**0.5, abs=1e-5), ("c", 0): pytest.approx(-(0.5**0.5), abs=1e-5)}
+
+
+async def test_from_a_rubric_that_scored_rollouts() -> None:
+    """The function's own values count, not the rubric's weights; a function of weight 0 is a reward like any other."""
+
+    def right(rollout: Rollout) -> float:
+        return float(rollout.steps[0].completion == "4")
+
+    def brief(rollout: Rollout) -> float:
+        return -float(len(rollout.steps[0].completion))
+
+    rubric = Rubric([right, brief], weights=[3.0, 0.0])
+    results = []
+    for name, text in (("a", "4"), ("b", "four"), ("c", "4")):
+        step = Step("solver", 0, [], text, [1], [2], [-0.1], [(1, 0)], "stop")
+        rollout = Rollout(name, "solve", "q", [step])
+        score = await rubric.score(rollout)
+        rollout.rewards, rollout.metrics = score.rewards, score.metrics
+        results.append(GenerateResult(rollout, group_id="q"))
+    found = GDPOCredit(rewards={"right": 1.0, "brief": 1.0}).compute(results)
+    grpo = GRPOCredit().compute(results)
+    assert [found[name, 0] for name in "abc"] == pytest.approx([grpo[name, 0] for name in "abc"], abs=1e-5)
+    only = GDPOCredit(rewards={"brief": -1.0}).compute(results)
+    assert only["b", 0] > 0 > only["a", 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rewards": {}}, r"rewards=\{\}: expected the names of rewards with their weights"),
+        ({"rewards": ["right"]}, r"rewards=\['right'\]: expected the names"),
+        ({"rewards": {"right": "1"}}, r"rewards=\{'right': '1'\}"),
+        ({"rewards": {"right": float("nan")}}, "rewards=.*nan"),
+        ({"rewards": {"right": 1}, "batch": "rows"}, "batch='rows': expected 'attempts' or 'tokens'"),
+        ({"rewards": {"right": 1}, "ddof": 2}, "ddof=2"),
+        ({}, "rewards"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_rule("gdpo", options)
+
+
+def test_a_reward_that_no_call_has_is_named(make: Any) -> None:
+    samples = [make("a", info={"rewards": {"right": 1.0}}), make("b", info={"rewards": {"right": 0.0}})]
+    with pytest.raises(ValueError, match=r"no call of this batch has \['rihgt'\]; expected some of \['right'\]"):
+        GDPOCredit(rewards={"rihgt": 1.0}).compute_columns(samples)
+    samples[0].info["rewards"]["right"] = float("inf")
+    with pytest.raises(ValueError, match="step 0 of rollout 'a' has rewards"):
+        GDPOCredit(rewards={"right": 1.0}).compute_columns(samples)

@@ -1,0 +1,206 @@
+"""Masks by entropy, by drift and by mismatch: worked numbers, every layout, and what a loss makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from turnwise.ops import Rejection, loss_normalizer, off_policy_mask, policy_loss, rejection_mask, top_entropy_mask
+
+
+def packed(mask: torch.Tensor, *streams: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Streams cut after each row's last trained token, their mask, and the offsets of the rows."""
+    lengths = torch.tensor([int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask])
+    kept = torch.arange(mask.shape[1])[None] < lengths[:, None]
+    return [s[kept] for s in streams], mask[kept], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Top entropy
+# ---------------------------------------------------------------------------------------------------------------------
+def test_the_top_share_of_the_trained_tokens() -> None:
+    """Five trained tokens, the masked one has the largest entropy. A share of 0.4: the bound is at rank 0.6 * 4 = 2.4,
+    between .3 and .5; so .5 and .9 stay."""
+    entropy = torch.tensor([[0.1, 0.5, 0.3], [0.9, 0.2, 7.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    assert top_entropy_mask(entropy, 0.4, mask=mask).tolist() == [[False, True, False], [True, False, False]]
+    assert torch.equal(top_entropy_mask(entropy, 1.0, mask=mask), mask.bool())
+    assert top_entropy_mask(entropy, 1e-6, mask=mask).tolist() == [[False] * 3, [True, False, False]]
+    # A share of 0.2 of six tokens: rank 0.8 * 5 = 4, exactly the second largest.
+    assert top_entropy_mask(torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), 0.2).tolist() == [False] * 4 + [True] * 2
+    # Rank 0.3 * 10 = 3, though 1 - 0.7 is a little more than 0.3 in binary.
+    assert top_entropy_mask(torch.arange(11.0), 0.7).tolist() == [False] * 3 + [True] * 8
+    assert top_entropy_mask(torch.ones(2, 3), 0.2).all(), "ties are kept"
+    assert not top_entropy_mask(torch.full((2, 3), math.nan), 0.2, mask=torch.zeros(2, 3)).any()
+    assert top_entropy_mask(torch.zeros(0, 3), 0.2).shape == (0, 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_is_the_quantile(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    entropy = torch.rand(7, 23, generator=generator, dtype=torch.float64)
+    mask = torch.rand(7, 23, generator=generator) < 0.7
+    for share in (0.05, 0.2, 0.31, 0.5, 0.9):
+        want = mask & (entropy >= torch.quantile(entropy[mask], 1 - share))
+        masked = entropy.masked_fill(~mask, math.nan)
+        assert torch.equal(top_entropy_mask(masked, share, mask=mask), want), f"seed {seed}, share {share}"
+
+
+def test_other_tokens_keep_their_place_in_the_mean() -> None:
+    lp = torch.zeros(1, 4, requires_grad=True)
+    keep = top_entropy_mask(torch.tensor([[0.1, 0.2, 0.3, 0.4]]), 0.25)
+    assert keep.tolist() == [[False, False, False, True]]
+    policy_loss(lp, torch.zeros(1, 4), torch.ones(1)[:, None] * keep).loss.backward()
+    assert lp.grad is not None and lp.grad.tolist() == [[0, 0, 0, -0.25]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Off-policy sequences
+# ---------------------------------------------------------------------------------------------------------------------
+def test_a_negative_sequence_that_drifted_is_dropped() -> None:
+    """Drifts of rows: (1 + 0.2) / 2 = 0.6, the same with a positive advantage, and 0.3 with a masked outlier."""
+    rollout = torch.zeros(3, 2)
+    logprobs = torch.tensor([[-1.0, -0.2], [-1.0, -0.2], [-0.3, -9.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    advantages = torch.tensor([-1.0, 1.0, -1.0])
+    keep = off_policy_mask(logprobs, rollout, advantages, 0.5, mask=mask)
+    assert keep.tolist() == [[False, False], [True, True], [True, False]]
+    assert off_policy_mask(logprobs, rollout, advantages, 0.61, mask=mask).tolist() == mask.bool().tolist()
+    # One token that the engine could not score: the drift is (0.2 + 0) / 2.
+    rollout[0, 0] = math.nan
+    assert off_policy_mask(logprobs, rollout, advantages, 0.5, mask=mask)[0].all()
+    # Advantages per token: a row that drifted loses its negative tokens alone.
+    per_token = torch.tensor([[-1.0, 1.0]])
+    assert off_policy_mask(logprobs[1:2], torch.zeros(1, 2), per_token, 0.5).tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_off_policy_packed_equals_padded(make_batch, seed: int) -> None:
+    batch = make_batch(seed, spread=1.0)
+    padded = off_policy_mask(batch.logprobs, batch.rollout, batch.advantages, 0.02, mask=batch.mask)
+    assert padded.any() and (batch.mask & ~padded).any()
+    (lp, rollout, want), mask, cu = packed(batch.mask, batch.logprobs, batch.rollout, padded)
+    got = off_policy_mask(lp, rollout, batch.advantages, 0.02, mask=mask, cu_seqlens=cu)
+    assert torch.equal(got, want), f"seed {seed}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rejection
+# ---------------------------------------------------------------------------------------------------------------------
+OLD = torch.tensor([[0.2, -0.1, 5.0], [0.5, 0.6, 0.1]])  # over a sampler of 0: these are d
+TRAINED = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("criterion", "keep"),
+    [
+        # Ratios 1.22, 0.90 | 1.65, 1.82, 1.11
+        (Rejection("token", "k1", 1.7, 0.95), [[1, 0, 0], [1, 0, 1]]),
+        (Rejection("token", "k1", 1.7), [[1, 1, 0], [1, 0, 1]]),
+        # Sums 0.1 | 1.2, means 0.05 | 0.4; log 1.06 = 0.058, log 1.5 = 0.405
+        (Rejection("seq-sum", "k1", 3.0), [[1, 1, 0], [0, 0, 0]]),
+        (Rejection("seq-mean", "k1", 1.06), [[1, 1, 0], [0, 0, 0]]),
+        (Rejection("seq-mean", "k1", 1.5), [[1, 1, 0], [1, 1, 1]]),
+        (Rejection("seq-mean", "k1", 1.5, 1.06), [[0, 0, 0], [1, 1, 1]]),
+        # d**2 / 2 = 0.02, 0.005 | 0.125, 0.18, 0.005; sums 0.025 | 0.31; means 0.0125 | 0.1033
+        (Rejection("token", "k2", 0.1), [[1, 1, 0], [0, 0, 1]]),
+        (Rejection("seq-sum", "k2", 0.3), [[1, 1, 0], [0, 0, 0]]),
+        (Rejection("seq-mean", "k2", 0.11), [[1, 1, 0], [1, 1, 1]]),
+        (Rejection("seq-max", "k2", 0.17), [[1, 1, 0], [0, 0, 0]]),
+        # exp(d) - d - 1 = 0.0214, 0.0048 | 0.1487, 0.2221, 0.0052; sums 0.0262 | 0.3760; means 0.0131 | 0.1253
+        (Rejection("token", "k3", 0.15), [[1, 1, 0], [1, 0, 1]]),
+        (Rejection("seq-sum", "k3", 0.37), [[1, 1, 0], [0, 0, 0]]),
+        (Rejection("seq-mean", "k3", 0.013), [[0, 0, 0], [0, 0, 0]]),
+        (Rejection("seq-max", "k3", 0.223), [[1, 1, 0], [1, 1, 1]]),
+    ],
+    ids=str,
+)
+def test_worked_rejections(criterion: Rejection, keep: list[list[int]]) -> None:
+    found = rejection_mask(OLD, torch.zeros(2, 3), criterion, mask=TRAINED)
+    assert found.keep.int().tolist() == keep
+    lost = int(TRAINED.sum()) - int(found.keep.sum())
+    assert found.metrics["rejected"].item() == pytest.approx(lost / 5)
+    assert found.metrics[f"rejected/{criterion.name}"].item() == pytest.approx(lost / 5)
+    rows = sum(k < t for k, t in zip(found.keep.sum(1).tolist(), [2, 3], strict=True))
+    assert found.metrics["rejected_rows"].item() == rows / 2
+    (old, want), mask, cu = packed(TRAINED.bool(), OLD, found.keep)
+    assert torch.equal(rejection_mask(old, torch.zeros(5), criterion, mask=mask, cu_seqlens=cu).keep, want)
+
+
+def test_all_criteria_must_pass() -> None:
+    both = [Rejection("token", "k1", 1.7, 0.95), Rejection("seq-max", "k2", 0.17)]
+    found = rejection_mask(OLD, torch.zeros(2, 3), both, mask=TRAINED)
+    assert found.keep.int().tolist() == [[1, 0, 0], [0, 0, 0]]
+    got = {name: value.item() for name, value in found.metrics.items()}
+    want = {"rejected/token-k1": 0.4, "rejected/seq-max-k2": 0.6, "rejected": 0.8, "rejected_rows": 1.0}
+    assert got == pytest.approx(want)
+
+
+def test_rejected_tokens_count_in_no_mean_unless_the_normaliser_counts_them() -> None:
+    lp = torch.zeros(2, 3)
+    keep = rejection_mask(OLD, torch.zeros(2, 3), Rejection("seq-sum", "k1", 3.0), mask=TRAINED).keep
+    advantages = torch.tensor([1.0, 5.0])
+    assert policy_loss(lp, lp, advantages, mask=keep).loss.item() == -1
+    whole = loss_normalizer("token-mean", mask=TRAINED)
+    assert policy_loss(lp, lp, advantages, mask=keep, normalizer=whole).loss.item() == pytest.approx(-2 / 5)
+
+
+def test_nothing_trained() -> None:
+    nothing = torch.full((2, 3), math.nan)
+    for criterion in (Rejection("token", "k1", 2.0), Rejection("seq-max", "k3", 0.1)):
+        found = rejection_mask(nothing, nothing, criterion, mask=torch.zeros(2, 3))
+        assert not found.keep.any() and all(value == 0 for value in found.metrics.values())
+        assert rejection_mask(torch.zeros(0, 3), torch.zeros(0, 3), criterion).keep.shape == (0, 3)
+
+
+def test_a_ratio_that_is_no_number_is_rejected() -> None:
+    old = torch.tensor([[math.nan, 0.0]])
+    assert rejection_mask(old, torch.zeros(1, 2), Rejection("token", "k2", 1.0)).keep.tolist() == [[False, True]]
+    assert not rejection_mask(old, torch.zeros(1, 2), Rejection("seq-max", "k2", 1.0)).keep.any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Rejection("row", "k1", 2.0), r"Rejection\.level='row': expected one of token, seq-sum"),
+        (lambda: Rejection("token", "k4", 2.0), r"Rejection\.estimator='k4'"),
+        (lambda: Rejection("token", "k2", 0), r"Rejection\.high=0: expected a finite number > 0"),
+        (lambda: Rejection("token", "k2", 1.0, 0.5), r"Rejection\.low=0\.5: expected None, as k2 is never negative"),
+        (lambda: Rejection("seq-max", "k1", 2.0), r"level='seq-max': expected estimator 'k2' or 'k3'"),
+        (lambda: Rejection("token", "k1", 0.9), r"Rejection\.low=1\.1.*less than high = 0\.9"),
+        (lambda: Rejection("token", "k1", 2.0, 3.0), r"Rejection\.low=3\.0"),
+    ],
+)
+def test_nonsense_raises_when_built(build, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda z: top_entropy_mask(z, 0), ValueError, r"share=0: expected a number in \(0, 1\]"),
+        (lambda z: top_entropy_mask(z.int()), TypeError, "entropy: expected a tensor of floats, got torch.int32"),
+        (lambda z: top_entropy_mask(z, mask=z[0]), ValueError, r"mask has shape \(3,\): expected \(2, 3\), as entropy"),
+        (lambda z: top_entropy_mask(z, mask=z + 0.5), ValueError, r"mask\[0, 0\]=0\.5: expected 0 or 1"),
+        (lambda z: off_policy_mask(z, z, z[:, 0], -1), ValueError, "threshold=-1: expected a finite number >= 0"),
+        (lambda z: off_policy_mask(z, z, z[0], 1), ValueError, r"advantages has shape \(3,\): expected \(2,\)"),
+        (lambda z: off_policy_mask(z, z[0], z[:, 0], 1), ValueError, r"rollout_logprobs has shape \(3,\)"),
+        (lambda z: off_policy_mask(z, None, z[:, 0], 1), TypeError, "rollout_logprobs: expected a tensor of floats"),
+        (lambda z: rejection_mask(z, z, []), TypeError, r"criteria=\[\]: expected one or several of Rejection"),
+        (lambda z: rejection_mask(z, z, "token_k1"), TypeError, "criteria='token_k1'"),
+        (
+            lambda z: rejection_mask(z[0], z[0], Rejection("token", "k2", 1.0)),
+            ValueError,
+            r"old_logprobs has shape \(3,\): expected \[B, T\], or \[N\] with cu_seqlens",
+        ),
+    ],
+)
+def test_mistakes_are_named(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call(torch.zeros(2, 3))

@@ -1,0 +1,133 @@
+"""The clipped value loss: worked numbers, its definition in Python floats, any layout, any cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from turnwise.ops import AGGREGATIONS, aggregate, gae, loss_normalizer, value_loss
+
+
+def test_worked_values() -> None:
+    """Values of the critic 1.0, 0.1 and 0.5 against an old value of 0, returns of 1, 1 and -1, clip 0.2.
+
+    The first moved by 1: clamped to 0.2 its error is 0.8, larger than 0, and no gradient flows. The second is inside.
+    The third moved to 0.5: its plain error of 1.5 is larger than that of 0.2, 1.2, and it trains.
+    """
+    values = torch.tensor([[1.0, 0.1, 0.5]], requires_grad=True)
+    result = value_loss(values, torch.zeros(1, 3), torch.tensor([[1.0, 1.0, -1.0]]))
+    assert result.loss.item() == pytest.approx((0.8**2 + 0.9**2 + 1.5**2) / 2 / 3)
+    result.loss.backward()
+    assert values.grad is not None
+    assert values.grad[0].tolist() == pytest.approx([0, -0.9 / 3, 1.5 / 3])
+    assert result.metrics["clip_fraction"].item() == pytest.approx(1 / 3)
+    assert result.metrics["value_mean"].item() == pytest.approx(1.6 / 3)
+    # Var(R) = 8 / 9; R - V = 0, 0.9, -1.5 has variance (0.81 + 2.25) / 3 - 0.2**2 = 0.98.
+    assert result.metrics["explained_variance"].item() == pytest.approx(1 - 0.98 / (8 / 9))
+
+
+def test_without_a_clip_it_is_the_squared_error() -> None:
+    values = torch.tensor([[3.0, math.nan]], requires_grad=True)
+    result = value_loss(values, None, torch.tensor([[1.0, math.nan]]), mask=torch.tensor([[1, 0]]), clip=None)
+    result.loss.backward()
+    assert result.loss.item() == 2 and values.grad is not None and values.grad.tolist() == [[2, 0]]
+    assert result.metrics["clip_fraction"] == 0 and result.metrics["explained_variance"] == 0
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_the_definition(make_batch, seed, aggregation) -> None:
+    """Values are drawn around old ones. Each token's loss is weighed as the aggregation weighs any value."""
+    batch = make_batch(seed)
+    values, old, returns, mask = batch.logprobs, batch.old, batch.ref, batch.mask
+    rest = {"actor_ids": batch.actors, "num_actors": 3, "max_length": 40}
+    per_token, slopes = torch.zeros_like(values), torch.zeros_like(values)
+    clipped = 0
+    for b, t in mask.nonzero().tolist():
+        v, o, r = (float(x[b, t]) for x in (values, old, returns))
+        plain, bounded = (v - r) ** 2 / 2, (max(o - 0.3, min(o + 0.3, v)) - r) ** 2 / 2
+        per_token[b, t], slopes[b, t] = max(plain, bounded), 0.0 if bounded > plain else v - r
+        clipped += bounded > plain
+    ones = torch.zeros_like(values, requires_grad=True)
+    aggregate(ones, aggregation, mask=mask, **rest).backward()
+    want = aggregate(per_token, aggregation, mask=mask, **rest)
+
+    leaf = values.clone().requires_grad_()
+    result = value_loss(leaf, old, returns, mask=mask, clip=0.3, aggregation=aggregation, **rest)
+    result.loss.backward()
+    torch.testing.assert_close(result.loss, want, rtol=1e-12, atol=0, msg=f"seed {seed}")
+    torch.testing.assert_close(leaf.grad, slopes * ones.grad, rtol=1e-10, atol=1e-15)
+    assert clipped > 0 and result.metrics["clip_fraction"].item() == pytest.approx(clipped / int(mask.sum()))
+    explained = 1 - (returns - values)[mask].var(unbiased=False) / returns[mask].var(unbiased=False)
+    assert result.metrics["explained_variance"].item() == pytest.approx(explained.item(), rel=1e-6)
+
+    # Packed, and in two micro-batches under the normaliser of the whole.
+    lengths = mask.shape[1] - mask.flip(1).int().argmax(1)
+    lengths[~mask.any(1)] = 0
+    kept = torch.arange(mask.shape[1])[None] < lengths[:, None]
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    packed = value_loss(
+        values[kept].float(), old[kept], returns[kept], mask=mask[kept], cu_seqlens=cu, clip=0.3,
+        aggregation=aggregation, **rest,
+    )  # fmt: skip
+    assert packed.loss.dtype is torch.float32 and packed.loss.item() == pytest.approx(want.item(), rel=1e-5)
+    whole = loss_normalizer(aggregation, mask=mask, **rest)
+    parts = [
+        value_loss(
+            values[rows], old[rows], returns[rows], mask=mask[rows], clip=0.3, aggregation=aggregation,
+            normalizer=whole, **(rest | {"actor_ids": batch.actors[rows]}),
+        ).loss.item()
+        for rows in (slice(0, 4), slice(4, None))
+    ]  # fmt: skip
+    assert sum(parts) == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_a_critic_learns_the_returns_of_gae() -> None:
+    """From 0, steps of the clip at most: 40 updates reach returns of 1 where one alone is stopped at the clip."""
+    values = torch.zeros(2, 3, requires_grad=True)
+    rewards = torch.tensor([[0.0, 0.0, 1.0]]).expand(2, 3)
+    optimizer = torch.optim.SGD([values], lr=1.0)
+    for epoch in range(40):
+        _, returns = gae(rewards, values.detach(), lam=1.0)
+        assert returns.tolist() == [[1.0] * 3] * 2
+        old = values.detach().clone()
+        for _ in range(3):
+            optimizer.zero_grad()
+            value_loss(values, old, returns, clip=0.1).loss.backward()
+            optimizer.step()
+        if epoch == 0:
+            assert values.max() < 0.3
+    torch.testing.assert_close(values.detach(), torch.ones(2, 3), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"clip": 0}, ValueError, "clip=0: expected None or a finite number > 0"),
+        ({"clip": math.nan}, ValueError, "clip=nan"),
+        ({"old_values": None}, ValueError, "old_values=None: expected the values before the update, as clip=0.2"),
+        ({"returns": torch.zeros(2)}, ValueError, r"returns has shape \(2,\): expected \(2, 3\), as values"),
+        (
+            {"old_values": torch.zeros(2, 3).int()},
+            TypeError,
+            "old_values: expected .* got torch.int32",
+        ),
+        ({"mask": torch.zeros(2)}, ValueError, r"mask has shape \(2,\)"),
+        ({"aggregation": "sum"}, ValueError, "aggregation='sum'"),
+        ({"cu_seqlens": torch.tensor([0, 2])}, ValueError, r"values has shape \(2, 3\): expected \[N\]"),
+    ],
+)
+def test_mistakes_are_named(change, error, message) -> None:
+    arguments = {"values": torch.zeros(2, 3), "old_values": torch.zeros(2, 3), "returns": torch.zeros(2, 3)}
+    with pytest.raises(error, match=message):
+        value_loss(**(arguments | change))
+
+
+def test_nothing_trained_costs_nothing() -> None:
+    values = torch.full((2, 3), math.nan, requires_grad=True)
+    result = value_loss(values, values, values, mask=torch.zeros(2, 3))
+    result.loss.backward()
+    assert result.loss.item() == 0 and torch.equal(values.grad, torch.zeros(2, 3))
+    assert [value.item() for value in result.metrics.values()] == [0, 0, 0]
