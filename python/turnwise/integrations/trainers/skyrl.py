@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,37 +55,37 @@ def register_credit(rule: Credit | str, name: str | None = None, **options: Any)
     """
     registry = _host().AdvantageEstimatorRegistry
     assigner, name = make_rule(rule, name, options)
-    registry.register(name, estimator(assigner))
+    registry.register(name, CreditEstimator(assigner))
     return name
 
 
-def estimator(rule: Credit) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return an estimator with SkyRL's signature.
+@dataclass(frozen=True)
+class CreditEstimator:
+    """An advantage estimator with SkyRL's signature. It is an object, not a closure, as SkyRL pickles it for Ray.
 
     ``token_level_rewards [B, T]`` float, ``response_mask [B, T]`` and ``index``, the ``B`` uids, give ``(advantages,
     advantages)``, each ``[B, T]`` in the type of the rewards and 0 where masked. A row's reward is the sum over its
     tokens. Rows that SkyRL added as padding get 0 and count in no group or baseline.
     """
 
-    def estimate(
-        token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **_: Any
+    rule: Credit
+
+    def __call__(
+        self, token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **_: Any
     ) -> tuple[Tensor, Tensor]:
         rows = [row for row, uid in enumerate(index) if not _PADDING.fullmatch(str(uid))]
         found = [_UID.fullmatch(str(index[row])) for row in rows]
         advantages = np.zeros(len(index), dtype=np.float32)
         advantages[rows] = credit_columns(
-            rule,
+            self.rule,
             token_level_rewards.sum(dim=-1).double().cpu().numpy()[rows],
             questions=[uid["question"] if uid else str(index[row]) for row, uid in zip(rows, found, strict=True)],
             actors=[uid["agent"] if uid else "agent" for uid in found],
             turns=[int(uid["turn"]) if uid else 0 for uid in found],
             lengths=response_mask.sum(dim=-1).int().cpu().numpy()[rows],
         )
-        column = torch.from_numpy(advantages).to(token_level_rewards)
-        spread = column[:, None] * response_mask
+        spread = torch.from_numpy(advantages).to(token_level_rewards)[:, None] * response_mask
         return spread, spread
-
-    return estimate
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,8 +107,9 @@ def register_loss(loss: str | ops.Variant, name: str | None = None) -> str:
     ``loss`` is a name in :data:`LOSSES`, which reads SkyRL's settings, or a variant of ``turnwise.ops`` with settings
     of its own. Use the result as ``trainer.algorithm.policy_loss_type``.
 
-    Raises ``ModuleNotFoundError`` without SkyRL, and ``ValueError`` for a name that is unknown or taken, and for
-    ``ClipCov`` and ``KLCov``, which compare a token with those of other micro-batches.
+    Raises ``ModuleNotFoundError`` without SkyRL, and ``ValueError`` for a name that is unknown or taken, for
+    ``ClipCov`` and ``KLCov``, which compare a token with those of other micro-batches, and for a loss that is not
+    proportional to the advantage.
 
     Example: ``register_loss("regular")``, ``register_loss(turnwise.ops.GMPO(), "gmpo")``
     """
@@ -115,26 +117,33 @@ def register_loss(loss: str | ops.Variant, name: str | None = None) -> str:
     if isinstance(loss, str):
         if loss not in LOSSES:
             raise ValueError(f"loss={loss!r}: {did_you_mean(loss, LOSSES)}")
-        variant_of, name = LOSSES[loss], name or f"turnwise_{loss}"
     elif loss.selects:
         raise ValueError(f"loss={loss!r}: expected a variant that does not compare tokens of the whole step")
+    elif not _is_proportional(loss):
+        raise ValueError(
+            f"loss={loss!r}: expected a loss proportional to the advantage, as SkyRL scales advantages to average losses"
+        )
     elif name is None:
         raise ValueError(f"name=None: expected the name to register {type(loss).__name__} by")
-    else:
-        variant_of = lambda config: loss  # noqa: E731
-    registry.register(name, policy_loss(variant_of))
+    name = name or f"turnwise_{loss}"
+    registry.register(name, PolicyLoss(loss))
     return name
 
 
-def policy_loss(variant_of: Callable[[Any], ops.Variant]) -> Callable[..., tuple[Tensor, dict[str, float]]]:
-    """Return a loss with SkyRL's signature. ``variant_of`` makes the variant from SkyRL's algorithm configuration.
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss with SkyRL's signature: a name in :data:`LOSSES` or a variant.
 
     All streams are ``[B, T]``. The result is the sum of the token losses, as SkyRL has scaled the advantages by
     ``loss_reduction`` before, and the metrics that SkyRL's own losses log. SkyRL's off-policy correction multiplies the
-    advantages instead of the losses, which are linear in them.
+    advantages instead of the losses, which are proportional to them. ``clip_ratio`` then leaves out the tokens that the
+    correction dropped.
     """
 
-    def loss(
+    loss: str | ops.Variant
+
+    def __call__(
+        self,
         log_probs: Tensor,
         old_log_probs: Tensor,
         advantages: Tensor,
@@ -148,16 +157,17 @@ def policy_loss(variant_of: Callable[[Any], ops.Variant]) -> Callable[..., tuple
             torch.ones_like(log_probs), old_log_probs, rollout_logprobs, mask, config.off_policy_correction
         )
         weighted = advantages * torch.where((mask != 0) & (kept != 0), weights, 0.0)
-        result = ops.policy_loss(
-            log_probs, old_log_probs, weighted, mask=mask, variant=variant_of(config), normalizer=1.0
-        )
+        variant = LOSSES[self.loss](config) if isinstance(self.loss, str) else self.loss
+        result = ops.policy_loss(log_probs, old_log_probs, weighted, mask=mask, variant=variant, normalizer=1.0)
         clipped = result.metrics["clip_fraction_low"] + result.metrics["clip_fraction_high"]
         return result.loss, {"clip_ratio": clipped.item(), **corrections}
 
-    return loss
+
+def _is_proportional(variant: ops.Variant) -> bool:
+    old, new = torch.full((2, 2), -1.0), torch.tensor([[-1.3, -0.2], [-0.9, -1.1]])
+    losses = [ops.policy_loss(new, old, scale * torch.tensor([1.0, -1.0]), variant=variant).loss for scale in (1, 4)]
+    return torch.allclose(4 * losses[0], losses[1])
 
 
 def _host() -> Any:
-    return import_from(
-        "skyrl.backends.skyrl_train.utils.ppo_utils", "SkyRL", "pip install 'skyrl[skyrl-train]'"
-    )
+    return import_from("skyrl.backends.skyrl_train.utils.ppo_utils", "SkyRL", "pip install 'skyrl[skyrl-train]'")
