@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 
 import numpy as np
@@ -202,9 +203,11 @@ def test_other_processes_get_them(skyrl):
         typing.TypedDict = typing_extensions.TypedDict
         from skyrl.backends.skyrl_train.utils import ppo_utils
 
-        advantages, _ = compute(ppo_utils, "turnwise_dr_mas", [1.0, 0.0], torch.ones(2, 1).long(), ["a", "a"])
+        advantages, _ = ppo_utils.AdvantageEstimatorRegistry.get("turnwise_dr_mas")(
+            token_level_rewards=torch.tensor([[1.0], [0.0]]), response_mask=torch.ones(2, 1), index=["a", "a"]
+        )
         loss, _ = ppo_utils.PolicyLossRegistry.get("turnwise_regular")(
-            torch.zeros(2, 1), torch.zeros(2, 1), advantages, ppo_utils.AlgorithmConfig(), torch.ones(2, 1)
+            torch.tensor([[0.1], [0.2]]), torch.zeros(2, 1), advantages, ppo_utils.AlgorithmConfig(), torch.ones(2, 1)
         )
         return advantages[:, 0].tolist(), float(loss)
 
@@ -214,7 +217,9 @@ def test_other_processes_get_them(skyrl):
         advantages, loss = ray.get(found.remote())
     finally:
         ray.shutdown()
-    assert advantages == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=2e-6) and loss == pytest.approx(0, abs=1e-6)
+    advantage = 0.5**0.5
+    assert advantages == pytest.approx([advantage, -advantage], abs=2e-6)
+    assert loss == pytest.approx(advantage * (math.exp(0.2) - math.exp(0.1)), abs=2e-6)
 
 
 def test_what_it_refuses(skyrl):

@@ -121,7 +121,7 @@ def register_loss(loss: str | ops.Variant, name: str | None = None) -> str:
         raise ValueError(f"loss={loss!r}: expected a variant that does not compare tokens of the whole step")
     elif not _is_proportional(loss):
         raise ValueError(
-            f"loss={loss!r}: expected a loss proportional to the advantage, as SkyRL scales advantages to average losses"
+            f"loss={loss!r}: expected a loss proportional to the advantage, as SkyRL averages by scaling advantages"
         )
     elif name is None:
         raise ValueError(f"name=None: expected the name to register {type(loss).__name__} by")
