@@ -127,7 +127,9 @@ def run_prime_rl(rows, config, weighted):
         ref_kl_scale=1,
     )
     loss.backward()
-    return loss.item(), [each.grad.tolist() for each in logprobs], {key: each.tolist() for key, each in metrics.items()}
+    # A sequence whose weights are all 0 is not part of the graph.
+    gradients = [[0.0] * len(each) if each.grad is None else each.grad.tolist() for each in logprobs]
+    return loss.item(), gradients, {key: each.tolist() for key, each in metrics.items()}
 
 
 def record_prime_rl():
@@ -142,7 +144,7 @@ def record_prime_rl():
                 loss, gradients, metrics = run_prime_rl(rows, DefaultLossConfig(**options), weighted)
                 found.append(
                     {"rows": rows, "options": options, "weighted": weighted, "loss": loss, "gradients": gradients}
-                    | {"is_masked": metrics["is_masked"], "mismatch_kl": metrics["unmasked_mismatch_kl"]}
+                    | {"is_masked": metrics["is_masked"]}
                 )
     return found
 
@@ -157,4 +159,4 @@ def read(name):
 if __name__ == "__main__":
     FIXTURES.mkdir(exist_ok=True)
     for wanted in sys.argv[1:]:
-        (FIXTURES / f"{wanted}.json").write_text(json.dumps(RECORDERS[wanted](), indent=None) + "\n", encoding="utf-8")
+        (FIXTURES / f"{wanted}.json").write_text(json.dumps(RECORDERS[wanted]()) + "\n", encoding="utf-8")
