@@ -19,3 +19,13 @@ def skyrl():
         patch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
         from skyrl.backends.skyrl_train.utils import ppo_utils
     return ppo_utils
+
+
+@pytest.fixture
+def own_names(skyrl):
+    """SkyRL's registries as they are; what a test registers is gone after it."""
+    registries = [skyrl.AdvantageEstimatorRegistry, skyrl.PolicyLossRegistry]
+    before = [dict(registry._functions) for registry in registries]
+    yield
+    for registry, functions in zip(registries, before, strict=True):
+        registry._functions = functions

@@ -156,6 +156,18 @@ def read(name):
     return json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def assert_close(found, expected):
+    """Nested lists and dicts are equal, and their floats to 1e-6: instruction sets differ in the last digit."""
+    if isinstance(expected, float):
+        assert abs(found - expected) <= 1e-6
+    elif isinstance(expected, dict | list):
+        assert type(found) is type(expected) and len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_close(found[key], expected[key])
+    else:
+        assert found == expected
+
+
 if __name__ == "__main__":
     FIXTURES.mkdir(exist_ok=True)
     for wanted in sys.argv[1:]:

@@ -26,14 +26,7 @@ CORRECTIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_names(skyrl):
-    """Each test registers its own names; none is left behind."""
-    registries = [skyrl.AdvantageEstimatorRegistry, skyrl.PolicyLossRegistry]
-    before = [dict(registry._functions) for registry in registries]
-    yield
-    for registry, functions in zip(registries, before, strict=True):
-        registry._functions = functions
+pytestmark = pytest.mark.usefixtures("own_names")
 
 
 def rewards_of(scores, mask):
