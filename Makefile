@@ -85,7 +85,7 @@ $(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
 # ask for an older transformers, and so does SkyRL; what follows TRL here is what importing their algorithms needs.
 $(VENV)/.peers: $(VENV)/.test
 	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson jaxtyping loguru skyrl-gym copium immutables pyrsistent prefix-grouper verifiers
-	@$(INSTALL) --no-deps verl skyrl
+	@$(INSTALL) --no-deps verl skyrl torchdata
 	@for extra in gymnasium pettingzoo textarena openspiel reasoning_gym openenv; do $(REQUIREMENTS) $$extra; done >build/requirements.txt
 	@$(INSTALL) -r build/requirements.txt
 	@touch $@

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +121,89 @@ def test_padding_counts_nowhere_and_baselines_last(skyrl):
         advantages, _ = estimate(padded["rewards"], padded["response_mask"], padded.metadata["uids"])
         np.testing.assert_allclose(advantages[:, 0], [*expected, 0, 0, 0], atol=1e-6)
     assert rule.baseline("episode", "agent") == pytest.approx(0.375)
+
+
+def generated(questions, attempts, script):
+    """A generator's step-wise output: for each attempt the calls of ``script``, as ``(agent, turn, reward)``."""
+    from skyrl.train.generators.base import TrajectoryID
+
+    rows = [
+        (question, attempt, agent, turn, reward)
+        for question in questions
+        for attempt in range(attempts)
+        for agent, turn, reward in script(question, attempt)
+    ]
+    lengths = [1 + row % 3 for row in range(len(rows))]
+    ids = [
+        TrajectoryID(instance_id=adapter.make_uid(question, agent, turn), repetition_id=attempt)
+        for question, attempt, agent, turn, _ in rows
+    ]
+    output = {
+        "prompt_token_ids": [[1, 2]] * len(rows),
+        "response_ids": [[3] * length for length in lengths],
+        "loss_masks": [[1] * length for length in lengths],
+        "rewards": [float(reward) for *_, reward in rows],
+        "rollout_logprobs": None,
+        "stop_reasons": None,
+        "trajectory_ids": ids,
+        "is_last_step": [True] * len(rows),
+    }
+    return output, rows
+
+
+@pytest.mark.parametrize("rule", ["dr_mas", "at_grpo"])
+def test_agents_through_skyrls_trainer(skyrl, rule):
+    """From a generator's output to advantages, in SkyRL's own methods; 17 rows on 4 processes need 3 rows of padding."""
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.trainer import RayPPOTrainer
+    from skyrl.train.utils.trainer_utils import validate_generator_output
+
+    class Trainer(adapter.AgentUids, RayPPOTrainer):
+        pass
+
+    def script(question, attempt):
+        return [
+            ("solver", 0, attempt % 2),
+            ("verifier", 0, 2 + attempt * (question == "b")),
+            ("solver", 1, 3 * attempt),
+        ][: 3 if question == "a" or attempt else 2]
+
+    config = SkyRLTrainConfig.from_cli_overrides(
+        [
+            f"trainer.algorithm.advantage_estimator={adapter.register_credit(rule)}",
+            "generator.step_wise_trajectories=true",
+            "generator.inference_engine.enable_ray_prometheus_stats=false",
+            "generator.n_samples_per_prompt=3",
+            "trainer.train_batch_size=2",
+            "trainer.policy_mini_batch_size=1",
+        ]
+    )
+    output, rows = generated(["a", "b"], 3, script)
+    validate_generator_output(6, output, step_wise=True)
+    uids = [each.instance_id for each in output["trajectory_ids"]]
+
+    advantages = []
+    for kind in (Trainer, RayPPOTrainer):
+        trainer = kind(config, None, SimpleNamespace(pad_token_id=0), None, None, None)
+        trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 4)
+        batch, uids_after = trainer.postprocess_generator_output(dict(output), uids)
+        if kind is RayPPOTrainer:  # alone, it takes each uid for a prompt
+            with pytest.raises(AssertionError):
+                trainer.convert_to_training_input(batch, uids_after)
+            continue
+        data = trainer.convert_to_training_input(batch, uids_after)
+        assert data.metadata["policy_mini_batch_boundaries"] == [(0, 9), (9, 17)]
+        assert data.metadata["pad_size"] == 3
+        data["values"] = None  # as the forward pass leaves it without a critic
+        advantages = trainer.compute_advantages_and_returns(data)["advantages"]
+    questions, _, agents, turns, rewards = zip(*rows, strict=True)
+    expected = credit_columns(rule, rewards, questions=questions, actors=agents, turns=turns)
+    assert (np.abs(expected) > 0.1).sum() > 6
+    lengths = [len(each) for each in output["response_ids"]]
+    for row, (value, length) in enumerate(zip(expected, lengths, strict=True)):
+        np.testing.assert_allclose(advantages[row, :length], value, atol=1e-6)
+        assert not advantages[row, length:].any()
+    assert not advantages[17:].any()
 
 
 def batch_of(generator, rows=6):

@@ -88,6 +88,22 @@ class CreditEstimator:
         return spread, spread
 
 
+class AgentUids:
+    """Mixin of SkyRL's trainers for batches whose uids are those of :func:`make_uid`.
+
+    SkyRL counts distinct uids and expects ``train_batch_size`` of them. With the mixin it counts questions, whose rows
+    must lie side by side, and the estimator still gets the whole uids.
+
+    Example: ``class Trainer(AgentUids, RayPPOTrainer): ...``, which ``BasePPOExp.get_trainer`` returns
+    """
+
+    def convert_to_training_input(self, generator_output: Any, uids: Sequence[str]) -> Any:
+        questions = [found["question"] if (found := _UID.fullmatch(uid)) else uid for uid in uids]
+        batch = super().convert_to_training_input(generator_output, questions)  # type: ignore[misc]
+        batch.metadata["uids"] = [*uids, *batch.metadata["uids"][len(uids) :]]  # rows of padding follow
+        return batch
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Losses
 # ---------------------------------------------------------------------------------------------------------------------
