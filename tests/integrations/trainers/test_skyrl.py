@@ -182,8 +182,7 @@ def test_agents_through_skyrls_trainer(skyrl, rule):
     validate_generator_output(6, output, step_wise=True)
     uids = [each.instance_id for each in output["trajectory_ids"]]
 
-    advantages = []
-    for kind in (Trainer, RayPPOTrainer):
+    for kind in (RayPPOTrainer, Trainer):
         trainer = kind(config, None, SimpleNamespace(pad_token_id=0), None, None, None)
         trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 4)
         batch, uids_after = trainer.postprocess_generator_output(dict(output), uids)
@@ -195,15 +194,14 @@ def test_agents_through_skyrls_trainer(skyrl, rule):
         assert data.metadata["policy_mini_batch_boundaries"] == [(0, 9), (9, 17)]
         assert data.metadata["pad_size"] == 3
         data["values"] = None  # as the forward pass leaves it without a critic
-        advantages = trainer.compute_advantages_and_returns(data)["advantages"]
+        data = trainer.compute_advantages_and_returns(data)
     questions, _, agents, turns, rewards = zip(*rows, strict=True)
     expected = credit_columns(rule, rewards, questions=questions, actors=agents, turns=turns)
     assert (np.abs(expected) > 0.1).sum() > 6
-    lengths = [len(each) for each in output["response_ids"]]
-    for row, (value, length) in enumerate(zip(expected, lengths, strict=True)):
-        np.testing.assert_allclose(advantages[row, :length], value, atol=1e-6)
-        assert not advantages[row, length:].any()
-    assert not advantages[17:].any()
+    mask = data["response_mask"]
+    assert mask.sum(dim=1).tolist()[:17] == [len(each) for each in output["response_ids"]]
+    spread = mask * np.concatenate([expected, [0, 0, 0]])[:, None]  # nothing for the padding
+    np.testing.assert_allclose(data["advantages"], spread, atol=1e-6)
 
 
 def batch_of(generator, rows=6):
