@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from turnwise.integrations.trainers import prime_rl
+from turnwise.integrations.trainers import skyrl as skyrl_adapter
 
 from .record import prime_rl_batch
 from .test_prime_rl import inputs_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "other_trainers.md").read_text(encoding="utf-8")
-IN_RLLM, IN_SKYRL = re.findall(r"^```py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+IN_RLLM, IN_SKYRL, AGENTS = re.findall(r"^```py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 TOML = re.findall(r'^```toml title="rl.toml"\n(.*?)^```$', PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -43,6 +44,21 @@ def test_skyrls_configuration_accepts_the_names(own_names):
     other = [each.replace("dr_mas", "grpo") for each in overrides]
     with pytest.raises(AssertionError, match="invalid advantage_estimator: turnwise_grpo"):
         validate_cfg(SkyRLTrainConfig.from_cli_overrides([*other, "trainer.logger=console"]))
+
+
+def test_skyrls_experiment_builds_the_trainer(skyrl):
+    namespace: dict = {}
+    exec(AGENTS, namespace)
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.trainer import RayPPOTrainer
+
+    config = SkyRLTrainConfig.from_cli_overrides(["generator.inference_engine.enable_ray_prometheus_stats=false"])
+    names = ("tracker", "tokenizer", "train_dataset", "eval_dataset", "inference_engine_client", "generator")
+    empty = dict.fromkeys([*names, "colocate_pg"])
+    # SkyRL's constructor starts Ray and reads a model; only the method that makes the trainer is asked.
+    trainer = namespace["Experiment"].get_trainer(None, cfg=config, **empty)
+    assert isinstance(trainer, RayPPOTrainer) and isinstance(trainer, skyrl_adapter.AgentUids)
+    assert namespace["row"].instance_id == "7#agent=solver#turn=0"
 
 
 def test_prime_rls_table():

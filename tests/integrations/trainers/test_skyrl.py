@@ -153,7 +153,7 @@ def generated(questions, attempts, script):
 
 @pytest.mark.parametrize("rule", ["dr_mas", "at_grpo"])
 def test_agents_through_skyrls_trainer(skyrl, rule):
-    """From a generator's output to advantages, in SkyRL's own methods; 17 rows on 4 processes need 3 rows of padding."""
+    """From a generator's output to advantages, in SkyRL's own methods; 4 processes add 3 rows of padding."""
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.trainer import RayPPOTrainer
     from skyrl.train.utils.trainer_utils import validate_generator_output
@@ -198,8 +198,8 @@ def test_agents_through_skyrls_trainer(skyrl, rule):
     questions, _, agents, turns, rewards = zip(*rows, strict=True)
     expected = credit_columns(rule, rewards, questions=questions, actors=agents, turns=turns)
     assert (np.abs(expected) > 0.1).sum() > 6
-    mask = data["response_mask"]
-    assert mask.sum(dim=1).tolist()[:17] == [len(each) for each in output["response_ids"]]
+    mask = data["response_mask"].numpy()
+    assert mask.sum(axis=1).tolist()[:17] == [len(each) for each in output["response_ids"]]
     spread = mask * np.concatenate([expected, [0, 0, 0]])[:, None]  # nothing for the padding
     np.testing.assert_allclose(data["advantages"], spread, atol=1e-6)
 

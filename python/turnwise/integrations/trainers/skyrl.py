@@ -82,7 +82,7 @@ class CreditEstimator:
             questions=[uid["question"] if uid else str(index[row]) for row, uid in zip(rows, found, strict=True)],
             actors=[uid["agent"] if uid else "agent" for uid in found],
             turns=[int(uid["turn"]) if uid else 0 for uid in found],
-            lengths=response_mask.sum(dim=-1).int().cpu().numpy()[rows],
+            lengths=response_mask.sum(dim=-1).int()[rows].tolist(),
         )
         spread = torch.from_numpy(advantages).to(token_level_rewards)[:, None] * response_mask
         return spread, spread
@@ -121,7 +121,8 @@ def register_loss(loss: str | ops.Variant, name: str | None = None) -> str:
     """Register a policy loss with SkyRL and return its name there, by default ``turnwise_<loss>``.
 
     ``loss`` is a name in :data:`LOSSES`, which reads SkyRL's settings, or a variant of ``turnwise.ops`` with settings
-    of its own. Use the result as ``trainer.algorithm.policy_loss_type``.
+    of its own. Use the result as ``trainer.algorithm.policy_loss_type``, but not in fully async training, which has no
+    old log-probabilities: SkyRL checks that only for its own losses.
 
     Raises ``ModuleNotFoundError`` without SkyRL, and ``ValueError`` for a name that is unknown or taken, for
     ``ClipCov`` and ``KLCov``, which compare a token with those of other micro-batches, and for a loss that is not
