@@ -82,10 +82,10 @@ $(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
 	@touch $@
 
 # Other trainers, arenas and environments, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
-# ask for an older transformers; what follows TRL here is what importing verl's algorithms needs.
+# ask for an older transformers, and so does SkyRL; what follows TRL here is what importing their algorithms needs.
 $(VENV)/.peers: $(VENV)/.test
-	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson copium immutables pyrsistent prefix-grouper verifiers
-	@$(INSTALL) --no-deps verl
+	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson jaxtyping loguru skyrl-gym copium immutables pyrsistent prefix-grouper verifiers
+	@$(INSTALL) --no-deps verl skyrl torchdata
 	@for extra in gymnasium pettingzoo textarena openspiel reasoning_gym openenv; do $(REQUIREMENTS) $$extra; done >build/requirements.txt
 	@$(INSTALL) -r build/requirements.txt
 	@touch $@

@@ -1,5 +1,5 @@
-"""Other projects' environments and agents: adapters that turn them into turnwise's own tasks and episodes.
+"""Other projects: their environments and agents as tasks and episodes, turnwise's rules and losses in their trainers.
 
-Read in this order: environments, gateway, verifiers.
+Read in this order: environments, gateway, verifiers, trainers.
 May import: types, utils, arena, tasks.
 """
