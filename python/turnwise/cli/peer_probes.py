@@ -62,7 +62,8 @@ def use_openenv() -> str:
 def use_renderers() -> str:
     from turnwise.chat.known_formats import families
 
-    assert "qwen3" in (known := families())
+    known = families()
+    assert "qwen3" in known
     return f"found the chat formats of {len(known)} families"
 
 

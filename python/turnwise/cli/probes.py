@@ -284,9 +284,8 @@ def probe_of(name: str) -> Callable[[], Any]:
     """Return the probe of a package, here or in ``peer_probes``."""
     from turnwise.cli import peer_probes
 
-    found: Callable[[], Any] = getattr(sys.modules[__name__], f"use_{name}", None) or getattr(
-        peer_probes, f"use_{name}"
-    )
+    here = sys.modules[__name__]
+    found: Callable[[], Any] = getattr(here if hasattr(here, f"use_{name}") else peer_probes, f"use_{name}")
     return found
 
 
