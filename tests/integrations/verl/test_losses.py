@@ -70,6 +70,7 @@ def step_info(batch: dict[str, Tensor], ranks: int) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("agg", AGGREGATIONS)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "geo_mean"])
+@pytest.mark.filterwarnings("ignore:loss_agg_mode=")
 def test_every_mode_and_aggregation(mode: str, agg: str, ranks: int) -> None:
     """Each rank has two micro-batches, or one row each."""
     for seed in range(20):
@@ -78,6 +79,8 @@ def test_every_mode_and_aggregation(mode: str, agg: str, ranks: int) -> None:
         if seed % 3 or mode == "kl_cov":
             del batch["rollout_is_weights"]
         for part in parts(batch, 2 * ranks):
+            if mode == "kl_cov" and part["response_mask"].sum() < 3:
+                continue  # two tokens always tie, and either may be taken
             info = step_info(batch, ranks) | {"loss_scale_factor": scale}
             expected, gradient, metrics = run(mode, part, agg, config(info))
             got, ours, named = run(f"turnwise_{mode}", part, agg, config(info))

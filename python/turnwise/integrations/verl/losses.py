@@ -162,12 +162,10 @@ def _weighted(mode: str, advantages: Tensor, weights: Tensor, mask: Tensor) -> T
             "rollout_is_weights: turnwise_kl_cov takes none, as its KL term has no advantage to weight. Use "
             "loss_mode=kl_cov, or algorithm.rollout_correction.rollout_is=null"
         )
-    if mode != "geo_mean":
-        return advantages * weights
-    # One ratio per row, so one weight per row: the geometric mean, as in verl.
-    count = mask.sum(-1).clamp(min=1)
-    of_row = (torch.where(mask != 0, (weights + 1e-10).log(), 0.0).sum(-1) / count).exp()
-    return (advantages * mask).sum(-1) / count * of_row
+    if mode == "geo_mean":  # one ratio per row, so one weight per row: the geometric mean, as in verl
+        logs = torch.where(mask != 0, (weights + 1e-10).log(), 0.0)
+        weights = (logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+    return advantages * weights
 
 
 def _metrics(
