@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from importlib import metadata
+from pathlib import Path
 
 os.environ["VERL_PLATFORM"] = "cpu"
 os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the one name under which verl's engines are registered
@@ -17,5 +19,8 @@ def _is_here() -> bool:
         return False
     return here and importlib.util.find_spec("transfer_queue") is not None
 
+
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_on_cpu"
+sys.path.insert(0, str(Path(__file__).parent / "modules"))
 
 collect_ignore_glob = [] if _is_here() else ["test_*.py"]

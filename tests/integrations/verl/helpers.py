@@ -78,6 +78,7 @@ def train(inputs: Path, folder: Path, *overrides: str, rollouts: Path | None = N
             "data.train_files": questions,
             "data.val_files": questions,
             "data.train_batch_size": 4,
+            "data.shuffle": False,
             "data.max_prompt_length": 64,
             "data.max_response_length": 8,
             "data.dataloader_num_workers": 0,

@@ -1,7 +1,7 @@
 """A rollout of verl that samples with transformers in a Ray actor, and records what it sampled.
 
-``VERL_ON_CPU_FOLDER`` names a folder. If it holds ``rollouts.json``, the server replays it. Otherwise it samples and
-writes it. The weights after each step go to ``weights-<step>.pt``.
+``VERL_ON_CPU_FOLDER`` names a folder. If it holds ``rollouts.json``, the server replays it. Otherwise it samples, and
+writes ``sampled.json`` of the same form. The weights after each step go to ``weights-<step>.pt``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Server:
         else:
             tokens, logprobs = self.sample(list(prompt_ids))
             self.samples[key].append((tokens, logprobs))
-            self.file.with_suffix(".new").write_text(json.dumps(self.samples))
+            self.file.with_name("sampled.json").write_text(json.dumps(self.samples))
         return TokenOutput(
             token_ids=tokens, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": self.step}
         )
