@@ -8,9 +8,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-os.environ["VERL_PLATFORM"] = "cpu"
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the one name under which verl's engines are registered
-
 
 def _is_here() -> bool:
     try:
@@ -20,7 +17,10 @@ def _is_here() -> bool:
     return here and importlib.util.find_spec("transfer_queue") is not None
 
 
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_on_cpu"
-sys.path.insert(0, str(Path(__file__).parent / "modules"))
+if _is_here():  # verl reads these when it is imported
+    os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the name under which verl registers its FSDP engine
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_on_cpu"
+    sys.path.insert(0, str(Path(__file__).parent / "modules"))
 
 collect_ignore_glob = [] if _is_here() else ["test_*.py"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import train, write_inputs
+from .helpers import train, write_inputs
 
 pytestmark = pytest.mark.slow
 
