@@ -55,7 +55,8 @@ def read_calls(batch: Any) -> Calls:
     )
     padding = [bool(tag.get("is_padding", False)) for tag in batch.tags]
     calls: list[dict[str, Any]] = []
-    for key, fields in zip(batch.keys, data["extra_fields"].tolist(), strict=True):
+    column = data["extra_fields"]  # a list or a NonTensorStack, by TransferQueue's storage
+    for key, fields in zip(batch.keys, column.tolist() if hasattr(column, "tolist") else column, strict=True):
         if not isinstance(fields, dict) or FIELD not in fields:
             raise ValueError(
                 f"extra_fields of {key!r} has no {FIELD!r}: expected extra_fields=call_fields(agent, ...) in every "
