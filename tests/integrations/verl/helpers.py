@@ -65,79 +65,76 @@ def write_inputs(folder: Path) -> None:
     (folder / "loops.yaml").write_text(json.dumps(loop))
 
 
+def settings(inputs: Path) -> dict[str, object]:
+    """Return the overrides of verl's configuration for the model and the questions in ``inputs``."""
+    model, actor, ref, rollout = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "ref", "rollout"))
+    questions = inputs / "questions.parquet"
+    return {
+        "data.train_files": questions,
+        "data.val_files": questions,
+        "data.train_batch_size": 4,
+        "data.shuffle": False,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 8,
+        "data.dataloader_num_workers": 0,
+        f"{model}.path": inputs / "model",
+        f"+{model}.override_config.attn_implementation": "eager",
+        f"{model}.use_remove_padding": False,
+        f"{model}.enable_gradient_checkpointing": False,
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.ppo_mini_batch_size": 2,
+        f"{actor}.ppo_micro_batch_size_per_gpu": 4,
+        f"{actor}.use_torch_compile": False,
+        f"{actor}.fsdp_config.model_dtype": "fp32",
+        f"{actor}.fsdp_config.dtype": "float32",
+        f"{actor}.optim.lr": 1e-3,
+        f"{ref}.log_prob_micro_batch_size_per_gpu": 8,
+        f"{rollout}.name": "transformers",
+        f"{rollout}.n": 4,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": 8,
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.n_gpus_per_node": 1,
+        f"{rollout}.agent.num_workers": 1,
+        f"{rollout}.agent.agent_loop_config_path": inputs / "loops.yaml",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.nnodes": 1,
+        "trainer.total_epochs": 1,
+        "trainer.total_training_steps": 2,
+        "trainer.logger": '["console"]',
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.device": "cpu",
+        "reward.custom_reward_function.path": inputs / "reward.py",
+        "reward.num_workers": 1,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    }
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a process in which verl runs on a CPU."""
+    path = os.pathsep.join(filter(None, [str(MODULES), os.environ.get("PYTHONPATH")]))
+    verl = {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", **verl, **more}
+
+
 def train(inputs: Path, folder: Path, *overrides: str, rollouts: Path | None = None) -> str:
     """Run ``main_ppo`` for two steps in ``folder``, on ``rollouts`` if given, and return what it printed."""
     folder.mkdir()
     if rollouts is not None:
         shutil.copy(rollouts, folder / "rollouts.json")
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    questions = inputs / "questions.parquet"
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as sockets:
-        settings = {
-            "data.train_files": questions,
-            "data.val_files": questions,
-            "data.train_batch_size": 4,
-            "data.shuffle": False,
-            "data.max_prompt_length": 64,
-            "data.max_response_length": 8,
-            "data.dataloader_num_workers": 0,
-            "actor_rollout_ref.model.path": inputs / "model",
-            "+actor_rollout_ref.model.override_config.attn_implementation": "eager",
-            "actor_rollout_ref.model.use_remove_padding": False,
-            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-            f"{actor}.strategy": "fsdp2",
-            f"{actor}.ppo_mini_batch_size": 2,
-            f"{actor}.ppo_micro_batch_size_per_gpu": 4,
-            f"{actor}.use_torch_compile": False,
-            f"{actor}.fsdp_config.model_dtype": "fp32",
-            f"{actor}.fsdp_config.dtype": "float32",
-            f"{actor}.optim.lr": 1e-3,
-            f"{rollout}.name": "transformers",
-            f"{rollout}.n": 4,
-            f"{rollout}.log_prob_micro_batch_size_per_gpu": 8,
-            f"{rollout}.tensor_model_parallel_size": 1,
-            f"{rollout}.n_gpus_per_node": 1,
-            f"{rollout}.agent.num_workers": 1,
-            f"{rollout}.agent.agent_loop_config_path": inputs / "loops.yaml",
-            "trainer.n_gpus_per_node": 1,
-            "trainer.nnodes": 1,
-            "trainer.total_epochs": 1,
-            "trainer.total_training_steps": 2,
-            "trainer.logger": '["console"]',
-            "trainer.val_before_train": False,
-            "trainer.test_freq": -1,
-            "trainer.save_freq": -1,
-            "trainer.device": "cpu",
-            "reward.custom_reward_function.path": inputs / "reward.py",
-            "reward.num_workers": 1,
-            "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-            "++ray_kwargs.ray_init.num_cpus": 16,
-            "++ray_kwargs.ray_init.num_gpus": 1,
-            "++ray_kwargs.ray_init.include_dashboard": False,
-            "++ray_kwargs.ray_init._temp_dir": sockets,
-        }
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items()), *overrides]
-        path = os.pathsep.join(filter(None, [str(MODULES), os.environ.get("PYTHONPATH")]))
+        ray = {"num_cpus": 16, "num_gpus": 1, "include_dashboard": False, "_temp_dir": sockets}
+        given = settings(inputs) | {f"++ray_kwargs.ray_init.{name}": value for name, value in ray.items()}
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in given.items()), *overrides],
             cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
-                "VERL_ON_CPU_FOLDER": str(folder),
-                "VERL_PLATFORM": "cpu",
-                "VERL_ENGINE_DEVICE": "cuda",
-                "HYDRA_FULL_ERROR": "1",
-                "RAY_DEDUP_LOGS": "0",
-                "OMP_NUM_THREADS": "1",
-            },
+            env=environment(VERL_ON_CPU_FOLDER=str(folder), RAY_DEDUP_LOGS="0"),
             capture_output=True,
             text=True,
             timeout=570,
         )
     printed = done.stdout + done.stderr
-    (folder / "printed.txt").write_text(printed)
     assert done.returncode == 0, printed[-6000:]
     return printed

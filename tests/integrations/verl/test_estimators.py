@@ -151,13 +151,13 @@ def test_rows_that_verl_appended() -> None:
 
 
 def test_rae_keeps_its_baselines() -> None:
-    """With decay 1/2 the second batch's baseline is half the first one's mean reward of the agent."""
+    """With decay 1/4 the second batch's baseline is 3/4 of the first one's mean reward of the agent."""
     data, mean = batch(), (1.0 + 0.5 + 0.25 + 0.0) / 4
     with calls_of_batch(agents()):
-        first = advantages("turnwise_rae", data, turnwise={"decay": 0.5})
-        second = advantages("turnwise_rae", batch(), turnwise={"decay": 0.5})
+        first = advantages("turnwise_rae", data, turnwise={"decay": 0.25})
+        second = advantages("turnwise_rae", batch(), turnwise={"decay": 0.25})
     assert first[0, 0] == 1.0
-    assert second[0, 0].item() == pytest.approx(1.0 - mean / 2)
+    assert second[0, 0].item() == pytest.approx(1.0 - 0.75 * mean)
 
 
 def test_trajectory_rewards() -> None:

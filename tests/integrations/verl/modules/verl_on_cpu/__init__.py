@@ -144,13 +144,14 @@ def _register() -> None:
     base._ROLLOUT_REGISTRY["transformers", "async"] = "verl_on_cpu.rollout.Adapter"
     replica.RolloutReplicaRegistry.register("transformers", load)
 
-    compute = trainer_base.compute_advantage_for_multi_trajectories
+    if "VERL_ON_CPU_FOLDER" not in os.environ:
+        return
+    folder, compute = Path(os.environ["VERL_ON_CPU_FOLDER"]), trainer_base.compute_advantage_for_multi_trajectories
 
     def record(data: Any, batch_keys: list[str], **options: Any) -> Any:
         """Write the advantages of each batch, ``key -> [T]``, into the folder of the run."""
         done = compute(data, batch_keys=batch_keys, **options)
         rows = dict(zip(batch_keys, done.batch["advantages"], strict=True))
-        folder = Path(os.environ["VERL_ON_CPU_FOLDER"])
         torch.save(rows, folder / f"advantages-{len(list(folder.glob('advantages-*')))}.pt")
         return done
 
