@@ -67,7 +67,7 @@ def write_inputs(folder: Path) -> None:
 
 def settings(inputs: Path) -> dict[str, object]:
     """Return the overrides of verl's configuration for the model and the questions in ``inputs``."""
-    model, actor, ref, rollout = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "ref", "rollout"))
+    model, actor, rollout = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
     questions = inputs / "questions.parquet"
     return {
         "data.train_files": questions,
@@ -88,7 +88,6 @@ def settings(inputs: Path) -> dict[str, object]:
         f"{actor}.fsdp_config.model_dtype": "fp32",
         f"{actor}.fsdp_config.dtype": "float32",
         f"{actor}.optim.lr": 1e-3,
-        f"{ref}.log_prob_micro_batch_size_per_gpu": 8,
         f"{rollout}.name": "transformers",
         f"{rollout}.n": 4,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": 8,

@@ -35,10 +35,13 @@ def metrics(printed: str) -> dict[str, list[float]]:
 
 
 def test_the_weights_of_verls_own(inputs: Path, tmp_path: Path) -> None:
-    """Two mini-batches of two micro-batches a step, an entropy bonus and a KL loss, on the same rollouts."""
+    """Two mini-batches of two micro-batches a step, an entropy bonus and importance weights, on the same rollouts.
+
+    A reference model does not run on a CPU here: verl offloads it, which pins memory. ``test_training_worker.py`` has
+    the KL loss.
+    """
     common = (
         "actor_rollout_ref.actor.entropy_coeff=0.01",
-        "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         "algorithm.rollout_correction.rollout_is=token",
     )
