@@ -1,4 +1,4 @@
-"""Collects these tests only where verl 0.9 is with its dependencies: `make test-verl`. Others have its functions alone."""
+"""Collects these tests only where verl 0.9 is with its dependencies: `make test-verl`. Others have functions of it."""
 
 from __future__ import annotations
 

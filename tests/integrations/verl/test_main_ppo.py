@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from .helpers import train, write_inputs
 
 pytestmark = pytest.mark.slow
@@ -47,9 +48,7 @@ def test_the_weights_of_verls_own(inputs: Path, tmp_path: Path) -> None:
     )
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     printed = train(inputs, ours, f"{ESTIMATOR}=turnwise_grpo", f"{LOSS}=turnwise_vanilla", *common)
-    expected = train(
-        inputs, theirs, f"{ESTIMATOR}=grpo", f"{LOSS}=vanilla", *common, rollouts=ours / "sampled.json"
-    )
+    expected = train(inputs, theirs, f"{ESTIMATOR}=grpo", f"{LOSS}=vanilla", *common, rollouts=ours / "sampled.json")
     moved = 0.0
     for name, value in weights(theirs, 2).items():
         torch.testing.assert_close(weights(ours, 2)[name], value, rtol=0, atol=1e-6)

@@ -141,5 +141,5 @@ def test_what_it_refuses(queue: None) -> None:
     batch = put("refused", [{} for _ in range(8)])
     with pytest.raises(ValueError, match=r"extra_fields of 'refused_0_0' has no 'turnwise': expected .*call_fields"):
         advantages(trainer("turnwise_sync", "turnwise_dr_mas"), batch)
-    with pytest.raises(ValueError, match="algorithm.adv_estimator='grpo': expected one of turnwise's"):
+    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='grpo': expected one of turnwise's"):
         advantages(trainer("turnwise_sync", "grpo"), batch)

@@ -85,9 +85,7 @@ def _options(name: str, config: Any) -> dict[str, Any]:
     return options
 
 
-def _advantages(
-    rule: Credit, token_rewards: Tensor, mask: Tensor, uids: list[Any], calls: Calls | None
-) -> Tensor:
+def _advantages(rule: Credit, token_rewards: Tensor, mask: Tensor, uids: list[Any], calls: Calls | None) -> Tensor:
     """Return the advantages ``[B]`` float32 of the rows, 0 for rows that verl appended."""
     if calls is None:
         rows = [row for row, uid in enumerate(uids) if not _PADDING_UID.fullmatch(str(uid))]

@@ -50,9 +50,7 @@ def _clip(config: Any) -> Clip:
 
 def _clip_cov(config: Any) -> ClipCov:
     chosen = config.policy_loss
-    return ClipCov(
-        **_range(config), share=chosen.clip_cov_ratio, lower=chosen.clip_cov_lb, upper=chosen.clip_cov_ub
-    )
+    return ClipCov(**_range(config), share=chosen.clip_cov_ratio, lower=chosen.clip_cov_lb, upper=chosen.clip_cov_ub)
 
 
 MODES: dict[str, Callable[[Any], Variant]] = {

@@ -46,6 +46,7 @@ def make_worker(overrides: list[str]) -> tuple[TrainingWorker, Any]:
             checkpoint_config=actor.checkpoint,
         )
     )
+    worker.reset()
     return worker, config.actor
 
 
@@ -80,10 +81,14 @@ def rows(rank: int, ranks: int, *, count: int = ROWS, prompt: int = PROMPT, resp
     )
 
 
-def update(worker: TrainingWorker, actor: Any, mode: str, agg: str, *, rank: int, ranks: int) -> dict[str, Any]:
-    """Return loss, gradient norm, metrics and new weights of one optimizer step from the first weights."""
-    torch.manual_seed(0)
-    worker.reset()
+def update(
+    worker: TrainingWorker, first: list[torch.Tensor], actor: Any, mode: str, agg: str, *, rank: int, ranks: int
+) -> dict[str, Any]:
+    """Return loss, gradient norm, metrics and new weights of one optimizer step from the weights ``first``."""
+    with torch.no_grad():
+        for parameter, value in zip(worker.engine.module.parameters(), first, strict=True):
+            parameter.copy_(value)
+    worker.engine.optimizer.state.clear()
     with open_dict(actor):
         actor.policy_loss.loss_mode, actor.loss_agg_mode = mode, agg
     worker.set_loss_fn(partial(ppo_loss, config=omega_conf_to_dataclass(actor)))
@@ -103,8 +108,9 @@ def update(worker: TrainingWorker, actor: Any, mode: str, agg: str, *, rank: int
 def main(out: str, *overrides: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     worker, actor = make_worker(list(overrides))
+    first = [parameter.detach().clone() for parameter in worker.engine.module.parameters()]
     done = [
-        update(worker, actor, name, agg, rank=rank, ranks=ranks)
+        update(worker, first, actor, name, agg, rank=rank, ranks=ranks)
         for mode in MODES
         for agg in AGGREGATIONS
         for name in (mode, f"turnwise_{mode}")
