@@ -16,7 +16,7 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 from turnwise.credit import credit_columns
 from turnwise.integrations.verl import call_fields
 from turnwise.integrations.verl.calls import Calls, calls_of_batch
-from turnwise.integrations.verl.estimators import NEEDS_AGENTS, NEEDS_TREES, RULES
+from turnwise.integrations.verl.estimators import NEEDS_AGENTS, NEEDS_MORE, RULES
 
 UIDS = ["a", "a", "b", "a", "b", "b"]
 REWARDS = [1.0, 0.0, 0.5, 0.25, 2.0, 0.0]
@@ -90,7 +90,7 @@ def test_every_rule(rule: str) -> None:
 def test_no_rule_is_forgotten() -> None:
     from turnwise.credit import registry
 
-    assert set(RULES) | set(NEEDS_TREES) == set(registry)
+    assert set(RULES) | set(NEEDS_MORE) == set(registry)
 
 
 def test_dr_mas_tells_agents_apart() -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 from turnwise.credit import Credit, build_rule, credit_columns, registry
 from turnwise.integrations.verl.calls import Calls, current_calls
 
-NEEDS_TREES = ("levels", "vine")
-"""Rules that need whole trees of episodes. verl has only rows."""
+NEEDS_MORE = ("levels", "vine", "gdpo")
+"""Rules that need whole trees of episodes, or each reward by itself. verl has rows with one reward each."""
 
 NEEDS_AGENTS = ("at_grpo", "dr_mas", "gigpo", "hierarchy", "rae", "turn_returns")
 """Rules that tell agents apart."""
 
-RULES = tuple(name for name in registry if name not in NEEDS_TREES)
+RULES = tuple(name for name in registry if name not in NEEDS_MORE)
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 
