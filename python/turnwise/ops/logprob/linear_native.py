@@ -192,36 +192,55 @@ def spread(values: Tensor, keep: Tensor, tokens: int) -> Tensor:
     return values.new_zeros(tokens).index_copy_(0, keep, values)
 
 
-def _forward(head: Head, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def scan_blocks(head: Head, entropy: bool) -> list[Tensor]:
+    """Scan all tiles: the states of the blocks of tokens, ``[4, n]`` each (``[splits, 4, n]`` on Triton)."""
     if head.triton:
         from turnwise.ops.logprob import linear_triton as linear_logprob_triton
 
-        return linear_logprob_triton.forward(
-            head.hidden, head.weight, head.targets, head.bias, head.positions, head.softmax, entropy
-        )
+        return [
+            linear_logprob_triton.scan(
+                head.hidden, head.weight, head.targets, head.bias, head.positions, head.softmax, entropy
+            )
+        ]
     # Columns in the outer loop, so that the weight is read once; each block keeps its softmax state.
     blocks = head.blocks(_TOKENS)
     states = [new_state(block.stop - block.start, head.hidden) for block in blocks]
     for columns in head.columns(False, min(head.tokens, _TOKENS)):
         for block, state in zip(blocks, states, strict=True):
             scan(head.tile(head.rows(block), block, columns), state, entropy)
-    if not blocks:
-        return finish(new_state(0, head.hidden), entropy)
-    if len(blocks) == 1:
+    return states or [new_state(0, head.hidden)]
+
+
+def _forward(head: Head, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    states = scan_blocks(head, entropy)
+    if head.triton:
+        from turnwise.ops.logprob import triton as logprob_triton
+
+        return logprob_triton.finish(states[0], entropy)
+    if len(states) == 1:
         return finish(states[0], entropy)
     logprob, lse, entropies = zip(*(finish(state, entropy) for state in states), strict=True)
     return torch.cat(logprob), torch.cat(lse), torch.cat(entropies)
 
 
 class Gradients:
-    """The needed gradients of hidden, weight and bias, filled tile by tile, in ``dtype`` or the weight's dtype."""
+    """The needed gradients of hidden, weight and bias, filled tile by tile, in ``dtype`` or the weight's dtype.
+
+    ``hidden_dtype`` is the dtype of the gradient of hidden, if it is another.
+    """
 
     def __init__(
-        self, head: Head, need_hidden: bool, need_weight: bool, need_bias: bool, dtype: torch.dtype | None = None
+        self,
+        head: Head,
+        need_hidden: bool,
+        need_weight: bool,
+        need_bias: bool,
+        dtype: torch.dtype | None = None,
+        hidden_dtype: torch.dtype | None = None,
     ) -> None:
         self.head, self.products = head, head.products
         hidden, weight = head.hidden, head.weight
-        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=dtype)
+        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=hidden_dtype or dtype)
         self.weight = weight.new_empty(weight.shape if need_weight else 0, dtype=dtype)
         self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=torch.float32, device=hidden.device)
         self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
@@ -268,9 +287,14 @@ def backward(
     head, keep = Head(hidden, weight, targets, bias, positions, softmax, backend).trained()
     gradients = Gradients(head, need_hidden, need_weight, need_bias)
     upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
-    if keep is not None:
-        upstream = upstream.rows(keep)
+    fill(head, gradients, upstream if keep is None else upstream.rows(keep))
+    return gradients.hidden, gradients.weight, gradients.bias.to(hidden.dtype if bias is None else bias.dtype)
+
+
+def fill(head: Head, gradients: Gradients, upstream: Upstream) -> None:
+    """Compute all gradients from those of the head's log-probabilities and entropies."""
     blocks = head.blocks(_TOKENS)
+    need_hidden = gradients.need_hidden
     sums = [gradients.new_hidden(block.stop - block.start) if need_hidden else None for block in blocks]
     if not blocks:
         gradients.weight.zero_()
@@ -279,7 +303,6 @@ def backward(
     for block, total in zip(blocks, sums, strict=True):
         if total is not None:
             gradients.keep_hidden(block, total)
-    return gradients.hidden, gradients.weight, gradients.bias.to(hidden.dtype if bias is None else bias.dtype)
 
 
 def _tile_backward(

@@ -18,7 +18,7 @@ from torch import Tensor
 from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, CompileCase
 from turnwise.ops.logprob.tiles import Softmax, Upstream
-from turnwise.ops.logprob.triton import add_logits, finish, finished, flags, logit_gradient
+from turnwise.ops.logprob.triton import add_logits, finished, flags, logit_gradient
 
 # Tokens, columns and depth of a product: with 128 x 128 x 64, three stages of shared memory keep a wgmma busy.
 ROWS, COLUMNS, DEPTH = (16, 32, 16) if interpreted else (128, 128, 64)
@@ -228,7 +228,7 @@ def _splits(blocks: int, tiles: int, device: torch.device) -> int:
     return max(1, min(triton.cdiv(wanted, blocks), triton.cdiv(tiles, 4)))
 
 
-def forward(
+def scan(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -236,8 +236,8 @@ def forward(
     positions: Tensor | None,
     softmax: Softmax,
     entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested), float32. ``bias`` is float32."""
+) -> Tensor:
+    """Compute the softmax states ``[splits, 4, tokens]`` float32, for ``finish`` of ``ops.logprob.triton``. ``bias`` is float32."""
     tokens, vocabulary = targets.shape[0], weight.shape[0]
     hidden, weight = _rows(hidden), _rows(weight)
     blocks, tiles = triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS)
@@ -264,7 +264,7 @@ def forward(
                 ENTROPY=entropy,
                 **_flags(hidden, bias, softmax),
             )
-    return finish(state, entropy)
+    return state
 
 
 def logit_gradients(

@@ -246,6 +246,11 @@ def flags(cap: float, ignore: int) -> dict[str, bool]:
 
 def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``logprob``, ``lse`` and ``entropy`` of a tile that holds whole rows."""
+    return finish(scan(tile, entropy), entropy)
+
+
+def scan(tile: Tile, entropy: bool) -> Tensor:
+    """Compute the states ``[1, 4, n]`` float32 of a tile's rows."""
     rows, width = tile.logits.shape
     state = torch.empty((1, 4, rows), dtype=torch.float32, device=tile.logits.device)
     if rows:
@@ -267,7 +272,7 @@ def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
                 num_warps=8,
                 **FUSED,
             )
-    return finish(state, entropy)
+    return state
 
 
 def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
