@@ -1,6 +1,6 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
 
-Read in this order: common, advantage, rewards, logprob, loss.
+Read in this order: common, advantage, rewards, logprob, loss, parallel.
 May import: _C.
 """
 
@@ -31,6 +31,9 @@ from turnwise.ops.loss.options import (
 )
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 from turnwise.ops.loss.variants import select_tokens
+from turnwise.ops.parallel.sequence_policy_loss import sequence_parallel_policy_loss
+from turnwise.ops.parallel.vocab_logprob import vocab_parallel_linear_logprob, vocab_parallel_logprob
+from turnwise.ops.parallel.vocab_policy_loss import vocab_parallel_linear_policy_loss
 from turnwise.ops.rewards.gae import gae
 from turnwise.ops.rewards.token_rewards import token_returns, token_reward_sum
 
@@ -65,6 +68,10 @@ __all__ = [
     "loss_normalizer",
     "policy_loss",
     "select_tokens",
+    "sequence_parallel_policy_loss",
     "token_returns",
     "token_reward_sum",
+    "vocab_parallel_linear_logprob",
+    "vocab_parallel_linear_policy_loss",
+    "vocab_parallel_logprob",
 ]

@@ -117,6 +117,10 @@ class RowLayout:
         values = values.reshape(self.count)
         return values[:, None].expand(self.shape) if self.row is None else values[self.row]
 
+    def spread_advantages(self, advantages: Tensor) -> Tensor:
+        """Advantages per token, from one per row or per token."""
+        return self.spread(advantages)
+
 
 class Streams(NamedTuple):
     """The inputs of every policy loss. Token streams have the shape of ``logprobs``; ``None`` means not given."""

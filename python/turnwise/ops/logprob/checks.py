@@ -52,9 +52,17 @@ def check_id_values(name: str, ids: Tensor, count: int, ignore_index: int | None
         raise ValueError(f"{name}[{', '.join(map(str, place))}]={value}: expected an id in [0, {count}){hint}")
 
 
-def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, positions: Tensor | None) -> None:
-    """Check shapes, dtypes and devices. Raises an error that names the argument."""
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    suffix: str = "",
+) -> None:
+    """Check shapes, dtypes and devices. Raises an error that names the argument, with ``suffix``."""
+    w, b = f"weight{suffix}", f"bias{suffix}"
+    for name, tensor in (("hidden", hidden), (w, weight)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.dtype not in FLOATS:
@@ -64,22 +72,22 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {axes}")
     # Weight against hidden, then bias against weight, then the ids against the rows that they belong to.
     if weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected [V, {hidden.shape[1]}], as hidden")
+        raise ValueError(f"{w} has shape {tuple(weight.shape)}: expected [V, {hidden.shape[1]}], as hidden")
     if weight.dtype != hidden.dtype:
-        raise TypeError(f"weight has dtype {weight.dtype}: expected {hidden.dtype}, as hidden")
+        raise TypeError(f"{w} has dtype {weight.dtype}: expected {hidden.dtype}, as hidden")
     if weight.device != hidden.device:
-        raise ValueError(f"weight is on {weight.device}: expected {hidden.device}, as hidden")
+        raise ValueError(f"{w} is on {weight.device}: expected {hidden.device}, as hidden")
     if weight.shape[0] == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one row")
+        raise ValueError(f"{w} has shape {tuple(weight.shape)}: expected at least one row")
     if weight.shape[1] == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one column")
+        raise ValueError(f"{w} has shape {tuple(weight.shape)}: expected at least one column")
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            raise TypeError(f"bias: expected a tensor of floats, got {getattr(bias, 'dtype', type(bias).__name__)}")
+            raise TypeError(f"{b}: expected a tensor of floats, got {getattr(bias, 'dtype', type(bias).__name__)}")
         if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias has shape {tuple(bias.shape)}: expected ({weight.shape[0]},), as weight")
+            raise ValueError(f"{b} has shape {tuple(bias.shape)}: expected ({weight.shape[0]},), as {w}")
         if bias.device != weight.device:
-            raise ValueError(f"bias is on {bias.device}: expected {weight.device}, as weight")
+            raise ValueError(f"{b} is on {bias.device}: expected {weight.device}, as {w}")
     rows, source = hidden.shape[:1], "hidden"
     if positions is not None:
         check_ids("positions", positions, hidden.device)

@@ -94,7 +94,8 @@ class Head:
         self.triton = backend == "triton"
         self.hidden, self.weight = _dense(hidden), _dense(weight)
         self.targets, self.positions = targets, positions
-        self.bias = None if bias is None else bias.float().contiguous()
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.bias = None if bias is None else bias.to(wide).contiguous()
         self.softmax = softmax
         self.tokens, self.vocabulary = targets.shape[0], weight.shape[0]
         self.products = Products(hidden)
@@ -242,7 +243,8 @@ class Gradients:
         hidden, weight = head.hidden, head.weight
         self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=hidden_dtype or dtype)
         self.weight = weight.new_empty(weight.shape if need_weight else 0, dtype=dtype)
-        self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=torch.float32, device=hidden.device)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=wide, device=hidden.device)
         self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
 
     def new_hidden(self, tokens: int) -> Tensor:
@@ -261,7 +263,7 @@ class Gradients:
 
     def add_bias(self, columns: slice, d: Tensor) -> None:
         if self.need_bias:
-            self.bias[columns] += d.sum(0, dtype=torch.float32)
+            self.bias[columns] += d.sum(0, dtype=self.bias.dtype)
 
 
 def backward(

@@ -197,16 +197,17 @@ if extension is not None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Public function
 # ---------------------------------------------------------------------------------------------------------------------
-def _check(logits: Tensor, targets: Tensor) -> None:
+def check_logits(logits: Tensor, targets: Tensor, name: str = "logits") -> None:
+    """Check shapes, dtypes and devices. Raises an error that names the argument."""
     if not isinstance(logits, Tensor):
-        raise TypeError(f"logits: expected a tensor, got {type(logits).__name__}")
+        raise TypeError(f"{name}: expected a tensor, got {type(logits).__name__}")
     if logits.dtype not in FLOATS:
-        raise TypeError(f"logits has dtype {logits.dtype}: expected float32, bfloat16, float16 or float64")
+        raise TypeError(f"{name} has dtype {logits.dtype}: expected float32, bfloat16, float16 or float64")
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
-        raise ValueError(f"logits has shape {tuple(logits.shape)}: expected [N, V] or [B, T, V], V at least 1")
+        raise ValueError(f"{name} has shape {tuple(logits.shape)}: expected [N, V] or [B, T, V], V at least 1")
     check_ids("targets", targets, logits.device)
     if targets.shape != logits.shape[:-1]:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}: expected {tuple(logits.shape[:-1])}, as logits")
+        raise ValueError(f"targets has shape {tuple(targets.shape)}: expected {tuple(logits.shape[:-1])}, as {name}")
 
 
 def logprob(
@@ -243,7 +244,7 @@ def logprob(
     Example: ``logprob(model(tokens).logits[:, :-1], tokens[:, 1:], temperature=0.7)``
     """
     softmax = make_softmax(temperature, softcap, ignore_index)
-    _check(logits, targets)
+    check_logits(logits, targets)
     if (logits.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, logits.shape[-1], softmax.ignore_index)
     unsupported_reason = (

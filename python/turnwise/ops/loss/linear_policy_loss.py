@@ -267,7 +267,7 @@ def _one_pass(
     return gradients, logprob, entropies
 
 
-def _checked_normalizer(
+def checked_normalizer(
     targets: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -365,7 +365,7 @@ def linear_policy_loss(
     # Validate
     softmax = make_softmax(temperature, softcap, ignore_index)
     check_head(hidden, weight, targets, bias, positions)
-    batch["normalizer"] = _checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+    batch["normalizer"] = checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
     ignored = softmax.ignored(targets)
     if ignored is not None:
         batch["mask"] = mask = ~ignored if mask is None else (mask != 0) & ~ignored

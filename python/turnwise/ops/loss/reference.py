@@ -107,7 +107,7 @@ def reference(
         return torch.where(mask, values.to(dtype), 0.0)
 
     logprobs, old = stream(s.logprobs), stream(s.old_logprobs.detach())
-    advantages = stream(rows.spread(s.advantages.detach()))
+    advantages = stream(rows.spread_advantages(s.advantages.detach()))
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, selected, rows)

@@ -128,12 +128,16 @@ def share(value: Tensor, member: Member) -> Tensor:
 class GroupRows(RowLayout):
     """Rows whose tokens lie on several ranks: sums and maxima of a row cover the whole group."""
 
-    def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None, member: Member) -> None:
+    def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None, member: Member, per_token: bool) -> None:
         super().__init__(tokens, cu_seqlens)
         self.member = member
+        self.per_token = per_token  # the advantages; the shape of this rank's alone can't always say
 
     def sum(self, values: Tensor) -> Tensor:
         return _Sum.apply(super().sum(values), self.member)
+
+    def spread_advantages(self, advantages: Tensor) -> Tensor:
+        return advantages if self.per_token else self.spread(advantages)
 
     def max(self, values: Tensor) -> Tensor:
         return self.member.reduce(super().max(values), dist.ReduceOp.MAX)

@@ -16,7 +16,7 @@ from turnwise.ops.parallel.group import Member
 class Shard(NamedTuple):
     """One rank's columns of the vocabulary, and how to compute with them.
 
-    Targets are shifted by the first column, so that the shard's own ids are in ``[0, width)``. So is ``ignore_index``.
+    Targets are shifted by the first column, so that the shard's own ids are in ``[0, width)``.
     """
 
     member: Member
@@ -30,11 +30,15 @@ class Shard(NamedTuple):
         return (targets >= 0) & (targets < self.width)
 
 
+_IGNORED = -(2**62)  # far below any shifted id
+
+
 def shift(softmax: Softmax, targets: Tensor, start: int) -> tuple[Softmax, Tensor]:
     """Number the targets, and the one to ignore, from the shard's first column ``start``."""
-    index = softmax.ignore_index
-    # A target far from all ids can't be shifted out of 64 bits; int32 ids can.
-    return softmax._replace(ignore_index=None if index is None else index - start), targets.long() - start
+    ignored, shifted = softmax.ignored(targets), targets.long() - start
+    if ignored is None:
+        return softmax, shifted
+    return softmax._replace(ignore_index=_IGNORED), shifted.masked_fill(ignored, _IGNORED)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

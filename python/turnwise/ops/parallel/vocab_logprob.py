@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -254,6 +255,31 @@ def vocab_parallel_linear_logprob(
 
     Example: ``vocab_parallel_linear_logprob(states, lm_head.weight_shard, targets, group=tensor_parallel)``
     """
+    options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
+    place: dict[str, Any] = {"group": group, "vocab_start": vocab_start, "check": check, "backend": backend}
+    head = hidden, weight_shard, targets, bias_shard, positions
+    values, entropies = linear_logprob_of(*head, entropy, **options, **place)
+    return (values, entropies) if entropy else values
+
+
+def linear_logprob_of(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    targets: Tensor,
+    bias_shard: Tensor | None,
+    positions: Tensor | None,
+    entropy: bool,
+    *,
+    group: Any,
+    vocab_start: int | None,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int | None,
+    check: bool,
+    backend: str | None,
+    also: Callable[[], dict[str, Any]] = dict,
+) -> tuple[Tensor, Tensor]:
+    """Compute logprob and entropy (``[0]`` if not wanted). ``also`` makes more checks, and facts to compare."""
     member = member_of(group)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if torch.is_autocast_enabled(kind):
@@ -268,10 +294,9 @@ def vocab_parallel_linear_logprob(
             check_id_values("positions", positions, hidden.shape[0])
         facts = _facts("vocab_parallel_linear_logprob", softmax, entropy, backend, targets)
         facts |= {"hidden": (tuple(hidden.shape), hidden.dtype, hidden.requires_grad), "positions": checksum(positions)}
-        return facts, weight_shard.shape[0]
+        return facts | also(), weight_shard.shape[0]
 
     start = _place(member, weight_shard, targets, vocab_start, ignore_index, check, validate)
     softmax, shifted = shift(make_softmax(temperature, softcap, ignore_index), targets, start)
     shard = Shard(member, weight_shard.shape[0], softmax, entropy, _backend(backend, hidden))
-    values, entropies = _LinearLogprob.apply(hidden, weight_shard, bias_shard, shifted, positions, shard)
-    return (values, entropies) if entropy else values
+    return _LinearLogprob.apply(hidden, weight_shard, bias_shard, shifted, positions, shard)
