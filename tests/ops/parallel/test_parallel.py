@@ -359,7 +359,7 @@ def test_mistakes_raise_on_every_rank(ranks, name) -> None:
 
 
 def test_without_a_process_group() -> None:
-    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group first"):
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group first"):
         ops.vocab_parallel_logprob(torch.zeros(1, 2), torch.zeros(1).long())
 
 

@@ -237,7 +237,7 @@ def scan(
     softmax: Softmax,
     entropy: bool,
 ) -> Tensor:
-    """Compute the softmax states ``[splits, 4, tokens]`` float32, for ``logprob.triton.finish``. ``bias`` is float32."""
+    """Compute the softmax states ``[splits, 4, tokens]`` float32, for ``finish``. ``bias`` is float32."""
     tokens, vocabulary = targets.shape[0], weight.shape[0]
     hidden, weight = _rows(hidden), _rows(weight)
     blocks, tiles = triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS)
