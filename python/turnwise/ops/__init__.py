@@ -31,6 +31,7 @@ from turnwise.ops.loss.options import (
 )
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 from turnwise.ops.loss.variants import select_tokens
+from turnwise.ops.parallel import dtensor as _dtensor  # noqa: F401 -- the ops find it in a table
 from turnwise.ops.parallel.sequence_policy_loss import sequence_parallel_policy_loss
 from turnwise.ops.parallel.vocab_logprob import vocab_parallel_linear_logprob, vocab_parallel_logprob
 from turnwise.ops.parallel.vocab_policy_loss import vocab_parallel_linear_policy_loss

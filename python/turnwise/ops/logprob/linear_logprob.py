@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import extension, select_backend
+from turnwise.ops.common.dtensor import ROUTES, is_dtensor
 from turnwise.ops.common.layout import transform_reason
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.linear_native import backward, forward
@@ -160,6 +161,9 @@ def linear_logprob(
                 check=check,
                 backend=backend,
             )
+    if is_dtensor(hidden, weight):
+        options = {**softmax._asdict(), "bias": bias, "positions": positions, "entropy": entropy}
+        return ROUTES["linear_logprob"](hidden, weight, targets, **options, check=check, backend=backend)
     check_head(hidden, weight, targets, bias, positions)
     if (hidden.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)

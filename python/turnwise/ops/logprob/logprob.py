@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import extension, select_backend
+from turnwise.ops.common.dtensor import ROUTES, is_dtensor
 from turnwise.ops.common.layout import FLOATS, transform_reason
 from turnwise.ops.logprob import tiles as logprob_tiles
 from turnwise.ops.logprob.checks import check_id_values, check_ids, make_softmax
@@ -244,6 +245,9 @@ def logprob(
     Example: ``logprob(model(tokens).logits[:, :-1], tokens[:, 1:], temperature=0.7)``
     """
     softmax = make_softmax(temperature, softcap, ignore_index)
+    if is_dtensor(logits):
+        options = {**softmax._asdict(), "entropy": entropy, "inplace_backward": inplace_backward}
+        return ROUTES["logprob"](logits, targets, **options, check=check, backend=backend)
     check_logits(logits, targets)
     if (logits.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, logits.shape[-1], softmax.ignore_index)
