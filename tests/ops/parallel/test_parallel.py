@@ -6,7 +6,6 @@ The processes talk over gloo on the CPU and are started once per number of them;
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -297,22 +296,9 @@ def work(rank: int, world: int, folder: Path) -> None:
 # Tests
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest, run_ranks: Callable[..., Any]) -> list[dict[str, Any]]:
     """What each process found, by case."""
-    world = request.param
-    folder = tmp_path_factory.mktemp("parallel")
-    command = [sys.executable, "-P", __file__, str(folder), str(world)]
-    workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(world)
-    ]
-    try:
-        said = [worker.communicate(timeout=500)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * world, "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    return run_ranks(__file__, request.param)
 
 
 def split_of(case: Case, name: str, world: int) -> tuple[int, list[int]] | None:

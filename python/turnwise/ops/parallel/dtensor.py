@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnwise.ops.common.dispatch import extension
 from turnwise.ops.common.dtensor import ROUTES, is_dtensor
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.logprob import logprob
@@ -51,7 +52,7 @@ def _vocabulary_group(placements: list[Any], axis: int, name: str, mesh: Any) ->
 
 
 def _distributed(local: Tensor, like: Any, mesh: Any, placements: list[Any]) -> Any:
-    """The DTensor of local results, contiguous, in the shape of ``like``. Shards may be uneven, so the shape is given."""
+    """The DTensor of local results in the shape of ``like``, which uneven shards don't tell."""
     from torch.distributed.tensor import DTensor
 
     shape = like.shape
@@ -83,7 +84,7 @@ def _logprob(logits: Any, targets: Any, *, entropy: bool, inplace_backward: bool
 def _linear_logprob(
     hidden: Any, weight: Any, targets: Any, *, bias: Any, positions: Any, entropy: bool, **options: Any
 ) -> Any:
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate
 
     register_shardings()
     if positions is not None:
@@ -135,9 +136,7 @@ def _policy_loss(logprobs: Any, old_logprobs: Any, advantages: Any, **given: Any
     local = {name: None if x is None else _local(name, x, mesh, places) for name, x in streams.items()}
     # Whole rows of a batch are a part of the stream of all rows.
     if logprobs.dim() == 2 and sharded and places[sharded[0]].is_shard(0):
-        width = logprobs.shape[1]
-        given["cu_seqlens"] = torch.arange(0, rows * width + 1, max(width, 1), device=local["logprobs"].device)
-        given["cu_seqlens"] = given["cu_seqlens"] if width else torch.zeros_like(torch.arange(rows + 1))
+        given["cu_seqlens"] = torch.arange(rows + 1, device=local["logprobs"].device) * logprobs.shape[1]
         local = {name: None if x is None else x.reshape(-1) for name, x in local.items()}
     order = local.pop("logprobs"), local.pop("old_logprobs"), local.pop("advantages", advantages)
     group = mesh.get_group(sharded[0]) if sharded else None
@@ -157,7 +156,9 @@ ROUTES.update(logprob=_logprob, linear_logprob=_linear_logprob, policy_loss=_pol
 # ---------------------------------------------------------------------------------------------------------------------
 @functools.cache
 def register_shardings() -> None:
-    """Tell DTensor how ``torch.ops.turnwise.logprob`` and ``linear_logprob``, and their backwards, shard over tokens."""
+    """Tell DTensor how ``torch.ops.turnwise.logprob`` and ``linear_logprob`` and their backwards shard over tokens."""
+    if extension is None:  # then the ops don't exist
+        return
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -196,9 +197,7 @@ def register_shardings() -> None:
         rows, positions, (need_hidden, need_weight, need_bias) = Shard(0), args[6], args[12:15]
         out = [strategy([whole] * 3, args, {})]
         if positions is None:
-            grads = [
-                rows if need_hidden else whole,
-                *(Partial() if need else whole for need in (need_weight, need_bias)),
-            ]
-            out.append(strategy(grads, args, dict.fromkeys((0, 1, 2, 4, 7, 8), rows)))
+            sums = [Partial() if need else whole for need in (need_weight, need_bias)]
+            shards = dict.fromkeys((0, 1, 2, 4, 7, 8), rows)
+            out.append(strategy([rows if need_hidden else whole, *sums], args, shards))
         return out
