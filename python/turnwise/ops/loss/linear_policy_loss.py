@@ -13,9 +13,9 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
 from turnwise.ops.common.layout import RowLayout, Streams, check_tensors, transform_reason
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_temperature
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.linear_logprob import linear_logprob
-from turnwise.ops.logprob.linear_native import Gradients, Head
+from turnwise.ops.logprob.linear_native import Gradients, Head, spread
 from turnwise.ops.logprob.tiles import Upstream, finish, new_state, scan
 from turnwise.ops.loss.aggregation import Aggregation, find_aggregation
 from turnwise.ops.loss.arguments import check_call, make_normalizer, make_objective, make_selected
@@ -248,19 +248,6 @@ def _tokens(
     )
 
 
-def _trained(head: Head, tokens: TokenStreams) -> tuple[Head, TokenStreams, Tensor | None]:
-    """Drop the masked tokens, so that their logits are not computed. Only on a CPU: finding them makes a GPU wait.
-
-    Also returns the indices of the tokens that are left; ``None`` if nothing was dropped.
-    """
-    if tokens.mask is None or not tokens.mask.is_cpu or bool((tokens.mask != 0).all()):
-        return head, tokens, None
-    keep = (tokens.mask != 0).nonzero()[:, 0]
-    positions = keep if head.positions is None else head.positions[keep]
-    part = Head(head.hidden, head.weight, head.targets[keep], head.bias, positions, 1.0 / head.scale)
-    return part, tokens.pick(keep)._replace(mask=None), keep
-
-
 def _one_pass(
     whole: Head, tokens: TokenStreams, loss: TokenGradient, leaves: tuple[Tensor | None, ...], entropy: bool
 ) -> tuple[Gradients, Tensor, Tensor | None]:
@@ -268,18 +255,19 @@ def _one_pass(
 
     On a CPU, masked tokens have ``logprob`` and ``entropy`` 0.
     """
-    part, streams, keep = _trained(whole, tokens)
+    part, keep = whole.trained(tokens.mask)
+    streams = tokens if keep is None else tokens.pick(keep)._replace(mask=None)
     needs = [leaf is not None and leaf.requires_grad for leaf in leaves]
     wide = torch.float32 if whole.hidden.dtype is torch.float16 else None
     gradients = Gradients(part, needs[0], needs[1], needs[2], wide)
     logprob, entropies = fused(part, gradients, streams, loss, entropy)
     if keep is not None:
-        logprob = logprob.new_zeros(whole.tokens).index_copy_(0, keep, logprob)
-        entropies = None if entropies is None else entropies.new_zeros(whole.tokens).index_copy_(0, keep, entropies)
+        logprob = spread(logprob, keep, whole.tokens)
+        entropies = None if entropies is None else spread(entropies, keep, whole.tokens)
     return gradients, logprob, entropies
 
 
-def _checked_normalizer(
+def checked_normalizer(
     targets: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -314,6 +302,8 @@ def linear_policy_loss(
     cu_seqlens: Tensor,
     mask: Tensor | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = None,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
     clip: Clip | None = None,
@@ -337,7 +327,7 @@ def linear_policy_loss(
     Input is packed: ``cu_seqlens [B+1]``, and all streams ``[N]`` like ``targets`` (``[M]`` with ``positions``).
     ``advantages`` are ``[B]`` or per token. Arguments and errors are those of :func:`linear_logprob` and
     :func:`policy_loss`; ``entropy=True`` adds the metric. ``backend`` names the backend of the head; the loss takes the
-    best one for the device.
+    best one for the device. A token whose target is ``ignore_index`` counts as masked.
 
     For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO, with
     a correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of
@@ -353,7 +343,8 @@ def linear_policy_loss(
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
     head: dict[str, Any] = {
-        "temperature": temperature, "bias": bias, "positions": positions, "check": check, "backend": backend,
+        "temperature": temperature, "softcap": softcap, "ignore_index": ignore_index, "bias": bias,
+        "positions": positions, "check": check, "backend": backend,
     }  # fmt: skip
     objective: dict[str, Any] = {"clip": clip, "variant": variant, "kl": kl, "correction": correction}
     batch: dict[str, Any] = {
@@ -373,8 +364,12 @@ def linear_policy_loss(
             )
 
     # Validate
+    softmax = make_softmax(temperature, softcap, ignore_index)
     check_head(hidden, weight, targets, bias, positions)
-    batch["normalizer"] = _checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+    batch["normalizer"] = checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+    ignored = softmax.ignored(targets)
+    if ignored is not None:
+        batch["mask"] = mask = ~ignored if mask is None else (mask != 0) & ~ignored
 
     # Plan: one pass where the loss of a token needs no other token
     leaves = (hidden, weight, bias)
@@ -388,9 +383,8 @@ def linear_policy_loss(
         exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
         batch |= {"selected": selected, "entropy": entropies, "backend": exact}
         return policy_loss(logprob, old_logprobs, advantages, **objective, **batch)
-    check_temperature(temperature)
     if hidden.is_cpu or check:
-        check_id_values("targets", targets, weight.shape[0])
+        check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
 
@@ -402,7 +396,7 @@ def linear_policy_loss(
 
     @torch.no_grad()
     def compute() -> tuple[Gradients, Tensor, Tensor | None]:
-        whole = Head(hidden, weight, targets, bias, positions, temperature)
+        whole = Head(hidden, weight, targets, bias, positions, softmax)
         return _one_pass(whole, tokens, token_gradient(**objective), leaves, entropy)
 
     gradients, logprob, entropies = compute()
