@@ -250,6 +250,14 @@ def test_several_rewards_each_normalised_by_itself(tmp_path):
         ({"credit": {"rule": "vine"}, "rollout": {"branches": 1}}, r"'credit.rule' = 'vine': .*values of states"),
         ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
         ({"credit": {"rule": "gigpo"}}, r"'credit.rule' = 'gigpo': .*expected rollout.branches = 1, not 2"),
+        (
+            {
+                "credit": {"rule": "gdpo", "options": {"rewards": {"correct": 1.0}}},
+                "rollout": {"branches": 1},
+                "reward": {"invalid_cost": 0.5},
+            },
+            r"'reward.invalid_cost' = 0.5: has no effect, as the rule 'gdpo' reads",
+        ),
         ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),
         (
             {"credit": {"rule": "rae"}, "filter": {"dynamic_sampling_rounds": 1}},

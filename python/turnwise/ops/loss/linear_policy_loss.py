@@ -342,8 +342,9 @@ def linear_policy_loss(
     For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO, with
     a correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of
     logits in memory, and the backward scales and returns them. GSPO, LUSPO, GMPO, VESPO, Clip-Cov, KL-Cov and
-    corrections by sequence need whole rows first, so they compute the logits twice. So do ``torch.compile`` and backends other than ``native``.
-    Masked tokens cost nothing on a CPU. Gradients that are not required are not computed.
+    corrections by sequence need whole rows first, so they compute the logits twice. So do ``torch.compile`` and
+    backends other than ``native``. Masked tokens cost nothing on a CPU. Gradients that are not required are not
+    computed.
 
     The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more.
     Gradients of float16 are kept in float32, and scaled up, until the loss's own gradient has scaled them. A loss scale
