@@ -80,6 +80,8 @@ def rollouts(seed: int, tools: bool) -> Callable[..., dict[str, Any]]:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         encode = trainer.processing_class
         completions = [[choose.randrange(BYTES) for _ in range(choose.randint(3, 8))] for _ in prompts]
+        for tokens in completions[::2]:  # every other one ends, and the rest ran into their limit
+            tokens[-1] = BYTES + 1
         fields = {
             "prompt_ids": [encode(prompt)["input_ids"] for prompt in prompts],
             "completion_ids": completions,
@@ -138,7 +140,7 @@ def train(model_folder: Path, tmp_path: Path) -> Callable[..., Run]:
         options: dict[str, Any] = {
             "output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
             "num_generations": 4, "max_completion_length": 8, "max_steps": steps, "logging_steps": 1,
-            "report_to": [], "save_strategy": "no", "learning_rate": 1e-3, "num_iterations": 2, "disable_tqdm": True,
+            "report_to": [], "save_strategy": "no", "learning_rate": 1e-3, "num_iterations": 4, "disable_tqdm": True,
         }  # fmt: skip
         prompts = [{"prompt": "What is " + "one and " * (i % 3) + f"{i}?"} for i in range(8)]
         trainer = Watched(
