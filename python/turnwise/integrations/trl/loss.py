@@ -43,6 +43,8 @@ class Streams(NamedTuple):
     """The inputs of one loss. ``mask [B, C]`` marks the ``N`` tokens of the others; ``old`` has no gradient.
 
     ``advantages`` are ``[B, 1]`` or ``[B, C]``, ``weights`` the factors of the policy term ``[B, C]``, or ``None``.
+    ``cu_seqlens`` cuts the tokens by row, without the rows that have none: so advantages of ``N`` tokens are never as
+    many as the rows, unless each row has one.
     """
 
     logprobs: Tensor
@@ -67,7 +69,8 @@ def gather(trainer: Any, inputs: dict[str, Any], mask: Tensor, logprobs: Tensor,
     old = inputs.get("old_per_token_logps")
     old = logprobs.detach() if old is None else old[mask]
     counts = mask.sum(1)
-    s = Streams(logprobs, old, entropies, mask, advantages, None, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    cu_seqlens = torch.nn.functional.pad(counts[counts > 0].cumsum(0), (1, 0))
+    s = Streams(logprobs, old, entropies, mask, advantages, None, cu_seqlens)
     factors = []
     if trainer.off_policy_mask_threshold is not None:
         factors.append(
@@ -144,8 +147,9 @@ def fused_loss(trainer: Any, inputs: dict[str, Any], s: Streams, training: bool)
         scaled = advantages[:, 0]
         if s.weights is not None:
             scaled = scaled * (s.weights * s.mask).sum(1) / counts.clamp(min=1)
+        scaled = scaled[counts > 0]
     elif s.weights is None and extra is None and advantages.shape[1] == 1:
-        scaled = advantages[:, 0]
+        scaled = advantages[counts > 0, 0]
     else:
         scaled = s.packed(advantages if s.weights is None else advantages * s.weights)
         if extra is not None:

@@ -17,6 +17,7 @@ from turnwise.integrations.trl.rows import Scorer, check_layout
 from turnwise.train.model.support import causal_lm
 
 Scored = tuple[Tensor, Tensor | None]  # log-probs [N] and, on request, entropies [N]
+NOTHING_TRAINS = "none of its tokens trains"
 
 
 class TurnwiseGRPOMixin:
@@ -99,6 +100,10 @@ class TurnwiseGRPOMixin:
         size, parts = batch_size or len(input_ids), []
         for start in range(0, len(input_ids), size):
             part = slice(start, start + size)
+            if not (torch.is_grad_enabled() or kept[part].any()):
+                none = torch.zeros(0, device=kept.device)
+                parts.append((none, none if compute_entropy else None))
+                continue
             if not self._serves(model, attention_mask[part], logits_to_keep, kwargs):
                 kwargs |= {"batch_size": batch_size, "compute_entropy": compute_entropy}
                 return super()._get_per_token_logps_and_entropies(
@@ -123,7 +128,7 @@ class TurnwiseGRPOMixin:
         elif not bool(attention_mask[:, :-logits_to_keep].any(1).all()):
             why = "a prompt is empty"
         elif not bool(attention_mask[:, -logits_to_keep:].any()):
-            why = "a micro-batch has no completion tokens"
+            why = NOTHING_TRAINS
         if why:
             self._fall_back("TRL's forward pass and loss are used for a batch", why)
         return not why
@@ -139,8 +144,8 @@ class TurnwiseGRPOMixin:
         if why := obstacle(self, inputs):
             self._fall_back("TRL's loss is used", why)
         elif not bool(trained.any()):
-            self._fall_back("TRL's forward pass and loss are used for a batch", "none of its tokens trains")
-            why = "nothing"
+            self._fall_back("TRL's forward pass and loss are used for a batch", NOTHING_TRAINS)
+            why = NOTHING_TRAINS
         if why or not self._serves(model, attended, mask.shape[1], extra):
             return super()._compute_loss(model, inputs)
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
