@@ -4,8 +4,9 @@ It first verifies that both trainers have the same gradient. Then it times steps
 and backward pass, clipping, AdamW, over recorded completions. "ragged" has 8 rows of 64 to 1024 tokens, log-normal
 around 300; "siblings" has 8 completions of 128 tokens of one prompt of 1024. "passes" is what runs through a model:
 the policy alone, as by default, or also the old policy and a reference, as with vLLM's correction and a KL term.
-"rows per pass" is ``per_device_train_batch_size``. The model is a Qwen3 with random weights and hidden size 512,
-two layers and 4,096 tokens, in float32. "peak MB" is the memory that a step needs above the weights and AdamW's state, in a process of its own.
+"packed" runs a shared prompt once per row. The model is a Qwen3 with random weights, hidden size 512, two layers and
+4,096 tokens, in float32. "peak MB" is the memory that a step needs above the weights and AdamW's state, in a process
+of its own.
 
     python bench/bench_trl.py
     python bench/bench_trl.py --rows ragged --checkpointing no

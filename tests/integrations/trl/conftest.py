@@ -23,9 +23,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(model_folder: Path, tmp_path: Path) -> Callable[..., Run]:
     """``train(cls, **config)`` trains and returns a :class:`Run`.
 
-    The settings are TRL's defaults but for those that a CPU, a short test, and ``config`` need. ``correction`` is a mode
-    of vLLM's importance sampling correction, ``tools`` puts a tool's token into each completion, and ``samples`` has
-    the model sample instead of ``rollouts``.
+    The settings are TRL's defaults but for those that a CPU, a short test, and ``config`` need. ``correction`` is a
+    mode of vLLM's importance sampling correction, ``tools`` puts a tool's token into each completion, and ``samples``
+    has the model sample instead of ``rollouts``.
     """
     load_trl()
     from datasets import Dataset

@@ -74,8 +74,8 @@ def save_model(folder: Path, family: str = "llama") -> Path:
 
 def rollouts(seed: int, tools: bool, fields: dict[str, list[Any]]) -> Callable[..., dict[str, Any]]:
     """A ``rollout_func`` of random completions of 3 to 8 tokens. The model is nearly uniform over its tokens, so
-    log-probs near ``-log(258)`` give importance weights near 1, inside and outside of their bounds. ``fields`` are further
-    columns."""
+    log-probs near ``-log(258)`` give importance weights near 1, inside and outside of their bounds. ``fields`` are
+    further columns."""
     choose = random.Random(seed)
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:

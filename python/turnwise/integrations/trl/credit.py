@@ -38,8 +38,8 @@ class RowCredit:
         ``rows`` are the dataset's, one per completion, and ``lengths`` the completions' tokens. Raises ``ValueError``
         naming a column that only some rows have.
         """
-        scored = np.flatnonzero(~np.isnan(rewards))
-        columns: dict[str, Any] = {"questions": [row // num_generations for row in scored.tolist()]}
+        scored = np.flatnonzero(~np.isnan(rewards)).tolist()
+        columns: dict[str, Any] = {"questions": [row // num_generations for row in scored]}
         for column, argument in COLUMNS.items():
             having = [column in rows[i] for i in scored]
             if any(having) and not all(having):
@@ -48,6 +48,6 @@ class RowCredit:
                 columns[argument] = [rows[i][column] for i in scored]
         columns["lengths"] = [lengths[i] for i in scored]
         advantages = np.zeros(len(rewards), dtype=np.float32)
-        if len(scored):
+        if scored:
             advantages[scored] = credit_columns(self.rule, rewards[scored], **columns)
         return advantages

@@ -23,7 +23,13 @@ CHOICES = ("auto", "packed", "trie")
 
 
 def lay_out(
-    input_ids_BT: Tensor, attended_BT: Tensor, scored_BT: Tensor, temperature: float, *, trie_share: float, columns: bool
+    input_ids_BT: Tensor,
+    attended_BT: Tensor,
+    scored_BT: Tensor,
+    temperature: float,
+    *,
+    trie_share: float,
+    columns: bool,
 ) -> MicroBatch:
     """Lay out the attended tokens of the rows as one stream, on the device of ``input_ids_BT``.
 
@@ -89,7 +95,9 @@ def positions_are_relative(lm: Any) -> bool:
             states.append(lm.get_decoder()(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state)
     finally:
         lm.train(training)
-    return float((states[0] - states[1]).norm() / states[0].norm()) < (1e-3 if states[0].dtype is torch.float32 else 0.1)
+    return float((states[0] - states[1]).norm() / states[0].norm()) < (
+        1e-3 if states[0].dtype is torch.float32 else 0.1
+    )
 
 
 class Scorer:

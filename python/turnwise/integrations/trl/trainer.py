@@ -6,9 +6,14 @@ import warnings
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
-from trl import GRPOTrainer
+
+try:
+    import trl
+    from accelerate.utils import gather_object  # type: ignore[import-untyped]
+    from trl import GRPOTrainer
+except ImportError as error:
+    raise ImportError(f"TRL doesn't import here ({error}): pip install 'turnwise[trl]'") from error
 
 from turnwise.credit.base import Credit
 from turnwise.integrations.trl.credit import COLUMNS, RowCredit
@@ -16,11 +21,16 @@ from turnwise.integrations.trl.loss import fused_loss, gather, obstacle
 from turnwise.integrations.trl.rows import Scorer, check_layout
 from turnwise.train.model.support import causal_lm
 
+Base: Any = object  # the methods of the GRPOTrainer that comes after the mixin
+
+TESTED = "1.16."
+"""The TRL whose private methods are overridden here."""
+
 Scored = tuple[Tensor, Tensor | None]  # log-probs [N] and, on request, entropies [N]
 NOTHING_TRAINS = "none of its tokens trains"
 
 
-class TurnwiseGRPOMixin:
+class TurnwiseGRPOMixin(Base):
     """Put before a ``GRPOTrainer`` in a class's bases. The weights and metrics stay those of that trainer.
 
     - ``sequence_layout``: ``"packed"`` runs each row's tokens without padding, ``"trie"`` runs a prefix that rows share
@@ -38,6 +48,9 @@ class TurnwiseGRPOMixin:
         self, *args: Any, sequence_layout: str = "auto", credit: Credit | str | None = None, **kwargs: Any
     ) -> None:
         check_layout(sequence_layout)
+        if not trl.__version__.startswith(TESTED):
+            text = f"turnwise's loss equals that of TRL {TESTED}x in its tests, and this is TRL {trl.__version__}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         self._row_credit = None if credit is None else RowCredit(credit)
         self._rewards: tuple[Tensor, list[dict[str, Any]], list[int]] | None = None
         self._said: set[str] = set()
@@ -112,11 +125,12 @@ class TurnwiseGRPOMixin:
             scored = torch.zeros_like(attention_mask[part], dtype=torch.bool)
             scored[:, -logits_to_keep:] = kept[part]
             parts.append(self._score(model, input_ids[part], attention_mask[part], scored, compute_entropy))
+        logprobs, entropies = zip(*parts, strict=True)
         padded = [
-            None if values[0] is None else values[0].new_zeros(kept.shape).masked_scatter(kept, torch.cat(values))
-            for values in zip(*parts, strict=True)
+            values[0].new_zeros(kept.shape).masked_scatter(kept, torch.cat(values))
+            for values in ((logprobs, entropies) if compute_entropy else (logprobs,))
         ]
-        return padded[0], padded[1], None
+        return padded[0], padded[1] if compute_entropy else None, None
 
     def _serves(self, model: Any, attention_mask: Tensor, logits_to_keep: int, others: dict[str, Any]) -> bool:
         """True if turnwise can score these rows; says why if not."""
@@ -151,6 +165,7 @@ class TurnwiseGRPOMixin:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         scored = torch.cat([torch.zeros_like(prompt_mask, dtype=torch.bool), trained], dim=1)
         logprobs, entropies = self._score(model, ids, attended, scored, entropy=True)
+        assert entropies is not None
         return fused_loss(self, inputs, gather(self, inputs, trained, logprobs, entropies), self.model.training)
 
     # -----------------------------------------------------------------------------------------------------------------
