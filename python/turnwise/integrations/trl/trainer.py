@@ -10,7 +10,7 @@ from torch import Tensor
 
 try:
     import trl
-    from accelerate.utils import gather_object  # type: ignore[import-untyped]
+    from accelerate.utils import gather_object
     from trl import GRPOTrainer
 except ImportError as error:
     raise ImportError(f"TRL doesn't import here ({error}): pip install 'turnwise[trl]'") from error
