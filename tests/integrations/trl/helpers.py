@@ -1,0 +1,99 @@
+"""A tiny random model, a tokenizer of bytes, random rollouts, and what a training leaves."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+BYTES = 256
+SIZES: dict[str, Any] = {
+    "vocab_size": BYTES + 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": BYTES,
+    "bos_token_id": BYTES + 1,
+    "eos_token_id": BYTES + 1,
+}
+STEPS = 8
+
+
+def load_trl() -> Any:
+    """Load TRL. A machine may lack it; `make test-all` installs it, so in CI it must load."""
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("trl", reason="tested where it is installed: make test-all")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl
+    return trl
+
+
+class Run(NamedTuple):
+    """Weights after training, the logged metrics of each step, and the inputs of each call of the loss."""
+
+    weights: dict[str, Tensor]
+    logs: list[dict[str, float]]
+    inputs: list[dict[str, Any]]
+    trainer: Any
+
+
+def save_model(folder: Path, family: str = "llama") -> Path:
+    """Save a random model and a tokenizer of bytes, which no network is needed for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)} | {"<pad>": BYTES, "<eos>": BYTES + 1}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config: Any = GPT2Config(
+            vocab_size=BYTES + 2, n_embd=32, n_layer=2, n_head=4, n_positions=128, eos_token_id=BYTES + 1,
+            attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(**SIZES)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    return folder
+
+
+def rollouts(seed: int, tools: bool, fields: dict[str, list[Any]]) -> Callable[..., dict[str, Any]]:
+    """A ``rollout_func`` of random completions of 3 to 8 tokens. The model is nearly uniform over its tokens, so
+    log-probs near ``-log(258)`` give importance weights near 1, inside and outside of their bounds. ``fields`` are
+    further columns."""
+    choose = random.Random(seed)
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        encode = trainer.processing_class
+        completions = [[choose.randrange(BYTES) for _ in range(choose.randint(3, 8))] for _ in prompts]
+        for tokens in completions[::2]:  # every other one ends, and the rest ran into their limit
+            tokens[-1] = BYTES + 1
+        found: dict[str, Any] = {
+            "prompt_ids": [encode(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": completions,
+            "logprobs": [[-5.55 + choose.gauss(0, 0.8) for _ in tokens] for tokens in completions],
+        }
+        if tools:
+            found["env_mask"] = [[1] * (len(tokens) - 2) + [0, 1] for tokens in completions]
+        return found | fields
+
+    return rollout
+
+
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(completion) % 4) for completion in completions]
