@@ -139,7 +139,7 @@ def _policy_loss(logprobs: Any, old_logprobs: Any, advantages: Any, **given: Any
     # Whole rows of a batch are a part of the stream of all rows.
     if logprobs.dim() == 2 and sharded and places[sharded[0]].is_shard(0):
         given["cu_seqlens"] = torch.arange(rows + 1, device=local["logprobs"].device) * logprobs.shape[1]
-        local: dict[str, Any] = {name: None if x is None else x.reshape(-1) for name, x in local.items()}
+        local = {name: None if x is None else x.reshape(-1) for name, x in local.items()}
     order = local.pop("logprobs"), local.pop("old_logprobs"), local.pop("advantages", advantages)
     group = mesh.get_group(sharded[0]) if sharded else None
     if sharded:
