@@ -73,6 +73,7 @@ def _logprob(logits: Any, targets: Any, *, entropy: bool, inplace_backward: bool
     dimension, group = _vocabulary_group(inputs, last, "logits", mesh)
     rows = [Replicate() if i == dimension else p for i, p in enumerate(inputs)]
     own = _local("logits", logits, mesh, inputs), _local("targets", targets, mesh, rows)
+    out: Any
     if dimension is None:
         out = logprob(*own, entropy=entropy, inplace_backward=inplace_backward, **options)
     else:
@@ -102,6 +103,7 @@ def _linear_logprob(
     own_bias = None if bias is None else _placed("bias", bias, mesh, heads).to_local(grad_placements=partial)
     own_hidden, own_targets = _local("hidden", hidden, mesh, rows), _local("targets", targets, mesh, rows)
     head = own_hidden, own_weight, own_targets
+    out: Any
     if dimension is None:
         out = linear_logprob(*head, bias=own_bias, entropy=entropy, **options)
     else:
@@ -133,7 +135,7 @@ def _policy_loss(logprobs: Any, old_logprobs: Any, advantages: Any, **given: Any
         advantages = _whole("advantages", advantages, mesh).reshape(rows)
     else:
         streams["advantages"] = advantages
-    local = {name: None if x is None else _local(name, x, mesh, places) for name, x in streams.items()}
+    local: dict[str, Any] = {name: None if x is None else _local(name, x, mesh, places) for name, x in streams.items()}
     # Whole rows of a batch are a part of the stream of all rows.
     if logprobs.dim() == 2 and sharded and places[sharded[0]].is_shard(0):
         given["cu_seqlens"] = torch.arange(rows + 1, device=local["logprobs"].device) * logprobs.shape[1]

@@ -170,7 +170,7 @@ class _LinearLogprob(torch.autograd.Function):
             if shard.backend != "triton":
                 states = [torch.cat(states, 1)[None]]
             dtype = torch.promote_types(hidden.dtype, torch.float32)
-            results = combine(states[0], head.targets, shard, dtype)
+            results: tuple[Tensor, ...] = combine(states[0], head.targets, shard, dtype)
         if keep is not None:
             tokens = targets.shape[0]
             results = tuple(spread(x, keep, tokens) if len(x) == len(keep) else x for x in results)
@@ -189,7 +189,7 @@ class _LinearLogprob(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             head, keep = Head(hidden, weight, targets, bias, positions, shard.softmax, shard.backend).trained()
             wide = torch.promote_types(hidden.dtype, torch.float32)
-            gradients = Gradients(head, *needs, hidden_dtype=wide)
+            gradients = Gradients(head, needs[0], needs[1], needs[2], hidden_dtype=wide)
             upstream = upstream if keep is None else upstream.rows(keep)
             (_fill_reference if shard.backend == "torch" else fill)(head, gradients, upstream)
             if gradients.need_hidden:  # each rank has the part of its own columns
@@ -256,9 +256,9 @@ def vocab_parallel_linear_logprob(
     Example: ``vocab_parallel_linear_logprob(states, lm_head.weight_shard, targets, group=tensor_parallel)``
     """
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
-    place: dict[str, Any] = {"group": group, "vocab_start": vocab_start, "check": check, "backend": backend}
+    options |= {"group": group, "vocab_start": vocab_start, "check": check, "backend": backend}
     head = hidden, weight_shard, targets, bias_shard, positions
-    values, entropies = linear_logprob_of(*head, entropy, **options, **place)
+    values, entropies = linear_logprob_of(*head, entropy, **options)
     return (values, entropies) if entropy else values
 
 
@@ -269,7 +269,6 @@ def linear_logprob_of(
     bias_shard: Tensor | None,
     positions: Tensor | None,
     entropy: bool,
-    *,
     group: Any,
     vocab_start: int | None,
     temperature: float,

@@ -76,9 +76,9 @@ def vocab_parallel_linear_policy_loss(
         return tensors | {name: repr(option) for name, option in objective.items()}
 
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
-    place: dict[str, Any] = {"group": group, "vocab_start": vocab_start, "check": check, "backend": backend}
+    options |= {"group": group, "vocab_start": vocab_start, "check": check, "backend": backend, "also": also}
     head = hidden, weight_shard, targets, bias_shard, positions
-    logprob, entropies = linear_logprob_of(*head, entropy, **options, **place, also=also)
+    logprob, entropies = linear_logprob_of(*head, entropy, **options)
     if ignore_index is not None:
         kept = targets != ignore_index
         batch["mask"] = kept if mask is None else (mask != 0) & kept
