@@ -26,8 +26,11 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> None:
-    """Write a two-layer Qwen2 and a tokenizer of bytes. verl wants a newline and ``<|im_end|>`` to be tokens."""
+def write_model(folder: Path, **sizes: int) -> None:
+    """Write a Qwen2, by default of two layers, and a tokenizer of bytes.
+
+    verl wants a newline and ``<|im_end|>`` to be tokens.
+    """
     words = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,15 +43,17 @@ def write_model(folder: Path) -> None:
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 1}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **sizes, **heads, **ids)).save_pretrained(folder)
+    config = Qwen2Config(**{"vocab_size": len(tokenizer), **tiny, **heads, **ids, **sizes})
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def write_inputs(folder: Path) -> None:
-    write_model(folder / "model")
+def write_inputs(folder: Path, **sizes: int) -> None:
+    """Write what a run reads: the model, its questions, a reward function and the list of agent loops."""
+    write_model(folder / "model", **sizes)
     rows = [
         {
             "data_source": "sums",

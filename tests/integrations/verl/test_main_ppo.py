@@ -47,7 +47,8 @@ def test_the_weights_of_verls_own(inputs: Path, tmp_path: Path) -> None:
         "algorithm.rollout_correction.rollout_is=token",
     )
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    printed = train(inputs, ours, f"{ESTIMATOR}=turnwise_grpo", f"{LOSS}=turnwise_vanilla", *common)
+    logprobs = "actor_rollout_ref.model.external_lib=turnwise.integrations.verl.logprobs"
+    printed = train(inputs, ours, f"{ESTIMATOR}=turnwise_grpo", f"{LOSS}=turnwise_vanilla", logprobs, *common)
     expected = train(inputs, theirs, f"{ESTIMATOR}=grpo", f"{LOSS}=vanilla", *common, rollouts=ours / "sampled.json")
     moved = 0.0
     for name, value in weights(theirs, 2).items():

@@ -50,7 +50,9 @@ def make_worker(overrides: list[str]) -> tuple[TrainingWorker, Any]:
     return worker, config.actor
 
 
-def rows(rank: int, ranks: int, *, count: int = ROWS, prompt: int = PROMPT, response: int = RESPONSE) -> Any:
+def rows(
+    rank: int, ranks: int, *, count: int = ROWS, prompt: int = PROMPT, response: int = RESPONSE, entropy: bool = True
+) -> Any:
     """Return this rank's part of one optimizer step, ragged, as verl's trainer sends it."""
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, response + 1, (count,), generator=g).tolist()
@@ -76,9 +78,8 @@ def rows(rank: int, ranks: int, *, count: int = ROWS, prompt: int = PROMPT, resp
     mine = slice(rank * count // ranks, (rank + 1) * count // ranks)
     nested = {name: torch.nested.as_nested_tensor(v[mine], layout=torch.jagged) for name, v in columns.items()}
     tokens = NonTensorData([prompt + length for length in lengths])
-    return tu.get_tensordict(
-        nested, {"global_batch_size": count, "temperature": 1.0, "global_token_num": tokens, "calculate_entropy": True}
-    )
+    rest = {"global_batch_size": count, "temperature": 1.0, "global_token_num": tokens, "calculate_entropy": entropy}
+    return tu.get_tensordict(nested, rest)
 
 
 def update(
