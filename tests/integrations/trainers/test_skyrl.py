@@ -160,7 +160,7 @@ def generated(questions, attempts, script):
     return output, rows
 
 
-@pytest.mark.parametrize("rule", ["dr_mas", "at_grpo"])
+@pytest.mark.parametrize("rule", ["dr_mas", "at_grpo", "grpo", "turn_returns", "rae"])
 def test_agents_through_skyrls_trainer(skyrl, rule):
     """From a generator's output to advantages, in SkyRL's own methods; 4 processes add 3 rows of padding."""
     from skyrl.train.config import SkyRLTrainConfig
@@ -204,8 +204,13 @@ def test_agents_through_skyrls_trainer(skyrl, rule):
         assert data.metadata["pad_size"] == 3
         data["values"] = None  # as the forward pass leaves it without a critic
         data = trainer.compute_advantages_and_returns(data)
-    questions, _, agents, turns, rewards = zip(*rows, strict=True)
-    expected = credit_columns(rule, rewards, questions=questions, actors=agents, turns=turns)
+    questions, attempts, agents, turns, rewards = zip(*rows, strict=True)
+    trajectories = list(zip(questions, attempts, strict=True))
+    columns = {"questions": questions, "actors": agents, "turns": turns}
+    expected = credit_columns(rule, rewards, **columns, trajectories=trajectories)
+    # Rules that compare or add up whole attempts would give something else without them.
+    alone = np.allclose(credit_columns(rule, rewards, **columns), expected)
+    assert alone == (rule in ("dr_mas", "at_grpo"))
     assert (np.abs(expected) > 0.1).sum() > 6
     mask = data["response_mask"].numpy()
     assert mask.sum(axis=1).tolist()[:17] == [len(each) for each in output["response_ids"]]
@@ -340,6 +345,8 @@ def test_what_it_refuses(skyrl):
         adapter.register_credit(RAECredit(), "rae", decay=0.5)
     with pytest.raises(ValueError, match="loss='regulr': did you mean 'regular'"):
         adapter.register_loss("regulr")
+    with pytest.raises(TypeError, match="loss=3: expected a name or a variant"):
+        adapter.register_loss(3, "three")
     with pytest.raises(ValueError, match="does not compare tokens"):
         adapter.register_loss(ops.ClipCov(), "clip_cov")
     with pytest.raises(ValueError, match="proportional to the advantage"):
