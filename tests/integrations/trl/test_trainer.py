@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from .helpers import save_model
+from .helpers import OF_TIME, save_model
 
 MODES = (None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -29,7 +29,6 @@ QUICK = {
     ("cispo", "token_mask", 0.0),
     ("vespo", "token_truncate", 0.04),
 }
-OF_TIME = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 EXACT = 1e-5
 
 
