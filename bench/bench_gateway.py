@@ -1,9 +1,9 @@
 """Gateways: their time per call, with many sessions at once and a model that answers at once.
 
 A client in a process of its own opens all sessions at once; each has one chat that grows by a call. The model is a
-vLLM server that answers at once, in a process of its own too (``gateway_model.py``). "turnwise, no server" has the model
-in its own process instead. The other gateways (``gateway_peers.py``) have their own defaults. It verifies the token ids
-that a gateway records. "own" is the gateway's work inside a call: rendering, the choice of settings, parsing and
+vLLM server that answers at once, in a process of its own too (``gateway_model.py``). "turnwise, no server" has the
+model in its own process instead. The other gateways (``gateway_peers.py``) have their own defaults. The bench verifies
+the token ids that a gateway records. "own" is the gateway's work inside a call: rendering, the choice of settings, parsing and
 bookkeeping, without HTTP. "CPU" is the processor time of the gateway's process per call, HTTP included. "wait" is what
 the client sees, the queue included. The bars are 1 ms of own time in the median of sessions, and 20 ms at the 99th
 percentile.
@@ -30,8 +30,9 @@ from statistics import median
 from typing import Any
 
 from common import arguments, finish
-from gateway_peers import PEERS, Streams, missing
+from gateway_peers import PEERS, Peer, Streams, missing, version
 
+from turnwise import __version__
 from turnwise.arena import Arena
 from turnwise.inference import InferenceClient, ScriptedClient, VLLMServerClient
 from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
@@ -50,7 +51,7 @@ ANSWER = "It is under the table, where Anna put it."
 TOKENIZER = build_tokenizer([ANSWER, " ".join(QUESTIONS)])
 ANSWER_IDS = [*TOKENIZER.encode(ANSWER), TOKENIZER.eos_token_id]
 IN_PROCESS, OVER_HTTP = "turnwise, no server", "turnwise"
-DOES = dict.fromkeys((IN_PROCESS, OVER_HTTP), "renders, tokenizes, records token ids")
+OURS = Peer("turnwise", "turnwise", "", "renders, tokenizes, records token ids", True)
 PIPES: dict[str, Any] = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "limit": 2**30}
 
 
@@ -75,10 +76,9 @@ def prompts(calls: int) -> list[list[int]]:
     return found
 
 
-async def program(name: str, *words: str, **environment: str) -> asyncio.subprocess.Process:
+async def program(name: str, *words: str, **options: Any) -> asyncio.subprocess.Process:
     path = str(Path(__file__).with_name(name))
-    env = {**os.environ, **environment}
-    return await asyncio.create_subprocess_exec(sys.executable, "-P", path, *words, env=env, **PIPES)
+    return await asyncio.create_subprocess_exec(sys.executable, "-P", path, *words, **PIPES, **options)
 
 
 async def ask(process: asyncio.subprocess.Process, line: str) -> Any:
@@ -87,7 +87,7 @@ async def ask(process: asyncio.subprocess.Process, line: str) -> Any:
     process.stdin.write(f"{line}\n".encode() if line else b"")
     answer = await process.stdout.readline()
     if not answer:
-        raise SystemExit("a process of the bench ended early: its error is above")
+        raise SystemExit("a process of the bench ended early")
     return json.loads(answer)
 
 
@@ -156,10 +156,11 @@ async def play_turnwise(client: InferenceClient, sessions: int, calls: int) -> P
 async def play_peer(method: str, url: str, sessions: int, calls: int) -> Played:
     """Play in a process of the peer's own, once a few more sessions have warmed it up.
 
-    Its home is a new folder, as one peer writes a file there."""
-    with tempfile.TemporaryDirectory() as home:
+    Its home is a new folder, as one peer writes a file there. Its log is shown if it fails."""
+    with tempfile.TemporaryDirectory() as home, open(f"{home}/log", "w+", encoding="utf-8") as log:
         TOKENIZER.save_pretrained(f"{home}/tokenizer")
-        process = await program("gateway_peers.py", method, str(WARM + sessions), url, f"{home}/tokenizer", HOME=home)
+        words = (method, str(WARM + sessions), url, f"{home}/tokenizer")
+        process = await program("gateway_peers.py", *words, env={**os.environ, "HOME": home}, stderr=log)
         try:
             models = await ask(process, "")
             await run_client(models[:WARM], calls)
@@ -167,6 +168,9 @@ async def play_peer(method: str, url: str, sessions: int, calls: int) -> Played:
             waits = await run_client(models[WARM:], calls)
             cpu = await ask(process, "cpu") - began
             return Played(cpu, waits, (await ask(process, "streams"))[WARM:])
+        except SystemExit:
+            print(Path(log.name).read_text(encoding="utf-8")[-3000:], file=sys.stderr)
+            raise
         finally:
             await stop(process)
 
@@ -187,7 +191,7 @@ async def play(method: str, sessions: int, calls: int) -> Played:
 
 def verify(method: str, played: Played, sessions: int, calls: int) -> None:
     """Stop the bench unless the gateway recorded each call of each session, and its token ids if it has them."""
-    records_ids = method not in PEERS or PEERS[method].records_ids
+    records_ids = PEERS.get(method, OURS).records_ids
     expected = [[*prompt, *ANSWER_IDS] if records_ids else [] for prompt in prompts(calls)]
     wrong = [stream for stream in played.streams if stream != expected]
     assert len(played.streams) == sessions and not wrong, f"{method}: expected {expected}, got {wrong[:1]}"
@@ -201,7 +205,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"without {name}: {install}")
         else:
             methods.append(name)
-            DOES[name] = peer.does
     rows = []
     for calls in CALLS:
         for method in methods:
@@ -209,12 +212,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 asyncio.run(play(method, WARM, calls))
             played = asyncio.run(play(method, options.sessions, calls))
             verify(method, played, options.sessions, calls)
+            peer = PEERS.get(method, OURS)
             own, waits = sorted(played.own), sorted(played.waits)
             middle, late = (median(own), own[int(0.99 * (len(own) - 1))]) if own else (None, None)
             rows.append(
                 {
                     "method": method,
-                    "does": DOES[method],
+                    "version": version(peer.package) if method in PEERS else __version__,
+                    "does": peer.does,
                     "sessions": options.sessions,
                     "calls": calls,
                     "own ms": middle,

@@ -1,7 +1,7 @@
 """The client of ``bench_gateway.py``, a process of its own: all sessions talk at once, each in one growing chat.
 
-It reads ``{"models": [[base URL, key], ...], "calls": 4, "questions": ["first", "each next"]}`` from standard input, and
-writes the milliseconds of each call.
+It reads ``{"models": [[base URL, key], ...], "calls": 4, "questions": ["first", "each next"]}`` from standard input,
+and writes the milliseconds of each call.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python bench/gateway_peers.py "verifiers train" 500 http://127.0.0.1:8000 folder/of/a/tokenizer
 
-It opens the sessions and writes ``[[base URL, key], ...]``. Then it answers each line of standard input: ``cpu`` with the
-processor seconds of this process so far, and ``streams`` with the token ids that the gateway recorded, as lists by
+It opens the sessions and writes ``[[base URL, key], ...]``. Then it answers each line of standard input: ``cpu`` with
+the processor seconds of this process so far, and ``streams`` with the token ids that the gateway recorded, as lists by
 session and call (empty lists where it records none). It ends when standard input does.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -56,6 +57,16 @@ def missing(peer: Peer) -> str | None:
     return None if found else peer.install
 
 
+def version(package: str) -> str | None:
+    """Return the version of ``package``, and its commit if git installed it; ``None`` if it is not installed."""
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    commit = json.loads(found.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id", "")
+    return f"{found.version} {commit[:8]}".strip()
+
+
 def settled_cpu() -> float:
     """Return this process's processor seconds once it rests: what a gateway puts off until after its answer counts."""
     while True:
@@ -94,10 +105,10 @@ async def verifiers(kind: str, sessions: int, url: str, tokenizer: str, out: Any
     def streams() -> Streams:
         return [[_tokens_until(trace, call.node) for call in trace.calls] for trace in traces]
 
-    async with make_interception(ElasticInterceptionPoolConfig(), requires_tunnel=False) as pool:
-        async with contextlib.AsyncExitStack() as stack:
-            slots = [await stack.enter_async_context(pool.acquire(RolloutSession(context, t))) for t in traces]
-            await asyncio.to_thread(converse, [(f"{base}/v1", key) for base, key, _ in slots], streams, out)
+    pool = make_interception(ElasticInterceptionPoolConfig(), requires_tunnel=False)
+    async with pool, contextlib.AsyncExitStack() as stack:
+        slots = [await stack.enter_async_context(pool.acquire(RolloutSession(context, t))) for t in traces]
+        await asyncio.to_thread(converse, [(f"{base}/v1", key) for base, key, _ in slots], streams, out)
 
 
 def _tokens_until(trace: Any, node: int | None) -> list[int]:
