@@ -3,10 +3,10 @@
 A client in a process of its own opens all sessions at once; each has one chat that grows by a call. The model is a
 vLLM server that answers at once, in a process of its own too (``gateway_model.py``). "turnwise, no server" has the
 model in its own process instead. The other gateways (``gateway_peers.py``) have their own defaults. The bench verifies
-the token ids that a gateway records. "own" is the gateway's work inside a call: rendering, the choice of settings, parsing and
-bookkeeping, without HTTP. "CPU" is the processor time of the gateway's process per call, HTTP included. "wait" is what
-the client sees, the queue included. The bars are 1 ms of own time in the median of sessions, and 20 ms at the 99th
-percentile.
+the token ids that a gateway records. "own" is the gateway's work inside a call: rendering, the choice of settings,
+parsing and bookkeeping, without HTTP. "CPU" is the processor time of the gateway's process per call, HTTP included.
+"wait" is what the client sees, the queue included. The bars are 1 ms of own time in the median of sessions, and 20 ms
+at the 99th percentile.
 
     python bench/bench_gateway.py --threads 1
     python bench/bench_gateway.py --threads 1 --sessions 2000

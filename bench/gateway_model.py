@@ -1,7 +1,8 @@
 """The model behind the gateways of ``bench_gateway.py``, a process of its own: a vLLM server that answers at once.
 
 It reads one line from standard input, ``{"name": "tiny", "answer": "...", "answer_ids": [...], "prompts": [[...]]}``
-(token ids of the answer, and of the prompt before each call), writes its port, and serves until standard input ends. A chat's number of messages tells which prompt it is. All answers are made once.
+(token ids of the answer, and of the prompt before each call), writes its port, and serves until standard input ends.
+A chat's number of messages tells which prompt it is. All answers are made once.
 """
 
 from __future__ import annotations
