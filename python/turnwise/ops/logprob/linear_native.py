@@ -90,6 +90,7 @@ class Head:
         positions: Tensor | None,
         softmax: Softmax,
         backend: str = "native",
+        shard: Any = None,
     ) -> None:
         self.triton = backend == "triton"
         self.hidden, self.weight = _dense(hidden), _dense(weight)
@@ -97,6 +98,7 @@ class Head:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.bias = None if bias is None else bias.to(wide).contiguous()
         self.softmax = softmax
+        self.shard = shard  # of a head that is split over processes, with `finish` and `widest`; see ops/parallel
         self.tokens, self.vocabulary = targets.shape[0], weight.shape[0]
         self.products = Products(hidden)
 
@@ -116,8 +118,12 @@ class Head:
         positions = keep if self.positions is None else self.positions[keep]
         backend = "triton" if self.triton else "native"
         softmax = self.softmax._replace(ignore_index=None)
-        part = Head(self.hidden, self.weight, self.targets[keep], self.bias, positions, softmax, backend)
-        return part, keep
+        tensors = self.hidden, self.weight, self.targets[keep], self.bias, positions
+        return Head(*tensors, softmax, backend, self.shard), keep
+
+    def finish(self, state: Tensor, block: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute ``logprob``, ``lse`` and ``entropy`` of a block whose tiles are all scanned."""
+        return finish(state, entropy) if self.shard is None else self.shard.finish(state[None], self.targets[block])
 
     def blocks(self, size: int) -> list[slice]:
         return [slice(i, min(i + size, self.tokens)) for i in range(0, self.tokens, size)]

@@ -21,6 +21,7 @@ class Shard(NamedTuple):
 
     member: Member
     width: int
+    widest: int  # of all ranks, so that they cut the tokens into the same chunks
     softmax: Softmax
     entropy: bool
     backend: str
@@ -28,6 +29,10 @@ class Shard(NamedTuple):
     def owned(self, targets: Tensor) -> Tensor:
         """The tokens whose target is a column of this shard."""
         return (targets >= 0) & (targets < self.width)
+
+    def finish(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Combine float32 results from the states ``[splits, 4, n]`` of all ranks."""
+        return combine(states, targets, self, torch.float32)
 
 
 _IGNORED = -(2**62)  # far below any shifted id

@@ -88,17 +88,17 @@ def vocab_parallel_logprob(
     """
     member = member_of(group)
 
-    def validate() -> tuple[dict[str, Any], int]:
+    def validate(compare: bool) -> tuple[dict[str, Any], int]:
         softmax = make_softmax(temperature, softcap, ignore_index)
         check_logits(logits_shard, targets, "logits_shard")
         _check_start(vocab_start)
-        facts = _facts("vocab_parallel_logprob", softmax, entropy, backend, targets)
-        return {**facts, "logits_shard.dtype": logits_shard.dtype}, logits_shard.shape[-1]
+        facts = _facts("vocab_parallel_logprob", softmax, entropy, backend, targets) if compare else {}
+        return {**facts, "dtype of logits_shard": logits_shard.dtype}, logits_shard.shape[-1]
 
-    start = _place(member, logits_shard, targets, vocab_start, ignore_index, check, validate)
+    start, _ = _place(member, logits_shard, targets, vocab_start, ignore_index, check, validate)
     softmax, shifted = shift(make_softmax(temperature, softcap, ignore_index), targets, start)
-    chosen = _backend(backend, logits_shard)
-    shard = Shard(member, logits_shard.shape[-1], softmax, entropy, chosen)
+    width, chosen = logits_shard.shape[-1], _backend(backend, logits_shard)
+    shard = Shard(member, width, width, softmax, entropy, chosen)
     values, entropies = _Logprob.apply(logits_shard, shifted, shard)
     return (values, entropies) if entropy else values
 
@@ -130,19 +130,22 @@ def _place(
     vocab_start: int | None,
     ignore_index: int | None,
     check: bool,
-    validate: Any,
-) -> int:
-    """Check the arguments, and find the first column of this rank's shard."""
+    validate: Callable[[bool], Any],
+) -> tuple[int, int | None]:
+    """Check the arguments, and find the first column of this rank's shard and the width of the widest.
+
+    On a GPU, without ``check`` and with ``vocab_start``, the ranks exchange nothing and the second is ``None``.
+    """
     if vocab_start is not None and isinstance(shard, Tensor) and shard.is_cuda and not check:
-        validate()
-        return int(vocab_start)
-    widths = exchange(member, validate)
+        validate(False)
+        return int(vocab_start), None
+    widths = exchange(member, lambda: validate(True))
     start = start_of(member, widths)
     if vocab_start is not None and int(vocab_start) != start:
         raise ValueError(f"vocab_start={vocab_start}: expected {start}, the sum of the widths of the ranks before")
     if targets.is_cpu or check:
         check_id_values("targets", targets, sum(widths), ignore_index)
-    return start
+    return start, max(widths)
 
 
 def _backend(name: str | None, tensor: Tensor) -> str:
@@ -153,7 +156,7 @@ def _backend(name: str | None, tensor: Tensor) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # From hidden states
 # ---------------------------------------------------------------------------------------------------------------------
-class _LinearLogprob(torch.autograd.Function):
+class LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -257,12 +260,12 @@ def vocab_parallel_linear_logprob(
     """
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
     options |= {"group": group, "vocab_start": vocab_start, "check": check, "backend": backend}
-    head = hidden, weight_shard, targets, bias_shard, positions
-    values, entropies = linear_logprob_of(*head, entropy, **options)
+    sharded = shard_head(hidden, weight_shard, targets, bias_shard, positions, entropy, **options)
+    values, entropies = LinearLogprob.apply(*sharded)
     return (values, entropies) if entropy else values
 
 
-def linear_logprob_of(
+def shard_head(
     hidden: Tensor,
     weight_shard: Tensor,
     targets: Tensor,
@@ -276,26 +279,35 @@ def linear_logprob_of(
     ignore_index: int | None,
     check: bool,
     backend: str | None,
-    also: Callable[[], dict[str, Any]] = dict,
-) -> tuple[Tensor, Tensor]:
-    """Compute logprob and entropy (``[0]`` if not wanted). ``also`` makes more checks, and facts to compare."""
+    also: Callable[[bool], dict[str, Any]] = lambda compare: {},
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Shard]:
+    """Check a head that is split over the group, and find this rank's place: the inputs of :class:`LinearLogprob`.
+
+    ``also`` makes more checks, and returns facts for the ranks to compare if they do so.
+    """
     member = member_of(group)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight_shard = as_autocast(hidden, dtype), as_autocast(weight_shard, dtype)
 
-    def validate() -> tuple[dict[str, Any], int]:
+    def validate(compare: bool) -> tuple[dict[str, Any], int]:
         softmax = make_softmax(temperature, softcap, ignore_index)
         check_head(hidden, weight_shard, targets, bias_shard, positions, suffix="_shard")
         _check_start(vocab_start)
+        if not compare:
+            also(False)
+            return {}, 0
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
+        leaves = (hidden, weight_shard, bias_shard)
         facts = _facts("vocab_parallel_linear_logprob", softmax, entropy, backend, targets)
         facts |= {"hidden": (tuple(hidden.shape), hidden.dtype, hidden.requires_grad), "positions": checksum(positions)}
-        return facts | also(), weight_shard.shape[0]
+        facts["requires_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        return facts | also(True), weight_shard.shape[0]
 
-    start = _place(member, weight_shard, targets, vocab_start, ignore_index, check, validate)
+    start, widest = _place(member, weight_shard, targets, vocab_start, ignore_index, check, validate)
     softmax, shifted = shift(make_softmax(temperature, softcap, ignore_index), targets, start)
-    shard = Shard(member, weight_shard.shape[0], softmax, entropy, _backend(backend, hidden))
-    return _LinearLogprob.apply(hidden, weight_shard, bias_shard, shifted, positions, shard)
+    width = weight_shard.shape[0]
+    shard = Shard(member, width, widest or width, softmax, entropy, _backend(backend, hidden))
+    return hidden, weight_shard, bias_shard, shifted, positions, shard
