@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
 VERIFIERS ?= .venv-verifiers
+VERL   ?= .venv-verl
 # The CUDA part of the core: AUTO builds it where nvcc is and a GPU or a torch for CUDA; `make build CUDA=ON` anywhere with nvcc.
 CUDA   ?= AUTO
 BIN    := $(VENV)/bin
@@ -26,7 +27,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
+.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-verl test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +119,21 @@ $(VERIFIERS)/.installed: $(VENV)/.installed $(VERIFIERS)/.verifiers
 	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
+# verl 0.9 wants an older transformers and tensordict. What follows the requirements its trainer imports and doesn't name.
+VERL_TESTS := fastapi uvicorn cachetools msgspec pyzmq mathruler hypothesis pytest pytest-asyncio pytest-xdist
+$(VERL)/.verl: $(VENV)/.python constraints.txt constraints-verl.txt pyproject.toml
+	@echo "Installing verl into $(VERL): minutes, once."
+	@$(PYTHON) -m venv $(VERL)
+	@mkdir -p build && $(REQUIREMENTS) verl >build/requirements-verl.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verl.txt constraints.txt >build/constraints-verl.txt
+	@$(VERL)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-verl.txt \
+	  -r build/requirements-verl.txt $(VERL_TESTS)
+	@touch $@
+
+$(VERL)/.installed: $(VENV)/.installed $(VERL)/.verl
+	@$(VERL)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@touch $@
+
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
 $(VENV)/.tools: $(VENV)/.python constraints.txt
 	@$(INSTALL) ruff mypy clang-format build
@@ -135,11 +151,12 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes, against the installed package
 	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
 
-test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, and vLLM where its CPU build can be had
-	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $$vllm
+test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, and vLLM where its CPU build can be had
+	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $(VERL)/.verl $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(MAKE) --no-print-directory test-verifiers || failed=1; \
+	$(MAKE) --no-print-directory test-verl || failed=1; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
 	exit $$failed
 
@@ -148,6 +165,10 @@ test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU
 
 test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, with verifiers 0.4 in an environment of its own
 	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers
+
+test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 and its whole trainer in an environment of its own
+	@$(ONE_THREAD) $(VERL)/bin/python -P -m pytest -n auto --maxprocesses 2 --dist loadfile tests/integrations/verl \
+	  'tests/bench/test_run.py::test_each_bench_verifies_and_reports[verl]'
 
 test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
@@ -206,6 +227,6 @@ docs: $(VENV)/.installed  ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove everything that was built, .venv included
-	rm -rf $(VENV) $(VLLM) $(VERIFIERS) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(VERL) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f python/turnwise/_C*.so

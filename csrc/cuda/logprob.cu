@@ -22,6 +22,7 @@ constexpr int kBlockStep = kThreads * kStep;
 struct Columns {
     const float* bias;   // [width]; or null
     float scale;         // 1 / temperature
+    Softcap cap;         // read by the kernels with has_cap alone
     int64_t width;       // columns of the tile
     int64_t row_stride;  // in elements
     bool aligned;        // every row begins at a multiple of 16 bytes
@@ -33,14 +34,19 @@ __device__ __forceinline__ int64_t column_of(int64_t begin, int i) {
     return begin + (int64_t(i / G) * kThreads + threadIdx.x) * G + i % G;
 }
 
-template <class T>
+template <bool has_cap>
+__device__ __forceinline__ float finished(float logit, const Columns& c) {
+    return has_cap ? capped<ScalarMath>(logit, c.cap) : logit * c.scale;
+}
+
+template <bool has_cap, class T>
 __device__ __forceinline__ float logit_at(const T* row, const Columns& c, int64_t column) {
     const float bias = c.bias ? c.bias[column] : 0.0f;
-    return (to_float(row[column]) + bias) * c.scale;
+    return finished<has_cap>(to_float(row[column]) + bias, c);
 }
 
 // A thread's kStep scaled logits of one step.
-template <class T, int G>
+template <bool has_cap, int G, class T>
 __device__ __forceinline__ void load_step(const T* row, const Columns& c, int64_t begin, float* x) {
     constexpr int kSize = kWord<T>;
     Loaded<T, kSize> words[kStep / kSize];
@@ -53,7 +59,7 @@ __device__ __forceinline__ void load_step(const T* row, const Columns& c, int64_
         for (int i = 0; i < kStep; ++i) x[i] += c.bias[column_of<G>(begin, i)];
     }
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) x[i] *= c.scale;
+    for (int i = 0; i < kStep; ++i) x[i] = finished<has_cap>(x[i], c);
 }
 
 // The number of columns that whole steps cover. The others are read one at a time.
@@ -105,38 +111,52 @@ __device__ __forceinline__ Seen block_seen(const Running& r, double* scratch, bo
     return {top, sum, weighted ? block_sum(mine.weighted, scratch) : 0.0};
 }
 
-__device__ __forceinline__ int64_t id_at(const void* ids, bool wide, int64_t place) {
-    return wide ? static_cast<const int64_t*>(ids)[place] : static_cast<const int32_t*>(ids)[place];
-}
+struct Targets {
+    const void* ids;  // i64 or i32
+    bool wide;        // i64
+    int64_t stride;   // in elements
+    int64_t first;    // the tile's first column in the vocabulary
+    int64_t ignore;   // see LogitTile
+
+    __device__ __forceinline__ int64_t id(int64_t row) const {
+        const int64_t place = row * stride;
+        return wide ? static_cast<const int64_t*>(ids)[place] : static_cast<const int32_t*>(ids)[place];
+    }
+    __device__ __forceinline__ bool ignored(int64_t id) const { return ignore != kIgnoreNone && id == ignore; }
+};
 
 // One block per row: adds the tile to the row's state.
-template <class T, bool weighted>
-__global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns c, const void* targets, bool wide,
-                                                        int64_t target_stride, int64_t first, double* state) {
-    const int64_t row = blockIdx.x, rows = gridDim.x;
+template <class T, bool weighted, bool has_cap>
+__global__ void __launch_bounds__(kThreads)
+    scan_kernel(const T* logits, Columns c, Targets targets, double* state) {
+    const int64_t row = blockIdx.x, rows = gridDim.x, id = targets.id(row);
+    if (targets.ignored(id)) {  // one token of probability 1, the target
+        if (threadIdx.x < 4) state[threadIdx.x * rows + row] = threadIdx.x == 1 ? 1.0 : 0.0;
+        return;
+    }
     const T* mine = logits + row * c.row_stride;
     Running running{-INFINITY, 0.0f, 0.0f};
     const int64_t end = covered(c);
     for (int64_t i = 0; i < end; i += kBlockStep) {
         float x[kStep];
-        load_step<T, kWord<T>>(mine, c, i, x);
+        load_step<has_cap, kWord<T>>(mine, c, i, x);
         add_logits<weighted, kStep>(running, x);
     }
     for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
-        const float x = logit_at(mine, c, i);
+        const float x = logit_at<has_cap>(mine, c, i);
         add_logits<weighted, 1>(running, &x);
     }
     // Thread 0 joins the block's sums to the state, and stores the target's x if this tile has it.
     Seen seen = block_seen(running, shared<double>(), weighted);
     if (threadIdx.x != 0) return;
-    if (first > 0) seen = together({state[row], state[rows + row], state[2 * rows + row]}, seen);
+    if (targets.first > 0) seen = together({state[row], state[rows + row], state[2 * rows + row]}, seen);
     state[row] = seen.max;
     state[rows + row] = seen.sum;
     state[2 * rows + row] = seen.weighted;
-    const int64_t target = id_at(targets, wide, row * target_stride) - first;
+    const int64_t target = id - targets.first;
     if (target >= 0 && target < c.width) {
-        state[3 * rows + row] = logit_at(mine, c, target);
-    } else if (first == 0) {
+        state[3 * rows + row] = logit_at<has_cap>(mine, c, target);
+    } else if (targets.first == 0) {
         state[3 * rows + row] = double(NAN);
     }
 }
@@ -168,38 +188,38 @@ __device__ __forceinline__ void store_word(T* to, const float* values) {
 }
 
 // One block per row: writes the gradient of the row's logits in this tile.
-template <class T, class Out>
+template <class T, class Out, bool has_cap>
 __global__ void __launch_bounds__(kThreads)
-    grad_kernel(const T* logits, Columns c, const void* targets, bool wide, int64_t target_stride, int64_t first,
-                Upstream up, Out* out, int64_t out_stride) {
+    grad_kernel(const T* logits, Columns c, Targets targets, Upstream up, Out* out, int64_t out_stride) {
     const int64_t row = blockIdx.x;
     const T* mine = logits + row * c.row_stride;
     Out* to = out + row * out_stride;
-    const int64_t target = id_at(targets, wide, row * target_stride) - first;
+    const int64_t id = targets.id(row), target = id - targets.first;
     const RowGradient g =
         row_gradient(up.lse[row * up.lse_stride], up.entropy ? up.entropy[row * up.entropy_stride] : 0,
                      up.grad_logprob[row * up.logprob_stride],
                      up.entropy ? up.grad_entropy[row * up.grad_entropy_stride] : 0, c.scale);
     const int64_t end = covered(c);
-    if (is_zero(g)) {  // the token does not train, so even NaN logits get 0
+    if (is_zero(g) || targets.ignored(id)) {  // the token does not train, so even NaN logits get 0
         for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
         return;
     }
+    const auto d = [&](float x, int64_t column) {
+        const float gradient = logit_gradient<ScalarMath>(x, g) + (column == target ? g.target : 0.0f);
+        return has_cap ? gradient * cap_slope<ScalarMath>(x, c.cap) : gradient;
+    };
     // Whole steps, then the remaining columns one at a time.
     constexpr int G = kWord<Out>;
     for (int64_t i = 0; i < end; i += kBlockStep) {
         float x[kStep];
-        load_step<T, G>(mine, c, i, x);
+        load_step<has_cap, G>(mine, c, i, x);
 #pragma unroll
-        for (int k = 0; k < kStep; ++k) {
-            x[k] = logit_gradient<ScalarMath>(x[k], g) + (column_of<G>(i, k) == target ? g.target : 0.0f);
-        }
+        for (int k = 0; k < kStep; ++k) x[k] = d(x[k], column_of<G>(i, k));
 #pragma unroll
         for (int k = 0; k < kStep; k += G) store_word(to + column_of<G>(i, k), x + k);
     }
     for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
-        const float x = logit_gradient<ScalarMath>(logit_at(mine, c, i), g) + (i == target ? g.target : 0.0f);
-        to[i] = from_float<Out>(x);
+        to[i] = from_float<Out>(d(logit_at<has_cap>(mine, c, i), i));
     }
 }
 
@@ -214,8 +234,17 @@ bool rows_aligned(const View& view, size_t size) {
 }
 
 Columns columns_of(const LogitTile& tile, bool aligned) {
-    return {tile.bias ? tile.bias.as<const float>() : nullptr, tile.scale, tile.logits.shape[1], tile.logits.stride[0],
+    return {tile.bias ? tile.bias.as<const float>() : nullptr,
+            tile.scale,
+            softcap_of(tile.cap, tile.scale),
+            tile.logits.shape[1],
+            tile.logits.stride[0],
             aligned};
+}
+
+Targets targets_of(const LogitTile& tile) {
+    const View& ids = tile.targets;
+    return {ids.data, ids.dtype == DType::i64, ids.stride[0], tile.first, tile.ignore};
 }
 
 // Calls body(T{}) with the type T of the logits.
@@ -236,9 +265,9 @@ void dispatch(DType dtype, const Body& body) {
 template <class T, class Out>
 void run_grad(const LogitTile& tile, const Upstream& up, const View& out, Stream stream) {
     const bool aligned = rows_aligned(tile.logits, sizeof(T)) && rows_aligned(out, sizeof(Out));
-    launch(grad_kernel<T, Out>, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const T>(),
-           columns_of(tile, aligned), tile.targets.data, tile.targets.dtype == DType::i64, tile.targets.stride[0],
-           tile.first, up, out.as<Out>(), out.stride[0]);
+    const auto kernel = tile.cap > 0 ? grad_kernel<T, Out, true> : grad_kernel<T, Out, false>;
+    launch(kernel, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const T>(), columns_of(tile, aligned),
+           targets_of(tile), up, out.as<Out>(), out.stride[0]);
 }
 
 }  // namespace
@@ -252,10 +281,10 @@ void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Strea
     const DeviceGuard guard(tile.logits.device);
     dispatch(tile.logits.dtype, [&](auto example) {
         using T = decltype(example);
-        const auto kernel = weighted ? scan_kernel<T, true> : scan_kernel<T, false>;
-        launch(kernel, rows, kThreads, kScratchBytes, stream, tile.logits.as<const T>(),
-               columns_of(tile, rows_aligned(tile.logits, sizeof(T))), tile.targets.data,
-               tile.targets.dtype == DType::i64, tile.targets.stride[0], tile.first, state.as<double>());
+        const auto plain = weighted ? scan_kernel<T, true, false> : scan_kernel<T, false, false>;
+        const auto with_cap = weighted ? scan_kernel<T, true, true> : scan_kernel<T, false, true>;
+        launch(tile.cap > 0 ? with_cap : plain, rows, kThreads, kScratchBytes, stream, tile.logits.as<const T>(),
+               columns_of(tile, rows_aligned(tile.logits, sizeof(T))), targets_of(tile), state.as<double>());
     });
 }
 

@@ -57,20 +57,23 @@ class Tile {
     int64_t rows() const { return rows_; }
     int64_t width() const { return width_; }
 
+    bool ignored(int64_t row) const { return tile_.ignore != kIgnoreNone && id(row) == tile_.ignore; }
+
     // The column of a row's target within this tile; -1 if it is in another tile.
     int64_t target(int64_t row) const {
-        const View& targets = tile_.targets;
-        const int64_t place = row * targets.stride[0];
-        const int64_t id = targets.dtype == DType::i64 ? targets.as<int64_t>()[place] : targets.as<int32_t>()[place];
-        return id >= tile_.first && id < tile_.first + width_ ? id - tile_.first : -1;
+        const int64_t column = id(row) - tile_.first;
+        return column >= 0 && column < width_ ? column : -1;
     }
 
     // The scaled logit x.
     float value(int64_t row, int64_t column) const {
         const int64_t place = row * tile_.logits.stride[0] + column;
         const float bias = tile_.bias ? tile_.bias.as<float>()[column] : 0.0f;
-        return (read(tile_.logits, place) + bias) * tile_.scale;
+        const float logit = read(tile_.logits, place) + bias;
+        return tile_.cap > 0 ? capped<ScalarMath>(logit, softcap()) : logit * tile_.scale;
     }
+    // The derivative of the cap at the scaled logit x; 1 without a cap.
+    float slope(float x) const { return tile_.cap > 0 ? cap_slope<ScalarMath>(x, softcap()) : 1.0f; }
 
     // Calls body(segment, first column) for each segment of a row.
     template <class Body>
@@ -78,7 +81,8 @@ class Tile {
         for (int64_t begin = 0; begin < width_; begin += kLogitSegment) {
             const int n = int(std::min<int64_t>(kLogitSegment, width_ - begin));
             const float* bias = tile_.bias ? tile_.bias.as<float>() + begin : nullptr;
-            body(LogitSegment{tile_.logits, row * tile_.logits.stride[0] + begin, bias, n, tile_.scale}, begin);
+            body(LogitSegment{tile_.logits, row * tile_.logits.stride[0] + begin, bias, n, tile_.scale, tile_.cap},
+                 begin);
         }
     }
 
@@ -113,6 +117,13 @@ class Tile {
     }
 
   private:
+    int64_t id(int64_t row) const {
+        const View& targets = tile_.targets;
+        const int64_t place = row * targets.stride[0];
+        return targets.dtype == DType::i64 ? targets.as<int64_t>()[place] : targets.as<int32_t>()[place];
+    }
+    Softcap softcap() const { return softcap_of(tile_.cap, tile_.scale); }
+
     const LogitTile& tile_;
     int64_t rows_, width_;  // [rows, width]: shape of the logits
 };
@@ -126,6 +137,7 @@ void check_logit_tile(const LogitTile& tile) {
     require(has_contiguous_rows(logits), "logits: expected contiguous rows");
     require_shape("targets", tile.targets, {logits.shape[0]});
     require_dtype("targets", tile.targets, {DType::i64, DType::i32});
+    require(tile.cap >= 0 && std::isfinite(tile.cap), "cap: expected a finite number >= 0");
     if (!tile.bias) return;
     require_shape("bias", tile.bias, {logits.shape[1]});
     require_dtype("bias", tile.bias, {DType::f32});
@@ -159,6 +171,11 @@ void logprob_scan(const LogitTile& given, const View& state_view, bool weighted,
     tile.each_row(threads, [&](int64_t row) {
         Seen seen = given.first == 0 ? nothing_seen() : state.seen(row);
         if (given.first == 0) state.picked(row) = std::numeric_limits<double>::quiet_NaN();
+        if (tile.ignored(row)) {  // one token of probability 1, the target
+            state.keep(row, {0, 1, 0});
+            state.picked(row) = 0;
+            return;
+        }
         tile.each_segment(
             row, [&](const LogitSegment& segment, int64_t) { seen = together(seen, kernel.scan(segment, weighted)); });
         state.keep(row, seen);
@@ -196,16 +213,17 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
         const RowGradient g = row_gradient(at(gradient.lse, row), at(gradient.entropy, row),
                                            at(gradient.grad_logprob, row), at(gradient.grad_entropy, row), given.scale);
         const int64_t target = tile.target(row);
-        // The target's gradient is computed in float32, before its logit may be overwritten.
-        const float x = target >= 0 ? tile.value(row, target) : 0.0f;
         const int64_t start = row * out.stride[0];
-        if (is_zero(g)) {  // the token does not train, so even NaN logits get 0
+        if (is_zero(g) || tile.ignored(row)) {  // the token does not train, so even NaN logits get 0
             tile.clear(out, start);
             return;
         }
+        // The target's gradient is computed in float32, before its logit may be overwritten.
+        const float x = target >= 0 ? tile.value(row, target) : 0.0f;
         tile.each_segment(
             row, [&](const LogitSegment& segment, int64_t begin) { kernel.grad(segment, g, out, start + begin); });
-        if (target >= 0) Tile::write(out, start + target, g.target + logit_gradient<ScalarMath>(x, g));
+        if (target < 0) return;
+        Tile::write(out, start + target, (g.target + logit_gradient<ScalarMath>(x, g)) * tile.slope(x));
     });
 }
 

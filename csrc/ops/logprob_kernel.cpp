@@ -19,33 +19,43 @@ struct VectorMath {
 constexpr int kLanes = Lanes::count;
 constexpr float kInfinity = INFINITY;
 
-template <class T>
+template <class T, bool has_cap>
 struct Row {
     const T* logits;    // [n]
     const float* bias;  // [n], or null
     int n;              // columns
     VecF scale;         // 1 / temperature, in every lane
+    Softcap cap;        // if has_cap
 
-    TW_INLINE VecF scaled(VecF x, VecF b) const { return (x + b) * scale; }
-    TW_INLINE VecF at(int i) const {
-        return bias ? scaled(load(logits + i), load(bias + i)) : load(logits + i) * scale;
+    TW_INLINE VecF finished(VecF logit) const {
+        if constexpr (has_cap) return capped<VectorMath>(logit, cap);
+        return logit * scale;
     }
+    TW_INLINE VecF at(int i) const { return finished(bias ? load(logits + i) + load(bias + i) : load(logits + i)); }
     // The last, partial vector. Lanes beyond the end are -inf, so their weight exp(x) is 0.
     TW_INLINE VecF tail(int i) const {
-        const VecF x = load_first(logits + i, n - i, -kInfinity);
-        return bias ? scaled(x, load_first(bias + i, n - i, 0.0f)) : x * scale;
+        static constexpr float kZeros[kLanes] = {};
+        const VecF x = load_first(logits + i, n - i, 0.0f);
+        return finished(bias ? x + load_first(bias + i, n - i, 0.0f) : x) + load_first(kZeros, n - i, -kInfinity);
+    }
+    // The gradient of a logit from x: `d`, times the derivative of the cap.
+    TW_INLINE VecF uncapped(VecF d, VecF x) const {
+        if constexpr (has_cap) return d * cap_slope<VectorMath>(x, cap);
+        return d;
     }
 };
 
-template <class T>
-Row<T> row_of(const LogitSegment& segment) {
-    return {static_cast<const T*>(segment.logits.data) + segment.offset, segment.bias, segment.n,
-            broadcast(segment.scale)};
+// Calls body(row) with the Row of a segment of T.
+template <class T, class Body>
+TW_INLINE auto with_row(const LogitSegment& s, const Body& body) {
+    const T* logits = static_cast<const T*>(s.logits.data) + s.offset;
+    if (s.cap > 0) return body(Row<T, true>{logits, s.bias, s.n, broadcast(s.scale), softcap_of(s.cap, s.scale)});
+    return body(Row<T, false>{logits, s.bias, s.n, broadcast(s.scale), {}});
 }
 
 // The largest x of a segment, ignoring NaN.
-template <class T>
-TW_INLINE float largest(const Row<T>& row) {
+template <class R>
+TW_INLINE float largest(const R& row) {
     // Four maxima at a time, because each one waits for the one before it.
     VecF top[4] = {broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity)};
     int i = 0;
@@ -59,8 +69,8 @@ TW_INLINE float largest(const Row<T>& row) {
 }
 
 // A segment's sums relative to its maximum.
-template <class T, bool weighted>
-Seen scan_row(const Row<T> row) {
+template <bool weighted, class R>
+Seen scan_row(const R row) {
     const float top = largest(row);
     const VecF reference = broadcast(top > -kInfinity ? top : 0.0f);
     VecF sum[4] = {broadcast(0.0f), broadcast(0.0f), broadcast(0.0f), broadcast(0.0f)};
@@ -82,17 +92,20 @@ Seen scan_row(const Row<T> row) {
 
 template <class T>
 Seen scan_as(const LogitSegment& segment, bool weighted) {
-    return weighted ? scan_row<T, true>(row_of<T>(segment)) : scan_row<T, false>(row_of<T>(segment));
+    return with_row<T>(segment, [&](const auto& row) { return weighted ? scan_row<true>(row) : scan_row<false>(row); });
+}
+
+template <class T, class R>
+void grad_row(const R row, const RowGradient gradient, T* to) {  // copies that no store can alias
+    const auto d = [&](VecF x) { return row.uncapped(logit_gradient<VectorMath>(x, gradient), x); };
+    int i = 0;
+    for (; i + kLanes <= row.n; i += kLanes) store(to + i, d(row.at(i)));
+    if (i < row.n) store_first(to + i, row.n - i, d(row.tail(i)));
 }
 
 template <class T>
-void grad_as(const LogitSegment& segment, const RowGradient& given, const View& out, int64_t out_offset) {
-    const Row<T> row = row_of<T>(segment);
-    const RowGradient gradient = given;  // a copy that no store can alias
-    T* to = static_cast<T*>(out.data) + out_offset;
-    int i = 0;
-    for (; i + kLanes <= row.n; i += kLanes) store(to + i, logit_gradient<VectorMath>(row.at(i), gradient));
-    if (i < row.n) store_first(to + i, row.n - i, logit_gradient<VectorMath>(row.tail(i), gradient));
+void grad_as(const LogitSegment& segment, const RowGradient& gradient, const View& out, int64_t out_offset) {
+    with_row<T>(segment, [&](const auto& row) { grad_row(row, gradient, static_cast<T*>(out.data) + out_offset); });
 }
 
 template <class T>

@@ -16,6 +16,7 @@ struct LogitSegment {
     const float* bias;  // [n]; or null
     int n;              // columns
     float scale;        // 1 / temperature
+    float cap;          // see LogitTile
 };
 
 struct LogprobKernels {

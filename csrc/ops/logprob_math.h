@@ -25,6 +25,43 @@ TW_HD Weight<Math> softmax_weight(typename Math::F x) {
     return {log, Math::select(x < least, Math::set(0.0f), Math::exp(log))};
 }
 
+// tanh to 1e-7. A polynomial near 0, as the quotient loses its leading digits there.
+template <class Math>
+TW_HD typename Math::F tanh_of(typename Math::F z) {
+    const auto zero = Math::set(0.0f), one = Math::set(1.0f);
+    const auto size = Math::max(zero - z, z);
+    const auto e = Math::exp(Math::max(Math::set(kLeastLog), Math::set(-2.0f) * size));
+    const auto quotient = (one - e) / (one + e);
+    // tanh(z) / z - 1 over z^2, fitted by least squares for |z| < 0.625
+    const auto w = z * z;
+    auto p = Math::set(-0.006104961f) * w + Math::set(0.021003652f);
+    p = p * w + Math::set(-0.053852502f);
+    p = p * w + Math::set(0.13332783f);
+    p = p * w + Math::set(-0.33333328f);
+    const auto signed_quotient = Math::select(z < zero, zero - quotient, quotient);
+    return Math::select(size < Math::set(0.625f), z + z * (w * p), signed_quotient);
+}
+
+// Caps logits as Gemma 2 does (https://arxiv.org/abs/2408.00118, section 2), before the temperature divides them.
+struct Softcap {
+    float inverse;  // 1 / cap
+    float top;      // scale cap: the largest x
+};
+TW_HD Softcap softcap_of(float cap, float scale) {
+    return {1.0f / cap, scale * cap};
+}
+// The capped and scaled logit x.
+template <class Math>
+TW_HD typename Math::F capped(typename Math::F logit, const Softcap& by) {
+    return Math::set(by.top) * tanh_of<Math>(logit * Math::set(by.inverse));
+}
+// The derivative of the cap, 1 - tanh^2, from the result x.
+template <class Math>
+TW_HD typename Math::F cap_slope(typename Math::F x, const Softcap& by) {
+    const auto t = x * Math::set(1.0f / by.top);
+    return Math::set(1.0f) - t * t;
+}
+
 // The state of an online softmax over logits x.
 struct Seen {
     double max;       // largest x; -infinity if nothing was seen

@@ -46,7 +46,7 @@ def test_examine_covers_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("package", doctor.PACKAGES, ids=lambda package: package.module)
 def test_every_package_has_a_probe_and_its_remedy_an_extra_that_exists(package: Package) -> None:
-    assert callable(getattr(probes, f"use_{package.module}"))
+    assert callable(probes.probe_of(package.module))
     assert package.extra is None or package.extra in EXTRAS
 
 

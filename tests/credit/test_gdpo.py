@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Rubric
-from turnwise.credit import GDPOCredit, GRPOCredit, build_rule, credit_columns
+from turnwise.credit import GDPOCredit, GRPOCredit, LevelCredit, build_rule, credit_columns
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -160,6 +160,37 @@ async def test_from_a_rubric_that_scored_rollouts() -> None:
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_rule("gdpo", options)
+
+
+def test_an_invalid_action_is_worth_what_it_was_paid() -> None:
+    """An episode that an invalid action ended has no values of a rubric: its -1 counts in each reward, below the wrong
+    answer's 0. Were it left out, an unreadable answer would be worth as much as the mean one."""
+    results = [result("right", {"right/solver": 1.0}), result("wrong", {"right/solver": 0.0}), result("unread", {})]
+    results[2].rollout.steps[0].reward = -1.0
+    rule = GDPOCredit(rewards={"right": 1.0})
+    found = rule.compute(results)
+    assert [found[name, 0] for name in ("right", "wrong", "unread")] == pytest.approx([1, 0, -1], abs=1e-5)
+    # Nor does a batch of such episodes alone, before any was scored, say that the name is wrong.
+    fresh = GDPOCredit(rewards={"right": 1.0})
+    assert fresh.compute(results[2:]) == {("unread", 0): 0.0}
+    with pytest.raises(ValueError, match=r"no call of this batch has \['rihgt'\]"):
+        GDPOCredit(rewards={"rihgt": 1.0}).compute(results)
+
+
+def test_a_batch_may_lack_a_reward_that_was_seen() -> None:
+    """After the first batch: one in which the only actor whom a function pays did nothing that trains."""
+    rule = GDPOCredit(rewards={"right": 1.0, "brief": 1.0})
+    rule.compute([result("a", {"right/solver": 1.0, "brief/solver": 0.0})])
+    later = [result("b", {"right/solver": 1.0}), result("c", {"right/solver": 0.0})]
+    assert rule.compute(later)["b", 0] == pytest.approx(0.5**0.5, abs=1e-5)
+
+
+def test_what_it_does_not_read_is_refused(make: Any) -> None:
+    edge = {"kind": "children", "parent": "p", "actor": "a", "child": "c", "child_actor": "b"}
+    with pytest.raises(ValueError, match="reads the values of reward functions, which edges do not change"):
+        LevelCredit(rule=GDPOCredit(rewards={"right": 1.0}), edges=[edge])
+    with pytest.raises(ValueError, match="step 0 of rollout 'a' tells no tree of episodes: expected info"):
+        GDPOCredit(rewards={"right": 1.0}).compute_columns([make("a")])
 
 
 def test_a_reward_that_no_call_has_is_named(make: Any) -> None:

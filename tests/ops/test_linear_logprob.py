@@ -236,8 +236,8 @@ def test_opcheck() -> None:
     given = make(12, 9, 300)
     hidden, weight, bias = (given[k].requires_grad_() for k in ("hidden", "weight", "bias"))
     for arguments in (
-        (hidden, weight, given["targets"], bias, None, 0.7, True, "native"),
-        (hidden, weight, given["targets"][:4], None, torch.tensor([3, 3, 0, 8]), 1.0, False, "native"),
+        (hidden, weight, given["targets"], bias, None, 0.7, None, None, True, "native"),
+        (hidden, weight, given["targets"][:4], None, torch.tensor([3, 3, 0, 8]), 1.0, 5.0, -100, False, "native"),
     ):
         torch.library.opcheck(torch.ops.turnwise.linear_logprob.default, arguments)
     ones = torch.ones(9)
@@ -248,7 +248,7 @@ def test_opcheck() -> None:
         None,
         ones,
         ones,
-        1.0,
+        *(1.0, 5.0, -100),
     )
     for needs in ((True, True, True), (True, False, False)):
         torch.library.opcheck(torch.ops.turnwise.linear_logprob_backward.default, (*backward, *needs, "native"))

@@ -27,6 +27,7 @@ from turnwise.ops import (
 )
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.logprob import linear_native as linear_logprob_native
+from turnwise.ops.logprob.tiles import Softmax
 
 CHUNKS = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
 NATIVE = pytest.mark.skipif(backends.interpreted, reason="native backends, in their own process")
@@ -168,7 +169,7 @@ def test_chunks_of_a_gpu_keep_it_busy_within_the_memory(emulator, monkeypatch, v
     monkeypatch.undo()  # the small chunks
     monkeypatch.setattr(backends, "emulator", emulator)
     empty = torch.empty(8192, 1, dtype=torch.bfloat16), torch.empty(vocabulary, 1, dtype=torch.bfloat16)
-    head = CHUNKS.Head(*empty, torch.zeros(8192, dtype=torch.int64), None, None, 1.0)
+    head = CHUNKS.Head(*empty, torch.zeros(8192, dtype=torch.int64), None, None, Softmax())
     assert CHUNKS._chunk_size(head) == tokens
     columns = CHUNKS._columns(head, tokens)
     if tokens > 128:

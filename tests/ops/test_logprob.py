@@ -211,9 +211,11 @@ def test_opcheck() -> None:
         given = make(10, shape)
         logits, targets = given["logits"].requires_grad_(), given["targets"]
         for entropy in (False, True):
-            torch.library.opcheck(torch.ops.turnwise.logprob.default, (logits, targets, 0.7, entropy, False, "native"))
+            torch.library.opcheck(
+                torch.ops.turnwise.logprob.default, (logits, targets, 0.7, None, None, entropy, False, "native")
+            )
         ones = torch.ones(shape[:-1])
-        backward = (ones, ones, logits.detach(), targets, ones, ones, 0.7, "native")
+        backward = (ones, ones, logits.detach(), targets, ones, ones, 0.7, 3.0, -100, "native")
         torch.library.opcheck(torch.ops.turnwise.logprob_backward.default, backward)
 
 

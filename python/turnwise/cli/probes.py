@@ -231,22 +231,6 @@ def use_peft() -> str:
     return "ran an adapter"
 
 
-def use_trl() -> str:
-    import torch
-    from trl.trainer.utils import pad
-
-    assert pad([torch.ones(2), torch.ones(1)], padding_value=0).tolist() == [[1, 1], [1, 0]]
-    return "padded a batch"
-
-
-def use_verl() -> str:
-    import torch
-    from verl.utils.torch_functional import masked_mean
-
-    assert masked_mean(torch.tensor([1.0, 5.0]), torch.tensor([1.0, 0.0])) == 1
-    return "took a masked mean"
-
-
 def use_tensorboard() -> str:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -296,10 +280,18 @@ def use_datasets() -> str:
     return "read a row"
 
 
+def probe_of(name: str) -> Callable[[], Any]:
+    """Return the probe of a package, here or in ``peer_probes``."""
+    from turnwise.cli import peer_probes
+
+    here = sys.modules[__name__]
+    found: Callable[[], Any] = getattr(here if hasattr(here, f"use_{name}") else peer_probes, f"use_{name}")
+    return found
+
+
 def main(name: str) -> None:
     """Run the probe ``name`` and print its sentence, or its rows, as JSON in the last line."""
-    probe: Callable[[], Any] = globals()[f"use_{name}"]
-    found = probe()
+    found = probe_of(name)()
     print(json.dumps(found if isinstance(found, str) else [asdict(check) for check in found]))
 
 

@@ -55,6 +55,9 @@ class Credit(ABC):
     step_rewards: bool = True
     """True if it compares rewards of single calls, so that a reward may differ by turn (``reward.turn_shaping``)."""
 
+    mixed_rewards: ClassVar[bool] = True
+    """False if it reads the values of reward functions one by one, which ``reward`` settings and edges don't change."""
+
     @abstractmethod
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""

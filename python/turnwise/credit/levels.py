@@ -51,6 +51,11 @@ class LevelCredit(Credit):
         if isinstance(self.edges, (str, Mapping)):
             raise TypeError(f"edges={self.edges!r}: expected a list of edges")
         self._edges = [build_edge(edge) for edge in self.edges]
+        if self._edges and not getattr(self._rule, "mixed_rewards", True):
+            raise ValueError(
+                f"rule={self.rule!r}: it reads the values of reward functions, which edges do not change; expected "
+                "another rule, or no edges"
+            )
         self.trees = getattr(self._rule, "trees", True)
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
 
-Read in this order: common, advantage, rewards, logprob, loss, value, masks.
+Read in this order: common, advantage, rewards, logprob, loss, value, masks, parallel.
 May import: _C, utils.
 """
 
@@ -43,6 +43,10 @@ from turnwise.ops.loss.variants import select_tokens
 from turnwise.ops.masks.off_policy import off_policy_mask
 from turnwise.ops.masks.rejection import Rejection, RejectionMask, rejection_mask
 from turnwise.ops.masks.top_entropy import top_entropy_mask
+from turnwise.ops.parallel import dtensor as _dtensor  # noqa: F401 -- the ops find it in a table
+from turnwise.ops.parallel.sequence_policy_loss import sequence_parallel_policy_loss
+from turnwise.ops.parallel.vocab_logprob import vocab_parallel_linear_logprob, vocab_parallel_logprob
+from turnwise.ops.parallel.vocab_policy_loss import vocab_parallel_linear_policy_loss
 from turnwise.ops.rewards.gae import gae
 from turnwise.ops.rewards.token_rewards import token_returns, token_reward_sum
 from turnwise.ops.value.value_loss import ValueLoss, value_loss
@@ -88,8 +92,12 @@ __all__ = [
     "policy_loss",
     "rejection_mask",
     "select_tokens",
+    "sequence_parallel_policy_loss",
     "token_returns",
     "token_reward_sum",
     "top_entropy_mask",
     "value_loss",
+    "vocab_parallel_linear_logprob",
+    "vocab_parallel_linear_policy_loss",
+    "vocab_parallel_logprob",
 ]

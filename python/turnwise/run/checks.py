@@ -224,6 +224,12 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
             f"config key 'reward.turn_shaping' = {config.reward.turn_shaping!r}: the rule {config.credit.rule!r} does "
             "not compare the rewards of single calls: expected a rule such as 'grpo', 'dr_mas' or 'at_grpo'"
         )
+    changed = sorted(config.reward.model_dump(exclude_defaults=True))
+    if changed and not getattr(credit, "mixed_rewards", True):
+        raise ConfigError(
+            f"config key 'reward.{changed[0]}' = {getattr(config.reward, changed[0])!r}: has no effect, as the rule "
+            f"{config.credit.rule!r} reads the values of the reward functions themselves: expected no setting here"
+        )
     if config.filter.dynamic_sampling_rounds:
         try:
             check_stateless(credit)

@@ -17,7 +17,6 @@ from turnwise.integrations.trainers import skyrl as adapter
 
 LOSSES = ["regular", "dual_clip", "gspo", "cispo", "sapo"]
 CORRECTIONS = {
-    "none": {},
     "token": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.5},
     "sequence": {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.2},
     "geometric": {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1},
@@ -28,6 +27,16 @@ CORRECTIONS = {
 
 
 pytestmark = pytest.mark.usefixtures("own_names")
+
+SETTINGS = {
+    "eps_clip_low": 0.1,
+    "eps_clip_high": 0.3,
+    "clip_ratio_c": 1.7,
+    "cispo.cispo_eps_clip_low": 0.4,
+    "cispo.cispo_eps_clip_high": 0.6,
+    "sapo.tau_pos": 2.0,
+    "sapo.tau_neg": 3.0,
+}
 
 
 def rewards_of(scores, mask):
@@ -151,7 +160,7 @@ def generated(questions, attempts, script):
     return output, rows
 
 
-@pytest.mark.parametrize("rule", ["dr_mas", "at_grpo"])
+@pytest.mark.parametrize("rule", ["dr_mas", "at_grpo", "grpo", "turn_returns", "rae"])
 def test_agents_through_skyrls_trainer(skyrl, rule):
     """From a generator's output to advantages, in SkyRL's own methods; 4 processes add 3 rows of padding."""
     from skyrl.train.config import SkyRLTrainConfig
@@ -195,8 +204,13 @@ def test_agents_through_skyrls_trainer(skyrl, rule):
         assert data.metadata["pad_size"] == 3
         data["values"] = None  # as the forward pass leaves it without a critic
         data = trainer.compute_advantages_and_returns(data)
-    questions, _, agents, turns, rewards = zip(*rows, strict=True)
-    expected = credit_columns(rule, rewards, questions=questions, actors=agents, turns=turns)
+    questions, attempts, agents, turns, rewards = zip(*rows, strict=True)
+    trajectories = list(zip(questions, attempts, strict=True))
+    columns = {"questions": questions, "actors": agents, "turns": turns}
+    expected = credit_columns(rule, rewards, **columns, trajectories=trajectories)
+    # Rules that compare or add up whole attempts would give something else without them.
+    alone = np.allclose(credit_columns(rule, rewards, **columns), expected)
+    assert alone == (rule in ("dr_mas", "at_grpo"))
     assert (np.abs(expected) > 0.1).sum() > 6
     mask = data["response_mask"].numpy()
     assert mask.sum(axis=1).tolist()[:17] == [len(each) for each in output["response_ids"]]
@@ -214,41 +228,64 @@ def batch_of(generator, rows=6):
     return new, old, advantages, mask, rollout
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
+def both(skyrl, config, own, ours, seed):
+    """(value, gradient, metrics) of SkyRL's loss and of turnwise's, on one batch scaled as SkyRL does."""
+    new, old, advantages, mask, rollout = batch_of(torch.Generator().manual_seed(seed))
+    advantages = skyrl.apply_loss_reduction_to_advantages_minibatch(advantages, mask, config.loss_reduction, 6, 9)
+    found = []
+    for name in (own, ours):
+        given = copy.deepcopy(config)
+        given.policy_loss_type = name
+        value, metrics = skyrl.PolicyLossRegistry.get(name)(
+            new, old, advantages, config=given, loss_mask=mask, rollout_logprobs=rollout
+        )
+        found.append((value, *torch.autograd.grad(value, new), metrics))
+    return found
+
+
+def assert_equal(own, ours, seed):
+    assert abs(own[0] - ours[0]) <= 1e-6, f"seed {seed}"
+    torch.testing.assert_close(ours[1], own[1], atol=1e-6, rtol=1e-6, msg=lambda text: f"seed {seed}: {text}")
+    assert list(ours[2]) == list(own[2])
+    assert ours[2] == pytest.approx(own[2], abs=1e-6), f"seed {seed}"
+
+
+@pytest.mark.parametrize("settings", [{}, SETTINGS], ids=["defaults", "others"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_losses_are_skyrls_own(skyrl, loss, correction):
-    """Value, gradient and metrics, at SkyRL's defaults and with each of its off-policy corrections."""
+def test_losses_are_skyrls_own(skyrl, loss, settings):
+    """Value, gradient and metrics, at SkyRL's defaults and with other settings, which matter."""
     name = adapter.register_loss(loss)
     assert name == f"turnwise_{loss}"
-    config = skyrl.AlgorithmConfig(policy_loss_type=loss)
+    config, usual = skyrl.AlgorithmConfig(), skyrl.AlgorithmConfig()
+    for key, value in settings.items():
+        section, _, field = key.rpartition(".")
+        place = getattr(config, section) if section else config
+        assert getattr(place, field) != value
+        setattr(place, field, value)
+    changed = 0.0
+    for seed in range(5):
+        own, ours = both(skyrl, config, loss, name, seed)
+        assert_equal(own, ours, seed)
+        changed += abs(own[0] - both(skyrl, usual, loss, name, seed)[0][0]).item()
+    assert (changed > 1e-4) == bool(settings)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_off_policy_corrections_are_skyrls_own(skyrl, loss, correction):
+    name = adapter.register_loss(loss)
+    config, usual = skyrl.AlgorithmConfig(), skyrl.AlgorithmConfig()
     for key, value in CORRECTIONS[correction].items():
         assert hasattr(config.off_policy_correction, key)
         setattr(config.off_policy_correction, key, value)
-    other = copy.deepcopy(config)
-    other.policy_loss_type = name
-    weighed = False
+    changed = 0.0
     for seed in range(5):
-        new, old, advantages, mask, rollout = batch_of(torch.Generator().manual_seed(seed))
-        advantages = skyrl.apply_loss_reduction_to_advantages_minibatch(advantages, mask, "token_mean", 6, 9)
-        found = []
-        for called, settings in ((loss, config), (name, other)):
-            function = skyrl.PolicyLossRegistry.get(called)
-            value, metrics = function(new, old, advantages, config=settings, loss_mask=mask, rollout_logprobs=rollout)
-            found.append((value, *torch.autograd.grad(value, new), metrics))
-        (own, own_grad, own_metrics), (ours, grad, metrics) = found
-        assert abs(own - ours) <= 1e-6, f"seed {seed}"
-        torch.testing.assert_close(grad, own_grad, atol=1e-6, rtol=1e-6, msg=lambda text, seed=seed: f"{seed}: {text}")
-        assert list(metrics) == list(own_metrics)
-        if correction == "none":  # else a token that the correction dropped counts as not clipped
-            assert metrics == pytest.approx(own_metrics, abs=1e-6), f"seed {seed}"
-        del metrics["clip_ratio"], own_metrics["clip_ratio"]
-        assert metrics == pytest.approx(own_metrics, abs=1e-6), f"seed {seed}"
-        plain = copy.deepcopy(config)
-        plain.off_policy_correction = skyrl.AlgorithmConfig().off_policy_correction
-        weighed |= bool(
-            abs(skyrl.PolicyLossRegistry.get(loss)(new, old, advantages, plain, mask, rollout)[0] - own) > 1e-4
-        )
-    assert weighed == (correction != "none")
+        own, ours = both(skyrl, config, loss, name, seed)
+        del own[2]["clip_ratio"], ours[2]["clip_ratio"]  # turnwise's leaves out the tokens that were dropped
+        assert len(own[2]) > 3
+        assert_equal(own, ours, seed)
+        changed += abs(own[0] - both(skyrl, usual, loss, name, seed)[0][0]).item()
+    assert changed > 1e-4
 
 
 def test_a_variant_of_ops(skyrl):
@@ -308,6 +345,8 @@ def test_what_it_refuses(skyrl):
         adapter.register_credit(RAECredit(), "rae", decay=0.5)
     with pytest.raises(ValueError, match="loss='regulr': did you mean 'regular'"):
         adapter.register_loss("regulr")
+    with pytest.raises(TypeError, match="loss=3: expected a name or a variant"):
+        adapter.register_loss(3, "three")
     with pytest.raises(ValueError, match="does not compare tokens"):
         adapter.register_loss(ops.ClipCov(), "clip_cov")
     with pytest.raises(ValueError, match="proportional to the advantage"):

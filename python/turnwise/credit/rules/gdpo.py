@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,7 +29,8 @@ class GDPOCredit(GroupCredit):
 
     ``rewards`` maps the name of each reward to its weight. A reward is the value of the rubric's function of that name
     for the actor, without the rubric's weight, or ``step.info["rewards"][name]`` if the episode sets it. An actor that
-    a function does not pay has no share of that reward. ``batch`` names what counts once in the statistics of the
+    a function does not pay has no share of that reward. Where the rubric paid an actor nothing, as an invalid action
+    ended the episode, each reward is that of its calls. ``batch`` names what counts once in the statistics of the
     batch, for each policy: ``"attempts"`` (the paper, TRL) or trained ``"tokens"`` (verl).
 
     Example: ``GDPOCredit(rewards={"correct": 1.0, "brief": 0.5})``
@@ -39,8 +39,10 @@ class GDPOCredit(GroupCredit):
     trees = False
     ends = False
     step_rewards = False
+    mixed_rewards = False
     rewards: Mapping[str, float]
     batch: str = "attempts"
+    _seen: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # names of rewards so far
 
     def __post_init__(self) -> None:
         numbers = isinstance(self.rewards, Mapping) and all(_is_weight(weight) for weight in self.rewards.values())
@@ -81,30 +83,36 @@ class GDPOCredit(GroupCredit):
         return [min(causes, key=(CENTERED, MIN_STD, EQUAL, ALONE).index) for causes in zip(*each, strict=True)]
 
     def _columns(self, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-        """Return each reward ``[B]`` float64, NaN where the actor has none. Raises for a reward that no sample has."""
+        """Return each reward ``[B]`` float64, NaN where the actor has none. Raises for a name that no call ever had."""
         tops = {id(sample.root_result): sample.root_result for sample in samples if sample.root_result is not None}
         metrics = {node.rollout.id: node.rollout.metrics for top in tops.values() for node in top.walk()}
-
-        def of(sample: Sample) -> Mapping[str, Any]:
-            if "rewards" in sample.info:
-                return sample.info["rewards"]
-            end = f"/{sample.actor}"
-            known = metrics.get(sample.rollout_id, {})
-            return {name.removesuffix(end): value for name, value in known.items() if name.endswith(end)}
-
-        found = [of(sample) for sample in samples]
-        missing = [name for name in self.rewards if samples and not any(name in each for each in found)]
-        if missing:
-            known = sorted({name for each in found for name in each})
+        found = [self._of(sample, metrics) for sample in samples]
+        known = {name for each in found for name in each}
+        if missing := [name for name in self.rewards if name not in known | self._seen] if known else []:
             raise ValueError(
-                f"rewards={dict(self.rewards)!r}: no call of this batch has {missing}; expected some of {known}"
+                f"rewards={dict(self.rewards)!r}: no call of this batch has {missing}; expected some of {sorted(known)}"
             )
-        for sample, each in zip(samples, found, strict=True):
-            wrong = {name: each[name] for name in self.rewards if name in each and not math.isfinite(each[name])}
-            if wrong:
-                where = f"step {sample.step_index} of rollout {sample.rollout_id!r}"
+        self._seen |= known
+        for row, each in enumerate(found):
+            if not each and samples[row].has_step_reward:
+                found[row] = dict.fromkeys(self.rewards, samples[row].reward)
+            elif wrong := {name: each[name] for name in self.rewards if not math.isfinite(each.get(name, 0.0))}:
+                where = f"step {samples[row].step_index} of rollout {samples[row].rollout_id!r}"
                 raise ValueError(f"{where} has rewards {wrong}: expected finite numbers")
         return {name: np.array([each.get(name, math.nan) for each in found], dtype=np.float64) for name in self.rewards}
+
+    def _of(self, sample: Sample, metrics: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:
+        """Return the rewards of ``sample`` by name, from its step or from the metrics of its rollout."""
+        if "rewards" in sample.info:
+            found: Mapping[str, float] = sample.info["rewards"]
+            return found
+        if sample.rollout_id not in metrics:
+            raise ValueError(
+                f"step {sample.step_index} of rollout {sample.rollout_id!r} tells no tree of episodes: expected "
+                "info['rewards'], or samples of turnwise.samples.collect.collect_samples(results)"
+            )
+        end = f"/{sample.actor}"
+        return {n.removesuffix(end): v for n, v in metrics[sample.rollout_id].items() if n.endswith(end)}
 
     def _whiten(self, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Scale ``values [b]`` to mean 0 and standard deviation 1; ``counts [b]`` says how often each counts."""

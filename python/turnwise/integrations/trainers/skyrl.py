@@ -20,7 +20,9 @@ from turnwise.credit import Credit, credit_columns
 from turnwise.integrations.trainers.common import import_from, make_rule
 from turnwise.utils.registry import did_you_mean
 
-_UID = re.compile(r"(?P<question>.*)#agent=(?P<agent>[^#]*)#turn=(?P<turn>\d+)", re.DOTALL)
+_UID = re.compile(
+    r"(?P<question>.*)#agent=(?P<agent>[^#]*)#turn=(?P<turn>\d+)(#attempt=(?P<attempt>\d+))?", flags=re.DOTALL
+)
 _PADDING = re.compile(r"pad\d+")
 """The uids of rows that SkyRL adds to fill the last batch."""
 
@@ -82,6 +84,11 @@ class CreditEstimator:
             questions=[uid["question"] if uid else str(index[row]) for row, uid in zip(rows, found, strict=True)],
             actors=[uid["agent"] if uid else "agent" for uid in found],
             turns=[int(uid["turn"]) if uid else 0 for uid in found],
+            # Without the number of the attempt, each row is an attempt of its own.
+            trajectories=[
+                (uid["question"], uid["attempt"]) if uid and uid["attempt"] else row
+                for row, uid in zip(rows, found, strict=True)
+            ],
             lengths=response_mask.sum(dim=-1).int()[rows].tolist(),
         )
         spread = torch.from_numpy(advantages).to(token_level_rewards)[:, None] * response_mask
@@ -92,14 +99,22 @@ class AgentUids:
     """Mixin of SkyRL's trainers for batches whose uids are those of :func:`make_uid`.
 
     SkyRL counts distinct uids and expects ``train_batch_size`` of them. With the mixin it counts questions, whose rows
-    must lie side by side, and the estimator still gets the whole uids.
+    must lie side by side. The estimator gets the whole uids, and ``TrajectoryID.repetition_id`` as the attempt in which
+    the row's call was made.
 
     Example: ``class Trainer(AgentUids, RayPPOTrainer): ...``, which ``BasePPOExp.get_trainer`` returns
     """
 
     def convert_to_training_input(self, generator_output: Any, uids: Sequence[str]) -> Any:
-        questions = [found["question"] if (found := _UID.fullmatch(uid)) else uid for uid in uids]
+        found = [_UID.fullmatch(uid) for uid in uids]
+        questions = [each["question"] if each else uid for each, uid in zip(found, uids, strict=True)]
         batch = super().convert_to_training_input(generator_output, questions)  # type: ignore[misc]
+        if any(found):
+            ids = generator_output["trajectory_ids"]
+            uids = [
+                f"{uid}#attempt={at.repetition_id}" if each else uid
+                for each, uid, at in zip(found, uids, ids, strict=True)
+            ]
         batch.metadata["uids"] = [*uids, *batch.metadata["uids"][len(uids) :]]  # rows of padding follow
         return batch
 
@@ -134,6 +149,8 @@ def register_loss(loss: str | ops.Variant, name: str | None = None) -> str:
     if isinstance(loss, str):
         if loss not in LOSSES:
             raise ValueError(f"loss={loss!r}: {did_you_mean(loss, LOSSES)}")
+    elif not isinstance(loss, ops.Variant):
+        raise TypeError(f"loss={loss!r}: expected a name or a variant of turnwise.ops")
     elif loss.selects:
         raise ValueError(f"loss={loss!r}: expected a variant that does not compare tokens of the whole step")
     elif not _is_proportional(loss):

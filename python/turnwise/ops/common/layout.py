@@ -104,12 +104,22 @@ class RowLayout:
             return values.sum(dim=1)
         return torch.zeros(self.count, dtype=values.dtype, device=values.device).index_add(0, self.row, values)
 
+    def max(self, values: Tensor) -> Tensor:
+        """The largest of per-token ``values >= 0`` in each row, 0 for an empty one: ``[B]``."""
+        if self.row is None:
+            return values.amax(dim=1) if values.shape[1] else values.new_zeros(self.count)
+        return values.new_zeros(self.count).scatter_reduce(0, self.row, values, "amax")
+
     def spread(self, values: Tensor) -> Tensor:
         """Repeat row values ``[B]`` at every token of the row. Per-token values pass through."""
         if values.shape == self.shape and (self.row is None or values.shape[0] != self.count):
             return values
         values = values.reshape(self.count)
         return values[:, None].expand(self.shape) if self.row is None else values[self.row]
+
+    def spread_advantages(self, advantages: Tensor) -> Tensor:
+        """Advantages per token, from one per row or per token."""
+        return self.spread(advantages)
 
 
 class Streams(NamedTuple):

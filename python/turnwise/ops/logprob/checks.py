@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import FLOATS, is_number, is_transformed
+from turnwise.ops.common.layout import FLOATS, is_number, is_transformed, whole_number
+from turnwise.ops.logprob.tiles import Softmax
 
 
 def as_autocast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -16,9 +17,16 @@ def as_autocast(tensor: Any, dtype: torch.dtype) -> Any:
     return tensor.to(dtype) if casts else tensor
 
 
-def check_temperature(temperature: float) -> None:
+def make_softmax(temperature: float, softcap: float | None, ignore_index: int | None) -> Softmax:
+    """Check the options of the softmax."""
     if not (is_number(temperature) and 0 < temperature < float("inf")):
         raise ValueError(f"temperature={temperature!r}: expected a finite number > 0")
+    if softcap is not None and not (is_number(softcap) and 0 < softcap < float("inf")):
+        raise ValueError(f"softcap={softcap!r}: expected a finite number > 0, or None")
+    index = None if ignore_index is None else whole_number(ignore_index)
+    if ignore_index is not None and (index is None or not -(2**63) <= index < 2**63):
+        raise ValueError(f"ignore_index={ignore_index!r}: expected a whole number of 64 bits, or None")
+    return Softmax(float(temperature), None if softcap is None else float(softcap), index)
 
 
 def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
@@ -30,21 +38,31 @@ def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {ids.device}: expected {device}")
 
 
-def check_id_values(name: str, ids: Tensor, count: int) -> None:
-    """Check that ids are in ``[0, count)``. Reading them makes a GPU wait."""
+def check_id_values(name: str, ids: Tensor, count: int, ignore_index: int | None = None) -> None:
+    """Check that ids are in ``[0, count)`` or ``ignore_index``. Reading them makes a GPU wait."""
     if is_transformed(ids):
         return
-    wrong = ((ids < 0) | (ids >= count)).nonzero()
+    outside = (ids < 0) | (ids >= count)
+    wrong = (outside if ignore_index is None else outside & (ids != ignore_index)).nonzero()
     if wrong.numel():
         place = wrong[0].tolist()
         value = int(ids[tuple(place)])
-        hint = ". None is left out by its id: give it any in range, and leave the token out with mask" * (value < 0)
+        unnamed = name == "targets" and value < 0 and ignore_index is None
+        hint = f". Pass ignore_index={value} to leave out the tokens with this target" * unnamed
         raise ValueError(f"{name}[{', '.join(map(str, place))}]={value}: expected an id in [0, {count}){hint}")
 
 
-def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, positions: Tensor | None) -> None:
-    """Check shapes, dtypes and devices. Raises an error that names the argument."""
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    suffix: str = "",
+) -> None:
+    """Check shapes, dtypes and devices. Raises an error that names the argument, with ``suffix``."""
+    w, b = f"weight{suffix}", f"bias{suffix}"
+    for name, tensor in (("hidden", hidden), (w, weight)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.dtype not in FLOATS:
@@ -54,22 +72,22 @@ def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {axes}")
     # Weight against hidden, then bias against weight, then the ids against the rows that they belong to.
     if weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected [V, {hidden.shape[1]}], as hidden")
+        raise ValueError(f"{w} has shape {tuple(weight.shape)}: expected [V, {hidden.shape[1]}], as hidden")
     if weight.dtype != hidden.dtype:
-        raise TypeError(f"weight has dtype {weight.dtype}: expected {hidden.dtype}, as hidden")
+        raise TypeError(f"{w} has dtype {weight.dtype}: expected {hidden.dtype}, as hidden")
     if weight.device != hidden.device:
-        raise ValueError(f"weight is on {weight.device}: expected {hidden.device}, as hidden")
+        raise ValueError(f"{w} is on {weight.device}: expected {hidden.device}, as hidden")
     if weight.shape[0] == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one row")
+        raise ValueError(f"{w} has shape {tuple(weight.shape)}: expected at least one row")
     if weight.shape[1] == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: expected at least one column")
+        raise ValueError(f"{w} has shape {tuple(weight.shape)}: expected at least one column")
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            raise TypeError(f"bias: expected a tensor of floats, got {getattr(bias, 'dtype', type(bias).__name__)}")
+            raise TypeError(f"{b}: expected a tensor of floats, got {getattr(bias, 'dtype', type(bias).__name__)}")
         if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias has shape {tuple(bias.shape)}: expected ({weight.shape[0]},), as weight")
+            raise ValueError(f"{b} has shape {tuple(bias.shape)}: expected ({weight.shape[0]},), as {w}")
         if bias.device != weight.device:
-            raise ValueError(f"bias is on {bias.device}: expected {weight.device}, as weight")
+            raise ValueError(f"{b} is on {bias.device}: expected {weight.device}, as {w}")
     rows, source = hidden.shape[:1], "hidden"
     if positions is not None:
         check_ids("positions", positions, hidden.device)

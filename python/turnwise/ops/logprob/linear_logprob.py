@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import extension, select_backend
+from turnwise.ops.common.dtensor import ROUTES, is_dtensor
 from turnwise.ops.common.layout import transform_reason
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_temperature
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.linear_native import backward, forward
 from turnwise.ops.logprob.logprob import reference as logprob_reference
+from turnwise.ops.logprob.tiles import Softmax
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -23,16 +25,19 @@ def reference(
     targets: Tensor,
     bias: Tensor | None,
     positions: Tensor | None,
-    temperature: float,
+    softmax: Softmax,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute all logits at once in plain PyTorch: float32 (float64 for float64 input), any device."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     rows = (hidden if positions is None else hidden[positions]).to(wide)
+    ignored = softmax.ignored(targets)
+    if ignored is not None:  # before the product, as its gradient multiplies the rows by 0
+        rows = rows.masked_fill(ignored[:, None], 0.0)
     logits = rows @ weight.to(wide).T
     if bias is not None:
         logits = logits + bias.to(wide)
-    return logprob_reference(logits, targets, temperature, entropy)
+    return logprob_reference(logits, targets, softmax, entropy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,11 +47,11 @@ _TWICE = "linear_logprob: this backend has no second derivative; use backend='to
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, targets, bias, positions, temperature, entropy, backend = inputs
+    hidden, weight, targets, bias, positions, *softmax, entropy, backend = inputs
     _, lse, entropies = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(hidden, weight, targets, bias, positions, lse, entropies)
-    ctx.temperature, ctx.entropy, ctx.backend = temperature, entropy, backend
+    ctx.softmax, ctx.entropy, ctx.backend = softmax, entropy, backend
     ctx.set_materialize_grads(False)
 
 
@@ -62,12 +67,12 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
             grad_entropy if with_entropy else None,
             *(hidden, weight, targets, bias, positions, lse),
             entropies if with_entropy else None,
-            *(ctx.temperature, need_hidden, need_weight, need_bias, ctx.backend),
+            *(*ctx.softmax, need_hidden, need_weight, need_bias, ctx.backend),
         )
     hidden_grad, weight_grad, bias_grad = (
         value if needed else None for value, needed in zip(grads, (need_hidden, need_weight, need_bias), strict=True)
     )
-    return hidden_grad, weight_grad, None, bias_grad, None, None, None, None
+    return hidden_grad, weight_grad, None, bias_grad, *[None] * 6
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -109,6 +114,8 @@ def linear_logprob(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = None,
     bias: Tensor | None = None,
     entropy: bool = False,
     positions: Tensor | None = None,
@@ -121,6 +128,8 @@ def linear_logprob(
     float64 (reference only). ``targets [N]`` are int64 or int32 in ``[0, V)``; ``bias [V]`` is any float. Under
     autocast, hidden and weight are cast as ``torch.nn.functional.linear`` casts them.
     ``positions [M]`` (int64 or int32 in ``[0, N)``, repeats allowed) picks hidden rows; ``targets`` is then ``[M]``.
+    ``softcap`` caps the logits, bias included, as in :func:`logprob`. A token whose target is ``ignore_index`` has
+    log-probability 0, entropy 0 and no gradient; its hidden row is not read. On a CPU such tokens cost nothing.
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
     Gradients flow to hidden, weight and bias if they require one; a frozen weight costs nothing. The backward
@@ -134,7 +143,7 @@ def linear_logprob(
 
     Example: ``linear_logprob(model(tokens)[:-1], lm_head.weight, tokens[1:], temperature=0.7)``
     """
-    check_temperature(temperature)
+    softmax = make_softmax(temperature, softcap, ignore_index)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -144,15 +153,20 @@ def linear_logprob(
                 as_autocast(weight, dtype),
                 targets,
                 temperature=temperature,
+                softcap=softcap,
+                ignore_index=ignore_index,
                 bias=bias,
                 entropy=entropy,
                 positions=positions,
                 check=check,
                 backend=backend,
             )
+    if is_dtensor(hidden, weight):
+        options = {**softmax._asdict(), "bias": bias, "positions": positions, "entropy": entropy}
+        return ROUTES["linear_logprob"](hidden, weight, targets, **options, check=check, backend=backend)
     check_head(hidden, weight, targets, bias, positions)
     if (hidden.is_cpu or check) and not torch.compiler.is_compiling():
-        check_id_values("targets", targets, weight.shape[0])
+        check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
     unsupported_reason = (
@@ -161,9 +175,9 @@ def linear_logprob(
     reason = transform_reason(backend, hidden, weight, targets, bias, positions) or unsupported_reason
     chosen = select_backend(backend, hidden, native=reason, triton=reason)
     if chosen == "torch":
-        logprob, entropies = reference(hidden, weight, targets, bias, positions, temperature, entropy)
+        logprob, entropies = reference(hidden, weight, targets, bias, positions, softmax, entropy)
     else:
         logprob, _, entropies = torch.ops.turnwise.linear_logprob(
-            hidden, weight, targets, bias, positions, float(temperature), entropy, chosen
+            hidden, weight, targets, bias, positions, *softmax, entropy, chosen
         )
     return (logprob, entropies) if entropy else logprob  # type: ignore[return-value]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core
-from turnwise.ops.logprob.tiles import Tile, Upstream, add_narrow, finish, grad, new_state, scan
+from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, add_narrow, finish, grad, new_state, scan
 
 _TOKENS = 2048  # rows of a tile
 # Logits of a tile. CPU: a few MiB, which stay in the cache. The backward adds to [tokens, H] for each tile, so it takes
@@ -88,16 +88,42 @@ class Head:
         targets: Tensor,
         bias: Tensor | None,
         positions: Tensor | None,
-        temperature: float,
+        softmax: Softmax,
         backend: str = "native",
+        shard: Any = None,
     ) -> None:
         self.triton = backend == "triton"
         self.hidden, self.weight = _dense(hidden), _dense(weight)
         self.targets, self.positions = targets, positions
-        self.bias = None if bias is None else bias.float().contiguous()
-        self.scale = 1.0 / temperature
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.bias = None if bias is None else bias.to(wide).contiguous()
+        self.softmax = softmax
+        self.shard = shard  # of a head that is split over processes, with `finish` and `widest`; see ops/parallel
         self.tokens, self.vocabulary = targets.shape[0], weight.shape[0]
         self.products = Products(hidden)
+
+    def trained(self, mask: Tensor | None = None) -> tuple[Head, Tensor | None]:
+        """Drop the tokens that are ignored or masked, so that their logits are not computed.
+
+        Also returns the indices of the tokens that are left; ``None`` if nothing was dropped. Only on a CPU: finding
+        the tokens makes a GPU wait.
+        """
+        ignored = self.softmax.ignored(self.targets)
+        kept = None if mask is None else mask != 0
+        if ignored is not None:
+            kept = ~ignored if kept is None else kept & ~ignored
+        if kept is None or not kept.is_cpu or bool(kept.all()):
+            return self, None
+        keep = kept.nonzero()[:, 0]
+        positions = keep if self.positions is None else self.positions[keep]
+        backend = "triton" if self.triton else "native"
+        softmax = self.softmax._replace(ignore_index=None)
+        tensors = self.hidden, self.weight, self.targets[keep], self.bias, positions
+        return Head(*tensors, softmax, backend, self.shard), keep
+
+    def finish(self, state: Tensor, block: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute ``logprob``, ``lse`` and ``entropy`` of a block whose tiles are all scanned."""
+        return finish(state, entropy) if self.shard is None else self.shard.finish(state[None], self.targets[block])
 
     def blocks(self, size: int) -> list[slice]:
         return [slice(i, min(i + size, self.tokens)) for i in range(0, self.tokens, size)]
@@ -108,9 +134,10 @@ class Head:
         return (slice(i, min(i + width, self.vocabulary)) for i in range(0, self.vocabulary, width))
 
     def rows(self, block: slice) -> Tensor:
-        if self.positions is None:
-            return self.hidden[block]
-        return self.hidden.index_select(0, self.positions[block])
+        rows = self.hidden[block] if self.positions is None else self.hidden.index_select(0, self.positions[block])
+        ignored = self.softmax.ignored(self.targets[block])
+        # A product multiplies an ignored row by 0, which would pass on its NaN.
+        return rows if ignored is None else rows.masked_fill(ignored[:, None], 0.0)
 
     def gradient(self, tile: Tile, upstream: Upstream, out: Tensor | None = None) -> Tensor:
         """Compute the gradient of a tile's logits in the weight's dtype.
@@ -134,13 +161,13 @@ class Head:
         bias = None if self.bias is None else self.bias[columns]
         targets = self.targets[block]
         return linear_logprob_triton.logit_gradients(
-            rows, self.weight[columns], bias, targets, columns.start, self.scale, upstream
+            rows, self.weight[columns], bias, targets, columns.start, self.softmax, upstream
         )
 
     def tile(self, rows: Tensor, block: slice, columns: slice) -> Tile:
         logits = self.products.logits(rows, self.weight[columns])
         bias = None if self.bias is None else self.bias[columns]
-        return Tile(logits, bias, self.targets[block], columns.start, self.scale)
+        return Tile(logits, bias, self.targets[block], columns.start, *self.softmax.columns)
 
 
 def forward(
@@ -150,40 +177,80 @@ def forward(
     bias: Tensor | None,
     positions: Tensor | None,
     temperature: float,
+    softcap: float | None,
+    ignore_index: int | None,
     entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested), float32, tile by tile."""
-    head = Head(hidden, weight, targets, bias, positions, temperature, backend)
+    softmax = Softmax(temperature, softcap, ignore_index)
+    whole = Head(hidden, weight, targets, bias, positions, softmax, backend)
+    head, keep = whole.trained()
+    results = _forward(head, entropy)
+    if keep is None:
+        return results
+    logprob, lse, entropies = results
+    logprob, lse = spread(logprob, keep, whole.tokens), spread(lse, keep, whole.tokens)
+    return logprob, lse, spread(entropies, keep, whole.tokens) if entropy else entropies
+
+
+def spread(values: Tensor, keep: Tensor, tokens: int) -> Tensor:
+    """Put values at the indices ``keep`` of ``[tokens]`` zeros."""
+    return values.new_zeros(tokens).index_copy_(0, keep, values)
+
+
+def scan_blocks(head: Head, entropy: bool) -> list[Tensor]:
+    """Scan all tiles: the states of the blocks of tokens, ``[4, n]`` each (``[splits, 4, n]`` on Triton)."""
     if head.triton:
         from turnwise.ops.logprob import linear_triton as linear_logprob_triton
 
-        return linear_logprob_triton.forward(hidden, weight, targets, head.bias, positions, head.scale, entropy)
+        return [
+            linear_logprob_triton.scan(
+                head.hidden, head.weight, head.targets, head.bias, head.positions, head.softmax, entropy
+            )
+        ]
     # Columns in the outer loop, so that the weight is read once; each block keeps its softmax state.
     blocks = head.blocks(_TOKENS)
-    states = [new_state(block.stop - block.start, hidden) for block in blocks]
+    states = [new_state(block.stop - block.start, head.hidden) for block in blocks]
     for columns in head.columns(False, min(head.tokens, _TOKENS)):
         for block, state in zip(blocks, states, strict=True):
             scan(head.tile(head.rows(block), block, columns), state, entropy)
-    if not blocks:
-        return finish(new_state(0, hidden), entropy)
-    if len(blocks) == 1:
+    return states or [new_state(0, head.hidden)]
+
+
+def _forward(head: Head, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    states = scan_blocks(head, entropy)
+    if head.triton:
+        from turnwise.ops.logprob import triton as logprob_triton
+
+        return logprob_triton.finish(states[0], entropy)
+    if len(states) == 1:
         return finish(states[0], entropy)
     logprob, lse, entropies = zip(*(finish(state, entropy) for state in states), strict=True)
     return torch.cat(logprob), torch.cat(lse), torch.cat(entropies)
 
 
 class Gradients:
-    """The needed gradients of hidden, weight and bias, filled tile by tile, in ``dtype`` or the weight's dtype."""
+    """The needed gradients of hidden, weight and bias, filled tile by tile, in ``dtype`` or the weight's dtype.
+
+    ``hidden_dtype`` is the dtype of the gradient of hidden, if it is another.
+    """
 
     def __init__(
-        self, head: Head, need_hidden: bool, need_weight: bool, need_bias: bool, dtype: torch.dtype | None = None
+        self,
+        head: Head,
+        need_hidden: bool,
+        need_weight: bool,
+        need_bias: bool,
+        dtype: torch.dtype | None = None,
+        hidden_dtype: torch.dtype | None = None,
     ) -> None:
         self.head, self.products = head, head.products
         hidden, weight = head.hidden, head.weight
-        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=dtype)
+        self.hidden = hidden.new_zeros(hidden.shape if need_hidden else 0, dtype=hidden_dtype or dtype)
         self.weight = weight.new_empty(weight.shape if need_weight else 0, dtype=dtype)
-        self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=torch.float32, device=hidden.device)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=wide, device=hidden.device)
         self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
 
     def new_hidden(self, tokens: int) -> Tensor:
@@ -202,7 +269,7 @@ class Gradients:
 
     def add_bias(self, columns: slice, d: Tensor) -> None:
         if self.need_bias:
-            self.bias[columns] += d.sum(0, dtype=torch.float32)
+            self.bias[columns] += d.sum(0, dtype=self.bias.dtype)
 
 
 def backward(
@@ -216,16 +283,26 @@ def backward(
     lse: Tensor,
     entropy: Tensor | None,
     temperature: float,
+    softcap: float | None,
+    ignore_index: int | None,
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of hidden, weight and bias, ``[0]`` if not needed. Recomputes the logits tile by tile."""
-    head = Head(hidden, weight, targets, bias, positions, temperature, backend)
+    softmax = Softmax(temperature, softcap, ignore_index)
+    head, keep = Head(hidden, weight, targets, bias, positions, softmax, backend).trained()
     gradients = Gradients(head, need_hidden, need_weight, need_bias)
     upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
+    fill(head, gradients, upstream if keep is None else upstream.rows(keep))
+    return gradients.hidden, gradients.weight, gradients.bias.to(hidden.dtype if bias is None else bias.dtype)
+
+
+def fill(head: Head, gradients: Gradients, upstream: Upstream) -> None:
+    """Compute all gradients from those of the head's log-probabilities and entropies."""
     blocks = head.blocks(_TOKENS)
+    need_hidden = gradients.need_hidden
     sums = [gradients.new_hidden(block.stop - block.start) if need_hidden else None for block in blocks]
     if not blocks:
         gradients.weight.zero_()
@@ -234,7 +311,6 @@ def backward(
     for block, total in zip(blocks, sums, strict=True):
         if total is not None:
             gradients.keep_hidden(block, total)
-    return gradients.hidden, gradients.weight, gradients.bias.to(hidden.dtype if bias is None else bias.dtype)
 
 
 def _tile_backward(

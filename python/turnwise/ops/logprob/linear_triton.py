@@ -17,8 +17,8 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, CompileCase
-from turnwise.ops.logprob.tiles import Upstream
-from turnwise.ops.logprob.triton import add_logits, finish, logit_gradient
+from turnwise.ops.logprob.tiles import Softmax, Upstream
+from turnwise.ops.logprob.triton import add_logits, finished, flags, logit_gradient
 
 # Tokens, columns and depth of a product: with 128 x 128 x 64, three stages of shared memory keep a wgmma busy.
 ROWS, COLUMNS, DEPTH = (16, 32, 16) if interpreted else (128, 128, 64)
@@ -70,7 +70,7 @@ def product(
     return total
 
 
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "tiles", "scale"])
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "tiles", "scale", "cap", "ignore"])
 def forward_kernel(
     hidden_ptr,
     weight_ptr,
@@ -86,7 +86,11 @@ def forward_kernel(
     width,
     tiles,
     scale,
+    cap,
+    ignore,
     HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_IGNORE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     ENTROPY: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -112,11 +116,18 @@ def forward_kernel(
             hidden_ptr, weight_ptr, bias_ptr, source, inside, columns, vocabulary, width, hidden_stride, weight_stride,
             HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        x = tl.where((columns < vocabulary)[None, :], x * scale, float("-inf"))
+        x = tl.where((columns < vocabulary)[None, :], finished(x, scale, cap, HAS_CAP), float("-inf"))
         hit = columns[None, :] == target[:, None]
         here = tl.max(hit.to(tl.int32), axis=1) != 0
         picked = tl.where(here, tl.sum(tl.where(hit, x, 0.0), axis=1), picked)
         top, total, weighted = add_logits(x, top, total, weighted, ENTROPY)
+    if HAS_IGNORE:  # one token of probability 1, the target, in the first split alone
+        ignored = target == ignore
+        here = ignored & (split == 0)
+        top = tl.where(ignored, tl.where(here, 0.0, float("-inf")), top)
+        total = tl.where(ignored, tl.where(here, 1.0, 0.0), total)
+        weighted = tl.where(ignored, 0.0, weighted)
+        picked = tl.where(ignored, 0.0, picked)
     base = state_ptr + split.to(tl.int64) * 4 * tokens + token
     tl.store(base, top, mask=inside)
     tl.store(base + tokens, total, mask=inside)
@@ -124,7 +135,7 @@ def forward_kernel(
     tl.store(base + 3 * tokens, picked, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "first", "scale"])
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "first", "scale", "cap", "ignore"])
 def backward_kernel(
     hidden_ptr,
     weight_ptr,
@@ -144,7 +155,11 @@ def backward_kernel(
     width,
     first,
     scale,
+    cap,
+    ignore,
     HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_IGNORE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -161,7 +176,7 @@ def backward_kernel(
         hidden_ptr, weight_ptr, bias_ptr, token, inside, columns, vocabulary, width, hidden_stride, weight_stride,
         HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
-    target = tl.load(targets_ptr + token * target_stride, mask=inside, other=-1).to(tl.int64) - first
+    target = tl.load(targets_ptr + token * target_stride, mask=inside, other=-1).to(tl.int64)
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + token, mask=inside, other=0.0)
         grad_entropy = tl.load(grad_entropy_ptr + token, mask=inside, other=0.0)
@@ -169,23 +184,28 @@ def backward_kernel(
         entropy = tl.zeros([ROWS], tl.float32)
         grad_entropy = entropy
     d = logit_gradient(
-        x * scale,
-        columns[None, :] == target[:, None],
+        finished(x, scale, cap, HAS_CAP),
+        columns[None, :] == (target - first)[:, None],
         tl.load(lse_ptr + token, mask=inside, other=0.0),
         tl.load(grad_logprob_ptr + token, mask=inside, other=0.0),
         entropy,
         grad_entropy,
         scale,
+        cap,
         HAS_ENTROPY,
+        HAS_CAP,
     )
+    if HAS_IGNORE:
+        d = tl.where((target == ignore)[:, None], 0.0, d)
     to = out_ptr + token[:, None] * out_stride + columns[None, :]
     tl.store(to, d.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (columns < vocabulary)[None, :])
 
 
-def _flags(hidden: Tensor, bias: Tensor | None) -> dict[str, Any]:
+def _flags(hidden: Tensor, bias: Tensor | None, softmax: Softmax) -> dict[str, Any]:
     exact = not (hidden.is_cuda and torch.backends.cuda.matmul.allow_tf32)
     return {
         "HAS_BIAS": bias is not None,
+        **flags(*softmax.columns[1:]),
         "ALIGNED": hidden.shape[1] % DEPTH == 0,
         "PRECISION": "ieee" if exact else "tf32",
         "WIDEN": interpreted,
@@ -208,16 +228,16 @@ def _splits(blocks: int, tiles: int, device: torch.device) -> int:
     return max(1, min(triton.cdiv(wanted, blocks), triton.cdiv(tiles, 4)))
 
 
-def forward(
+def scan(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
     positions: Tensor | None,
-    scale: float,
+    softmax: Softmax,
     entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested), float32. ``bias`` is float32."""
+) -> Tensor:
+    """Compute the softmax states ``[splits, 4, tokens]`` float32, for ``finish``. ``bias`` is float32."""
     tokens, vocabulary = targets.shape[0], weight.shape[0]
     hidden, weight = _rows(hidden), _rows(weight)
     blocks, tiles = triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS)
@@ -239,13 +259,12 @@ def forward(
                 tokens,
                 vocabulary,
                 hidden.shape[1],
-                each,
-                scale,
+                *(each, *softmax.columns),
                 HAS_POSITIONS=positions is not None,
                 ENTROPY=entropy,
-                **_flags(hidden, bias),
+                **_flags(hidden, bias, softmax),
             )
-    return finish(state, entropy)
+    return state
 
 
 def logit_gradients(
@@ -254,7 +273,7 @@ def logit_gradients(
     bias: Tensor | None,
     targets: Tensor,
     first: int,
-    scale: float,
+    softmax: Softmax,
     upstream: Upstream,
 ) -> Tensor:
     """Compute the gradient ``[n, v]`` of the logits of ``hidden [n, H]`` and rows ``weight [v, H]``, in their dtype."""
@@ -280,10 +299,9 @@ def logit_gradients(
             tokens,
             vocabulary,
             hidden.shape[1],
-            first,
-            scale,
+            *(first, *softmax.columns),
             HAS_ENTROPY=entropy is not None,
-            **_flags(hidden, bias),
+            **_flags(hidden, bias, softmax),
         )
     return out
 
@@ -292,7 +310,8 @@ def logit_gradients(
 # Cases to compile ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
 def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
-    signature = {name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}
+    types = {"scale": "fp32", "cap": "fp32", "ignore": "i64"}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     signature |= {name: "*fp32" for name in signature if name.endswith("_ptr")}
     signature |= {"hidden_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "targets_ptr": "*i64"}
     signature |= {
@@ -310,9 +329,10 @@ def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
 
 COMPILE_CASES = [
     case
-    for dtype in ("bf16", "fp16", "fp32")
+    for dtype, has_cap in (("bf16", False), ("fp16", False), ("fp32", False), ("bf16", True))
+    for capped in ({"HAS_CAP": has_cap, "HAS_IGNORE": has_cap},)
     for case in (
-        _case(forward_kernel, dtype, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True),
-        _case(backward_kernel, dtype, HAS_BIAS=False, HAS_ENTROPY=True),
+        _case(forward_kernel, dtype, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True, **capped),
+        _case(backward_kernel, dtype, HAS_BIAS=False, HAS_ENTROPY=True, **capped),
     )
 ]

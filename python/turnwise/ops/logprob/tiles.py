@@ -13,12 +13,40 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core, stream_of
 
+IGNORE_NONE = -(2**63)  # kIgnoreNone of csrc/ops/logprob.h
+
+
+class Softmax(NamedTuple):
+    """The options that turn logits into probabilities.
+
+    The softmax is over ``softcap * tanh(logits / softcap) / temperature``, or ``logits / temperature`` without
+    ``softcap``. Rows whose target is ``ignore_index`` are left out.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    ignore_index: int | None = None
+
+    @property
+    def columns(self) -> tuple[float, float, int]:
+        """``scale``, ``cap`` and ``ignore`` of a :class:`Tile`."""
+        return (
+            1.0 / self.temperature,
+            0.0 if self.softcap is None else self.softcap,
+            IGNORE_NONE if self.ignore_index is None else self.ignore_index,
+        )
+
+    def ignored(self, targets: Tensor) -> Tensor | None:
+        """Mark the rows to leave out, bool in the shape of ``targets``; ``None`` without ``ignore_index``."""
+        return None if self.ignore_index is None else targets == self.ignore_index
+
 
 class Tile(NamedTuple):
     """Logits ``[n, v]`` of ``n`` tokens: ``v`` columns of the vocabulary from ``first`` on.
 
     ``bias [v]`` is float32. ``targets [n]`` are ids of the whole vocabulary. The softmax is over
-    ``(logits + bias) * scale``.
+    ``(logits + bias) * scale``, with ``cap`` (0: none) applied before the scale. Rows with target ``ignore`` are not
+    read.
     """
 
     logits: Tensor
@@ -26,6 +54,8 @@ class Tile(NamedTuple):
     targets: Tensor
     first: int
     scale: float
+    cap: float = 0.0
+    ignore: int = IGNORE_NONE
 
 
 class Upstream(NamedTuple):
@@ -36,7 +66,7 @@ class Upstream(NamedTuple):
     entropy: Tensor | None
     grad_entropy: Tensor | None
 
-    def rows(self, rows: slice) -> Upstream:
+    def rows(self, rows: slice | Tensor) -> Upstream:
         return Upstream(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, CompileCase
-from turnwise.ops.logprob.tiles import Tile, Upstream
+from turnwise.ops.logprob.tiles import IGNORE_NONE, Tile, Upstream
 
 ROW_BLOCK = 128 if interpreted else 4096
 FINISH_BLOCK = 32 if interpreted else 128
@@ -45,7 +45,28 @@ def add_logits(x, top, total, weighted, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def load_logits(row_ptr, bias_ptr, begin, width, scale, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def tanh(z):
+    """tanh to 1e-7, as in csrc/ops/logprob_math.h: a polynomial near 0, where the quotient loses its leading digits."""
+    e = tl.exp(-2.0 * tl.abs(z))
+    quotient = (1.0 - e) / (1.0 + e)
+    w = z * z
+    p = ((-0.006104961 * w + 0.021003652) * w - 0.053852502) * w + 0.13332783
+    p = p * w - 0.33333328
+    return tl.where(tl.abs(z) < 0.625, z + z * (w * p), tl.where(z < 0, -quotient, quotient))
+
+
+@triton.jit
+def finished(x, scale, cap, HAS_CAP: tl.constexpr):
+    """The capped and scaled logits."""
+    if HAS_CAP:
+        x = cap * tanh(x / cap)
+    return x * scale
+
+
+@triton.jit
+def load_logits(
+    row_ptr, bias_ptr, begin, width, scale, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
+):
     """A block of a row's logits; -inf beyond its end. Whole blocks go without a mask, for 16 bytes at a time."""
     columns = begin + tl.arange(0, BLOCK)
     if begin + BLOCK <= width:
@@ -54,10 +75,11 @@ def load_logits(row_ptr, bias_ptr, begin, width, scale, HAS_BIAS: tl.constexpr, 
         x = tl.load(row_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0)
-    return x * scale
+    x = finished(x, scale, cap, HAS_CAP)
+    return tl.where(columns < width, x, float("-inf")) if HAS_CAP else x
 
 
-@triton.jit(do_not_specialize=["width", "first", "scale", "rows"])
+@triton.jit(do_not_specialize=["width", "first", "scale", "cap", "ignore", "rows"])
 def scan_kernel(
     logits_ptr,
     bias_ptr,
@@ -68,19 +90,31 @@ def scan_kernel(
     width,
     first,
     scale,
+    cap,
+    ignore,
     rows,
     HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_IGNORE: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row * target_stride).to(tl.int64) - first
+    target = tl.load(targets_ptr + row * target_stride).to(tl.int64)
     one = tl.arange(0, 1)
+    if HAS_IGNORE:  # noqa: SIM102 -- a compile-time branch around one at run time
+        if target == ignore:  # one token of probability 1, the target
+            tl.store(state_ptr + row + one, tl.zeros([1], tl.float32))
+            tl.store(state_ptr + rows + row + one, tl.full([1], 1.0, tl.float32))
+            tl.store(state_ptr + 2 * rows + row + one, tl.zeros([1], tl.float32))
+            tl.store(state_ptr + 3 * rows + row + one, tl.zeros([1], tl.float32))
+            return
+    target -= first
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1], tl.float32)
     for begin in range(0, width, BLOCK):
-        x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, HAS_BIAS, BLOCK)
+        x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, cap, HAS_BIAS, HAS_CAP, BLOCK)
         top, total, weighted = add_logits(x[None, :], top, total, weighted, ENTROPY)
     # The target's logit is NaN if another tile holds it; `finish` takes the one that is not NaN.
     found = (target >= 0) & (target < width)
@@ -90,7 +124,7 @@ def scan_kernel(
     tl.store(state_ptr + row + one, top)
     tl.store(state_ptr + rows + row + one, total)
     tl.store(state_ptr + 2 * rows + row + one, weighted)
-    tl.store(state_ptr + 3 * rows + row, picked * scale)
+    tl.store(state_ptr + 3 * rows + row, finished(picked, scale, cap, HAS_CAP))
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])
@@ -129,7 +163,9 @@ def finish_kernel(
 
 
 @triton.jit
-def logit_gradient(x, hit, lse, grad_logprob, entropy, grad_entropy, scale, HAS_ENTROPY: tl.constexpr):
+def logit_gradient(
+    x, hit, lse, grad_logprob, entropy, grad_entropy, scale, cap, HAS_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr
+):
     """The gradient of logits ``x [rows, columns]`` before their scaling; ``hit``: the target's column."""
     p, log = weight(x - lse[:, None])
     flat = -scale * grad_logprob
@@ -141,10 +177,13 @@ def logit_gradient(x, hit, lse, grad_logprob, entropy, grad_entropy, scale, HAS_
         d = p * flat[:, None]
         idle = grad_logprob == 0
     d += tl.where(hit, (scale * grad_logprob)[:, None], 0.0)
+    if HAS_CAP:  # times 1 - tanh^2
+        t = x / (scale * cap)
+        d *= 1.0 - t * t
     return tl.where(idle[:, None], 0.0, d)  # exactly 0 for a token that does not train, even if its logits are NaN
 
 
-@triton.jit(do_not_specialize=["width", "first", "scale"])
+@triton.jit(do_not_specialize=["width", "first", "scale", "cap", "ignore"])
 def grad_kernel(
     logits_ptr,
     bias_ptr,
@@ -160,7 +199,11 @@ def grad_kernel(
     width,
     first,
     scale,
+    cap,
+    ignore,
     HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_IGNORE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -168,8 +211,14 @@ def grad_kernel(
     one = row + tl.arange(0, 1)
     begin = tl.program_id(1) * BLOCK
     columns = begin + tl.arange(0, BLOCK)
-    x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, HAS_BIAS, BLOCK)
-    target = tl.load(targets_ptr + row * target_stride).to(tl.int64) - first
+    target = tl.load(targets_ptr + row * target_stride).to(tl.int64)
+    if HAS_IGNORE:  # noqa: SIM102 -- a compile-time branch around one at run time
+        if target == ignore:
+            nothing = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * out_stride + columns, nothing, mask=columns < width)
+            return
+    target -= first
+    x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, cap, HAS_BIAS, HAS_CAP, BLOCK)
     entropy = tl.load(entropy_ptr + one) if HAS_ENTROPY else tl.zeros([1], tl.float32)
     grad_entropy = tl.load(grad_entropy_ptr + one) if HAS_ENTROPY else tl.zeros([1], tl.float32)
     d = logit_gradient(
@@ -180,7 +229,9 @@ def grad_kernel(
         entropy,
         grad_entropy,
         scale,
+        cap,
         HAS_ENTROPY,
+        HAS_CAP,
     )
     d = tl.reshape(d, [BLOCK]).to(out_ptr.dtype.element_ty)
     if begin + BLOCK <= width:
@@ -189,8 +240,17 @@ def grad_kernel(
         tl.store(out_ptr + row * out_stride + columns, d, mask=columns < width)
 
 
+def flags(cap: float, ignore: int) -> dict[str, bool]:
+    return {"HAS_CAP": cap > 0, "HAS_IGNORE": ignore != IGNORE_NONE}
+
+
 def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``logprob``, ``lse`` and ``entropy`` of a tile that holds whole rows."""
+    return finish(scan(tile, entropy), entropy)
+
+
+def scan(tile: Tile, entropy: bool) -> Tensor:
+    """Compute the states ``[1, 4, n]`` float32 of a tile's rows."""
     rows, width = tile.logits.shape
     state = torch.empty((1, 4, rows), dtype=torch.float32, device=tile.logits.device)
     if rows:
@@ -204,15 +264,15 @@ def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
                 tile.targets.stride(0),
                 width,
                 tile.first,
-                tile.scale,
-                rows,
+                *(tile.scale, tile.cap, tile.ignore, rows),
                 HAS_BIAS=tile.bias is not None,
+                **flags(tile.cap, tile.ignore),
                 ENTROPY=entropy,
                 BLOCK=ROW_BLOCK,
                 num_warps=8,
                 **FUSED,
             )
-    return finish(state, entropy)
+    return state
 
 
 def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,8 +309,9 @@ def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
             out.stride(0),
             width,
             tile.first,
-            tile.scale,
+            *(tile.scale, tile.cap, tile.ignore),
             HAS_BIAS=tile.bias is not None,
+            **flags(tile.cap, tile.ignore),
             HAS_ENTROPY=entropy is not None,
             BLOCK=ROW_BLOCK,
             num_warps=8,
@@ -262,7 +323,8 @@ def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
 # Cases to compile ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
 def _case(kernel: Any, pointers: dict[str, str], **flags: Any) -> CompileCase:
-    signature = {**{name: "fp32" if name == "scale" else "i32" for name in kernel.arg_names}, **pointers}
+    types = {"scale": "fp32", "cap": "fp32", "ignore": "i64"}
+    signature = {**{name: types.get(name, "i32") for name in kernel.arg_names}, **pointers}
     signature.update(dict.fromkeys(flags, "constexpr"))
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("row_stride", "out_stride"))
     wide = ("ld.global.v4", "st.global.v4") if kernel is grad_kernel else ("ld.global.v4",)
@@ -277,10 +339,17 @@ COMPILE_CASES = [
         scan_kernel,
         {"logits_ptr": f"*{t}", "bias_ptr": "*fp32", "targets_ptr": "*i64", "state_ptr": "*fp32"},
         HAS_BIAS=bias,
+        HAS_CAP=cap,
+        HAS_IGNORE=cap,
         ENTROPY=entropy,
         BLOCK=4096,
     )
-    for t, bias, entropy in (("fp32", False, False), ("bf16", False, True), ("fp16", True, False))
+    for t, bias, entropy, cap in (
+        ("fp32", False, False, False),
+        ("bf16", False, True, False),
+        ("fp16", True, False, False),
+        ("bf16", False, True, True),
+    )
 ] + [
     _case(
         grad_kernel,
@@ -289,10 +358,12 @@ COMPILE_CASES = [
             **{f"{name}_ptr": "*fp32" for name in ("bias", "lse", "grad_logprob", "entropy", "grad_entropy")},
         },
         HAS_BIAS=False,
+        HAS_CAP=cap,
+        HAS_IGNORE=cap,
         HAS_ENTROPY=entropy,
         BLOCK=4096,
     )
-    for t, entropy in (("fp32", False), ("bf16", True))
+    for t, entropy, cap in (("fp32", False, False), ("bf16", True, False), ("bf16", True, True))
 ]
 COMPILE_CASES.append(
     _case(

@@ -5,6 +5,7 @@ The gradient of a chunk of tokens is formed while the chunk's logits are in memo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
 from turnwise.ops.common.layout import RowLayout, Streams, check_tensors, transform_reason
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_temperature
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.linear_logprob import linear_logprob
-from turnwise.ops.logprob.linear_native import Gradients, Head
-from turnwise.ops.logprob.tiles import Upstream, finish, new_state, scan
+from turnwise.ops.logprob.linear_native import Gradients, Head, spread
+from turnwise.ops.logprob.tiles import Upstream, new_state, scan
 from turnwise.ops.loss.aggregation import Aggregation, find_aggregation
 from turnwise.ops.loss.arguments import check_call, make_normalizer, make_objective, make_selected
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
@@ -83,10 +84,11 @@ def token_gradient(
 
 def _chunk_size(head: Head) -> int:
     size = head.products.dtype.itemsize
+    vocabulary = head.vocabulary if head.shard is None else head.shard.widest
     if head.products.on_gpu:
-        return max(_GPU_BYTES // (head.vocabulary * size) // _GPU_TILE, 1) * _GPU_TILE
+        return max(_GPU_BYTES // (vocabulary * size) // _GPU_TILE, 1) * _GPU_TILE
     least = _LEAST[size]
-    return min(max(least, head.tokens // 16), max(least // 2, _BYTES // (head.vocabulary * size), 1))
+    return min(max(least, head.tokens // 16), max(least // 2, _BYTES // (vocabulary * size), 1))
 
 
 def _columns(head: Head, tokens: int) -> int:
@@ -135,7 +137,7 @@ def _chunk(
         tile = head.tile(rows, chunk, slice(start, min(start + width, head.vocabulary)))
         scan(tile, state, entropy)
         tiles.append(tile)
-    logprob, lse, entropies = finish(state, entropy)
+    logprob, lse, entropies = head.finish(state, chunk, entropy)
     # With the loss's gradient known, turn each tile of logits into its gradient and multiply it out.
     upstream = Upstream(lse, loss(logprob, tokens), None, None)
     sums = gradients.new_hidden(rows.shape[0])
@@ -206,7 +208,7 @@ def _scale_in_place(values: Tensor, factor: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Public function
 # ---------------------------------------------------------------------------------------------------------------------
-def _needs_rows(variant: Variant | None, correction: ImportanceCorrection | None) -> bool:
+def needs_rows(variant: Variant | None, correction: ImportanceCorrection | None) -> bool:
     """True if a token's loss depends on other tokens' log-probabilities, so that all of them are needed first."""
     if variant is not None and (variant.by_row or variant.selects):
         return True
@@ -227,13 +229,11 @@ def _scale_of(tokens: TokenStreams) -> Tensor:
     return torch.ldexp(torch.ones_like(tokens.weight[0]), -torch.frexp(tokens.weight.max()).exponent)
 
 
-def _tokens(
-    targets: Tensor, old_logprobs: Tensor, advantages: Tensor, aggregation: Aggregation, batch: dict[str, Any]
-) -> TokenStreams:
+def _tokens(old_logprobs: Tensor, advantages: Tensor, aggregation: Aggregation, batch: dict[str, Any]) -> TokenStreams:
     """Build the streams with a weight and an advantage per token. Both are known before any logit is computed."""
     cu_seqlens, mask, actor_ids = batch["cu_seqlens"], batch["mask"], batch["actor_ids"]
-    rows = RowLayout(targets, cu_seqlens)
-    lengths = rows.sum((torch.ones_like(targets) if mask is None else mask != 0).double())
+    rows = RowLayout(old_logprobs, cu_seqlens)
+    lengths = rows.sum((torch.ones_like(old_logprobs) if mask is None else mask != 0).double())
     normalizer = batch["normalizer"]
     if normalizer is None:
         normalizer = aggregation.normalizer(lengths, actor_ids, batch["num_actors"], batch["max_length"])
@@ -248,19 +248,6 @@ def _tokens(
     )
 
 
-def _trained(head: Head, tokens: TokenStreams) -> tuple[Head, TokenStreams, Tensor | None]:
-    """Drop the masked tokens, so that their logits are not computed. Only on a CPU: finding them makes a GPU wait.
-
-    Also returns the indices of the tokens that are left; ``None`` if nothing was dropped.
-    """
-    if tokens.mask is None or not tokens.mask.is_cpu or bool((tokens.mask != 0).all()):
-        return head, tokens, None
-    keep = (tokens.mask != 0).nonzero()[:, 0]
-    positions = keep if head.positions is None else head.positions[keep]
-    part = Head(head.hidden, head.weight, head.targets[keep], head.bias, positions, 1.0 / head.scale)
-    return part, tokens.pick(keep)._replace(mask=None), keep
-
-
 def _one_pass(
     whole: Head, tokens: TokenStreams, loss: TokenGradient, leaves: tuple[Tensor | None, ...], entropy: bool
 ) -> tuple[Gradients, Tensor, Tensor | None]:
@@ -268,18 +255,21 @@ def _one_pass(
 
     On a CPU, masked tokens have ``logprob`` and ``entropy`` 0.
     """
-    part, streams, keep = _trained(whole, tokens)
+    part, keep = whole.trained(tokens.mask)
+    streams = tokens if keep is None else tokens.pick(keep)._replace(mask=None)
     needs = [leaf is not None and leaf.requires_grad for leaf in leaves]
     wide = torch.float32 if whole.hidden.dtype is torch.float16 else None
-    gradients = Gradients(part, needs[0], needs[1], needs[2], wide)
+    gradients = Gradients(part, needs[0], needs[1], needs[2], wide, wide if whole.shard is None else torch.float32)
     logprob, entropies = fused(part, gradients, streams, loss, entropy)
+    if whole.shard is not None and gradients.need_hidden:
+        whole.shard.member.reduce(gradients.hidden)  # each rank has the part of its own columns
     if keep is not None:
-        logprob = logprob.new_zeros(whole.tokens).index_copy_(0, keep, logprob)
-        entropies = None if entropies is None else entropies.new_zeros(whole.tokens).index_copy_(0, keep, entropies)
+        logprob = spread(logprob, keep, whole.tokens)
+        entropies = None if entropies is None else spread(entropies, keep, whole.tokens)
     return gradients, logprob, entropies
 
 
-def _checked_normalizer(
+def checked_normalizer(
     targets: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -314,6 +304,8 @@ def linear_policy_loss(
     cu_seqlens: Tensor,
     mask: Tensor | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = None,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
     clip: Clip | None = None,
@@ -337,7 +329,7 @@ def linear_policy_loss(
     Input is packed: ``cu_seqlens [B+1]``, and all streams ``[N]`` like ``targets`` (``[M]`` with ``positions``).
     ``advantages`` are ``[B]`` or per token. Arguments and errors are those of :func:`linear_logprob` and
     :func:`policy_loss`; ``entropy=True`` adds the metric. ``backend`` names the backend of the head; the loss takes the
-    best one for the device.
+    best one for the device. A token whose target is ``ignore_index`` counts as masked.
 
     For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO, with
     a correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of
@@ -353,7 +345,8 @@ def linear_policy_loss(
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
     head: dict[str, Any] = {
-        "temperature": temperature, "bias": bias, "positions": positions, "check": check, "backend": backend,
+        "temperature": temperature, "softcap": softcap, "ignore_index": ignore_index, "bias": bias,
+        "positions": positions, "check": check, "backend": backend,
     }  # fmt: skip
     objective: dict[str, Any] = {"clip": clip, "variant": variant, "kl": kl, "correction": correction}
     batch: dict[str, Any] = {
@@ -373,13 +366,17 @@ def linear_policy_loss(
             )
 
     # Validate
+    softmax = make_softmax(temperature, softcap, ignore_index)
     check_head(hidden, weight, targets, bias, positions)
-    batch["normalizer"] = _checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+    batch["normalizer"] = checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+    ignored = softmax.ignored(targets)
+    if ignored is not None:
+        batch["mask"] = mask = ~ignored if mask is None else (mask != 0) & ~ignored
 
     # Plan: one pass where the loss of a token needs no other token
     leaves = (hidden, weight, bias)
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    once = wanted and not torch.compiler.is_compiling() and not _needs_rows(variant, correction)
+    once = wanted and not torch.compiler.is_compiling() and not needs_rows(variant, correction)
     others = positions, targets, old_logprobs, advantages, selected, *batch.values()
     reason = transform_reason(backend, *leaves, *others)
     if not (once and _serves(hidden, backend, reason)):
@@ -388,22 +385,35 @@ def linear_policy_loss(
         exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
         batch |= {"selected": selected, "entropy": entropies, "backend": exact}
         return policy_loss(logprob, old_logprobs, advantages, **objective, **batch)
-    check_temperature(temperature)
     if hidden.is_cpu or check:
-        check_id_values("targets", targets, weight.shape[0])
+        check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
 
+    whole = functools.partial(Head, hidden, weight, targets, bias, positions, softmax)
+    return one_pass_loss(whole, leaves, old_logprobs, advantages, objective, batch, entropy)
+
+
+def one_pass_loss(
+    head: Callable[[], Head],
+    leaves: tuple[Tensor, Tensor, Tensor | None],
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    objective: dict[str, Any],
+    batch: dict[str, Any],
+    entropy: bool,
+) -> PolicyLoss:
+    """Compute loss and gradients of ``leaves`` (hidden, weight, bias) together, chunk by chunk. All is checked."""
     # Launch
-    tokens = _tokens(targets, old_logprobs, advantages, find_aggregation(aggregation, actor_ids, max_length), batch)
-    scale = _scale_of(tokens) if hidden.dtype is torch.float16 else None
+    found = find_aggregation(batch["aggregation"], batch["actor_ids"], batch["max_length"])
+    tokens = _tokens(old_logprobs, advantages, found, batch)
+    scale = _scale_of(tokens) if leaves[0].dtype is torch.float16 else None
     if scale is not None:
         tokens = tokens._replace(weight=tokens.weight * scale)
 
     @torch.no_grad()
     def compute() -> tuple[Gradients, Tensor, Tensor | None]:
-        whole = Head(hidden, weight, targets, bias, positions, temperature)
-        return _one_pass(whole, tokens, token_gradient(**objective), leaves, entropy)
+        return _one_pass(head(), tokens, token_gradient(**objective), leaves, entropy)
 
     gradients, logprob, entropies = compute()
 

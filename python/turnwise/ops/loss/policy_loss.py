@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.dtensor import ROUTES, is_dtensor
 from turnwise.ops.common.layout import (
     Streams,
     check_memory,
@@ -366,6 +367,13 @@ def policy_loss(
 
     Example: ``policy_loss(logprobs, old, advantages, mask=mask, clip=Clip(0.2, 0.28), kl=KL("k3"), ref_logprobs=ref)``
     """
+    if is_dtensor(logprobs):
+        streams = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs, "entropy": entropy}
+        batch = {"mask": mask, "cu_seqlens": cu_seqlens, "selected": selected, "actor_ids": actor_ids}
+        options = {"clip": clip, "variant": variant, "kl": kl, "correction": correction, "aggregation": aggregation}
+        counts = {"normalizer": normalizer, "num_actors": num_actors, "max_length": max_length}
+        call = {**streams, **batch, **options, **counts, "check": check, "backend": backend}
+        return ROUTES["policy_loss"](logprobs, old_logprobs, advantages, **call)
     s = Streams(
         logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
     )

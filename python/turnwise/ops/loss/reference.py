@@ -88,14 +88,18 @@ def correction_weights(mismatch: Tensor, rows: RowLayout, correction: Importance
 
 
 def reference(
-    s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None
+    s: Streams,
+    objective: Objective,
+    selected: Tensor | None,
+    normalizer: Tensor | None,
+    rows: RowLayout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss and its metrics ``[1 + num_actors, K]``.
+    """Compute the loss and its metrics ``[1 + num_actors, K]``. ``rows`` replaces the layout made from the streams.
 
     The first row covers all tokens, the others one actor each. Columns are in the order of :func:`metric_names`.
     """
     dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
-    rows = RowLayout(s.logprobs, s.cu_seqlens)
+    rows = RowLayout(s.logprobs, s.cu_seqlens) if rows is None else rows
     mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
 
     def stream(values: Tensor) -> Tensor:
@@ -103,7 +107,7 @@ def reference(
         return torch.where(mask, values.to(dtype), 0.0)
 
     logprobs, old = stream(s.logprobs), stream(s.old_logprobs.detach())
-    advantages = stream(rows.spread(s.advantages.detach()))
+    advantages = stream(rows.spread_advantages(s.advantages.detach()))
     log_ratio = (logprobs - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     correction, rejected = None, torch.zeros_like(mask)
@@ -146,12 +150,8 @@ def reference(
 def _metrics(sums: Tensor, ratio: Tensor, mask: Tensor, rows: RowLayout, s: Streams, objective: Objective) -> Tensor:
     """Turn row sums ``[B, columns]`` into metrics ``[1 + num_actors, K]``."""
     # Sums and the largest ratio: of the whole batch first, then of each actor.
-    ratios = torch.where(mask, ratio, 0.0).double()
-    if rows.row is None:
-        row_max = ratios.amax(dim=1) if ratios.shape[1] else ratios.new_zeros(rows.count)
-    else:
-        row_max = ratios.new_zeros(rows.count).scatter_reduce(0, rows.row, ratios, "amax")
-    groups = [(sums.sum(dim=0), row_max.amax() if rows.count else ratios.new_zeros(()))]
+    row_max = rows.max(torch.where(mask, ratio, 0.0).double())
+    groups = [(sums.sum(dim=0), row_max.amax() if rows.count else row_max.new_zeros(()))]
     if s.actor_ids is not None:
         actor_sums = sums.new_zeros(objective.num_actors, sums.shape[1]).index_add(0, s.actor_ids, sums)
         actor_max = sums.new_zeros(objective.num_actors).scatter_reduce(0, s.actor_ids.long(), row_max, "amax")

@@ -1,0 +1,81 @@
+"""Whole runs of ``verl.trainer.main_ppo``: two steps each, with turnwise chosen by name alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from .helpers import train, write_inputs
+
+pytestmark = pytest.mark.slow
+
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+ESTIMATOR = "algorithm.adv_estimator"
+METRIC = re.compile(r"(actor/[a-z_]+|critic/[a-z_/]+):(?:np\.float64\()?(-?[\d.e-]+)")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"weights-{step}.pt")
+
+
+def metrics(printed: str) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for name, value in METRIC.findall(printed):
+        found.setdefault(name, []).append(float(value))
+    return found
+
+
+def test_the_weights_of_verls_own(inputs: Path, tmp_path: Path) -> None:
+    """Two mini-batches of two micro-batches a step, an entropy bonus and importance weights, on the same rollouts.
+
+    A reference model does not run on a CPU here: verl offloads it, which pins memory. ``test_training_worker.py`` has
+    the KL loss.
+    """
+    common = (
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        "algorithm.rollout_correction.rollout_is=token",
+    )
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    logprobs = "actor_rollout_ref.model.external_lib=turnwise.integrations.verl.logprobs"
+    printed = train(inputs, ours, f"{ESTIMATOR}=turnwise_grpo", f"{LOSS}=turnwise_vanilla", logprobs, *common)
+    expected = train(inputs, theirs, f"{ESTIMATOR}=grpo", f"{LOSS}=vanilla", *common, rollouts=ours / "sampled.json")
+    moved = 0.0
+    for name, value in weights(theirs, 2).items():
+        torch.testing.assert_close(weights(ours, 2)[name], value, rtol=0, atol=1e-6)
+        moved = max(moved, (value - weights(theirs, 0)[name]).abs().max().item())
+    assert moved > 1e-3  # two optimizer steps at a learning rate of 1e-3
+    got, named = metrics(printed), metrics(expected)
+    assert got.keys() == named.keys() and "actor/pg_clipfrac_lower" in named
+    for name, values in named.items():
+        assert got[name] == pytest.approx(values, abs=1e-4), name
+
+
+def test_a_team(inputs: Path, tmp_path: Path) -> None:
+    """Each agent's calls get Dr. MAS's advantages, from the loop's ``call_fields`` to the loss."""
+    team = (
+        f"{LOSS}=turnwise_gspo",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=team",
+        "trainer.v1.trainer_mode=turnwise_sync",
+    )
+    printed = train(inputs, tmp_path / "team", f"{ESTIMATOR}=turnwise_dr_mas", *team)
+    solver, verifier = (1.0, 0.0, 1.0, 0.0), (0.0, 1.0, 1.0, 0.0)
+    for step in range(2):
+        rows = torch.load(tmp_path / "team" / f"advantages-{step}.pt")
+        assert len(rows) == 32  # four questions, four sessions, two calls
+        for key, row in rows.items():
+            _, session, place = key.rsplit("_", 2)
+            reward = (solver, verifier)[int(place)][int(session)]
+            assert row[0].item() == pytest.approx(0.866 * (2 * reward - 1), abs=1e-3)
+    assert metrics(printed)["critic/score/mean"] == pytest.approx([0.5, 0.5])
+    assert not torch.equal(*(weights(tmp_path / "team", step)["model.norm.weight"] for step in (0, 2)))
