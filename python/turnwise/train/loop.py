@@ -12,8 +12,8 @@ The synchronous and the asynchronous loop are the same: with ``loop.max_stalenes
 batches ahead of the update.
 
 Other modules run the episodes (``turnwise.arena``), compute advantages (``turnwise.credit``), hold and update the
-models (``train.learner``, which uses ``train.update`` and ``train.model``), define the checkpoint format (``train.checkpoint``), and
-build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is the same loop without this class.
+models (``train.learner``, with ``train.update`` and ``train.model``), define the checkpoint format
+(``train.checkpoint``), and build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is the same loop without this class.
 """
 
 from __future__ import annotations
