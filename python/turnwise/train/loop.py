@@ -13,7 +13,8 @@ batches ahead of the update.
 
 Other modules run the episodes (``turnwise.arena``), compute advantages (``turnwise.credit``), hold and update the
 models (``train.learner``, with ``train.update`` and ``train.model``), define the checkpoint format
-(``train.checkpoint``), and build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is the same loop without this class.
+(``train.checkpoint``), and build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is
+the same loop without this class.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class Pool:
         for name in member.versions:
             target = self.folder / member.file(name)
             partial = target.with_name(f".{target.name}.tmp")
-            learner.send(name, lambda weights, file=partial: _write(weights, file))
+            learner.send(name, functools.partial(_write, partial))
             partial.replace(target)
         self.members.append(member)
         self._leaving, self.members = self.members[: -self.size], self.members[-self.size :]
@@ -97,7 +98,7 @@ def members_in(folder: Path, policies: Collection[str]) -> dict[int, dict[str, P
     return {step: files for step, files in members.items() if files.keys() == set(policies)}
 
 
-def _write(weights: Weights, file: Path) -> None:
+def _write(file: Path, weights: Weights) -> None:
     write_tensors({key: tensor.contiguous() for key, tensor in weights}, file)
 
 
