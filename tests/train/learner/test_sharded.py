@@ -6,11 +6,11 @@ The processes talk over gloo on the CPU. ``torchrun`` starts them once for all c
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from turnwise.inference.weights.lora import SharedBase
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig
@@ -29,7 +30,6 @@ from turnwise.train.model.loading import peft_config
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.update.update import update_policy
-from turnwise.inference.weights.lora import SharedBase
 from turnwise.types import TrainingBatch
 
 WORLD, STEPS = 2, 3
@@ -122,7 +122,7 @@ def odd(mesh: Any) -> dict[str, Any]:
     if mesh is not None:
         shard_policies({"default": policy}, mesh)
     for name, batch in {
-        "one row": make_batch(1, 1), "no row": make_batch(0), "nan": poisoned(make_batch()), "after": make_batch()
+        "one row": make_batch(1, 1), "no row": replace(make_batch(), policies=["other"]), "nan": poisoned(make_batch()), "after": make_batch()
     }.items():  # fmt: skip
         began = time.monotonic()
         metrics = train(policy, [batch])[0]

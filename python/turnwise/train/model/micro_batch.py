@@ -14,7 +14,6 @@ from turnwise.train.model.prefix_tree import PrefixTree, ranges
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.types import TrainingBatch
 
-
 _PADDING = 1.25  # most places per token in a block of padded rows
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from turnwise.inference.weights.lora import AdaptedModel, SharedBase
+from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.train.model.forward import Forward, Result
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy
@@ -104,5 +104,7 @@ def _shard(lm: Any, how: dict[str, Any]) -> Root:
     fully_shard(root, reshard_after_forward=True, **how)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # a sum: the loss's normaliser is already that of all ranks
+            # Sum the gradients: the loss's normaliser is already that of all ranks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     return root
