@@ -121,9 +121,13 @@ def odd(mesh: Any) -> dict[str, Any]:
     policy = make_policy(CASES[0])
     if mesh is not None:
         shard_policies({"default": policy}, mesh)
-    for name, batch in {
-        "one row": make_batch(1, 1), "no row": replace(make_batch(), policies=["other"]), "nan": poisoned(make_batch()), "after": make_batch()
-    }.items():  # fmt: skip
+    batches = {
+        "one row": make_batch(1, 1),
+        "no row": replace(make_batch(), policies=["other"]),
+        "nan": poisoned(make_batch()),
+        "after": make_batch(),
+    }
+    for name, batch in batches.items():
         began = time.monotonic()
         metrics = train(policy, [batch])[0]
         found[name] = {"metrics": metrics, "seconds": time.monotonic() - began, "sums": policy.fingerprint()}

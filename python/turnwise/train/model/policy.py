@@ -68,7 +68,7 @@ class Policy:
         self.build_optimizer()
 
     def build_optimizer(self) -> None:
-        """Make a new optimizer of the present parameters, and its learning-rate schedule, unless the policy is frozen."""
+        """Make a new optimizer of the present parameters, and its schedule, unless the policy is frozen."""
         config = self._config
         if self.trainable:
             self.optimizer = torch.optim.AdamW(
@@ -110,7 +110,7 @@ class Policy:
         return micros
 
     def over_stream(self, length: int, micros: Sequence[MicroBatch], read: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Return ``read`` of all ``micros`` as one value per token of the batch's stream ``[length]``; 0 for the others.
+        """Return ``read`` of all ``micros`` as values per token of the batch's stream ``[length]``; 0 for the others.
 
         Each rank reads its own micro-batches, and gets the values of all.
         """
