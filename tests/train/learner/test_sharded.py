@@ -197,11 +197,13 @@ def team(mesh: Any, folder: Path) -> dict[str, Any]:
         num_key_value_heads=1, head_dim=16, intermediate_size=64,
     )  # fmt: skip
     shared = SharedBase(lm)
-    policies = {
-        name: Policy(name, shared.add_adapter(name, peft_config(LoraConfig(rank=4, dropout=0.0)), seed), UPDATE,
-                     total_steps=20, with_reference=True)
+    models = {
+        name: shared.add_adapter(name, peft_config(LoraConfig(rank=4, dropout=0.0)), seed)
         for seed, name in enumerate(("first", "second"))
-    }  # fmt: skip
+    }
+    policies = {
+        name: Policy(name, model, UPDATE, total_steps=20, with_reference=True) for name, model in models.items()
+    }
     batch = replace(make_batch(), policies=["first", "second"])
     batch.policy_index[5:] = 1
     config = config_of(folder).model_copy(update={"loss": LossConfig(type="clip-cov", kl={"coef": 0.1})})

@@ -60,9 +60,11 @@ def shard_policies(
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh={mesh}: expected one dimension, got {mesh.ndim}")
+    # The embedding's dtype is that of all layers. A cast of inputs would also take the log-probs of a micro-batch.
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     how = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     ranks, roots = Ranks(mesh.get_group()), {}
