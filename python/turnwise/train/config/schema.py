@@ -77,7 +77,7 @@ class LogConfig(Section):
 
 
 class ShardingConfig(Section):
-    """Shards of the models over the processes that torchrun or Slurm starts; see docs/cluster.md."""
+    """Shards of the models over the processes that torchrun or Slurm starts; see docs/training.md."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type in which layers are gathered and computed; by default that of the weights. Gradients add up in float32."""
