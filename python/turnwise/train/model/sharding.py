@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ def shard_policies(
         policy.build_optimizer()
 
 
-def whole(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Gather one weight after the other. Every rank reads the whole iterator, in the same order."""
     for name, tensor in weights:
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
