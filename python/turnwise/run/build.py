@@ -25,7 +25,7 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
-from turnwise.run.ranks import device_of, shard
+from turnwise.run.ranks import shard
 from turnwise.run.selfplay import build_callbacks
 from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.tasks import Task
@@ -48,6 +48,7 @@ from turnwise.train.model.loading import (
     attach_adapters,
     build_policies,
     check_targets,
+    find_device,
     load_models,
     load_references,
 )
@@ -168,8 +169,9 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     _prepare_torch(config)
     task = task_of(config)
     config, *_ = check_config(config, task, warm=False)
-    models = attach_adapters(_load_models(config, task, device_of(config, mesh)), config.policies, config.seed)
-    policies = build_policies(config, models, _load_references(config, task, device_of(config, mesh)))
+    models = attach_adapters(_load_models(config, task, "cpu"), config.policies, config.seed)
+    past_models(config, models)  # a base has the adapters of its past policies too
+    policies = build_policies(config, models, _load_references(config, task, "cpu"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 saves after Ctrl-C, which takes all ranks
     shard(policies, config, mesh).follow()
 
@@ -191,12 +193,13 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
-    # Load the models, warm-start them, and attach the adapters.
-    device = device_of(config, mesh)
+    # Load the models, warm-start them, and attach the adapters. To be sharded, they wait in the CPU's memory.
+    device = find_device(config.device) if mesh is None else "cpu"
     models = _load_models(config, task, device)
     check_targets(models, config.policies)
     if rows is not None:
-        run_warm_start(config, rows, actors, tokenizer, models, log)
+        run_warm_start(config, rows, actors, tokenizer, _moved(models, find_device(config.device)), log)
+        models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
     # Build the arena with its client, the policies and the trainer.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
@@ -218,14 +221,17 @@ def _prepare_torch(config: TrainConfig) -> None:
 def _load_models(config: TrainConfig, task: Task, device: Any) -> dict[str, Any]:
     tiny, share = partial(tiny_model, config, task), config.warm_start.steps == 0
     models = load_models(config.policies, tiny, share_frozen=share)
-    return {name: model.to(device) for name, model in models.items()}
+    return _moved(models, device)
 
 
 def _load_references(config: TrainConfig, task: Task, device: Any) -> dict[str, Any]:
     if not config.loss.kl.coef:
         return {}
-    references = load_references(config.policies, partial(tiny_model, config, task))
-    return {name: model.to(device) for name, model in references.items()}
+    return _moved(load_references(config.policies, partial(tiny_model, config, task)), device)
+
+
+def _moved(models: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    return {name: model.to(device) for name, model in models.items()}
 
 
 def build_arena(

@@ -21,6 +21,7 @@ from turnwise.inference.vllm.build import check_engine_args, vllm_or_raise
 from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.loading import find_device
 from turnwise.types import InferenceClient, ModelError
 
 PROCESS_TIMEOUT = 600.0
@@ -49,9 +50,8 @@ def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Mo
 
 
 def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    return TransformersClient(
-        models, tokenizer, max_batch_rows=config.rollout.max_batch_rows, in_flight=config.loop.in_flight_updates
-    )
+    how: dict[str, Any] = {"max_batch_rows": config.rollout.max_batch_rows, "in_flight": config.loop.in_flight_updates}
+    return TransformersClient(models, tokenizer, device=find_device(config.device), **how)
 
 
 def _check_vllm(config: TrainConfig) -> None:

@@ -59,13 +59,6 @@ def join_ranks(config: TrainConfig) -> Any:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def device_of(config: TrainConfig, mesh: Any) -> torch.device:
-    """Return the device of this process: with a GPU for each rank, the one that :func:`join_ranks` chose."""
-    if mesh is None or mesh.device_type == "cpu":
-        return find_device(config.device)
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any:
     """Return the ``ShardedLearner`` of ``policies`` over ``mesh``. All ranks call it; they wait for the slowest."""
     from turnwise.train.learner.sharded import ShardedLearner

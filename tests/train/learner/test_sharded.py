@@ -269,6 +269,10 @@ def work(folder: Path) -> None:
         die(folder, mesh)
     found = {str(case): results(case, mesh) for case in CASES} | {"odd": odd(mesh)}
     found |= {"team": team(mesh, folder), "narrow": narrow(mesh)}
+    try:
+        shard_policies({"default": make_policy(CASES[dist.get_rank()])}, mesh)
+    except ValueError as error:
+        found["other model"] = str(error)
     found["offload"] = results(OFFLOADED, mesh, offload=True)
     found |= {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
     torch.save(found, folder / f"{dist.get_rank()}.pt")
@@ -413,6 +417,12 @@ def test_adapters_of_one_base_train_one_after_another(done: list[dict[str, Any]]
         assert want["metrics"][name]["updates"] == 2
     assert got["sums"] == done[1]["team"]["sums"] and got["sums"].keys() == want["sums"].keys()
     assert got["sums"]["the base of first"] == want["sums"]["the base of first"]
+
+
+def test_ranks_with_other_models_are_refused(done: list[dict[str, Any]]) -> None:
+    """One rank ties its embeddings, so it has no weights of its own for the head."""
+    for found in done:
+        assert found["other model"].startswith("policies: expected the same models on all ranks; rank 1 differs")
 
 
 def test_shards_in_the_cpus_memory_train_alike(done: list[dict[str, Any]]) -> None:

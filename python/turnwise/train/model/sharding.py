@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.train.model.forward import Forward, Result
 from turnwise.train.model.micro_batch import MicroBatch
-from turnwise.train.model.policy import Policy
+from turnwise.train.model.policy import Policy, named_weights
 from turnwise.train.model.ranks import Ranks
 from turnwise.train.model.support import causal_lm
 
@@ -56,7 +56,8 @@ def shard_policies(
     ``param_dtype`` is the dtype in which layers are gathered and computed (``None``: that of the weights). ``offload``
     keeps the shards and the optimizer in the CPU's memory. Each policy gets a new optimizer.
 
-    Raises ``ValueError`` for a mesh of more dimensions, and for a model without ``layers`` in its decoder.
+    Raises ``ValueError`` for a mesh of more dimensions, for a model without ``layers`` in its decoder, and, on all
+    ranks, if their models differ.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh={mesh}: expected one dimension, got {mesh.ndim}")
@@ -69,9 +70,10 @@ def shard_policies(
     }
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     ranks, roots = Ranks(mesh.get_group(), device), {}
+    _refuse_other_models(policies, ranks)
     for lm in _models(policies):
-        for tensor in {id(t): t for t in lm.state_dict(keep_vars=True).values()}.values():
-            dist.broadcast(tensor.detach(), group_src=0, group=ranks.group)
+        for _, tensor in named_weights(lm):
+            dist.broadcast(tensor, group_src=0, group=ranks.group)
         roots[id(lm)] = _shard(lm, how)
     for policy in policies.values():
         policy.forward = ShardedForward(roots[id(policy.forward.lm)], policy.forward)
@@ -86,6 +88,16 @@ def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
     """Gather one weight after the other. Every rank reads the whole iterator, in the same order."""
     for name, tensor in weights:
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _refuse_other_models(policies: Mapping[str, Policy], ranks: Ranks) -> None:
+    """Raise ``ValueError`` unless the models of all ranks have the same weights, by name, shape and dtype."""
+    named = [(name, tuple(x.shape), str(x.dtype)) for lm in _models(policies) for name, x in named_weights(lm)]
+    first, *others = ranks.gather([named])
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            odd = sorted(set(other) ^ set(first)) or ["their order"]
+            raise ValueError(f"policies: expected the same models on all ranks; rank {rank} differs, first in {odd[0]}")
 
 
 def _models(policies: Mapping[str, Policy]) -> list[Any]:
