@@ -75,15 +75,15 @@ def save_model(folder: Path, family: str = "llama") -> Path:
     return folder
 
 
-def rollouts(seed: int, tools: bool, fields: dict[str, list[Any]]) -> Callable[..., dict[str, Any]]:
+def rollouts(seed: int, tools: bool, fields: dict[str, list[Any]], letters: int) -> Callable[..., dict[str, Any]]:
     """A ``rollout_func`` of random completions of 3 to 8 tokens. The model is nearly uniform over its tokens, so
     log-probs near ``-log(258)`` give importance weights near 1, inside and outside of their bounds. ``fields`` are
-    further columns."""
+    further columns. With few ``letters``, rows with positive and with negative advantages have tokens in common."""
     choose = random.Random(seed)
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         encode = trainer.processing_class
-        completions = [[choose.randrange(BYTES) for _ in range(choose.randint(3, 8))] for _ in prompts]
+        completions = [[choose.randrange(letters) for _ in range(choose.randint(3, 8))] for _ in prompts]
         for tokens in completions[::2]:  # every other one ends, and the rest ran into their limit
             tokens[-1] = BYTES + 1
         found: dict[str, Any] = {
@@ -110,6 +110,7 @@ def train_once(
     steps: int = STEPS,
     seed: int = 0,
     samples: bool = False,
+    letters: int = BYTES,
     attention: str = "sdpa",
     fields: dict[str, list[Any]] | None = None,
     folder: Path,
@@ -150,7 +151,7 @@ def train_once(
         processing_class=AutoTokenizer.from_pretrained(folder),
         train_dataset=Dataset.from_list(prompts if dataset is None else dataset),
         reward_funcs=reward_funcs,
-        rollout_func=None if samples else rollouts(seed, tools, fields or {}),
+        rollout_func=None if samples else rollouts(seed, tools, fields or {}, letters),
         **arguments or {},
     )
     if correction is not None:  # TRL's correction of vLLM's log-probs, without vLLM

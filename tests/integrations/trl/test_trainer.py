@@ -90,7 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gspo-entropy": {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
     "gspo-luspo": {"importance_sampling_level": "sequence", "loss_type": "luspo"},
     "gspo-cispo": {"importance_sampling_level": "sequence", "loss_type": "cispo", "epsilon_high": 1.05},
-    "two-sided": {"delta": 1.3, "epsilon": 0.1},
+    "two-sided": {"delta": 1.06, "epsilon": 0.05, "letters": 3},
     "high-entropy": {"top_entropy_quantile": 0.5},
     "off-policy": {"off_policy_mask_threshold": 0.01},
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "loss_type": "bnpo"},
