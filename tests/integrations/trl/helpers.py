@@ -29,7 +29,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": BYTES + 1,
 }
 STEPS = 8
-OF_TIME = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+OF_TIME = {"step_time"} | {
+    f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
+}
 """Logged values that no two runs share."""
 
 
@@ -111,6 +113,7 @@ def train_once(
     seed: int = 0,
     samples: bool = False,
     letters: int = BYTES,
+    evaluates: bool = False,
     attention: str = "sdpa",
     fields: dict[str, list[Any]] | None = None,
     folder: Path,
@@ -158,5 +161,7 @@ def train_once(
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer.train()
+    if evaluates:  # its metrics join the others
+        trainer.evaluate(Dataset.from_list(prompts[:4]))
     weights = {name: value.detach().double() for name, value in trainer.model.named_parameters()}
     return Run(weights, trainer.state.log_history, seen, trainer)

@@ -44,13 +44,13 @@ def compare(train: Callable[..., Any], *, says: str = "", layout: str = "auto", 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("TRL's own code ran")
 
-    expected = train(GRPOTrainer, **config)
+    arguments = config.pop("arguments", {})
+    expected = train(GRPOTrainer, **config, arguments=arguments)
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
         for name in () if says else ("_compute_loss", "_get_per_token_logps_and_entropies"):
             patch.setattr(GRPOTrainer, name, refuse)
-        arguments = config.pop("arguments", {}) | {"sequence_layout": layout}
-        ours = train(TurnwiseGRPOTrainer, **config, arguments=arguments)
+        ours = train(TurnwiseGRPOTrainer, **config, arguments=arguments | {"sequence_layout": layout})
     said = [str(w.message) for w in caught if w.category is RuntimeWarning and "TRL's" in str(w.message)]
     assert len(said) == (1 if says else 0) and all(says in text for text in said)
     # Weights
@@ -103,6 +103,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain-kl": {"use_bias_correction_kl": False},
     "temperature": {"temperature": 0.7},
     "no-checkpointing": {"gradient_checkpointing": False},
+    "evaluation": {"evaluates": True, "per_device_eval_batch_size": 4},
     "packed": {"layout": "packed"},
     "trie": {"layout": "trie"},
     "padding": {"pad_to_multiple_of": 16},
@@ -140,6 +141,15 @@ def test_falls_back_and_says_why(train: Any, name: str) -> None:
     compare(train, beta=0.04, says=says, **settings)
 
 
+def test_adapters(train: Any) -> None:
+    """Only the adapter trains, and the reference is the model without it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0)
+    expected, _ = compare(train, beta=0.04, arguments={"peft_config": lora}, learning_rate=1e-2)
+    assert max(log["kl"] for log in expected.logs if "kl" in log) > 1e-3
+
+
 def test_absolute_positions_are_those_of_trl(train: Any, tmp_path: Path) -> None:
     """TRL counts the padding on the left of a prompt. A stream does so too, and a trie can't."""
     folder = save_model(tmp_path / "gpt2", "gpt2")
@@ -173,10 +183,16 @@ def test_a_shared_prompt_runs_once(train: Any) -> None:
     assert prompt > 5 and micro.num_tokens <= prompt + int(scored.sum()) - 4
 
 
-def test_the_model_still_generates(train: Any) -> None:
+def test_the_model_still_generates_and_saves(train: Any, tmp_path: Path) -> None:
     """Without a ``rollout_func``: TRL samples with the model, whose forward pass has been extended."""
+    from transformers import AutoModelForCausalLM
+
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
 
     run = train(TurnwiseGRPOTrainer, steps=2, num_iterations=1, samples=True)
     assert all(torch.isfinite(weight).all() for weight in run.weights.values())
     assert run.inputs[0]["completion_ids"].shape[1] >= 1
+    run.trainer.save_model(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config._attn_implementation == "sdpa"
+    assert all(torch.equal(run.weights[name], value.double()) for name, value in saved.named_parameters())
