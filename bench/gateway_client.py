@@ -23,6 +23,8 @@ async def chat(http: aiohttp.ClientSession, url: str, key: str, given: dict[str,
         began = time.perf_counter()
         headers = {"Authorization": f"Bearer {key}"}
         async with http.post(f"{url}/chat/completions", json={"messages": messages}, headers=headers) as response:
+            if response.status != 200:
+                raise SystemExit(f"{url} answered {response.status}: {await response.text()}")
             answer = await response.json()
         waits.append(1e3 * (time.perf_counter() - began))
         messages += [answer["choices"][0]["message"], following]
