@@ -49,6 +49,8 @@ def test_the_weights_of_verls_own(inputs: Path, tmp_path: Path) -> None:
         "actor_rollout_ref.actor.optim.optimizer=SGD",
         "actor_rollout_ref.actor.optim.lr=0.1",
         "actor_rollout_ref.actor.grad_clip=1000",
+        # By default logits are bfloat16, and verl rounds log-probabilities to it, which turnwise does not.
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         "algorithm.rollout_correction.rollout_is=token",
     )
