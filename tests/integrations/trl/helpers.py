@@ -54,7 +54,7 @@ class Run(NamedTuple):
     trainer: Any
 
 
-def save_model(folder: Path, family: str = "llama") -> Path:
+def save_model(folder: Path, family: str = "llama", **config_of_llama: Any) -> Path:
     """Save a random model and a tokenizer of bytes, which no network is needed for."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
@@ -72,7 +72,7 @@ def save_model(folder: Path, family: str = "llama") -> Path:
             attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
         )  # fmt: skip
     else:
-        config = LlamaConfig(**SIZES)
+        config = LlamaConfig(**SIZES, **config_of_llama)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
 

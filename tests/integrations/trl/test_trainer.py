@@ -158,11 +158,23 @@ def test_absolute_positions_are_those_of_trl(train: Any, tmp_path: Path) -> None
         compare(train, folder=folder, layout="trie")
 
 
+def test_attention_that_drops_weights_shares_no_prefixes(train: Any, tmp_path: Path) -> None:
+    from turnwise.integrations.trl import TurnwiseGRPOTrainer
+
+    folder = save_model(tmp_path / "drops", attention_dropout=0.1)
+    run = train(TurnwiseGRPOTrainer, folder=folder, steps=1)
+    assert 0 < run.logs[0]["grad_norm"] < 100
+    with pytest.raises(ValueError, match=r"its attention drops a share of 0\.1"):
+        train(TurnwiseGRPOTrainer, folder=folder, arguments={"sequence_layout": "trie"})
+
+
 def test_a_required_layout_that_cant_be_had_is_an_error(train: Any) -> None:
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
 
     with pytest.raises(ValueError, match="its attention 'eager' would score all pairs"):
         train(TurnwiseGRPOTrainer, attention="eager", arguments={"sequence_layout": "packed"})
+    with pytest.raises(ValueError, match="sequence_layout='trie': can't be had, as cast_lm_head_to_fp32=True"):
+        train(TurnwiseGRPOTrainer, cast_lm_head_to_fp32=True, arguments={"sequence_layout": "trie"})
     with pytest.raises(ValueError, match="sequence_layout='padded': expected one of auto, packed, trie"):
         train(TurnwiseGRPOTrainer, arguments={"sequence_layout": "padded"})
 

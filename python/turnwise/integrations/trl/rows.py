@@ -100,6 +100,12 @@ def positions_are_relative(lm: Any) -> bool:
     )
 
 
+def attention_dropout(lm: Any) -> float:
+    """The share of attention weights that a training pass drops."""
+    config = lm.config.get_text_config()
+    return max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
+
+
 class Scorer:
     """Scores tokens of padded rows with a causal LM: one stream through its layers, its head without logits.
 
@@ -112,14 +118,17 @@ class Scorer:
     def __init__(self, model: nn.Module, layout: str) -> None:
         check_layout(layout)
         lm = causal_lm(model)
-        relative = positions_are_relative(lm)
         if why := obstacle_to_fusing(lm) or obstacle_to_packing(lm):
             raise ValueError(f"{type(lm).__name__}: {why}")
-        # TRL counts positions with the padding on the left. A stream can do so too, but for flash attention and tries.
+        # TRL counts positions with the padding on the left. A packed stream can do so too, but for flash attention.
+        relative = positions_are_relative(lm)
         self.columns = lm.config._attn_implementation == ATTENTION
         if not relative and (layout == "trie" or not self.columns):
             raise ValueError(f"{type(lm).__name__}: its positions are absolute, and TRL's count the padding")
-        self.forward = Forward(model, layout if relative else "packed")
+        drops = attention_dropout(lm)
+        if drops and layout == "trie":
+            raise ValueError(f"{type(lm).__name__}: its attention drops a share of {drops} of the weights out")
+        self.forward = Forward(model, layout if relative and not drops else "packed")
         redirect(lm)
 
     def rows(self, input_ids_BT: Tensor, attended_BT: Tensor, scored_BT: Tensor, temperature: float) -> MicroBatch:

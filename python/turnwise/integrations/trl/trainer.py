@@ -24,7 +24,7 @@ from turnwise.train.model.support import causal_lm
 Base: Any = object  # the methods of the GRPOTrainer that comes after the mixin
 
 TESTED = "1.16."
-"""The TRL whose private methods are overridden here."""
+"""Version of TRL whose private methods are overridden here."""
 
 Scored = tuple[Tensor, Tensor | None]  # log-probs [N] and, on request, entropies [N]
 OTHER_INPUTS = (
@@ -60,18 +60,17 @@ class TurnwiseGRPOMixin(Base):
         self._said: set[str] = set()
         self._scorers: dict[int, Scorer] = {}
         super().__init__(*args, **kwargs)
-        if why := self._why_not_scored():
-            self._fall_back("TRL's forward pass and loss are used", why)
-            return
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                try:
+        try:
+            if why := self._why_not_scored():
+                raise ValueError(why)
+            for model in (self.model, self.ref_model):
+                if model is not None:
                     lm = self._lm(model)
                     self._scorers[id(lm)] = Scorer(lm, sequence_layout)
-                except (ValueError, TypeError) as error:
-                    if sequence_layout != "auto":
-                        raise
-                    self._fall_back("TRL's forward pass and loss are used", str(error))
+        except (ValueError, TypeError) as error:
+            if sequence_layout != "auto":
+                raise ValueError(f"sequence_layout={sequence_layout!r}: can't be had, as {error}") from error
+            self._fall_back("TRL's forward pass and loss are used", str(error))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Forward pass
