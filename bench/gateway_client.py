@@ -21,14 +21,24 @@ async def chat(http: aiohttp.ClientSession, url: str, key: str, given: dict[str,
     messages, waits = [first], []
     for _ in range(given["calls"]):
         began = time.perf_counter()
-        headers = {"Authorization": f"Bearer {key}"}
-        async with http.post(f"{url}/chat/completions", json={"messages": messages}, headers=headers) as response:
-            if response.status != 200:
-                raise SystemExit(f"{url} answered {response.status}: {await response.text()}")
-            answer = await response.json()
+        answer = await call(http, f"{url}/chat/completions", key, messages)
         waits.append(1e3 * (time.perf_counter() - began))
         messages += [answer["choices"][0]["message"], following]
     return waits
+
+
+async def call(http: aiohttp.ClientSession, url: str, key: str, messages: list[dict[str, Any]]) -> Any:
+    """Call once, and up to twice more if the connection breaks, as OpenAI's SDK does: servers end idle connections."""
+    headers = {"Authorization": f"Bearer {key}"}
+    for attempts_left in (2, 1, 0):
+        try:
+            async with http.post(url, json={"messages": messages}, headers=headers) as response:
+                if response.status != 200:
+                    raise SystemExit(f"{url} answered {response.status}: {await response.text()}")
+                return await response.json()
+        except aiohttp.ClientConnectionError:
+            if not attempts_left:
+                raise
 
 
 async def main() -> None:
