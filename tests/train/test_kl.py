@@ -10,6 +10,8 @@ import torch
 
 from turnwise.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.kl import KLPenalty, adapted
 from turnwise.train.update.update import update_policy
@@ -81,7 +83,9 @@ def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
         changes |= {"policy": "frozen"} if place == 5 else {}
         changes |= {"loss_mask": [0, 1, 1]} if place == 2 else {}
         samples.append(sample_of(place, prompt, completion, (-rng.random(len(completion))).tolist(), **changes))
-    penalty = KLPenalty({"default": policy, "frozen": frozen}, KLConfig(coef=0.25, apply_to="reward"), 12)
+    learner = LocalLearner({"default": policy, "frozen": frozen}, TrainConfig(update={"micro_batch_tokens": 12}))
+    config = KLConfig(coef=0.25, apply_to="reward")
+    penalty = KLPenalty(learner.policies, config, learner.reference_logprobs)
     got = penalty(samples)
     reference = copy.deepcopy(policy.reference).double()
     want, counts = [], []

@@ -11,6 +11,7 @@ import numpy as np
 from turnwise.arena import Arena
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.learner.learner import Learner
 from turnwise.train.log.client_metrics import ClientMetrics
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.model.policy import Policy
@@ -22,7 +23,8 @@ class TrainerView(Protocol):
     """The part of :class:`~turnwise.train.loop.Trainer` that callbacks, health checks and checkpoints use."""
 
     arena: Arena
-    policies: dict[str, Policy]
+    learner: Learner
+    policies: Mapping[str, Policy]
     config: TrainConfig
     progress: RunProgress
     log: RunLog

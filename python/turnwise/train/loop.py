@@ -11,9 +11,10 @@
 The synchronous and the asynchronous loop are the same: with ``loop.max_staleness`` = k the queue samples up to k
 batches ahead of the update.
 
-Other modules run the episodes (``turnwise.arena``), compute advantages (``turnwise.credit``) and losses
-(``train.update``), run the forward pass (``train.model``), define the checkpoint format (``train.checkpoint``), and
-build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is the same loop without this class.
+Other modules run the episodes (``turnwise.arena``), compute advantages (``turnwise.credit``), hold and update the
+models (``train.learner``, with ``train.update`` and ``train.model``), define the checkpoint format
+(``train.checkpoint``), and build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is
+the same loop without this class.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,15 +42,16 @@ from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopRequest
+from turnwise.train.learner.learner import Learner, Weights
+from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.client_metrics import ClientMetrics
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.step_metrics import staleness, summarize
-from turnwise.train.model.policy import Policy, fingerprints
+from turnwise.train.model.policy import Policy
 from turnwise.train.resume import new_queue, resume_run, rewound_state, save_run
 from turnwise.train.rollout_queue import refuse_own_step
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
-from turnwise.train.update.update import update_policy
 from turnwise.train.validate import contradictions
 from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
 from turnwise.utils.files import replace_text
@@ -69,6 +72,8 @@ class EvalSet:
 class Trainer:
     """Trains ``policies`` on the episodes of ``arena``, and sends new weights to the arena's client.
 
+    ``policies`` may also be a :class:`~turnwise.train.learner.learner.Learner`, which holds them; by default a
+    :class:`~turnwise.train.learner.local.LocalLearner` does.
     ``validation`` is evaluated every ``config.eval.every`` steps and ends the run at ``config.eval.target_success``.
     ``callbacks`` run after each step, in order, and are saved with the run. ``await trainer.run()`` resumes from the
     newest checkpoint under ``config.run_dir`` unless ``config.resume`` is off.
@@ -77,7 +82,7 @@ class Trainer:
     def __init__(
         self,
         arena: Arena,
-        policies: Mapping[str, Policy],
+        policies: Mapping[str, Policy] | Learner,
         config: TrainConfig,
         *,
         validation: EvalSet | None = None,
@@ -88,6 +93,8 @@ class Trainer:
         if problems := contradictions(config):
             raise ConfigError("\n".join(problems))
         refuse_own_step(arena)
+        self.learner = LocalLearner(policies, config) if isinstance(policies, Mapping) else policies
+        policies = self.learner.policies
         fixed: frozenset[str] = getattr(arena.client, "fixed_policies", frozenset())
         for actor in arena.actors.values():
             if actor.policy not in {*policies, *fixed}:
@@ -104,7 +111,7 @@ class Trainer:
                 "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
                 "EvalSet(requests, metric, ablations=...)"
             )
-        self.arena, self.policies, self.config, self.validation = arena, dict(policies), config, validation
+        self.arena, self.policies, self.config, self.validation = arena, policies, config, validation
 
         # Logs and metrics.
         self.log = log or RunLog.from_config(config)
@@ -119,7 +126,7 @@ class Trainer:
             arena.episode_checkpoints = EpisodeCheckpoints(config.run_dir / "episodes")
         kl = config.loss.kl
         in_reward = kl.coef > 0 and kl.apply_to == "reward"
-        self.kl_penalty = KLPenalty(policies, kl, config.update.micro_batch_tokens) if in_reward else None
+        self.kl_penalty = KLPenalty(policies, kl, self.learner.reference_logprobs) if in_reward else None
         arena.reward_penalty = self.kl_penalty or arena.reward_penalty
 
         # State of the run.
@@ -210,27 +217,16 @@ class Trainer:
 
         With several policies, each metric name starts with the policy's name.
         """
-        metrics: dict[str, float] = {}
-        before = fingerprints(self.policies)
-        trained: set[str] = set()
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         self.watch.samples(batch, in_phase)
-        # Update each policy of the phase; a new version means that some update was not skipped.
-        for name, policy in self.policies.items():
-            if name not in in_phase:
-                continue
+        share = self.progress.token_share(self.config)
+        updated = self.learner.update(batch, in_phase, share, self.rng, self.log.updates)
+        metrics: dict[str, float] = {}
+        for name, measured in updated.metrics.items():
             prefix = f"{name}/" if len(self.policies) > 1 else ""
-            policy.follow_run(self.progress.token_share(self.config))
-            measured = update_policy(policy, batch, self.config.update, self.config.loss, self.rng, self.log.updates)
             metrics |= {prefix + key: value for key, value in measured.items()}
-            self.watch.updates(policy, measured)
-            if measured.get("updates"):
-                policy.version += 1
-                trained.add(name)
-        # Only weights that trained may have moved; weights that trained and did not move get a warning.
-        moved = {name for name, bits in fingerprints(self.policies).items() if bits != before[name]}
-        assert moved <= trained, f"an update changed the weights of {sorted(moved - trained)}, which didn't train"
-        self.watch.weights(trained, moved)
+            self.watch.updates(self.policies[name], measured)
+        self.watch.weights(updated.trained, updated.moved)
         if self.kl_penalty is not None:
             metrics |= self.kl_penalty.adapt()
         return metrics
@@ -249,9 +245,12 @@ class Trainer:
 
     async def send_weights(self, policy: Policy) -> None:
         """Send the weights of ``policy`` to the client; the first call also sends the base of an adapter."""
-        policy.check_finite(f"at version {policy.version}, so it is not published")
-        weights = policy.weights() if policy.name in self._published else policy.all_weights()
-        await self.run_off_event_loop(self.arena.client.load_weights, policy.name, weights, policy.version)
+
+        def load(weights: Weights) -> None:
+            self.arena.client.load_weights(policy.name, weights, policy.version)
+
+        base = policy.name not in self._published
+        await self.run_off_event_loop(partial(self.learner.send, base=base), policy.name, load)
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
         """Count, validate, log and save the step. If the validation fails, the step is still logged and saved."""

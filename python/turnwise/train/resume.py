@@ -13,8 +13,6 @@ from turnwise.train.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
     list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
 )
 from turnwise.train.checkpoint.files import read_listed
 from turnwise.train.checkpoint.progress import RunProgress
@@ -75,10 +73,9 @@ def save_run(trainer: TrainerView) -> Path:
     best = trainer.progress.best_kept(trainer.config)
     protected = [step for callback in callbacks for step in callback.protected_steps()]
     # Write the checkpoint, and prune stores by the oldest one that is left.
-    saved = save_checkpoint(
+    saved = trainer.learner.save(
         trainer.checkpoints,
         trainer.progress.step,
-        trainer.policies,
         state,
         keep=trainer.config.checkpoint.keep_last,
         protect=protected if best is None else [best, *protected],
@@ -110,7 +107,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     # Load the weights, and read the rest of the checkpoint.
     newest = found[-1]
     try:
-        _, state = load_checkpoint(newest, trainer.policies)
+        _, state = trainer.learner.load(newest)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{error}; choose another run_dir, or the settings that it was saved with") from error
     except CheckpointError as error:

@@ -192,7 +192,7 @@ def test_opponents_have_the_matchmakers_chances(make_run):
     asyncio.run(league.on_start(league_trainer := Stub()))
     for step in (1, 2):
         league_trainer.policies["default"].version = step
-        league.snapshot(step, league_trainer.policies)
+        league.snapshot(step, league_trainer.learner)
     league.p_win = lambda: np.array([1.0, 0.75, 0.25])
     drawn = Counter(member.step for batch in range(2000) for member in league.draw(batch, 5))
     assert drawn[0] == 0 and drawn[2] / drawn[1] == pytest.approx(3.0, rel=0.15)
@@ -201,11 +201,15 @@ def test_opponents_have_the_matchmakers_chances(make_run):
 
 
 class Stub:
-    """As much of a trainer as a pool asks for."""
+    """As much of a trainer as a pool asks for; its own learner."""
 
     def __init__(self):
         self.policies = {"default": type("P", (), {"version": 0, "weights": lambda self: [("w", torch.zeros(2))]})()}
         self.progress = type("S", (), {"step": 0})()
+        self.learner = self
+
+    def send(self, name, receive):
+        return receive(self.policies[name].weights())
 
 
 def test_the_live_policies_are_judged_by_their_latest_games(make_run):
@@ -216,11 +220,11 @@ def test_the_live_policies_are_judged_by_their_latest_games(make_run):
     league.payoffs.add("live", "step 0", [win, win])
     assert league.p_win() == pytest.approx([1.5 / 2])
     trainer.policies["default"].version = 1
-    league.snapshot(1, trainer.policies)
+    league.snapshot(1, trainer.learner)
     assert league.p_win() == pytest.approx([1.5 / 2, 0.5]), "what the newest member played still tells"
     league.payoffs.add("live", "step 0", [league_game(0.0)])
     assert league.p_win()[0] == pytest.approx(1.5 / 3)
-    league.snapshot(2, trainer.policies)
+    league.snapshot(2, trainer.learner)
     assert [member.step for member in league.pool.members] == [0, 1], "nothing trained since: no new member"
 
 

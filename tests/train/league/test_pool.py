@@ -19,6 +19,20 @@ class Weights:
         return [("w", torch.full((3,), float(self.value)))]
 
 
+class Learner:
+    """As much of a learner as a pool asks for."""
+
+    def __init__(self, **policies):
+        self.policies = policies
+
+    def send(self, name, receive):
+        return receive(self.policies[name].weights())
+
+
+def add(pool, step, **policies):
+    return pool.add(step, Learner(**policies), policies)
+
+
 class Client:
     def __init__(self):
         self.loads = []
@@ -29,7 +43,7 @@ class Client:
 
 def filled(folder, size, steps):
     pool = Pool(folder, size)
-    gone = [pool.add(step, {"a": Weights(step, version=step + 1), "b": Weights(-step)}) for step in steps]
+    gone = [add(pool, step, a=Weights(step, version=step + 1), b=Weights(-step)) for step in steps]
     return pool, gone
 
 
@@ -39,7 +53,7 @@ def test_the_newest_stay_and_files_outlast_their_members_by_one_snapshot(tmp_pat
     assert [member.step for member in pool.members] == [5, 10] and [m.step for m in gone[-1]] == [0]
     assert pool.members[0] == Member(5, {"a": 6, "b": 0})
     assert (tmp_path / Member(0, {}).file("a")).exists() and Member(0, {}).file("a") not in pool.files()
-    pool.add(15, {"a": Weights(15), "b": Weights(0)})
+    add(pool, 15, a=Weights(15), b=Weights(0))
     assert not (tmp_path / Member(0, {}).file("a")).exists() and (tmp_path / Member(5, {}).file("b")).exists()
     assert pool.weights(pool.members[-1], "a")["w"].tolist() == [15.0] * 3
 
@@ -51,7 +65,7 @@ def test_a_checkpoint_brings_back_what_is_missing(tmp_path):
     for name, file in pool.files().items():
         (saved / name).write_bytes(file.read_bytes())
     state = json.loads(json.dumps(pool.state_dict()))
-    pool.add(10, {"a": Weights(10), "b": Weights(10)})
+    add(pool, 10, a=Weights(10), b=Weights(10))
     lost = next(iter(pool.files().values()))
     content = lost.read_bytes()
     lost.write_bytes(b"cut off")

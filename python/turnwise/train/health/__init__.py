@@ -1,7 +1,7 @@
 """Checks the start of a run, and watches training: warnings in every run, self-play signals, and actions on them.
 
 Read in this order: start, watch, guard, signals, actions, build.
-May import: types, utils, train, train.config, train.checkpoint, train.eval, train.league, train.model.
+May import: types, utils, train, train.config, train.checkpoint, train.eval, train.league, train.learner, train.model.
 """
 
 from turnwise.train.health.actions import ACTIONS, Action, IncreaseLeagueShare, LowerLearningRate, RestoreCheckpoint

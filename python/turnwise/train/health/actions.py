@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints, load_learners
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
 from turnwise.train.league.league import League
 
 
@@ -48,9 +48,9 @@ class LowerLearningRate(Action):
             raise ValueError(f"factor={self.factor!r}: expected a number in (0, 1)")
 
     async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
-        for policy in trainer.policies.values():
+        for name, policy in trainer.policies.items():
             if policy.trainable:
-                policy.scale_rate(self.factor)
+                trainer.learner.scale_rate(name, self.factor)
         return f"learning rates are {self.factor:g} of what they were"
 
 
@@ -68,10 +68,10 @@ class RestoreCheckpoint(Action):
             return "there is no healthy checkpoint to go back to"
         # Load the checkpoint, but keep lowered rates, and count versions up so that the client gets the weights.
         now = {name: (policy.version, policy.rate_scale) for name, policy in trainer.policies.items()}
-        _, state = load_learners(path, trainer.policies)
+        _, state = trainer.learner.load(path, generators=False)
         for name, policy in trainer.policies.items():
             version, scale = now[name]
-            policy.scale_rate(scale / policy.rate_scale)
+            trainer.learner.scale_rate(name, scale / policy.rate_scale)
             policy.version = version + 1 if policy.trainable else version
         if trainer.arena.credit is not None and state["arena"]["credit"] is not None:
             trainer.arena.credit.load_state_dict(state["arena"]["credit"])

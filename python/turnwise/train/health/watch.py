@@ -89,8 +89,6 @@ class Watch:
             self._without_gradient.add(policy.name)
         if (ratio := measured.get("ratio_max", 0.0)) <= RATIO_BOUND:
             return
-        assert policy.optimizer is not None
-        rate = policy.optimizer.param_groups[0]["lr"]
         advice = "lower update.lr, update.num_minibatches or update.ppo_epochs"
         if measured["updates"] == 1:
             advice = (
@@ -100,7 +98,7 @@ class Watch:
         self._warn(
             ("ratio", policy.name),
             f"policy {policy.name!r}: a token is {ratio:.3g} times as likely as when it was sampled (ratio_max, bound "
-            f"{RATIO_BOUND:g}) at learning rate {rate:g}: {advice}",
+            f"{RATIO_BOUND:g}) at learning rate {policy.learning_rate:g}: {advice}",
         )
 
     def weights(self, trained: Collection[str], moved: Collection[str]) -> None:

@@ -1,7 +1,8 @@
 """Past policies as opponents: snapshots, matchmaking, results, ratings.
 
 Read in this order: league, pool, matchmaking, payoffs, ratings, build.
-May import: types, utils, inference.weights, train, train.config, train.checkpoint, train.eval, train.model.
+May import: types, utils, inference.weights, train, train.config, train.checkpoint, train.eval, train.learner,
+train.model.
 """
 
 from turnwise.train.league.build import build_league, check_league, past_models, plays_past

@@ -22,7 +22,7 @@ from turnwise.train.league.matchmaking import Matchmaker, chances
 from turnwise.train.league.payoffs import Game, Payoffs, game_of
 from turnwise.train.league.pool import LIVE, Member, OpponentSlots, Pool, slot_name
 from turnwise.train.league.ratings import bradley_terry
-from turnwise.train.model.policy import Policy
+from turnwise.train.learner.learner import Learner
 from turnwise.types import EpisodeRequest, GenerateResult
 
 MARK = "league"
@@ -66,21 +66,21 @@ class League(Callback):
     async def on_start(self, trainer: TrainerView) -> None:
         """Make the starting weights the first member."""
         if not self.pool.members:
-            self.snapshot(trainer.progress.step, trainer.policies)
+            self.snapshot(trainer.progress.step, trainer.learner)
 
     async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> dict[str, float]:
         metrics = self.record(results)
         if trainer.progress.step % self.config.every == 0:
-            self.snapshot(trainer.progress.step, trainer.policies)
+            self.snapshot(trainer.progress.step, trainer.learner)
         return metrics
 
-    def snapshot(self, step: int, policies: Mapping[str, Policy]) -> None:
+    def snapshot(self, step: int, learner: Learner) -> None:
         """Add the present policies to the pool, with their games since the newest member; not if nothing trained."""
-        trained = {name: policies[name] for name in self.slots.policies}
+        versions = {name: learner.policies[name].version for name in self.slots.policies}
         newest = self.pool.members[-1] if self.pool.members else None
-        if newest and newest.versions == {name: policy.version for name, policy in trained.items()}:
+        if newest and newest.versions == versions:
             return
-        for member in self.pool.add(step, trained):
+        for member in self.pool.add(step, learner, versions):
             self.payoffs.forget(member.name)
         self.payoffs.rename(LIVE, self.pool.members[-1].name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from turnwise.train.checkpoint.files import CheckpointError, read_tensors, write_tensors
-from turnwise.train.model.policy import Policy
+from turnwise.train.learner.learner import Learner, Weights
 from turnwise.types import InferenceClient
 from turnwise.utils.files import link_or_copy
 
@@ -45,14 +46,14 @@ class Pool:
         self.members: list[Member] = []
         self._leaving: list[Member] = []  # a batch that was drawn before they left may still load them
 
-    def add(self, step: int, policies: Mapping[str, Policy]) -> list[Member]:
-        """Add a snapshot of ``policies``, and return the members that leave the pool for it."""
-        member = Member(step, {name: policy.version for name, policy in policies.items()})
+    def add(self, step: int, learner: Learner, policies: Iterable[str]) -> list[Member]:
+        """Add a snapshot of the learner's ``policies``, and return the members that leave the pool for it."""
+        member = Member(step, {name: learner.policies[name].version for name in policies})
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, policy in policies.items():
+        for name in member.versions:
             target = self.folder / member.file(name)
             partial = target.with_name(f".{target.name}.tmp")
-            write_tensors({key: tensor.contiguous() for key, tensor in policy.weights()}, partial)
+            learner.send(name, functools.partial(_write, partial))
             partial.replace(target)
         self.members.append(member)
         self._leaving, self.members = self.members[: -self.size], self.members[-self.size :]
@@ -95,6 +96,10 @@ def members_in(folder: Path, policies: Collection[str]) -> dict[int, dict[str, P
         step, policy = file.stem.removeprefix("league-").split("-", 1)
         members.setdefault(int(step), {})[policy] = file
     return {step: files for step, files in members.items() if files.keys() == set(policies)}
+
+
+def _write(file: Path, weights: Weights) -> None:
+    write_tensors({key: tensor.contiguous() for key, tensor in weights}, file)
 
 
 def _files_of(members: Iterable[Member]) -> set[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from turnwise.samples.pack import pack
 from turnwise.train.config.optimization import KLConfig
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
-from turnwise.types import Sample
+from turnwise.types import Sample, TrainingBatch
 
 ERROR_BOUND = 0.2
 """Bound to which a KL's relative distance from the target is clipped (Ziegler et al. 2019, section 2.2)."""
@@ -35,18 +36,38 @@ def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
     return coef * (1 + error * min(1.0, samples / config.horizon))
 
 
+@torch.no_grad()
+def reference_logprobs(policy: Policy, batch: TrainingBatch, max_tokens: int) -> Tensor:
+    """Return log-probs ``[N]`` float64 under the policy's reference on the CPU, one per token of the batch's stream.
+
+    Tokens that have none get 0. Micro-batches have at most ``max_tokens`` tokens.
+    """
+    found = torch.zeros(len(batch.token_ids), dtype=torch.float64)
+    policy.model.eval()  # an adapter's reference is its own model with the adapter off
+    for micro in micro_batches(batch, np.arange(len(batch)), max_tokens, trie_share=policy.trie_share):
+        reference_N = policy.reference_logprobs(micro.to(policy.device))
+        assert reference_N is not None, f"policy {policy.name!r} has no reference"
+        found[micro.token_N] = reference_N.double().cpu()
+    return found
+
+
 class KLPenalty:
     """The penalty ``coef * sum(sampled - reference log-prob)`` over a row's trained tokens, taken from its reward.
 
-    The sum is the k1 estimate of ``KL(sampler || reference)`` of the row, under the weights that sampled it. The
+    The sum is the k1 estimate of ``KL(sampler || reference)`` of the row, under the weights that sampled it;
+    ``reference_logprobs`` are those of :class:`~turnwise.train.learner.learner.Learner`. The
     trainer sets it as ``arena.reward_penalty``, and calls :meth:`adapt` after the update. Rows of policies without a
     reference have no penalty.
     """
 
-    def __init__(self, policies: Mapping[str, Policy], config: KLConfig, micro_batch_tokens: int) -> None:
-        self.policies = dict(policies)
-        self.config = config
-        self.micro_batch_tokens = micro_batch_tokens
+    def __init__(
+        self,
+        policies: Mapping[str, Policy],
+        config: KLConfig,
+        reference_logprobs: Callable[[str, TrainingBatch], Tensor],
+    ) -> None:
+        self.policies, self.config = policies, config
+        self.reference_logprobs = reference_logprobs
         self._measured: dict[str, dict[str, tuple[float, int, int]]] = {}
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
@@ -57,7 +78,7 @@ class KLPenalty:
             rows = [place for place, sample in enumerate(samples) if sample.policy == name]
             if policy.reference is None or not rows:
                 continue
-            kl_B, tokens_B = self._row_kl(policy, [samples[row] for row in rows])
+            kl_B, tokens_B = self._row_kl(name, [samples[row] for row in rows])
             penalties[rows] = coefficient(policy, self.config) * kl_B
             by_actor: dict[str, tuple[float, int, int]] = {}
             for row, kl, tokens in zip(rows, kl_B.tolist(), tokens_B.tolist(), strict=True):
@@ -66,23 +87,15 @@ class KLPenalty:
             self._measured[name] = by_actor
         return penalties.tolist()
 
-    @torch.no_grad()
-    def _row_kl(self, policy: Policy, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    def _row_kl(self, name: str, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's sum of log-prob differences ``[b]`` float64, and its number of trained tokens ``[b]``."""
         batch = pack([replace(sample, advantage=0.0) for sample in samples], {}, {})
-        difference = torch.zeros(len(batch.token_ids), dtype=torch.float64)
-        trained = torch.zeros(len(batch.token_ids), dtype=torch.float64)
-        policy.model.eval()  # an adapter's reference is its own model with the adapter off
-        rows = np.arange(len(batch))
-        for micro in micro_batches(batch, rows, self.micro_batch_tokens, trie_share=policy.trie_share):
-            reference_N = policy.reference_logprobs(micro.to(policy.device))
-            assert reference_N is not None
-            reference_N = reference_N.cpu()
-            gap_N = micro.rollout_logprobs_N.double() - reference_N.double()
-            trained[micro.token_N] = micro.mask_N.double()
-            difference[micro.token_N] = torch.where(micro.mask_N.bool(), gap_N, 0.0)
         starts = batch.cu_seqlens[:-1]
-        return np.add.reduceat(difference.numpy(), starts), np.add.reduceat(trained.numpy(), starts).astype(np.int64)
+        trained = batch.loss_mask.astype(bool)
+        trained[starts] = False  # a row's first token has no log-prob
+        reference = self.reference_logprobs(name, batch).numpy()
+        difference = np.where(trained, batch.rollout_logprobs.astype(np.float64) - reference, 0.0)
+        return np.add.reduceat(difference, starts), np.add.reduceat(trained.astype(np.int64), starts)
 
     def adapt(self) -> dict[str, float]:
         """Adapt each policy's coefficient to the KL of the last batch, and return metrics.

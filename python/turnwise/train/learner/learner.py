@@ -1,0 +1,93 @@
+"""The protocol between the training loop and the models: the loop calls a learner, and never a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from turnwise.train.model.policy import Policy
+from turnwise.types import TrainingBatch
+
+T = TypeVar("T")
+
+Weights = Iterable[tuple[str, Tensor]]
+"""Names and whole tensors, tied ones once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """Result of one training step.
+
+    Example: ``Updated({"default": {"updates": 2, "loss": 0.1}}, frozenset({"default"}))``
+    """
+
+    metrics: Mapping[str, Mapping[str, float]]
+    """Metrics of each policy of the phase; empty for a policy without rows."""
+    moved: frozenset[str]
+    """Policies whose weights changed."""
+
+    @property
+    def trained(self) -> set[str]:
+        """Policies with an update that was not skipped."""
+        return {name for name, measured in self.metrics.items() if measured.get("updates")}
+
+
+class Learner(Protocol):
+    """Holds the models of all policies, and trains them."""
+
+    @property
+    def policies(self) -> Mapping[str, Policy]:
+        """Policies by name. The loop reads their names, versions and rates."""
+        ...
+
+    def update(
+        self,
+        batch: TrainingBatch,
+        phase: Collection[str],
+        run_share: float,
+        rng: np.random.Generator,
+        show: Callable[[int, int], None],
+    ) -> Updated:
+        """Train the policies of ``phase`` on their rows of ``batch``. A policy that trained gets the next version.
+
+        ``run_share`` is the part of the run that is over by its sampled tokens (:meth:`Policy.follow_run`). ``rng``
+        draws the minibatches. ``show(done, total)`` is called after each update. Raises ``FloatingPointError`` as
+        :func:`~turnwise.train.update.update.update_policy` does.
+        """
+        ...
+
+    def send(self, name: str, receive: Callable[[Weights], T], *, base: bool = False) -> T:
+        """Return ``receive(weights)`` for the weights of policy ``name``: for an adapter only the adapter's.
+
+        With ``base`` they include its shared base. ``receive`` reads them during the call. Raises
+        ``FloatingPointError`` if a weight is not finite, before ``receive`` is called.
+        """
+        ...
+
+    def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:
+        """Return log-probs ``[N]`` float64 under the reference of policy ``name``, on the CPU.
+
+        There is one per token of the batch's stream; tokens that have none get 0.
+        """
+        ...
+
+    def scale_rate(self, name: str, factor: float) -> None:
+        """Multiply the learning rate of policy ``name`` by ``factor``, for the rest of its schedule."""
+        ...
+
+    def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
+        """Write ``root/step_<step>`` (:func:`~turnwise.train.checkpoint.checkpoint.save_checkpoint`)."""
+        ...
+
+    def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:
+        """Restore the policies, and with ``generators`` torch's random generators, from a checkpoint.
+
+        Return ``(step, state)`` as :meth:`save` got them. Raises
+        :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` before anything changes.
+        """
+        ...
