@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from turnwise.inference.common.last_mlp import last_mlp_at
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
-from turnwise.train.model.micro_batch import MicroBatch, pad
+from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad
 from turnwise.train.model.support import (
     causal_lm,
     obstacle_to_fusing,
@@ -29,8 +29,6 @@ from turnwise.train.model.support import (
     stream_inputs,
     trims_last_mlp,
 )
-
-_PADDING = 1.25  # most places per token in a block of padded rows
 
 Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropies [n]
 
@@ -162,21 +160,6 @@ class Forward:
             return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))
 
         return head
-
-
-def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Group row indices by similar length: a padded block of a group holds at most 1.25 places per token."""
-    groups: list[list[int]] = []
-    total = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        longest = lengths[groups[-1][0]] if groups else 0
-        if groups and longest * (len(groups[-1]) + 1) <= _PADDING * (total + lengths[row]):
-            groups[-1].append(row)
-            total += lengths[row]
-        else:
-            groups.append([row])
-            total = lengths[row]
-    return groups
 
 
 def _pair(result: Tensor | tuple[Tensor, Tensor]) -> Result:

@@ -14,6 +14,8 @@ from turnwise.train.model.prefix_tree import PrefixTree, ranges
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.types import TrainingBatch
 
+_PADDING = 1.25  # most places per token in a block of padded rows
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -102,18 +104,23 @@ def _families(batch: TrainingBatch, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def micro_batches(
-    batch: TrainingBatch, rows: np.ndarray, max_tokens: int, *, trie_share: float = 0.0
+    batch: TrainingBatch, rows: np.ndarray, max_tokens: int, *, trie_share: float = 0.0, blocks: bool = False
 ) -> list[MicroBatch]:
     """Cut ``rows`` into nearly equal micro-batches of at most ``max_tokens`` tokens. A longer row is one by itself.
 
     If a trie of the rows has at most ``trie_share`` of their tokens, the micro-batches are tries of at most
     ``max_tokens`` unique tokens, and rows that share long prefixes stay together. The tries lack the rows' last tokens.
+    With ``blocks`` the rows of each micro-batch fit into one block of padded rows (:func:`like_lengths`).
     """
     if trie_share:
         trie = PrefixTree(batch.token_ids, batch.cu_seqlens, rows, last=False)
         if len(trie) <= trie_share * trie.num_tokens:
             return [pack(batch, part, trie=its) for part, its in _parts(batch, rows, trie, max_tokens)]
-    return [pack(batch, part) for part in _balanced(np.diff(batch.cu_seqlens)[rows], rows, max_tokens)]
+    lengths = np.diff(batch.cu_seqlens)
+    parts = _balanced(lengths[rows], rows, max_tokens)
+    if blocks:
+        parts = [part[group] for part in parts for group in like_lengths(tuple(lengths[part].tolist()))]
+    return [pack(batch, part) for part in parts]
 
 
 def _parts(
@@ -189,6 +196,11 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
     )
 
 
+def smallest(micros: Sequence[MicroBatch]) -> MicroBatch:
+    """Return the micro-batch with the fewest tokens: the one for a pass that must not count."""
+    return min(micros, key=lambda micro: micro.num_tokens)
+
+
 def pad(micro: MicroBatch, rows: Sequence[int]) -> PaddedRows:
     """Return ``rows`` of a micro-batch as a padded block, for models that can't read a packed stream."""
     streams = micro.token_ids_T.split(micro.lengths)
@@ -203,6 +215,21 @@ def pad(micro: MicroBatch, rows: Sequence[int]) -> PaddedRows:
         row=torch.cat([torch.full_like(sources[i], place) for place, i in enumerate(rows)]),
         column=torch.cat([sources[i] - int(starts[i]) for i in rows]),
     )
+
+
+def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Group row indices by similar length: a padded block of a group holds at most 1.25 places per token."""
+    groups: list[list[int]] = []
+    total = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest * (len(groups[-1]) + 1) <= _PADDING * (total + lengths[row]):
+            groups[-1].append(row)
+            total += lengths[row]
+        else:
+            groups.append([row])
+            total = lengths[row]
+    return groups
 
 
 def _first_set(mask: np.ndarray) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +15,9 @@ from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.inference.weights.weight_block import storage_key
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.micro_batch import MicroBatch
+from turnwise.train.model.micro_batch import MicroBatch, micro_batches, smallest
+from turnwise.train.model.ranks import ALONE, Alone
+from turnwise.types import TrainingBatch
 
 
 class Policy:
@@ -50,25 +53,31 @@ class Policy:
         self.rate_scale = 1.0
         self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
         self.max_grad_norm = config.max_grad_norm
+        self.ranks = ALONE  # the processes that hold its shards
         if with_reference and reference is None:
             reference = _starting_weights(model)
         # Models and their forward passes.
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.check_finite("at the start")
         self.model.requires_grad_(trainable)
-        self.forward = Forward(model, layout)
-        self.reference_forward = None if self.reference is None else Forward(self.reference, layout)
-        # Optimizer and learning-rate schedule.
+        self.forward: Any = Forward(model, layout)
+        self.reference_forward: Any = None if self.reference is None else Forward(self.reference, layout)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
-        if trainable:
+        self._config, self._total_steps = config, total_steps
+        self.build_optimizer()
+
+    def build_optimizer(self) -> None:
+        """Make a new optimizer of the present parameters, and its schedule, unless the policy is frozen."""
+        config = self._config
+        if self.trainable:
             self.optimizer = torch.optim.AdamW(
                 self.trained_parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
             )
-            falling = SCHEDULES[config.schedule]
+            falling, total = SCHEDULES[config.schedule], self._total_steps
             self.schedule = torch.optim.lr_scheduler.LambdaLR(
                 self.optimizer,
-                lambda step: _rate(step, total_steps, self.run_share, config.warmup, config.min_lr_ratio, falling),
+                lambda step: _rate(step, total, self.run_share, config.warmup, config.min_lr_ratio, falling),
             )
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
@@ -85,13 +94,43 @@ class Policy:
         """Return log-probs ``[N]`` under the reference; ``None`` if the policy has no reference."""
         return None if self.reference_forward is None else self.reference_forward(micro)[0]
 
+    def cut(self, batch: TrainingBatch, rows: np.ndarray, max_tokens: int) -> list[MicroBatch]:
+        """Cut ``rows`` of ``batch`` into micro-batches of at most ``max_tokens`` tokens, the same on every rank.
+
+        Their number is a multiple of that of the ranks, if the rows allow it.
+        """
+        size, trie_share = self.ranks.size, self.trie_share
+        # A padded block is one pass through the model, and all ranks make equally many.
+        blocks = size > 1 and not all(forward.packed for forward in self._forwards())
+        micros = micro_batches(batch, rows, max_tokens, trie_share=trie_share, blocks=blocks)
+        if len(micros) % size:
+            wanted = -(-len(micros) // size) * size
+            fewer = max(1, -(-sum(micro.num_tokens for micro in micros) // wanted))
+            micros = micro_batches(batch, rows, min(fewer, max_tokens), trie_share=trie_share, blocks=blocks)
+        return micros
+
+    def over_stream(self, length: int, micros: Sequence[MicroBatch], read: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """Return ``read`` of all ``micros`` as values per token of the batch's stream ``[length]``; 0 for the others.
+
+        Each rank reads its own micro-batches, and gets the values of all.
+        """
+        found: Tensor | None = None
+        for place in self.ranks.places(len(micros)):
+            micro = (smallest(micros) if place is None else micros[place]).to(self.device)
+            values = read(micro)
+            found = values.new_zeros(length) if found is None else found
+            if place is not None:
+                found[micro.token_N] = values
+        return self.ranks.total(torch.zeros(length, device=self.device) if found is None else found)
+
     def step(self) -> float:
         """Clip the gradient, take one optimizer step, and return the norm before clipping.
 
         Raises ``FloatingPointError`` for a gradient that is not finite; the weights then stay as they are.
         """
         assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
-        norm = float(nn.utils.clip_grad_norm_(self.trained_parameters(), self.max_grad_norm))
+        clipped: Any = nn.utils.clip_grad_norm_(self.trained_parameters(), self.max_grad_norm)
+        norm = float(clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"policy {self.name!r}: gradient norm is {norm} at update {self.updates}")
@@ -152,8 +191,10 @@ class Policy:
     @property
     def trie_share(self) -> float:
         """Largest share of the rows' tokens that a trie may have to be used instead of the rows."""
-        forwards = [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
-        return min(forward.trie_share for forward in forwards)
+        return min(float(forward.trie_share) for forward in self._forwards())
+
+    def _forwards(self) -> list[Any]:
+        return [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
 
     @property
     def device(self) -> torch.device:
@@ -170,20 +211,21 @@ class Policy:
         return self.model.shared if isinstance(self.model, AdaptedModel) else None
 
     def fingerprint(self) -> tuple[int, ...]:
-        """Return one number per tensor, to detect changed bits."""
-        return tuple(bit_sum(tensor) for _, tensor in self.weights())
+        """Return one number per tensor, to detect changed bits. It does not depend on the number of ranks."""
+        return bit_sums(self.weights(), self.ranks)
 
     def check_finite(self, when: str) -> None:
         """Raise ``FloatingPointError`` naming the first weight of policy, base or reference that is NaN or infinite."""
+        problems: list[str] = []
         # An adapter's reference is its base with adapters off.
         parts = {"": self.model, "its base's ": self.base, "its reference's ": self.reference}
         for whose, part in parts.items():
             for name, tensor in () if part is None else _parameters(part):
                 if bad := _count_not_finite(tensor):
-                    raise FloatingPointError(
-                        f"policy {self.name!r}: {whose}weight {name!r} is not finite {when}: {bad} of {tensor.numel()} "
-                        "elements are NaN or infinite"
-                    )
+                    problems.append(f"{whose}weight {name!r} is not finite {when}: {bad} of {tensor.numel()}")
+                    break
+        if problems := self.ranks.gather(problems[:1]):
+            raise FloatingPointError(f"policy {self.name!r}: {problems[0]} elements are NaN or infinite")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` of this policy's own weights, those that go to the client: only the adapter's, if it
@@ -205,7 +247,7 @@ def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
         if policy.base is not None:
             bases.setdefault(id(policy.base), (name, policy.base))
     for name, base in bases.values():
-        found[f"the base of {name}"] = tuple(bit_sum(tensor) for _, tensor in named_weights(base))
+        found[f"the base of {name}"] = bit_sums(named_weights(base), policies[name].ranks)
     return found
 
 
@@ -248,6 +290,16 @@ def bit_sum(tensor: Tensor) -> int:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(own.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def bit_sums(weights: Iterable[tuple[str, Tensor]], ranks: Alone = ALONE) -> tuple[int, ...]:
+    """Return the :func:`bit_sum` of each tensor. The sums of a tensor's shards add up to that of the whole tensor."""
+    tensors = [tensor for _, tensor in weights]
+    own = [bit_sum(tensor) if ranks.rank == 0 or hasattr(tensor, "to_local") else 0 for tensor in tensors]
+    if ranks.size == 1:
+        return tuple(own)
+    # NCCL needs the numbers on the weights' device; sums wrap at 64 bits, as those of one process do.
+    return tuple(ranks.total(torch.tensor(own, device=tensors[0].device)).tolist()) if tensors else ()
 
 
 def _cosine(progress: float) -> float:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from turnwise.samples.pack import pack
 from turnwise.train.config.optimization import KLConfig
-from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.types import Sample, TrainingBatch
 
@@ -42,13 +41,10 @@ def reference_logprobs(policy: Policy, batch: TrainingBatch, max_tokens: int) ->
 
     Tokens that have none get 0. Micro-batches have at most ``max_tokens`` tokens.
     """
-    found = torch.zeros(len(batch.token_ids), dtype=torch.float64)
+    assert policy.reference is not None, f"policy {policy.name!r} has no reference"
     policy.model.eval()  # an adapter's reference is its own model with the adapter off
-    for micro in micro_batches(batch, np.arange(len(batch)), max_tokens, trie_share=policy.trie_share):
-        reference_N = policy.reference_logprobs(micro.to(policy.device))
-        assert reference_N is not None, f"policy {policy.name!r} has no reference"
-        found[micro.token_N] = reference_N.double().cpu()
-    return found
+    micros = policy.cut(batch, np.arange(len(batch)), max_tokens)
+    return policy.over_stream(len(batch.token_ids), micros, policy.reference_logprobs).double().cpu()
 
 
 class KLPenalty:

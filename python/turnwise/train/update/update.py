@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
-from turnwise.train.model.micro_batch import MicroBatch, micro_batches, minibatches
+from turnwise.train.model.micro_batch import MicroBatch, minibatches, smallest
 from turnwise.train.model.policy import Policy
+from turnwise.train.model.ranks import Alone
 from turnwise.train.update.kl import adapted, coefficient
 from turnwise.train.update.loss import Loss
 from turnwise.types import TrainingBatch
@@ -42,10 +44,10 @@ def update_policy(
     policy.model.train()
     parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)]
     for done, part in enumerate(parts, start=1):
-        cut = micro_batches(batch, part, update.micro_batch_tokens, trie_share=policy.trie_share)
-        micros = [micro.to(policy.device) for micro in cut]
+        micros = [micro.to(policy.device) for micro in policy.cut(batch, part, update.micro_batch_tokens)]
         olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
         accumulate(policy, micros, olds, loss, log)
+        log.join(policy.ranks)
         if (norm := step_or_skip(policy, batch, micros, log, update.max_nonfinite_updates)) is None:
             log.skip_step()
         else:
@@ -65,10 +67,15 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
     """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
     normalizer = loss.normalizer(micros)
     selected = select(policy, micros, olds, loss)
-    for micro, old_N, selected_N in zip(micros, olds, selected, strict=True):
+    for place in policy.ranks.places(len(micros)):
+        micro = smallest(micros) if place is None else micros[place]
         logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
         ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
-        out = loss(logprobs_N, micro, old_N, ref_N, normalizer, entropies_N=entropies_N, selected_N=selected_N)
+        if place is None:  # the other ranks have one more micro-batch
+            (0.0 * logprobs_N.sum()).backward()
+            continue
+        how = {"entropies_N": entropies_N, "selected_N": selected[place]}
+        out = loss(logprobs_N, micro, olds[place], ref_N, normalizer, **how)
         out.loss.backward()
         log.add_micro(out, micro, logprobs_N.detach())
 
@@ -81,7 +88,9 @@ def select(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: L
     """
     if not loss.variant.selects:
         return [None] * len(micros)
-    return [*loss.select(micros, [policy.logprobs(micro) for micro in micros], olds)]
+    length = 1 + max(int(micro.token_N.max(initial=-1)) for micro in micros)
+    logprobs = policy.over_stream(length, micros, policy.logprobs)
+    return [*loss.select(micros, [logprobs[micro.token_N] for micro in micros], olds)]
 
 
 def step_or_skip(
@@ -135,60 +144,98 @@ def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update:
     """Return the trainer's log-probs before the first update, one per token of the batch's stream; 0 for tokens that
     have none."""
     policy.model.eval()  # as in the sampler: dropout must not affect the ratio's denominator
-    old = torch.zeros(len(batch.token_ids), device=policy.device)
-    for micro in micro_batches(batch, rows, update.micro_batch_tokens, trie_share=policy.trie_share):
-        old[micro.token_N] = policy.logprobs(micro.to(policy.device))
-    return old
+    micros = policy.cut(batch, rows, update.micro_batch_tokens)
+    return policy.over_stream(len(batch.token_ids), micros, policy.logprobs)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Measurements of one micro-batch."""
+
+    trained: int
+    """Number of tokens that train."""
+    trained_by_actor: np.ndarray
+    """The same by actor ``[num_actors]`` int64."""
+    loss: float
+    metrics: Mapping[str, Tensor]
+    actor_metrics: Mapping[str, Tensor]
+    computed: int
+    """Number of tokens that passed through the model."""
+    tokens: int
+    """Number of the rows' tokens."""
+    bad_tokens: np.ndarray
+    """Places in the batch's stream where log-probs or advantages are not finite."""
+    mismatch: float
+    """Largest difference of the log-probs from the sampler's."""
+
+    def on_cpu(self) -> Measured:
+        """Return a copy for other processes."""
+        of_all, of_actors = ({k: v.cpu() for k, v in each.items()} for each in (self.metrics, self.actor_metrics))
+        return replace(self, metrics=of_all, actor_metrics=of_actors)
 
 
 class UpdateLog:
     """Collects what the micro-batches of one batch measured, as token-weighted means and as maxima. Skipped updates
-    don't count."""
+    don't count. :meth:`join` adds those of the other ranks, so that every rank has the same numbers."""
 
     def __init__(self, actors: list[str]) -> None:
         self.actors = actors
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.skipped = 0
-        self.micros: list[tuple[int, np.ndarray, PolicyLoss]] = []
-        self.current: list[tuple[int, np.ndarray, PolicyLoss]] = []
-        self.current_loss = 0.0
+        self.micros: list[Measured] = []
+        self.current: list[Measured] = []
         self.mismatch: float | None = None
         self.computed = self.tokens = 0
-        self._bad_tokens: list[np.ndarray] = []
 
     def add_micro(self, out: PolicyLoss, micro: MicroBatch, logprobs_N: Tensor) -> None:
-        self.current_loss += float(out.loss.detach())
-        self.computed += micro.num_tokens
-        self.tokens += sum(micro.lengths)
         trained = micro.mask_N.bool()
         tokens_by_actor = torch.zeros(len(self.actors), dtype=torch.int64, device=trained.device).index_add_(
             0, micro.actor_ids_B[micro.row_N], trained.long()
         )
-        self.current.append((int(trained.sum()), tokens_by_actor.cpu().numpy(), out))
         difference_N = (logprobs_N - micro.rollout_logprobs_N).abs()
         bad_N = trained & ~(difference_N + micro.advantages_B[micro.row_N]).isfinite()
-        self._bad_tokens.append(micro.token_N[bad_N].cpu().numpy())
+        difference = difference_N[trained & ~bad_N]
+        self.current.append(
+            Measured(
+                trained=int(trained.sum()),
+                trained_by_actor=tokens_by_actor.cpu().numpy(),
+                loss=float(out.loss.detach()),
+                metrics=out.metrics,
+                actor_metrics=out.actor_metrics,
+                computed=micro.num_tokens,
+                tokens=sum(micro.lengths),
+                bad_tokens=micro.token_N[bad_N].cpu().numpy(),
+                mismatch=float(difference.max()) if len(difference) else 0.0,
+            )
+        )
+
+    def join(self, ranks: Alone) -> None:
+        """End the micro-batches of an update: add those of the other ``ranks``."""
+        self.current = ranks.gather([one.on_cpu() for one in self.current] if ranks.size > 1 else self.current)
+        self.computed += sum(one.computed for one in self.current)
+        self.tokens += sum(one.tokens for one in self.current)
         if not self.grad_norms:  # before the first step, sampler and trainer hold the same weights
-            difference = difference_N[trained & ~bad_N]
-            self.mismatch = max(self.mismatch or 0.0, float(difference.max()) if len(difference) else 0.0)
+            self.mismatch = max([self.mismatch or 0.0, *(one.mismatch for one in self.current)])
+
+    @property
+    def current_loss(self) -> float:
+        """The loss of the current update."""
+        return sum((one.loss for one in self.current), 0.0)
 
     def bad_tokens(self) -> np.ndarray:
         """Return the places in the batch's stream where the current update's log-probs or advantages are not finite."""
-        return np.concatenate(self._bad_tokens)
+        return np.concatenate([one.bad_tokens for one in self.current])
 
     def add_step(self, grad_norm: float) -> None:
         self.grad_norms.append(grad_norm)
         self.losses.append(self.current_loss)
         self.micros += self.current
-        self._begin()
+        self.current = []
 
     def skip_step(self) -> None:
         self.skipped += 1
-        self._begin()
-
-    def _begin(self) -> None:
-        self.current, self.current_loss, self._bad_tokens = [], 0.0, []
+        self.current = []
 
     def result(self) -> dict[str, float]:
         counts = {"updates": len(self.grad_norms), "skipped_updates": self.skipped}
@@ -202,12 +249,12 @@ class UpdateLog:
             "unique_token_share": self.computed / self.tokens,
         }
         # The loss's own metrics, over all tokens and then by actor.
-        tokens = np.array([count for count, _, _ in self.micros])
-        for name in self.micros[0][2].metrics:
-            metrics[name] = _reduce(name, np.array([float(out.metrics[name]) for *_, out in self.micros]), tokens)
-        actor_tokens = np.array([by_actor for _, by_actor, _ in self.micros])
-        for name in self.micros[0][2].actor_metrics:
-            values = np.array([out.actor_metrics[name].cpu().numpy() for *_, out in self.micros])
+        tokens = np.array([one.trained for one in self.micros])
+        for name in self.micros[0].metrics:
+            metrics[name] = _reduce(name, np.array([float(one.metrics[name]) for one in self.micros]), tokens)
+        actor_tokens = np.array([one.trained_by_actor for one in self.micros])
+        for name in self.micros[0].actor_metrics:
+            values = np.array([one.actor_metrics[name].cpu().numpy() for one in self.micros])
             for i, actor in enumerate(self.actors):
                 if actor_tokens[:, i].any():
                     metrics[f"{actor}/{name}"] = _reduce(name, values[:, i], actor_tokens[:, i])

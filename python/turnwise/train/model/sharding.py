@@ -1,0 +1,110 @@
+"""Shards the models of policies over processes with FSDP2: parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from turnwise.inference.weights.lora import AdaptedModel
+from turnwise.train.model.forward import Forward, Result
+from turnwise.train.model.micro_batch import MicroBatch
+from turnwise.train.model.policy import Policy
+from turnwise.train.model.ranks import Ranks
+from turnwise.train.model.support import causal_lm
+
+
+class Root(nn.Module):
+    """The module that FSDP gathers for a whole pass: the LM's embedding, last norm and head are whole inside it.
+
+    A pass calls the decoder and the head by themselves, so the LM's own ``forward``, where FSDP would gather them, does
+    not run.
+    """
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, read: Forward, micro: MicroBatch, entropy: bool) -> Result:
+        return read(micro, entropy=entropy)
+
+
+class ShardedForward:
+    """Calls ``read`` inside of the ``root`` of its model; a stand-in for :class:`Forward`."""
+
+    def __init__(self, root: Root, read: Forward) -> None:
+        self.root, self.read = root, read
+        self.packed, self.trie_share = read.packed, read.trie_share
+
+    def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
+        found: Result = self.root(self.read, micro, entropy)
+        return found
+
+
+def shard_policies(
+    policies: Mapping[str, Policy], mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None, offload: bool = False
+) -> None:
+    """Shard the models, bases and references of ``policies`` over the one dimension of ``mesh``, in place.
+
+    Every rank calls it with policies of the same names, models and settings; all get the weights of rank 0. A model is
+    sharded layer by layer; embedding, last norm and head form one more unit. Gradients are summed in float32.
+    ``param_dtype`` is the dtype in which layers are gathered and computed (``None``: that of the weights). ``offload``
+    keeps the shards and the optimizer in the CPU's memory. Each policy gets a new optimizer.
+
+    Raises ``ValueError`` for a mesh of more dimensions, and for a model without ``layers`` in its decoder.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh={mesh}: expected one dimension, got {mesh.ndim}")
+    how = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    ranks, roots = Ranks(mesh.get_group()), {}
+    for lm in _models(policies):
+        for tensor in {id(t): t for t in lm.state_dict(keep_vars=True).values()}.values():
+            dist.broadcast(tensor.detach(), group_src=0, group=ranks.group)
+        roots[id(lm)] = _shard(lm, how)
+    for policy in policies.values():
+        policy.forward = ShardedForward(roots[id(policy.forward.lm)], policy.forward)
+        if policy.reference_forward is not None:
+            reference = policy.reference_forward
+            policy.reference_forward = ShardedForward(roots[id(reference.lm)], reference)
+        policy.ranks = ranks
+        policy.build_optimizer()
+
+
+def whole(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Gather one weight after the other. Every rank reads the whole iterator, in the same order."""
+    for name, tensor in weights:
+        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _models(policies: Mapping[str, Policy]) -> list[Any]:
+    """Return the different causal LMs of all policies and references."""
+    models = [policy.model for policy in policies.values()]
+    models += [policy.reference for policy in policies.values() if policy.reference is not None]
+    found = [model.shared.model if isinstance(model, AdaptedModel) else causal_lm(model) for model in models]
+    return list({id(lm): lm for lm in found}.values())
+
+
+def _shard(lm: Any, how: dict[str, Any]) -> Root:
+    layers = getattr(lm.get_decoder(), "layers", None)
+    if layers is None:
+        raise ValueError(f"model is a {type(lm).__name__}: expected a decoder with layers, to shard one after another")
+    root = Root(lm)
+    for layer in layers:
+        fully_shard(layer, **how)
+    # Resharded after each forward, the root never keeps weights from before an optimizer step.
+    fully_shard(root, reshard_after_forward=True, **how)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # Sum the gradients: the loss's normaliser is already that of all ranks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return root
