@@ -79,7 +79,8 @@ async def test_orchestrator_gets_samples_and_rewards_of_the_native_task(tmp_path
                     [token for token, mask in zip(sample.token_ids, sample.mask, strict=True) if mask]
                     for sample in samples
                 ]
-                assert [[token for tokens in trained for token in tokens]] == [
+                flat = [token for tokens in trained for token in tokens]
+                assert [flat] == [[token for row in rows_of(trace) for token in row[1]]]
                     [token for row in rows_of(trace) for token in row[1]]
                 ]
     finally:
