@@ -24,8 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.tasks.tiny import build_model, build_tokenizer
+from turnwise.train.checkpoint.checkpoint import CheckpointError, load_weights
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.learner.learner import Learner
+from turnwise.train.learner.local import LocalLearner
+from turnwise.train.learner.sharded import ShardedLearner
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import shard_policies, whole
@@ -45,7 +50,7 @@ class Case(NamedTuple):
 
 
 CASES = [Case(*each) for each in itertools.product(("trie", "packed", "padded"), (False, True), (False, True))]
-UPDATE = UpdateConfig(lr=1e-3, num_minibatches=2, micro_batch_tokens=96, old_logprobs="recompute")
+UPDATE = UpdateConfig(lr=3e-4, num_minibatches=2, micro_batch_tokens=96, old_logprobs="recompute")
 LOSS = LossConfig(kl={"coef": 0.1, "target": 0.01}, entropy_coef=0.01)
 
 
@@ -143,20 +148,92 @@ def odd(mesh: Any) -> dict[str, Any]:
     return found
 
 
+def config_of(folder: Path) -> TrainConfig:
+    return TrainConfig(run_dir=folder, update=UPDATE, loss=LOSS)
+
+
+def step(learner: Learner, number: int) -> dict[str, Tensor]:
+    """Make the ``number``-th step, and return the weights after it."""
+    learner.update(make_batch(), ["default"], 0.0, np.random.default_rng(number), lambda done, total: None)
+    return learner.send("default", clones)
+
+
+def clones(weights: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights}
+
+
+def fail(weights: Any) -> None:
+    next(iter(weights))
+    raise OSError("the client is gone")
+
+
+def use(learner: ShardedLearner, folder: Path) -> dict[str, Any]:
+    """Do on rank 0 what a training loop does."""
+    found: dict[str, Any] = {"first": step(learner, 1), "second": step(learner, 2)}
+    saved = learner.save(folder / "two", 2, {"anything": [1]}, attachments={"queue.pickle": b"q"})
+    found["third"] = step(learner, 3)
+    found["state"] = learner.load(saved)
+    found["loaded"], found["again"] = learner.send("default", clones), step(learner, 3)
+    try:
+        learner.send("default", fail)
+    except OSError as error:
+        found["told"] = str(error)
+    learner.scale_rate("default", 0.5)
+    found["rate"] = learner.policies["default"].learning_rate
+    found["reference"] = learner.reference_logprobs("default", make_batch())
+    try:
+        learner.load(folder / "nowhere")
+    except CheckpointError as error:
+        found["refused"] = str(error)
+    learner.load(folder / "one" / "step_00000002")
+    found["from one"], found["third from one"] = learner.send("default", clones), step(learner, 3)
+    return found
+
+
+def learn(case: Case, mesh: Any, folder: Path) -> dict[str, Any]:
+    learner = ShardedLearner({"default": make_policy(case)}, config_of(folder), mesh)
+    if learner.rank:
+        learner.follow()
+        return {"sums": learner.policies["default"].fingerprint()}
+    found = use(learner, folder / str(case))
+    learner.stop()
+    return found | {"sums": learner.policies["default"].fingerprint()}
+
+
+LEARNED = [Case("trie", False, True), Case("packed", True, False)]
+
+
 def work(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mesh = init_device_mesh("cpu", (WORLD,))
     found = {str(case): results(case, mesh) for case in CASES} | {"odd": odd(mesh)}
+    found |= {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then abort the interpreter's last moments
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[Case, dict[str, dict[str, Tensor]]]:
+    """Three steps in one process, with a checkpoint after the second."""
+    found = {}
+    for case in LEARNED:
+        learner = LocalLearner({"default": make_policy(case)}, config_of(folder))
+        found[case] = {"first": step(learner, 1), "second": step(learner, 2)}
+        learner.save(folder / str(case) / "one", 2, {"anything": [1]})
+        found[case]["third"] = step(learner, 3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path, alone: Any) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("sharded")
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
@@ -214,6 +291,56 @@ def test_a_rank_without_rows_and_a_nan_on_one_rank_keep_no_other_waiting(done: l
         assert got["no row"]["metrics"] == {}
         assert got["nan"]["metrics"]["skipped_updates"] == 1 == got["nan"]["metrics"]["updates"]
         assert got["told"].startswith(told) and want["told"].startswith(told)
+
+
+@pytest.mark.parametrize("case", LEARNED, ids=str)
+def test_rank_0_trains_sends_saves_and_loads_for_all(done, alone, folder: Path, case: Case) -> None:
+    got, want = done[0][f"learner {case}"], alone[case]
+    for number in ("first", "second", "third"):
+        assert furthest(got[number], want[number]) <= 1e-6, number
+    # A checkpoint brings back the same bits, and the steps after it.
+    assert got["state"] == (2, {"anything": [1]})
+    assert equal(got["loaded"], got["second"]) and equal(got["again"], got["third"])
+    assert not equal(got["second"], got["third"])
+    # One process resumes from the shards of two, and two from the files of one.
+    learner = LocalLearner({"default": make_policy(case, seed=1)}, config_of(folder))
+    saved = folder / str(case) / "two" / "step_00000002"
+    assert learner.load(saved) == (2, {"anything": [1]})
+    assert equal(learner.send("default", clones), got["second"])
+    assert furthest(step(learner, 3), got["third"]) <= 1e-6
+    assert equal(got["from one"], want["second"]) and furthest(got["third from one"], want["third"]) <= 1e-6
+    evaluated = {"default": make_policy(case, seed=1)}
+    load_weights(saved, evaluated)
+    assert equal(dict(evaluated["default"].weights()), got["second"])
+
+
+@pytest.mark.parametrize("case", LEARNED, ids=str)
+def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: Case) -> None:
+    got = done[0][f"learner {case}"]
+    assert got["told"] == "the client is gone" and "nowhere" in got["refused"]
+    assert got["sums"] == done[1][f"learner {case}"]["sums"]
+    learner = LocalLearner({"default": make_policy(case)}, config_of(folder))
+    assert torch.allclose(got["reference"], learner.reference_logprobs("default", make_batch()), atol=1e-5)
+    for _ in range(3):
+        step(learner, 3)
+    learner.scale_rate("default", 0.5)
+    assert got["rate"] == pytest.approx(learner.policies["default"].learning_rate)
+    saved = folder / str(case) / "two" / "step_00000002"
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "rng.safetensors", "rng-1.safetensors", "queue.pickle"} <= {
+        file.name for file in saved.iterdir()
+    }
+    (saved / "__1_0.distcp").write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged"):
+        learner.load(saved)
+
+
+def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - value).abs().max()) for name, value in other.items())
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], value) for name, value in other.items())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,12 @@ A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/s
     optimizer-default.safetensors first and second moments and step counts, keyed "<parameter index>.<name>"
     rng.safetensors               the states of torch's generators
 
+If several processes train, weights and optimizers are in the files of ``torch.distributed.checkpoint`` instead, which
+:mod:`turnwise.train.checkpoint.shards` reads in any number of processes::
+
+    .metadata, __0_0.distcp, ...  the tensors, one file per rank; frozen weights in each checkpoint
+    rng.safetensors, rng-1...     the states of torch's generators, one file per rank
+
 Each checkpoint is complete, but frozen weights (bases, references, policies that don't train) are on the disk only
 once: they are hard-linked from the previous checkpoint (see :mod:`turnwise.train.checkpoint.files`).
 """
@@ -19,16 +25,14 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.checkpoint.files import (
     CheckpointError,
     CheckpointMismatch,
@@ -40,18 +44,21 @@ from turnwise.train.checkpoint.files import (
     write_manifest,
     write_tensors,
 )
+from turnwise.train.checkpoint.parts import Part, check_fit, parts_of, placed
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
-from turnwise.train.model.policy import Policy, named_weights
+from turnwise.train.checkpoint.shards import check_shards, read_shards
+from turnwise.train.model.policy import Policy
 from turnwise.utils.files import sync_folder
 
-FORMAT = 4
-WORLD_SIZE = 1
-"""Number of processes that train; loading a checkpoint takes as many as wrote it."""
+FORMAT, SHARDED_FORMAT = 4, 5
+"""Formats of checkpoints with whole tensors, and with shards."""
+FORMATS = (FORMAT, SHARDED_FORMAT)
 _PREFIX = "step_"
 
 __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
+    "check_checkpoint",
     "checkpoint_at",
     "ignored_checkpoints",
     "list_checkpoints",
@@ -71,13 +78,15 @@ def save_checkpoint(
     protect: Collection[int] = (),
     attachments: Mapping[str, bytes] | None = None,
     links: Mapping[str, Path] | None = None,
+    write: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write ``root/step_<step>`` completely or not at all, then delete all but the newest ``keep`` and ``protect``.
 
     ``protect`` holds the steps of checkpoints that stay. An existing checkpoint of this step is kept, because equal
     runs reach equal states. ``state`` must be JSON-serialisable. ``attachments`` are the bytes of other files by name;
-    ``links`` are existing files that never change, by their names in the checkpoint. Raises ``OSError`` if the disk is
-    full; older checkpoints then stay as they are.
+    ``links`` are existing files that never change, by their names in the checkpoint. ``write(folder)`` writes the
+    tensors in shards (:func:`~turnwise.train.checkpoint.shards.write_shards`); by default they are whole. Raises
+    ``OSError`` if the disk is full; older checkpoints then stay as they are.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = checkpoint_at(root, step)
@@ -93,7 +102,7 @@ def save_checkpoint(
         frozen = FrozenFiles(found[-1] if found else None)
         for name, source in (links or {}).items():
             frozen.take(source, temporary / name)
-        manifest = _write_all(temporary, policies, attachments or {}, frozen)
+        manifest = _write_all(temporary, policies, attachments or {}, frozen, write)
         manifest |= {"step": step, "state": state}
         write_manifest(manifest, temporary)
         sync_files(temporary)
@@ -169,89 +178,91 @@ def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, di
     return step, state
 
 
-def load_learners(path: Path, policies: Mapping[str, Policy]) -> tuple[int, dict[str, Any]]:
-    """Load as :func:`load_checkpoint` does, but leave the random generators unchanged."""
-    # Read and check everything before any weight changes.
-    manifest = _checked_manifest(path, policies)
-    _check_learners(path, policies, manifest)
-    contents = _read_parts(path, _parts(policies, references=True), manifest)
-    moments = {
-        name: read_tensors(path / f"optimizer-{name}.safetensors") for name, p in policies.items() if p.optimizer
-    }
-    for part, saved in contents:
-        _copy_into(part.weights(), saved)
+def load_learners(path: Path, policies: Mapping[str, Policy], *, checked: bool = False) -> tuple[int, dict[str, Any]]:
+    """Load as :func:`load_checkpoint` does, but leave the random generators unchanged.
+
+    ``checked`` says that :func:`check_checkpoint` has read and checked the files, in this process or another.
+    """
+    manifest = read_manifest(path, FORMATS, files=False) if checked else check_checkpoint(path, policies)
+    if manifest["format"] == SHARDED_FORMAT:
+        moments = read_shards(path, policies, learners=True)
+    else:
+        # Read and check everything before any weight changes.
+        contents = _read_parts(path, parts_of(policies, references=True), manifest)
+        trained = [name for name, policy in policies.items() if policy.optimizer]
+        moments = {name: read_tensors(path / f"optimizer-{name}.safetensors") for name in trained}
+        for part, saved in contents:
+            _copy_into(part.weights(), saved)
     for name, policy in policies.items():
         _restore_optimizer(policy, moments.get(name), manifest["policies"][name])
     return manifest["step"], manifest["state"]
 
 
+def check_checkpoint(path: Path, policies: Mapping[str, Policy]) -> dict[str, Any]:
+    """Return the manifest, after a check of all files and of their fit to ``policies``: names, kinds, weights."""
+    manifest = _checked_manifest(path, policies)
+    _check_learners(path, policies, manifest)
+    parts = parts_of(policies, references=True)
+    if manifest["format"] == SHARDED_FORMAT:
+        check_shards(path, parts)
+    return manifest
+
+
 def load_weights(path: Path, policies: Mapping[str, Policy]) -> None:
     """Load only the weights of a checkpoint, for evaluation. Raises :class:`CheckpointError` before any change."""
     manifest = _checked_manifest(path, policies)
-    for part, saved in _read_parts(path, _parts(policies, references=False), manifest):
+    if manifest["format"] == SHARDED_FORMAT:
+        read_shards(path, policies, learners=False)
+        return
+    for part, saved in _read_parts(path, parts_of(policies, references=False), manifest):
         _copy_into(part.weights(), saved)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Contents of a checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One file of weights. ``label`` names it in messages; a ``frozen`` part never changes in a run."""
-
-    file: str
-    label: str
-    model: nn.Module | SharedBase
-    frozen: bool
-
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        return named_weights(self.model)
-
-
-def _parts(policies: Mapping[str, Policy], *, references: bool) -> list[Part]:
-    """Return each policy's own weights, and the shared bases and references once each."""
-    named = sorted(policies.items())  # the order of a config file must not matter
-    own = [Part(f"policy-{name}.safetensors", f"policy {name!r}", p.model, not p.trainable) for name, p in named]
-    shared: dict[int, Part] = {}
-    for name, policy in named:
-        base, reference = policy.base, policy.reference
-        if base is not None:
-            shared.setdefault(id(base), Part(f"base-{name}.safetensors", f"the base of {name!r}", base, True))
-        # an adapter's reference is its base with adapters off
-        if references and reference is not None and not isinstance(reference, AdaptedModel):
-            file = f"reference-{name}.safetensors"
-            shared.setdefault(id(reference), Part(file, f"the reference of {name!r}", reference, True))
-    return [*own, *shared.values()]
-
-
 def _write_all(
-    folder: Path, policies: Mapping[str, Policy], attachments: Mapping[str, bytes], frozen: FrozenFiles
+    folder: Path,
+    policies: Mapping[str, Policy],
+    attachments: Mapping[str, bytes],
+    frozen: FrozenFiles,
+    write: Callable[[Path], None] | None,
 ) -> dict[str, Any]:
     """Write every file except the manifest, and return the manifest's entries for them."""
-    write_tensors(generator_states(), folder / "rng.safetensors")
-    for part in _parts(policies, references=True):
-        weights = {key: tensor.contiguous() for key, tensor in part.weights()}
-        if not (part.frozen and frozen.link(folder / part.file, weights)):
-            write_tensors(weights, folder / part.file)
+    (write or partial(_write_whole, policies=policies, frozen=frozen))(folder)
     for name, content in attachments.items():
         (folder / name).write_bytes(content)
-    described = {name: _describe(policy, folder / f"optimizer-{name}.safetensors") for name, policy in policies.items()}
+    described = {name: _describe(policy) for name, policy in policies.items()}
     files = {file.name: frozen.known.get(file.name) or fingerprint(file) for file in sorted(folder.iterdir())}
     return {
-        "format": FORMAT,
-        "world_size": WORLD_SIZE,
+        "format": SHARDED_FORMAT if write else FORMAT,
+        "world_size": max(policy.ranks.size for policy in policies.values()),
         "policies": described,
         "files": files,
         "frozen": frozen.digests,
     }
 
 
+def _write_whole(folder: Path, policies: Mapping[str, Policy], frozen: FrozenFiles) -> None:
+    """Write generators, weights and optimizers."""
+    write_tensors(generator_states(), folder / "rng.safetensors")
+    for part in parts_of(policies, references=True):
+        weights = {key: tensor.contiguous() for key, tensor in part.weights()}
+        if not (part.frozen and frozen.link(folder / part.file, weights)):
+            write_tensors(weights, folder / part.file)
+    for name, policy in policies.items():
+        if policy.optimizer is not None:
+            saved = policy.optimizer.state_dict()
+            moments = {f"{i}.{key}": value for i, slots in saved["state"].items() for key, value in slots.items()}
+            write_tensors(moments, folder / f"optimizer-{name}.safetensors")
+
+
 def _kind(policy: Policy) -> str:
     return "full" if policy.base is None else "lora" if policy.trained_parameters() else "base of adapters"
 
 
-def _describe(policy: Policy, optimizer_file: Path) -> dict[str, Any]:
-    """Write the moments of ``policy``'s optimizer to ``optimizer_file``, and return its entry in the manifest."""
+def _describe(policy: Policy) -> dict[str, Any]:
+    """Return a policy's entry in the manifest."""
     described: dict[str, Any] = {
         "kind": _kind(policy),
         "trainable": policy.trainable,
@@ -259,10 +270,7 @@ def _describe(policy: Policy, optimizer_file: Path) -> dict[str, Any]:
         "updates": policy.updates,
         "extra": policy.extra_state(),
     }
-    if policy.optimizer is not None and policy.schedule is not None:
-        saved = policy.optimizer.state_dict()
-        moments = {f"{i}.{key}": value for i, slots in saved["state"].items() for key, value in slots.items()}
-        write_tensors(moments, optimizer_file)
+    if policy.schedule is not None:
         described["schedule"] = {"last_epoch": policy.schedule.last_epoch}
     return described
 
@@ -270,7 +278,7 @@ def _describe(policy: Policy, optimizer_file: Path) -> dict[str, Any]:
 def _copy_into(own: Iterable[tuple[str, Tensor]], saved: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in own:
-            tensor.copy_(saved[name])
+            tensor.copy_(placed(saved[name], tensor))
 
 
 def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:
@@ -278,10 +286,11 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
     policy.load_extra_state(described["extra"])
     if moments is None or policy.optimizer is None or policy.schedule is None:
         return
+    parameters = policy.optimizer.param_groups[0]["params"]
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in moments.items():
         index, slot = key.split(".", 1)
-        state.setdefault(int(index), {})[slot] = tensor
+        state.setdefault(int(index), {})[slot] = placed(tensor, parameters[int(index)])
     policy.optimizer.load_state_dict({"state": state, "param_groups": policy.optimizer.state_dict()["param_groups"]})
     policy.seek_schedule(described["schedule"]["last_epoch"])
 
@@ -290,10 +299,8 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
 # Checks
 # ---------------------------------------------------------------------------------------------------------------------
 def _checked_manifest(path: Path, policies: Mapping[str, Policy]) -> dict[str, Any]:
-    """Return the manifest after checks: its files are complete, and its processes and policies equal this run's."""
-    manifest = read_manifest(path, FORMAT)
-    if manifest["world_size"] != WORLD_SIZE:
-        raise CheckpointMismatch(f"{path}: written by {manifest['world_size']} processes, this run has {WORLD_SIZE}")
+    """Return the manifest after checks: its files are complete, and its policies are this run's."""
+    manifest = read_manifest(path, FORMATS)
     if set(manifest["policies"]) != set(policies):
         raise CheckpointMismatch(
             f"{path}: holds policies {sorted(manifest['policies'])}, the run has {sorted(policies)}"
@@ -325,18 +332,6 @@ def _read_parts(path: Path, parts: Iterable[Part], manifest: dict[str, Any]) -> 
         if part.file not in manifest["files"]:
             raise CheckpointMismatch(f"{path}: {part.label} was not saved: there is no {part.file}")
         saved = read_tensors(path / part.file)
-        _check_fit(path, part, saved)
+        check_fit(path, part, {name: tuple(tensor.shape) for name, tensor in saved.items()})
         contents.append((part, saved))
     return contents
-
-
-def _check_fit(path: Path, part: Part, weights: dict[str, Tensor]) -> None:
-    own = {name: tuple(tensor.shape) for name, tensor in part.weights()}
-    saved = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if own != saved:
-        odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-        first = odd[0]
-        raise CheckpointMismatch(
-            f"{path}: {part.label} doesn't fit the model: {len(odd)} tensors differ, first {first!r}: "
-            f"checkpoint {saved.get(first, 'missing')}, model {own.get(first, 'missing')}"
-        )

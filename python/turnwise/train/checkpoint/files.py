@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,14 +96,18 @@ def write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(signed, indent=1), encoding="utf-8")
 
 
-def read_manifest(path: Path, version: int) -> dict[str, Any]:
-    """Return the manifest of checkpoint ``path``, after a check of its format ``version``, its digest and all files."""
+def read_manifest(path: Path, versions: Collection[int], *, files: bool = True) -> dict[str, Any]:
+    """Return the manifest of checkpoint ``path``, after a check of its format, its digest and, if ``files``, all files.
+
+    ``versions`` are the formats that it may have.
+    """
     manifest = _parsed(path / "manifest.json")
-    if manifest.get("format") != version:
-        raise CheckpointMismatch(f"{path}: format {manifest.get('format')!r}; this version reads format {version}")
+    if manifest.get("format") not in versions:
+        readable = " and ".join(map(str, versions))
+        raise CheckpointMismatch(f"{path}: format {manifest.get('format')!r}; this version reads format {readable}")
     if manifest.pop(_OWN, None) != _own_digest(manifest):
         raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
-    for name, expected in manifest["files"].items():
+    for name, expected in manifest["files"].items() if files else ():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")

@@ -88,7 +88,7 @@ def select(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: L
     """
     if not loss.variant.selects:
         return [None] * len(micros)
-    length = 1 + max(int(micro.token_N.max(initial=-1)) for micro in micros)
+    length = 1 + max((int(micro.token_N.max()) for micro in micros if len(micro.token_N)), default=0)
     logprobs = policy.over_stream(length, micros, policy.logprobs)
     return [*loss.select(micros, [logprobs[micro.token_N] for micro in micros], olds)]
 

@@ -1,0 +1,63 @@
+"""The sets of weights in a checkpoint: each policy's own, and the bases and references that policies share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from turnwise.inference.weights.lora import AdaptedModel, SharedBase
+from turnwise.train.checkpoint.files import CheckpointMismatch
+from turnwise.train.model.policy import Policy, named_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One set of weights. ``file`` has it whole; ``label`` names it in messages; a ``frozen`` part never changes."""
+
+    file: str
+    label: str
+    model: nn.Module | SharedBase
+    frozen: bool
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return named_weights(self.model)
+
+
+def parts_of(policies: Mapping[str, Policy], *, references: bool) -> list[Part]:
+    """Return each policy's own weights, and the shared bases and references once each."""
+    named = sorted(policies.items())  # the order of a config file must not matter
+    own = [Part(f"policy-{name}.safetensors", f"policy {name!r}", p.model, not p.trainable) for name, p in named]
+    shared: dict[int, Part] = {}
+    for name, policy in named:
+        base, reference = policy.base, policy.reference
+        if base is not None:
+            shared.setdefault(id(base), Part(f"base-{name}.safetensors", f"the base of {name!r}", base, True))
+        # an adapter's reference is its base with adapters off
+        if references and reference is not None and not isinstance(reference, AdaptedModel):
+            file = f"reference-{name}.safetensors"
+            shared.setdefault(id(reference), Part(file, f"the reference of {name!r}", reference, True))
+    return [*own, *shared.values()]
+
+
+def check_fit(path: Path, part: Part, saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise :class:`CheckpointMismatch` unless ``saved`` are the names and shapes of the part's weights."""
+    own = {name: tuple(tensor.shape) for name, tensor in part.weights()}
+    if own != saved:
+        odd = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        first = odd[0]
+        raise CheckpointMismatch(
+            f"{path}: {part.label} doesn't fit the model: {len(odd)} tensors differ, first {first!r}: "
+            f"checkpoint {saved.get(first, 'missing')}, model {own.get(first, 'missing')}"
+        )
+
+
+def placed(tensor: Tensor, like: Any) -> Tensor:
+    """Return the whole ``tensor`` sharded as ``like`` is, from this rank's own copy; itself if ``like`` is whole."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

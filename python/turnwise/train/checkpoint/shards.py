@@ -1,0 +1,103 @@
+"""The tensors of a checkpoint in shards, one file per rank, with ``torch.distributed.checkpoint``.
+
+Any number of processes reads them, one too: a shard of another size takes what it needs from the files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from turnwise.train.checkpoint.files import CheckpointError, write_tensors
+from turnwise.train.checkpoint.parts import Part, check_fit, parts_of
+from turnwise.train.checkpoint.run_state import generator_states
+from turnwise.train.model.policy import Policy
+
+Moments = dict[str, dict[str, Tensor]]
+"""Optimizer states by policy, and in it by ``"<parameter index>.<name>"``."""
+
+
+def write_shards(folder: Path, policies: Mapping[str, Policy]) -> None:
+    """Write weights, optimizers and torch's generators to ``folder``. Every rank calls it and writes its own part."""
+    state = _weights(parts_of(policies, references=True))
+    for name, policy in policies.items():
+        if policy.optimizer is not None:
+            saved = policy.optimizer.state_dict()["state"]
+            state |= {
+                f"optimizer-{name}/{i}.{key}": value for i, slots in saved.items() for key, value in slots.items()
+            }
+    ranks = next(iter(policies.values())).ranks
+    with _quiet():
+        dcp.save(state, checkpoint_id=folder, no_dist=ranks.size == 1)
+    write_tensors(generator_states(), folder / generators_file(ranks.rank))
+
+
+def generators_file(rank: int) -> str:
+    """Return the name of the file with a rank's generators."""
+    return "rng.safetensors" if rank == 0 else f"rng-{rank}.safetensors"
+
+
+def read_shards(path: Path, policies: Mapping[str, Policy], *, learners: bool) -> Moments:
+    """Read the weights of ``policies`` into their models; with ``learners`` also references, and return the moments.
+
+    Names and shapes are checked before anything changes. Raises :class:`CheckpointError`.
+    """
+    parts = parts_of(policies, references=learners)
+    sizes = _sizes(path)
+    check_shards(path, parts, sizes)
+    state, moments = _weights(parts), dict[str, dict[str, Tensor]]()
+    for name, policy in policies.items():
+        if not learners or policy.optimizer is None:
+            continue
+        parameters = policy.optimizer.param_groups[0]["params"]
+        moments[name] = {}
+        for key in (key for key in sizes if key.startswith(f"optimizer-{name}/")):
+            slot = key.partition("/")[2]
+            parameter = parameters[int(slot.partition(".")[0])].detach()
+            same = sizes[key] == tuple(parameter.shape) and not slot.endswith(".step")
+            moments[name][slot] = torch.zeros_like(parameter) if same else torch.zeros(sizes[key])
+            state[key] = moments[name][slot]
+    alone = next(iter(policies.values())).ranks.size == 1
+    with _quiet(), torch.no_grad():
+        dcp.load(state, checkpoint_id=path, no_dist=alone)
+    return moments
+
+
+def check_shards(path: Path, parts: list[Part], sizes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Raise :class:`CheckpointError` unless the checkpoint has the weights of all ``parts``, in their shapes."""
+    sizes = _sizes(path) if sizes is None else sizes
+    for part in parts:
+        prefix = _prefix(part)
+        saved = {key.removeprefix(prefix): size for key, size in sizes.items() if key.startswith(prefix)}
+        check_fit(path, part, saved)
+
+
+def _sizes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+    except Exception as error:  # it unpickles, so a damaged file may raise anything
+        raise CheckpointError(f"{path / '.metadata'} can't be read: {error!r}") from error
+    return {key: tuple(getattr(entry, "size", ())) for key, entry in metadata.state_dict_metadata.items()}
+
+
+def _prefix(part: Part) -> str:
+    return part.file.removesuffix(".safetensors") + "/"
+
+
+def _weights(parts: list[Part]) -> dict[str, Any]:
+    return {_prefix(part) + name: tensor for part in parts for name, tensor in part.weights()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's remark that a process without others saves or loads alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
+        yield
