@@ -1,7 +1,7 @@
-"""An exported task under prime-rl's own code: its server of environments, its orchestrator's clients and its samples.
+"""An exported task under prime-rl's own code: its server of environments, its orchestrator's clients and its choice of tokens.
 
 Runs where prime-rl can be imported (its folders ``src`` and ``packages/prime-rl-configs/src`` are on the path). It was
-written against commit 559b44772e.
+written against commit 559b44772e, whose ``trace_to_samples`` wants an older verifiers than 0.4.0.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ async def native(artifact):
     return result.rollout
 
 
-async def test_orchestrator_gets_samples_and_rewards_of_the_native_task(tmp_path, monkeypatch):
+async def test_orchestrator_gets_tokens_and_rewards_of_the_native_task(tmp_path, monkeypatch):
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.orchestrator.envs import TrainEnvs
-    from prime_rl.orchestrator.trajectories import trace_to_samples
+    from prime_rl.orchestrator.trajectories import iter_trainable_branches
 
     use_modules(monkeypatch)
     port = free_port()
@@ -81,9 +81,9 @@ async def test_orchestrator_gets_samples_and_rewards_of_the_native_task(tmp_path
             for trace in episode.traces:
                 trained = [
                     token
-                    for sample in trace_to_samples(trace)
-                    for token, counts in zip(sample.token_ids, sample.mask, strict=True)
-                    if counts
+                    for branch, mask in iter_trainable_branches(trace)
+                    for token, trains in zip(branch.token_ids, mask, strict=True)
+                    if trains
                 ]
                 assert trained == [token for row in rows_of(trace) for token in row[1]]
         assert actors == {"proposer", "reviser"}
