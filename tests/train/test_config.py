@@ -186,7 +186,7 @@ def test_the_flags_are_these():
     assert sorted(TrainConfig.model_fields) == [
         "actors", "checkpoint", "credit", "device", "eval", "filter", "gateway", "health", "league", "log", "loop",
         "loss", "max_sampled_tokens", "max_seconds", "phases", "policies", "policy_sharing", "resume", "reward",
-        "rollout", "run_dir", "seed", "steps", "task", "task_options", "threads", "update", "warm_start",
+        "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options", "threads", "update", "warm_start",
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Read :func:`build_run` to see how the rooms fit together; your own script can do
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
+from turnwise.run.ranks import device_of, shard
 from turnwise.run.selfplay import build_callbacks
 from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.tasks import Task
@@ -40,13 +42,12 @@ from turnwise.train.health.start import refuse_hopeless
 from turnwise.train.league import past_models
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import EvalSet, Trainer
-from turnwise.train.model.export import export_policies
+from turnwise.train.model.export import export_policies, export_shards
 from turnwise.train.model.loading import (
     TINY,
     attach_adapters,
     build_policies,
     check_targets,
-    find_device,
     load_models,
     load_references,
 )
@@ -98,7 +99,12 @@ class Run:
             progress = asyncio.run(self.trainer.run())
             adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
             changed = self.config.warm_start.steps > 0 or TINY in adapted
-            export_policies(self.trainer.policies, self.tokenizer, self.config.run_dir, own_bases=changed)
+            policies, folder = self.trainer.policies, self.config.run_dir
+            if any(policy.ranks.size > 1 for policy in policies.values()):
+                self.trainer.log.note("a sharded run exports adapters alone, not merged with their bases")
+                export_shards(policies, self.tokenizer, folder, self.trainer.learner.send, own_bases=changed)
+            else:
+                export_policies(policies, self.tokenizer, folder, own_bases=changed)
         return progress
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
@@ -119,19 +125,22 @@ class Run:
         return team, await ablate(self.arena, self.held_out.requests, team, ablations, sampling)
 
     def close(self) -> None:
-        """Free the client's resources, such as its engines. Nothing can be sampled afterwards."""
+        """Free the client's resources, such as its engines. Nothing can be sampled or trained afterwards."""
         asyncio.run(self.arena.client.close())
+        self.trainer.learner.stop()
 
 
-def train_from_config(config: TrainConfig) -> Run:
+def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
     """Build and train a run, and print the held-out success at the end.
 
-    The run resumes from the newest checkpoint of its folder, if there is one and ``config.resume`` is on.
+    The run resumes from the newest checkpoint of its folder, if there is one and ``config.resume`` is on. With a
+    ``mesh`` of several ranks (:func:`~turnwise.run.ranks.join_ranks`) this is rank 0, and the others
+    :func:`follow_config`.
     """
     lock = RunLock(config.run_dir)
     with lock if config.run_dir.is_dir() else nullcontext():  # refuse a folder in use before loading any model
         refuse_buried(config)
-        run = build_run(config)
+        run = build_run(config, mesh=mesh)
         run.trainer.lock = lock
         config, log = run.config, run.trainer.log
         # Refuse settings that train nothing; a run without any steps is built but not trained.
@@ -154,13 +163,23 @@ def train_from_config(config: TrainConfig) -> Run:
         return run
 
 
-def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = None) -> Run:
-    """Build a run that is ready to train. Warm-start it if the config asks for it and there is no checkpoint."""
-    import torch
+def follow_config(config: TrainConfig, mesh: Any) -> None:
+    """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
+    _prepare_torch(config)
+    task = task_of(config)
+    config, *_ = check_config(config, task, warm=False)
+    models = attach_adapters(_load_models(config, task, device_of(config, mesh)), config.policies, config.seed)
+    policies = build_policies(config, models, _load_references(config, task, device_of(config, mesh)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 saves after Ctrl-C, which takes all ranks
+    shard(policies, config, mesh).follow()
 
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    seed_generators(config.seed)
+
+def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = None, mesh: Any = None) -> Run:
+    """Build a run that is ready to train. Warm-start it if the config asks for it and there is no checkpoint.
+
+    With a ``mesh`` the models are sharded over its ranks, of which this process is the first.
+    """
+    _prepare_torch(config)
     # Check everything before loading a model.
     task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
@@ -173,21 +192,40 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
     # Load the models, warm-start them, and attach the adapters.
-    device = find_device(config.device)
-    models = load_models(config.policies, partial(tiny_model, config, task), share_frozen=config.warm_start.steps == 0)
-    models = {name: model.to(device) for name, model in models.items()}
+    device = device_of(config, mesh)
+    models = _load_models(config, task, device)
     check_targets(models, config.policies)
     if rows is not None:
         run_warm_start(config, rows, actors, tokenizer, models, log)
     models = attach_adapters(models, config.policies, config.seed)
     # Build the arena with its client, the policies and the trainer.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
-    references = load_references(config.policies, partial(tiny_model, config, task)) if config.loss.kl.coef else {}
-    references = {name: model.to(device) for name, model in references.items()}
-    policies = build_policies(config, models, references)
+    policies = build_policies(config, models, _load_references(config, task, device))
+    learner = policies if mesh is None else shard(policies, config, mesh)
     callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
-    trainer = Trainer(arena, policies, config, validation=validation, log=log, callbacks=callbacks)
+    trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
     return Run(config, task, tokenizer, arena, trainer, held)
+
+
+def _prepare_torch(config: TrainConfig) -> None:
+    import torch
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    seed_generators(config.seed)
+
+
+def _load_models(config: TrainConfig, task: Task, device: Any) -> dict[str, Any]:
+    tiny, share = partial(tiny_model, config, task), config.warm_start.steps == 0
+    models = load_models(config.policies, tiny, share_frozen=share)
+    return {name: model.to(device) for name, model in models.items()}
+
+
+def _load_references(config: TrainConfig, task: Task, device: Any) -> dict[str, Any]:
+    if not config.loss.kl.coef:
+        return {}
+    references = load_references(config.policies, partial(tiny_model, config, task))
+    return {name: model.to(device) for name, model in references.items()}
 
 
 def build_arena(

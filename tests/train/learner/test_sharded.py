@@ -32,7 +32,7 @@ from turnwise.train.learner.learner import Learner
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.learner.sharded import ShardedLearner
 from turnwise.train.model.loading import peft_config
-from turnwise.train.model.policy import Policy
+from turnwise.train.model.policy import Policy, bit_sums, fingerprints
 from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
@@ -190,6 +190,52 @@ def use(learner: ShardedLearner, folder: Path) -> dict[str, Any]:
     return found
 
 
+def team(mesh: Any, folder: Path) -> dict[str, Any]:
+    """Two adapters over one base, of which the batch has unequally many rows."""
+    lm = build_model(
+        build_tokenizer(["0123456789"]), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, intermediate_size=64,
+    )  # fmt: skip
+    shared = SharedBase(lm)
+    models = {
+        name: shared.add_adapter(name, peft_config(LoraConfig(rank=4, dropout=0.0)), seed)
+        for seed, name in enumerate(("first", "second"))
+    }
+    policies = {
+        name: Policy(name, model, UPDATE, total_steps=20, with_reference=True) for name, model in models.items()
+    }
+    batch = replace(make_batch(), policies=["first", "second"])
+    batch.policy_index[5:] = 1
+    config = config_of(folder).model_copy(update={"loss": LossConfig(type="clip-cov", kl={"coef": 0.1})})
+    learner = LocalLearner(policies, config) if mesh is None else ShardedLearner(policies, config, mesh)
+    if mesh is not None and mesh.get_rank():
+        assert isinstance(learner, ShardedLearner)
+        learner.follow()
+        return {"sums": fingerprints(policies)}
+    rng = np.random.default_rng(5)
+    updated = [learner.update(batch, list(policies), 0.0, rng, lambda done, total: None) for _ in range(2)]
+    found = {name: learner.send(name, clones, base=True) for name in policies}
+    learner.stop()
+    return {
+        "metrics": updated[-1].metrics,
+        "moved": updated[-1].moved,
+        "weights": found,
+        "sums": fingerprints(policies),
+    }
+
+
+def narrow(mesh: Any) -> dict[str, Any]:
+    """Layers in bfloat16, weights and gradients in float32."""
+    policy = make_policy(CASES[1])
+    shard_policies({"default": policy}, mesh, param_dtype=torch.bfloat16)
+    seen: set[torch.dtype] = set()
+    layer = policy.model.get_decoder().layers[0].mlp
+    layer.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+    [metrics] = train(policy, [make_batch()])
+    dtypes = {parameter.dtype for parameter in policy.trained_parameters()}
+    return {"metrics": metrics, "computed": seen, "kept": dtypes}
+
+
 def learn(case: Case, mesh: Any, folder: Path) -> dict[str, Any]:
     learner = ShardedLearner({"default": make_policy(case)}, config_of(folder), mesh)
     if learner.rank:
@@ -208,6 +254,7 @@ def work(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mesh = init_device_mesh("cpu", (WORLD,))
     found = {str(case): results(case, mesh) for case in CASES} | {"odd": odd(mesh)}
+    found |= {"team": team(mesh, folder), "narrow": narrow(mesh)}
     found |= {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
@@ -272,8 +319,6 @@ def test_two_ranks_train_as_one(done: list[dict[str, Any]], case: Case) -> None:
 
 
 def test_the_sums_of_shards_are_those_of_the_whole(done: list[dict[str, Any]]) -> None:
-    from turnwise.train.model.policy import bit_sums
-
     for case in map(str, CASES):
         for found in done:
             assert found[case]["sums"] == bit_sums(found[case]["weights"].items())
@@ -332,6 +377,26 @@ def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: C
     (saved / "__1_0.distcp").write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged"):
         learner.load(saved)
+
+
+def test_adapters_of_one_base_train_one_after_another(done: list[dict[str, Any]], folder: Path) -> None:
+    got, want = done[0]["team"], team(None, folder)
+    assert got["moved"] == want["moved"] == {"first", "second"}
+    for name in ("first", "second"):
+        assert furthest(got["weights"][name], want["weights"][name]) <= 1e-6
+        assert_close(got["metrics"][name], want["metrics"][name], name)
+        assert want["metrics"][name]["updates"] == 2
+    assert got["sums"] == done[1]["team"]["sums"] and got["sums"].keys() == want["sums"].keys()
+    assert got["sums"]["the base of first"] == want["sums"]["the base of first"]
+
+
+def test_layers_are_computed_in_the_chosen_type(done: list[dict[str, Any]]) -> None:
+    [want] = train(make_policy(CASES[1]), [make_batch()])
+    for found in done:
+        got = found["narrow"]
+        assert got["computed"] == {torch.bfloat16} and got["kept"] == {torch.float32}
+        assert got["metrics"]["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.1)
+        assert got["metrics"]["grad_norm"] != pytest.approx(want["grad_norm"], rel=1e-5)
 
 
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

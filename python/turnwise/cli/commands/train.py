@@ -6,8 +6,9 @@ import argparse
 
 from turnwise.cli.options import EXIT_INTERRUPTED, EXIT_OK
 from turnwise.report import write_report
-from turnwise.run.build import train_from_config
+from turnwise.run.build import follow_config, train_from_config
 from turnwise.run.checks import dry_run
+from turnwise.run.ranks import join_ranks, leave_ranks
 from turnwise.tasks import task_type
 from turnwise.train.config.toml import raw_settings
 from turnwise.train.validate import read_config
@@ -24,8 +25,15 @@ def run(options: argparse.Namespace) -> int:
         print(dry_run(config, import_code=options.import_code), end="")
         return EXIT_OK
 
-    trained = train_from_config(config)
+    mesh = join_ranks(config)
+    if mesh is not None and mesh.get_rank():
+        follow_config(config, mesh)
+        leave_ranks()
+        return EXIT_OK
+    trained = train_from_config(config, mesh)
     trained.close()
+    if mesh is not None:
+        leave_ranks()
     if config.steps:
         print(f"report: {write_report(config.run_dir)}")
     return EXIT_INTERRUPTED if trained.trainer.interrupted else EXIT_OK

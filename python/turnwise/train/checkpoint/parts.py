@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.checkpoint.files import CheckpointMismatch
@@ -58,6 +57,8 @@ def check_fit(path: Path, part: Part, saved: Mapping[str, tuple[int, ...]]) -> N
 
 def placed(tensor: Tensor, like: Any) -> Tensor:
     """Return the whole ``tensor`` sharded as ``like`` is, from this rank's own copy; itself if ``like`` is whole."""
-    if not isinstance(like, DTensor) or isinstance(tensor, DTensor) or tensor.shape != like.shape:
+    if not hasattr(like, "device_mesh") or hasattr(tensor, "device_mesh") or tensor.shape != like.shape:
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from turnwise.train.checkpoint.files import CheckpointError, write_tensors
@@ -33,6 +32,8 @@ def write_shards(folder: Path, policies: Mapping[str, Policy]) -> None:
             state |= {
                 f"optimizer-{name}/{i}.{key}": value for i, slots in saved.items() for key, value in slots.items()
             }
+    import torch.distributed.checkpoint as dcp  # a second, which a run in one process doesn't spend
+
     ranks = next(iter(policies.values())).ranks
     with _quiet():
         dcp.save(state, checkpoint_id=folder, no_dist=ranks.size == 1)
@@ -64,6 +65,8 @@ def read_shards(path: Path, policies: Mapping[str, Policy], *, learners: bool) -
             same = sizes[key] == tuple(parameter.shape) and not slot.endswith(".step")
             moments[name][slot] = torch.zeros_like(parameter) if same else torch.zeros(sizes[key])
             state[key] = moments[name][slot]
+    import torch.distributed.checkpoint as dcp
+
     alone = next(iter(policies.values())).ranks.size == 1
     with _quiet(), torch.no_grad():
         dcp.load(state, checkpoint_id=path, no_dist=alone)
@@ -80,6 +83,8 @@ def check_shards(path: Path, parts: list[Part], sizes: Mapping[str, tuple[int, .
 
 
 def _sizes(path: Path) -> dict[str, tuple[int, ...]]:
+    import torch.distributed.checkpoint as dcp
+
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
     except Exception as error:  # it unpickles, so a damaged file may raise anything

@@ -76,6 +76,17 @@ class LogConfig(Section):
     """Show progress bars on a terminal."""
 
 
+class ShardingConfig(Section):
+    """Shards of the models over the processes that torchrun or Slurm starts; see docs/training.md."""
+
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type in which layers are gathered and computed; by default that of the weights. Gradients add up in float32."""
+    offload: bool = False
+    """Keep shards and optimizer in the CPU's memory."""
+    timeout: float = Field(default=300.0, gt=0)
+    """Seconds after which a process gives up waiting for another one in an update."""
+
+
 class TrainConfig(Section):
     """One run: ``TrainConfig(task="sudoku", steps=10)``. :func:`~turnwise.train.validate.load_config` reads TOML."""
 
@@ -133,6 +144,8 @@ class TrainConfig(Section):
     """Games against past policies."""
     health: HealthConfig = HealthConfig()
     """Signals that are watched during training."""
+    sharding: ShardingConfig = ShardingConfig()
+    """Models in shards over several processes."""
     log: LogConfig = LogConfig()
     """Metrics and recorded episodes."""
 

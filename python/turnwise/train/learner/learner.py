@@ -80,6 +80,10 @@ class Learner(Protocol):
         """Multiply the learning rate of policy ``name`` by ``factor``, for the rest of its schedule."""
         ...
 
+    def stop(self) -> None:
+        """End the learner's other processes, if it has any."""
+        ...
+
     def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
         """Write ``root/step_<step>`` (:func:`~turnwise.train.checkpoint.checkpoint.save_checkpoint`)."""
         ...

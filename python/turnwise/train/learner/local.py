@@ -58,6 +58,9 @@ class LocalLearner:
     def scale_rate(self, name: str, factor: float) -> None:
         self.policies[name].scale_rate(factor)
 
+    def stop(self) -> None:
+        pass
+
     def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
         return save_checkpoint(root, step, self.policies, state, **files)
 

@@ -56,9 +56,10 @@ class ShardedLearner(LocalLearner):
         offload: bool = False,
     ) -> None:
         super().__init__(policies, config)
-        shard_policies(self.policies, mesh, param_dtype=param_dtype, offload=offload)
         self.rank = mesh.get_rank()
         self._calls = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), timeout=_IDLE, backend="gloo")
+        dist.barrier(self._calls)  # rank 0 may come late, from a warm start
+        shard_policies(self.policies, mesh, param_dtype=param_dtype, offload=offload)
 
     # -- what the ranks do together ------------------------------------------------------------------------------------
     def follow(self) -> None:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from turnwise.inference.weights.lora import AdaptedModel, shared_bases
 from turnwise.train.model.policy import Policy
 
+Send = Callable[..., dict[str, Tensor]]
+"""A learner's ``send``."""
 
-def export_policy(policy: Policy, tokenizer: Any, folder: str | Path, *, merge: bool = True, base: str = "") -> None:
+
+def export_policy(
+    policy: Policy,
+    tokenizer: Any,
+    folder: str | Path,
+    *,
+    merge: bool = True,
+    base: str = "",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write ``policy`` and ``tokenizer`` to ``folder``.
+
+    ``weights`` are the policy's own weights, whole; by default those of its model, which must then not be sharded.
 
     A full model is saved with ``save_pretrained``. For an adapter, ``folder`` holds the adapter in peft's format, with
     ``base`` as its base (by default the path that the base was loaded from). With ``merge``, ``folder/merged`` then
@@ -24,15 +38,42 @@ def export_policy(policy: Policy, tokenizer: Any, folder: str | Path, *, merge: 
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = policy.model
     if not isinstance(model, AdaptedModel):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
     elif model.name is None:
         _save_merged(model, folder)
     else:
-        _save_adapter(model, folder, base or model.shared.path)
+        _save_adapter(model, folder, base or model.shared.path, weights)
         if merge:
             _save_merged(model, folder / "merged")
             tokenizer.save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder)
+
+
+def export_shards(
+    policies: Mapping[str, Policy], tokenizer: Any, run_dir: Path, send: Send, *, own_bases: bool
+) -> None:
+    """Write sharded policies as :func:`export_policies` does, but no merged adapters.
+
+    ``send(name, receive, base=...)`` calls ``receive`` with the whole weights of a policy, on this rank's CPU.
+    """
+    for name, policy in policies.items():
+        folder, place = run_dir / "policies" / name, ""
+        if own_bases and policy.base is not None:
+            number = shared_bases(each.model for each in policies.values()).index(policy.base)
+            place = str((run_dir / "bases" / str(number)).resolve())
+            if not Path(place).exists():
+                own = {key for key, _ in policy.weights()}
+                everything = send(name, _on_cpu, base=True)
+                shared = {key: tensor for key, tensor in everything.items() if key not in own}
+                policy.base.model.save_pretrained(place, state_dict=shared)
+                tokenizer.save_pretrained(place)
+        if isinstance(policy.model, AdaptedModel) and policy.model.name is None:
+            continue  # a frozen base: its own folder has it
+        export_policy(policy, tokenizer, folder, merge=False, base=place, weights=send(name, _on_cpu, base=False))
+
+
+def _on_cpu(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in weights}
 
 
 def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Path, *, own_bases: bool) -> None:
@@ -52,7 +93,7 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Pat
         export_policy(policy, tokenizer, run_dir / "policies" / name, base=places.get(id(policy.base), ""))
 
 
-def _save_adapter(model: AdaptedModel, folder: Path, base: str) -> None:
+def _save_adapter(model: AdaptedModel, folder: Path, base: str, given: Mapping[str, Tensor] | None) -> None:
     assert model.name is not None
     config = model.shared.configs[model.name]
     # peft keeps the layer names in a set, whose order differs between processes
@@ -60,7 +101,7 @@ def _save_adapter(model: AdaptedModel, folder: Path, base: str) -> None:
     exported = replace(config, base_model_name_or_path=base, inference_mode=True, target_modules=modules)
     exported.target_modules = modules  # replace() turned the list into a set again
     exported.save_pretrained(str(folder))
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.contiguous() for name, tensor in (given or model.state_dict()).items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -60,9 +60,11 @@ def shard_policies(
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh={mesh}: expected one dimension, got {mesh.ndim}")
+    # The embedding's dtype is that of all layers. A cast of inputs would also take the log-probs of a micro-batch.
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     how = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     ranks, roots = Ranks(mesh.get_group()), {}
@@ -79,7 +81,7 @@ def shard_policies(
         policy.build_optimizer()
 
 
-def whole(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Gather one weight after the other. Every rank reads the whole iterator, in the same order."""
     for name, tensor in weights:
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

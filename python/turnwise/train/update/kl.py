@@ -41,10 +41,11 @@ def reference_logprobs(policy: Policy, batch: TrainingBatch, max_tokens: int) ->
 
     Tokens that have none get 0. Micro-batches have at most ``max_tokens`` tokens.
     """
-    assert policy.reference is not None, f"policy {policy.name!r} has no reference"
+    read = policy.reference_forward
+    assert read is not None, f"policy {policy.name!r} has no reference"
     policy.model.eval()  # an adapter's reference is its own model with the adapter off
     micros = policy.cut(batch, np.arange(len(batch)), max_tokens)
-    return policy.over_stream(len(batch.token_ids), micros, policy.reference_logprobs).double().cpu()
+    return policy.over_stream(len(batch.token_ids), micros, lambda micro: read(micro)[0]).double().cpu()
 
 
 class KLPenalty:

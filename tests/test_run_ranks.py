@@ -1,0 +1,88 @@
+"""A run of ``turnwise train`` under torchrun, with its models in the shards of two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from turnwise.run.build import train_from_config
+from turnwise.run.ranks import rank_variables
+from turnwise.train.config.toml import ConfigError, to_toml
+from turnwise.train.validate import config_from_dict
+
+COMMON: dict[str, Any] = {
+    "steps": 2,
+    "threads": 1,
+    "device": "cpu",
+    "health": {"start_questions": 0},
+    "warm_start": {"steps": 3, "batch_size": 8},
+    "rollout": {"prompts_per_step": 2, "branches": 2},
+    "credit": {"rule": "constant"},
+    "update": {"lr": 3e-4},
+    "loss": {"kl": {"coef": 0.1}},
+    "eval": {"num_prompts": 3},
+    "checkpoint": {"every": 1, "keep_last": 2},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"policy_sharing": "lora_per_actor", "loss": {"kl": {"coef": 0.1, "apply_to": "reward"}}},
+}
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:
+    one, two = (config_from_dict({**COMMON, **CASES[case], "run_dir": str(tmp_path / name)}) for name in ("one", "two"))
+    train_from_config(one).close()
+    (tmp_path / "two.toml").write_text(to_toml(two))
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = subprocess.run(
+        [*torchrun, "-m", "turnwise", "train", str(tmp_path / "two.toml"), "--traceback"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("training for 2 steps") == 1, "rank 0 speaks for all"
+    # The exported weights are those of one process, and so are the metrics.
+    files = sorted(file.relative_to(one.run_dir) for file in one.run_dir.glob("policies/*/*.safetensors"))
+    assert files
+    for file in files:
+        got, want = load_file(two.run_dir / file), load_file(one.run_dir / file)
+        assert got.keys() == want.keys()
+        assert max(float((got[name] - value).abs().max()) for name, value in want.items()) <= 1e-5
+    for got, want in zip(metrics_of(two.run_dir), metrics_of(one.run_dir), strict=True):
+        losses = [name for name in want if name.endswith(("loss", "grad_norm", "/kl", "updates"))]
+        assert losses and {name: got[name] for name in losses} == pytest.approx(
+            {name: want[name] for name in losses}, rel=1e-3, abs=1e-5
+        )
+    # One process goes on from the shards.
+    more = two.model_copy(update={"steps": 3})
+    run = train_from_config(more)
+    assert [row["step"] for row in metrics_of(two.run_dir)] == [1, 2, 3]
+    for policy in run.trainer.policies.values():
+        policy.check_finite("after a resume")
+    run.close()
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "node0"}
+
+
+def test_the_processes_of_torchrun_and_srun_find_each_other() -> None:
+    assert rank_variables(TORCHRUN) == {}
+    assert rank_variables(SRUN) == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
+    assert rank_variables({}) is None and rank_variables({"WORLD_SIZE": "8"}) is None
+    assert rank_variables({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert rank_variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    with pytest.raises(ConfigError, match="srun started 4 tasks, but MASTER_ADDR is not set"):
+        rank_variables({name: value for name, value in SRUN.items() if name != "MASTER_ADDR"})
