@@ -111,10 +111,10 @@ def poisoned(batch: TrainingBatch) -> TrainingBatch:
     return batch
 
 
-def results(case: Case, mesh: Any) -> dict[str, Any]:
+def results(case: Case, mesh: Any, *, offload: bool = False) -> dict[str, Any]:
     policy = make_policy(case)
     if mesh is not None:
-        shard_policies({"default": policy}, mesh)
+        shard_policies({"default": policy}, mesh, offload=offload)
     metrics = train(policy, [make_batch()] * STEPS)
     weights = {name: tensor.clone() for name, tensor in whole(policy.weights())}
     return {"metrics": metrics, "weights": weights, "sums": policy.fingerprint(), "kl_coef": policy.kl_coef}
@@ -246,15 +246,30 @@ def learn(case: Case, mesh: Any, folder: Path) -> dict[str, Any]:
     return found | {"sums": learner.policies["default"].fingerprint()}
 
 
+OFFLOADED = Case("packed", False, True)
 LEARNED = [Case("trie", False, True), Case("packed", True, False)]
+
+
+def die(folder: Path, mesh: Any) -> None:
+    """The second rank is gone before the second step."""
+    learner = ShardedLearner({"default": make_policy(CASES[0])}, config_of(folder), mesh)
+    if learner.rank:
+        update = learner._update
+        learner._update = lambda *arguments: (update(*arguments), os._exit(3))
+        learner.follow()
+    step(learner, 1)
+    step(learner, 2)
 
 
 def work(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mesh = init_device_mesh("cpu", (WORLD,))
+    if "--die" in sys.argv:
+        die(folder, mesh)
     found = {str(case): results(case, mesh) for case in CASES} | {"odd": odd(mesh)}
     found |= {"team": team(mesh, folder), "narrow": narrow(mesh)}
+    found["offload"] = results(OFFLOADED, mesh, offload=True)
     found |= {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
@@ -288,6 +303,16 @@ def done(folder: Path, alone: Any) -> list[dict[str, Any]]:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [*command, __file__, str(tmp_path), "--die"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode != 0 and "exitcode  : 3" in ran.stderr, ran.stderr
 
 
 def assert_close(got: dict[str, float], want: dict[str, float], case: Any) -> None:
@@ -388,6 +413,12 @@ def test_adapters_of_one_base_train_one_after_another(done: list[dict[str, Any]]
         assert want["metrics"][name]["updates"] == 2
     assert got["sums"] == done[1]["team"]["sums"] and got["sums"].keys() == want["sums"].keys()
     assert got["sums"]["the base of first"] == want["sums"]["the base of first"]
+
+
+def test_shards_in_the_cpus_memory_train_alike(done: list[dict[str, Any]]) -> None:
+    want = results(OFFLOADED, None)
+    for found in done:
+        assert furthest(found["offload"]["weights"], want["weights"]) <= 1e-6
 
 
 def test_layers_are_computed_in_the_chosen_type(done: list[dict[str, Any]]) -> None:

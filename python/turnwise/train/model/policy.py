@@ -198,8 +198,8 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights, to which micro-batches must be moved."""
-        return self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+        """Device of the forward pass, to which micro-batches must be moved."""
+        return self.ranks.device or self.model.get_input_embeddings().weight.device  # type: ignore[operator]
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this policy's optimizer updates: only the adapter's, or all."""

@@ -16,6 +16,8 @@ class Alone:
     """One process that trains a policy by itself."""
 
     rank, size = 0, 1
+    device: torch.device | None = None
+    """Device of the forward pass; by default that of the weights."""
 
     def places(self, count: int) -> Sequence[int | None]:
         """Return the places of this rank's micro-batches among ``count``; ``None`` for a pass that must not count.
@@ -36,8 +38,8 @@ class Alone:
 class Ranks(Alone):
     """The processes of ``group``; micro-batch ``i`` is the one of rank ``i % size``."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def places(self, count: int) -> Sequence[int | None]:

@@ -65,9 +65,10 @@ def shard_policies(
     how = {
         "mesh": mesh,
         "mp_policy": precision,
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
-    ranks, roots = Ranks(mesh.get_group()), {}
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    ranks, roots = Ranks(mesh.get_group(), device), {}
     for lm in _models(policies):
         for tensor in {id(t): t for t in lm.state_dict(keep_vars=True).values()}.values():
             dist.broadcast(tensor.detach(), group_src=0, group=ranks.group)
