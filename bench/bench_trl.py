@@ -2,7 +2,7 @@
 
 It first verifies that both trainers have the same gradient. Then it times steps in turns: rewards, advantages, forward
 and backward pass, clipping, AdamW, over recorded completions. "ragged" has 8 rows of 64 to 1024 tokens, log-normal
-around 300; "siblings" has 8 completions of 128 tokens of one prompt of 1024. "passes" is what runs through a model:
+around 300; "siblings" has 8 completions of 64 tokens of one prompt of 512. "passes" is what runs through a model:
 the policy alone, as by default, or also the old policy and a reference, as with vLLM's correction and a KL term.
 "packed" runs a shared prompt once per row. The model is a Qwen3 with random weights, hidden size 512, two layers and
 4,096 tokens, in float32. "peak MB" is the memory that a step needs above the weights and AdamW's state, in a process
@@ -72,7 +72,7 @@ def make_batches(case: Case) -> list[Batch]:
     batches = []
     for _ in range(BATCHES):
         if case.rows == "siblings":
-            prompt, totals = 1024 // shorter, [(1024 + 128) // shorter] * GENERATIONS
+            prompt, totals = 512 // shorter, [(512 + 64) // shorter] * GENERATIONS
         else:
             prompt = int(np.clip(rng.lognormal(4.3, 0.5), 32, 256)) // shorter
             drawn = np.clip(rng.lognormal(5.7, 0.7, GENERATIONS), 64, 1024) // shorter

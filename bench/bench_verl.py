@@ -92,7 +92,9 @@ def main() -> None:
             methods = updates(SIZES[name], options.device, Path(folder))
             norms = {method: update() for method, update in methods.items()}
             for method, norm in norms.items():
-                assert abs(norm / norms["verl"] - 1) < 1e-4, f"{method}: gradient norm {norm}, verl's {norms['verl']}"
+                # verl rounds log-probabilities to bfloat16 where flash-attn is missing; turnwise's keep float32.
+                most = 3e-2 if "logprobs" in method else 1e-4
+                assert abs(norm / norms["verl"] - 1) < most, f"{method}: gradient norm {norm}, verl's {norms['verl']}"
             seconds = medians(methods, options.rounds, device=options.device)
         for method in methods:
             ratio = seconds["verl"] / seconds[method]

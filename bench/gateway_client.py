@@ -15,24 +15,25 @@ from typing import Any
 import aiohttp
 
 
-async def chat(http: aiohttp.ClientSession, url: str, key: str, given: dict[str, Any]) -> list[float]:
-    """Make all calls of a session, each with the whole chat before it."""
+async def chat(url: str, key: str, given: dict[str, Any]) -> list[float]:
+    """Make all calls of a session, each with the whole chat before it, over a connection of its own."""
     first, following = ({"role": "user", "content": text} for text in given["questions"])
     messages, waits = [first], []
-    for _ in range(given["calls"]):
-        began = time.perf_counter()
-        headers = {"Authorization": f"Bearer {key}"}
-        async with http.post(f"{url}/chat/completions", json={"messages": messages}, headers=headers) as response:
-            answer = await response.json()
-        waits.append(1e3 * (time.perf_counter() - began))
-        messages += [answer["choices"][0]["message"], following]
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
+        for _ in range(given["calls"]):
+            began = time.perf_counter()
+            async with http.post(f"{url}/chat/completions", json={"messages": messages}) as response:
+                if response.status != 200:
+                    raise SystemExit(f"{url} answered {response.status}: {await response.text()}")
+                answer = await response.json()
+            waits.append(1e3 * (time.perf_counter() - began))
+            messages += [answer["choices"][0]["message"], following]
     return waits
 
 
 async def main() -> None:
     given = json.load(sys.stdin)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        waits = await asyncio.gather(*(chat(http, url, key, given) for url, key in given["models"]))
+    waits = await asyncio.gather(*(chat(url, key, given) for url, key in given["models"]))
     json.dump([wait for session in waits for wait in session], sys.stdout)
 
 

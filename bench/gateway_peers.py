@@ -145,8 +145,7 @@ def rllm(store: str, sessions: int, url: str, out: Any) -> None:
         os._exit(0)  # main() serves until the process ends
 
     threading.Thread(target=serve, daemon=True).start()
-    sys.argv = ["rllm-model-gateway", "--port", str(port), "--worker", f"{url}/v1"]
-    sys.argv += ["--store", "memory"] if store == "memory" else []
+    sys.argv = ["rllm-model-gateway", "--port", str(port), "--worker", f"{url}/v1", "--store", store]
     main()
 
 

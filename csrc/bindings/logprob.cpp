@@ -9,9 +9,10 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
-void scan(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
-          int64_t ignore, py::object state, bool weighted, int threads) {
-    const LogitTile tile{view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
+void scan(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap, int64_t ignore,
+          py::object state, bool weighted, int threads) {
+    const LogitTile tile{
+        view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
     const View kept = view_of(state, "state");
     py::gil_scoped_release unlocked;
     logprob_scan(tile, kept, weighted, threads);
@@ -24,9 +25,11 @@ void finish(py::object state, py::object logprob, py::object lse, py::object ent
     logprob_finish(kept, to, sums, entropies);
 }
 
-void grad(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
-          int64_t ignore, py::object lse, py::object grad_logprob, py::object entropy, py::object grad_entropy, py::object out, int threads) {
-    const LogitTile tile{view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
+void grad(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap, int64_t ignore,
+          py::object lse, py::object grad_logprob, py::object entropy, py::object grad_entropy, py::object out,
+          int threads) {
+    const LogitTile tile{
+        view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
     const LogprobGradient gradient{view_of(lse, "lse"), view_of(grad_logprob, "grad_logprob"),
                                    view_of(entropy, "entropy"), view_of(grad_entropy, "grad_entropy")};
     const View to = view_of(out, "out");
@@ -42,8 +45,13 @@ void add(py::object total, py::object part, int threads) {
 
 void cuda_scan(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
                int64_t ignore, py::object state, bool weighted, uintptr_t stream) {
-    const LogitTile tile{cuda_view_of(logits, "logits"), cuda_view_of(bias, "bias"), cuda_view_of(targets, "targets"),
-                         first, scale, cap, ignore};
+    const LogitTile tile{cuda_view_of(logits, "logits"),
+                         cuda_view_of(bias, "bias"),
+                         cuda_view_of(targets, "targets"),
+                         first,
+                         scale,
+                         cap,
+                         ignore};
     const View kept = cuda_view_of(state, "state");
     py::gil_scoped_release unlocked;
     cuda::logprob_scan(tile, kept, weighted, {stream});
@@ -57,9 +65,15 @@ void cuda_finish(py::object state, py::object logprob, py::object lse, py::objec
 }
 
 void cuda_grad(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
-               int64_t ignore, py::object lse, py::object grad_logprob, py::object entropy, py::object grad_entropy, py::object out, uintptr_t stream) {
-    const LogitTile tile{cuda_view_of(logits, "logits"), cuda_view_of(bias, "bias"), cuda_view_of(targets, "targets"),
-                         first, scale, cap, ignore};
+               int64_t ignore, py::object lse, py::object grad_logprob, py::object entropy, py::object grad_entropy,
+               py::object out, uintptr_t stream) {
+    const LogitTile tile{cuda_view_of(logits, "logits"),
+                         cuda_view_of(bias, "bias"),
+                         cuda_view_of(targets, "targets"),
+                         first,
+                         scale,
+                         cap,
+                         ignore};
     const LogprobGradient gradient{cuda_view_of(lse, "lse"), cuda_view_of(grad_logprob, "grad_logprob"),
                                    cuda_view_of(entropy, "entropy"), cuda_view_of(grad_entropy, "grad_entropy")};
     const View to = cuda_view_of(out, "out");
@@ -71,23 +85,24 @@ void cuda_grad(py::object logits, py::object bias, py::object targets, int64_t f
 
 void bind_logprob(py::module_& module) {
     module.def("logprob_scan", &scan, py::arg("logits"), py::arg("bias"), py::arg("targets"), py::arg("first"),
-               py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("state"), py::arg("weighted"), py::arg("threads"),
-               "Adds a tile of logits to what is known of its rows.");
+               py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("state"), py::arg("weighted"),
+               py::arg("threads"), "Adds a tile of logits to what is known of its rows.");
     module.def("logprob_finish", &finish, py::arg("state"), py::arg("logprob"), py::arg("lse"), py::arg("entropy"),
                "Writes log-probabilities, log-sum-exps and entropies once all tiles are scanned.");
     module.def("logprob_grad", &grad, py::arg("logits"), py::arg("bias"), py::arg("targets"), py::arg("first"),
-               py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("lse"), py::arg("grad_logprob"), py::arg("entropy"), py::arg("grad_entropy"),
-               py::arg("out"), py::arg("threads"), "Turns a tile of logits into its gradient.");
+               py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("lse"), py::arg("grad_logprob"),
+               py::arg("entropy"), py::arg("grad_entropy"), py::arg("out"), py::arg("threads"),
+               "Turns a tile of logits into its gradient.");
     module.def("add_narrow", &add, py::arg("total"), py::arg("part"), py::arg("threads"),
                "total += part, where total is float32 and part may be narrower.");
     module.def("cuda_logprob_scan", &cuda_scan, py::arg("logits"), py::arg("bias"), py::arg("targets"),
-               py::arg("first"), py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("state"), py::arg("weighted"), py::arg("stream"),
-               "logprob_scan on a GPU.");
+               py::arg("first"), py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("state"),
+               py::arg("weighted"), py::arg("stream"), "logprob_scan on a GPU.");
     module.def("cuda_logprob_finish", &cuda_finish, py::arg("state"), py::arg("logprob"), py::arg("lse"),
                py::arg("entropy"), py::arg("stream"), "logprob_finish on a GPU.");
     module.def("cuda_logprob_grad", &cuda_grad, py::arg("logits"), py::arg("bias"), py::arg("targets"),
-               py::arg("first"), py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("lse"), py::arg("grad_logprob"), py::arg("entropy"),
-               py::arg("grad_entropy"), py::arg("out"), py::arg("stream"),
+               py::arg("first"), py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("lse"),
+               py::arg("grad_logprob"), py::arg("entropy"), py::arg("grad_entropy"), py::arg("out"), py::arg("stream"),
                "logprob_grad on a GPU; out may be narrower than float32 logits.");
 }
 

@@ -127,8 +127,7 @@ struct Targets {
 
 // One block per row: adds the tile to the row's state.
 template <class T, bool weighted, bool has_cap>
-__global__ void __launch_bounds__(kThreads)
-    scan_kernel(const T* logits, Columns c, Targets targets, double* state) {
+__global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns c, Targets targets, double* state) {
     const int64_t row = blockIdx.x, rows = gridDim.x, id = targets.id(row);
     if (targets.ignored(id)) {  // one token of probability 1, the target
         if (threadIdx.x < 4) state[threadIdx.x * rows + row] = threadIdx.x == 1 ? 1.0 : 0.0;

@@ -15,12 +15,12 @@ constexpr int64_t kIgnoreNone = INT64_MIN;
 // x = cap tanh((logits + bias) / cap) * scale. A row whose target is `ignore` is not read: its log-probability, entropy
 // and gradient are 0.
 struct LogitTile {
-    View logits;    // [n, v] f32, bf16 or f16; contiguous rows, any row stride
-    View bias;      // [v] f32, contiguous; or none
-    View targets;   // [n] i64 or i32, any stride; ids of the whole vocabulary, so most are in other tiles
-    int64_t first;  // the tile's first column in the vocabulary
-    float scale;    // 1 / temperature
-    float cap;      // of the logits before they are scaled; 0: none
+    View logits;     // [n, v] f32, bf16 or f16; contiguous rows, any row stride
+    View bias;       // [v] f32, contiguous; or none
+    View targets;    // [n] i64 or i32, any stride; ids of the whole vocabulary, so most are in other tiles
+    int64_t first;   // the tile's first column in the vocabulary
+    float scale;     // 1 / temperature
+    float cap;       // of the logits before they are scaled; 0: none
     int64_t ignore;  // target of the rows to leave out; kIgnoreNone: no row
 };
 

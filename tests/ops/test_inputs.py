@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -450,3 +451,19 @@ def test_opcheck_of_what_each_op_calls(target, opcheck_calls, op) -> None:
     called = opcheck_calls(run)
     if target.backend != "torch":
         assert called and (op not in DIFFERENTIABLE or any(name.endswith("backward") for name in called))
+
+
+def test_advantages_that_could_be_per_token_are_said_to_count_per_sequence() -> None:
+    """Two rows, of which one is empty, and two tokens: the shape can't say what is meant."""
+    logprobs, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -1.0])
+    hidden, weight, targets = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 2])
+    for cu, warns in (([0, 2, 2], True), ([0, 1, 2], False)):
+        cu_seqlens = torch.tensor(cu)
+        for call in (
+            lambda: policy_loss(logprobs, logprobs, advantages, cu_seqlens=cu_seqlens),  # noqa: B023
+            lambda: linear_policy_loss(hidden, weight, targets, logprobs, advantages, cu_seqlens=cu_seqlens),  # noqa: B023
+        ):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                call()
+            assert any("count as one per sequence" in str(each.message) for each in said) == warns

@@ -42,7 +42,13 @@ FAMILIES = {
     ),
     "phi, bias in the head": ("phi", {}, True, True),
     "granite, scaled logits": ("granite", {"logits_scaling": 4.0}, True, False),
-    "gemma2, caps": ("gemma2", {"head_dim": 16, "sliding_window": 4}, False, False),
+    "gemma2, caps": ("gemma2", {"head_dim": 16, "sliding_window": 4, "final_logit_softcapping": 0.05}, False, True),
+    "gemma3, capped logits": (
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 4, "final_logit_softcapping": 0.05},
+        True,
+        True,
+    ),
     "lfm2, convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, False, True),
     "bloom, no registry": ("bloom", {"n_layer": 2, "n_head": 2}, False, True),
 }

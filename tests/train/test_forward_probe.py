@@ -74,7 +74,9 @@ def test_a_chosen_attention_stays_and_is_not_packed():
         ("llama", {"tie_word_embeddings": True}, ""),
         ("granite", {"logits_scaling": 1.0}, ""),
         ("granite", {"logits_scaling": 4.0}, "its logits are changed after its head"),
-        ("gemma2", {"head_dim": 16}, "its logits are changed after its head"),
+        ("gemma2", {"head_dim": 16}, ""),
+        ("gemma2", {"head_dim": 16, "final_logit_softcapping": 0.1}, ""),
+        ("gemma2", {"head_dim": 16, "final_logit_softcapping": None}, ""),
     ],
 )
 def test_the_head_reads_the_last_hidden_states_alone(family, options, obstacle):
@@ -105,10 +107,10 @@ def test_the_trial_leaves_no_trace():
 
 def test_what_can_not_be_is_told_once_each():
     with pytest.warns(RuntimeWarning) as told:
-        Forward(build("gemma2", head_dim=16))
+        Forward(build("granite", "eager", logits_scaling=4.0))
     assert [str(warning.message).split(",")[0] for warning in told if warning.category is RuntimeWarning] == [
-        "Gemma2ForCausalLM: log-probs are read from logits",
-        "Gemma2ForCausalLM: rows are padded",
+        "GraniteForCausalLM: log-probs are read from logits",
+        "GraniteForCausalLM: rows are padded",
     ]
 
 

@@ -29,7 +29,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": BYTES + 1,
 }
 STEPS = 8
-OF_TIME = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+OF_TIME = {"step_time"} | {
+    f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
+}
 """Logged values that no two runs share."""
 
 
@@ -52,7 +54,7 @@ class Run(NamedTuple):
     trainer: Any
 
 
-def save_model(folder: Path, family: str = "llama") -> Path:
+def save_model(folder: Path, family: str = "llama", **config_of_llama: Any) -> Path:
     """Save a random model and a tokenizer of bytes, which no network is needed for."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
@@ -70,20 +72,20 @@ def save_model(folder: Path, family: str = "llama") -> Path:
             attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
         )  # fmt: skip
     else:
-        config = LlamaConfig(**SIZES)
+        config = LlamaConfig(**SIZES, **config_of_llama)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     return folder
 
 
-def rollouts(seed: int, tools: bool, fields: dict[str, list[Any]]) -> Callable[..., dict[str, Any]]:
+def rollouts(seed: int, tools: bool, fields: dict[str, list[Any]], letters: int) -> Callable[..., dict[str, Any]]:
     """A ``rollout_func`` of random completions of 3 to 8 tokens. The model is nearly uniform over its tokens, so
     log-probs near ``-log(258)`` give importance weights near 1, inside and outside of their bounds. ``fields`` are
-    further columns."""
+    further columns. With few ``letters``, rows with positive and with negative advantages have tokens in common."""
     choose = random.Random(seed)
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         encode = trainer.processing_class
-        completions = [[choose.randrange(BYTES) for _ in range(choose.randint(3, 8))] for _ in prompts]
+        completions = [[choose.randrange(letters) for _ in range(choose.randint(3, 8))] for _ in prompts]
         for tokens in completions[::2]:  # every other one ends, and the rest ran into their limit
             tokens[-1] = BYTES + 1
         found: dict[str, Any] = {
@@ -110,6 +112,8 @@ def train_once(
     steps: int = STEPS,
     seed: int = 0,
     samples: bool = False,
+    letters: int = BYTES,
+    evaluates: bool = False,
     attention: str = "sdpa",
     fields: dict[str, list[Any]] | None = None,
     folder: Path,
@@ -150,12 +154,14 @@ def train_once(
         processing_class=AutoTokenizer.from_pretrained(folder),
         train_dataset=Dataset.from_list(prompts if dataset is None else dataset),
         reward_funcs=reward_funcs,
-        rollout_func=None if samples else rollouts(seed, tools, fields or {}),
+        rollout_func=None if samples else rollouts(seed, tools, fields or {}, letters),
         **arguments or {},
     )
     if correction is not None:  # TRL's correction of vLLM's log-probs, without vLLM
         trainer.use_vllm, trainer._last_loaded_step = True, -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer.train()
+    if evaluates:  # its metrics join the others
+        trainer.evaluate(Dataset.from_list(prompts[:4]))
     weights = {name: value.detach().double() for name, value in trainer.model.named_parameters()}
     return Run(weights, trainer.state.log_history, seen, trainer)

@@ -44,13 +44,13 @@ def compare(train: Callable[..., Any], *, says: str = "", layout: str = "auto", 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("TRL's own code ran")
 
-    expected = train(GRPOTrainer, **config)
+    arguments = config.pop("arguments", {})
+    expected = train(GRPOTrainer, **config, arguments=arguments)
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
         for name in () if says else ("_compute_loss", "_get_per_token_logps_and_entropies"):
             patch.setattr(GRPOTrainer, name, refuse)
-        arguments = config.pop("arguments", {}) | {"sequence_layout": layout}
-        ours = train(TurnwiseGRPOTrainer, **config, arguments=arguments)
+        ours = train(TurnwiseGRPOTrainer, **config, arguments=arguments | {"sequence_layout": layout})
     said = [str(w.message) for w in caught if w.category is RuntimeWarning and "TRL's" in str(w.message)]
     assert len(said) == (1 if says else 0) and all(says in text for text in said)
     # Weights
@@ -90,7 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gspo-entropy": {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
     "gspo-luspo": {"importance_sampling_level": "sequence", "loss_type": "luspo"},
     "gspo-cispo": {"importance_sampling_level": "sequence", "loss_type": "cispo", "epsilon_high": 1.05},
-    "two-sided": {"delta": 1.3, "epsilon": 0.1},
+    "two-sided": {"delta": 1.06, "epsilon": 0.05, "letters": 3},
     "high-entropy": {"top_entropy_quantile": 0.5},
     "off-policy": {"off_policy_mask_threshold": 0.01},
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "loss_type": "bnpo"},
@@ -103,6 +103,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain-kl": {"use_bias_correction_kl": False},
     "temperature": {"temperature": 0.7},
     "no-checkpointing": {"gradient_checkpointing": False},
+    "evaluation": {"evaluates": True, "per_device_eval_batch_size": 4},
     "packed": {"layout": "packed"},
     "trie": {"layout": "trie"},
     "padding": {"pad_to_multiple_of": 16},
@@ -140,6 +141,15 @@ def test_falls_back_and_says_why(train: Any, name: str) -> None:
     compare(train, beta=0.04, says=says, **settings)
 
 
+def test_adapters(train: Any) -> None:
+    """Only the adapter trains, and the reference is the model without it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0)
+    expected, _ = compare(train, beta=0.04, arguments={"peft_config": lora}, learning_rate=1e-2)
+    assert max(log["kl"] for log in expected.logs if "kl" in log) > 1e-3
+
+
 def test_absolute_positions_are_those_of_trl(train: Any, tmp_path: Path) -> None:
     """TRL counts the padding on the left of a prompt. A stream does so too, and a trie can't."""
     folder = save_model(tmp_path / "gpt2", "gpt2")
@@ -148,11 +158,23 @@ def test_absolute_positions_are_those_of_trl(train: Any, tmp_path: Path) -> None
         compare(train, folder=folder, layout="trie")
 
 
+def test_attention_that_drops_weights_shares_no_prefixes(train: Any, tmp_path: Path) -> None:
+    from turnwise.integrations.trl import TurnwiseGRPOTrainer
+
+    folder = save_model(tmp_path / "drops", attention_dropout=0.1)
+    run = train(TurnwiseGRPOTrainer, folder=folder, steps=1)
+    assert 0 < run.logs[0]["grad_norm"] < 100
+    with pytest.raises(ValueError, match=r"its attention drops a share of 0\.1"):
+        train(TurnwiseGRPOTrainer, folder=folder, arguments={"sequence_layout": "trie"})
+
+
 def test_a_required_layout_that_cant_be_had_is_an_error(train: Any) -> None:
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
 
     with pytest.raises(ValueError, match="its attention 'eager' would score all pairs"):
         train(TurnwiseGRPOTrainer, attention="eager", arguments={"sequence_layout": "packed"})
+    with pytest.raises(ValueError, match="sequence_layout='trie': can't be had, as cast_lm_head_to_fp32=True"):
+        train(TurnwiseGRPOTrainer, cast_lm_head_to_fp32=True, arguments={"sequence_layout": "trie"})
     with pytest.raises(ValueError, match="sequence_layout='padded': expected one of auto, packed, trie"):
         train(TurnwiseGRPOTrainer, arguments={"sequence_layout": "padded"})
 
@@ -173,10 +195,16 @@ def test_a_shared_prompt_runs_once(train: Any) -> None:
     assert prompt > 5 and micro.num_tokens <= prompt + int(scored.sum()) - 4
 
 
-def test_the_model_still_generates(train: Any) -> None:
+def test_the_model_still_generates_and_saves(train: Any, tmp_path: Path) -> None:
     """Without a ``rollout_func``: TRL samples with the model, whose forward pass has been extended."""
+    from transformers import AutoModelForCausalLM
+
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
 
     run = train(TurnwiseGRPOTrainer, steps=2, num_iterations=1, samples=True)
     assert all(torch.isfinite(weight).all() for weight in run.weights.values())
     assert run.inputs[0]["completion_ids"].shape[1] >= 1
+    run.trainer.save_model(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config._attn_implementation == "sdpa"
+    assert all(torch.equal(run.weights[name], value.double()) for name, value in saved.named_parameters())

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
+from aiohttp import web
 
 from turnwise.arena import Arena
 from turnwise.inference import ScriptedClient
@@ -57,6 +61,43 @@ async def played(
     return results, episodes, arena
 
 
+@asynccontextmanager
+async def token_server(folder: Path, replies: Iterable[str]) -> AsyncIterator[tuple[vf.TrainClientConfig, list[Any]]]:
+    """Yield verifiers' client for training at a server of vLLM's kind, which says ``replies``, and what it is asked."""
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.save_pretrained(folder / "model")
+    said, asked = iter(replies), []
+
+    async def generate(request):
+        asked.append(await request.json())
+        ids = [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id]
+        logprobs = [{"token": f"token_id:{token}", "logprob": LOGPROBS[place]} for place, token in enumerate(ids)]
+        choice = {"index": 0, "token_ids": ids, "logprobs": {"content": logprobs}, "finish_reason": "stop"}
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+    async def models(request):
+        return web.json_response({"data": [{"id": "model"}]})
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", generate)
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield (
+            vf.TrainClientConfig(
+                base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
+                api_key_var="NO_KEY",
+                renderer={"name": "qwen3"},
+                renderer_model_name=str(folder / "model"),
+            ),
+            asked,
+        )
+    finally:
+        await runner.cleanup()
+
+
 def rows_of(trace):
     """Return (prompt ids, completion ids, log-probabilities) of each sampled message, as the trace's graph has them."""
     rows = []
@@ -71,4 +112,4 @@ def rows_of(trace):
     return rows
 
 
-__all__ = ["LOGPROBS", "played", "rows_of", "scripted", "use_modules"]
+__all__ = ["LOGPROBS", "played", "rows_of", "scripted", "token_server", "use_modules"]

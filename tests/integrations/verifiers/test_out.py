@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import verifiers.v1 as vf
-from aiohttp import web
 
 from turnwise.arena import Arena
 from turnwise.inference import ScriptedClient
@@ -12,7 +11,7 @@ from turnwise.tasks import build_task
 from turnwise.types import Sampling
 
 from ...chat.families import chat_tokenizer
-from .helpers import LOGPROBS, played, rows_of, use_modules
+from .helpers import LOGPROBS, played, rows_of, token_server, use_modules
 from .test_in import check_rows
 
 
@@ -83,48 +82,19 @@ async def test_failed_episode_is_no_reward_of_zero():
 
 async def test_client_that_trains_elsewhere_gets_tokens_and_rewards(tmp_path):
     """verifiers' own client for training renders the chats, and a server of vLLM's kind samples, as under prime-rl."""
-    tokenizer = chat_tokenizer("qwen3")
-    tokenizer.save_pretrained(tmp_path / "model")
-    said = iter(["4", "no", "5"])
-    asked = []
-
-    async def generate(request):
-        asked.append(await request.json())
-        ids = [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id]
-        logprobs = [{"token": f"token_id:{token}", "logprob": LOGPROBS[place]} for place, token in enumerate(ids)]
-        choice = {"index": 0, "token_ids": ids, "logprobs": {"content": logprobs}, "finish_reason": "stop"}
-        return web.json_response({"request_id": "r", "choices": [choice]})
-
-    async def models(request):
-        return web.json_response({"data": [{"id": "model"}]})
-
-    app = web.Application()
-    app.router.add_post("/inference/v1/generate", generate)
-    app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        client = vf.TrainClientConfig(
-            base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
-            api_key_var="NO_KEY",
-            renderer={"name": "qwen3"},
-            renderer_model_name=str(tmp_path / "model"),
-        )
+    async with token_server(tmp_path, ["4", "no", "5"]) as (client, asked):
         env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "rounds_env"}}))
         task = next(iter(env.taskset))
         async with env.serving():
             [slot] = env.slots(task)
             episode = await env.run_slot(slot, vf.ModelContext(model="model", client=client))
-    finally:
-        await runner.cleanup()
     assert episode.ok, episode.errors
     solver = episode.by_agent["solver"][0]
     right = float(task.data.artifact["question"][-1] == "5")
     assert solver.reward == right
     [branch] = solver.branches
     assert branch.token_ids[: len(asked[2]["token_ids"])] == asked[2]["token_ids"]
+    tokenizer = chat_tokenizer("qwen3")
     ids = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in ("4", "5")]
     assert [row[1] for row in rows_of(solver)] == ids
     assert [row[2] for row in rows_of(solver)] == [list(LOGPROBS[: len(each)]) for each in ids]

@@ -87,7 +87,7 @@ def settings(inputs: Path) -> dict[str, object]:
         f"{model}.use_remove_padding": False,
         f"{model}.enable_gradient_checkpointing": False,
         f"{actor}.strategy": "fsdp2",
-        f"{actor}.ppo_mini_batch_size": 2,
+        f"{actor}.ppo_mini_batch_size": 4,
         f"{actor}.ppo_micro_batch_size_per_gpu": 4,
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.model_dtype": "fp32",

@@ -51,6 +51,7 @@ CASES = [
     *(Case(op, d, None, o) for op in ("logprob", "linear_logprob") for d in TOLERANCE for o in ((), SOFTMAX)),
     *(Case(op, "float32", "torch", SOFTMAX) for op in ("logprob", "linear_logprob")),
     Case("logprob", options=(("rows", True),)),
+    Case("logprob", options=(("inplace_backward", True),)),
     Case("linear_logprob", options=(("positions", True), ("entropy", True))),
     *(Case("linear_policy_loss", d, None, (*SOFTMAX[:3], *CLIPPED)) for d in TOLERANCE),
     Case("linear_policy_loss", "float32", "torch", CLIPPED),
@@ -122,9 +123,9 @@ def logprob_case(case: Case, given: dict[str, Tensor], rank: int | None, world: 
         targets = targets.masked_fill(torch.arange(TOKENS) % 5 == 2, IGNORE)
     if case.op == "logprob":
         leaf = given["logits"][:, columns].clone().requires_grad_()
-        leaves, logits, function = {"logits": leaf}, leaf, ops.logprob if alone else ops.vocab_parallel_logprob
+        leaves, logits, function = {"logits": leaf}, leaf * 1.0, ops.logprob if alone else ops.vocab_parallel_logprob
         if options.pop("rows", False):
-            logits, targets = leaf.view(1, TOKENS, -1), targets.view(1, TOKENS)
+            logits, targets = logits.view(1, TOKENS, -1), targets.view(1, TOKENS)
         out = function(logits, targets, **options)
     else:
         leaves = {k: (given[k][columns] if k != "hidden" else given[k]).clone().requires_grad_() for k in
@@ -140,6 +141,8 @@ def logprob_case(case: Case, given: dict[str, Tensor], rank: int | None, world: 
     if entropy is not None:
         loss = loss + (entropy * given["grad_entropy"]).sum()
     loss.backward()
+    if options.get("inplace_backward") and not alone:
+        assert torch.equal(logits.detach(), leaves["logits"].grad)
     found = {"values": values.flatten(), **({} if entropy is None else {"entropy": entropy})}
     return found | {name: leaf.grad for name, leaf in leaves.items()}
 

@@ -87,17 +87,23 @@ def positions_are_relative(lm: Any) -> bool:
     """Return True if a shift of all positions leaves the hidden states as they are, as with rotary embeddings."""
     ids = torch.arange(8, device=lm.get_input_embeddings().weight.device)[None] % lm.config.get_text_config().vocab_size
     states = []
-    training = lm.training
+    training = [module for module in lm.modules() if module.training]
     lm.eval()
     try:
         for shift in (0, 3):
             places = torch.arange(shift, shift + 8, device=ids.device)[None]
             states.append(lm.get_decoder()(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state)
     finally:
-        lm.train(training)
-    return float((states[0] - states[1]).norm() / states[0].norm()) < (
-        1e-3 if states[0].dtype is torch.float32 else 0.1
-    )
+        for module in training:
+            module.training = True
+    off = float((states[0] - states[1]).norm() / states[0].norm())
+    return off < (1e-3 if states[0].dtype is torch.float32 else 0.1)
+
+
+def attention_dropout(lm: Any) -> float:
+    """The share of attention weights that a training pass drops."""
+    config = lm.config.get_text_config()
+    return max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
 
 
 class Scorer:
@@ -112,14 +118,17 @@ class Scorer:
     def __init__(self, model: nn.Module, layout: str) -> None:
         check_layout(layout)
         lm = causal_lm(model)
-        relative = positions_are_relative(lm)
         if why := obstacle_to_fusing(lm) or obstacle_to_packing(lm):
             raise ValueError(f"{type(lm).__name__}: {why}")
-        # TRL counts positions with the padding on the left. A stream can do so too, but for flash attention and tries.
+        # TRL counts positions with the padding on the left. A packed stream can do so too, but for flash attention.
+        relative = positions_are_relative(lm)
         self.columns = lm.config._attn_implementation == ATTENTION
         if not relative and (layout == "trie" or not self.columns):
             raise ValueError(f"{type(lm).__name__}: its positions are absolute, and TRL's count the padding")
-        self.forward = Forward(model, layout if relative else "packed")
+        drops = attention_dropout(lm)
+        if drops and layout == "trie":
+            raise ValueError(f"{type(lm).__name__}: its attention drops a share of {drops} of the weights out")
+        self.forward = Forward(model, layout if relative and not drops else "packed")
         redirect(lm)
 
     def rows(self, input_ids_BT: Tensor, attended_BT: Tensor, scored_BT: Tensor, temperature: float) -> MicroBatch:

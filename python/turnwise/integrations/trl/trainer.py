@@ -24,9 +24,13 @@ from turnwise.train.model.support import causal_lm
 Base: Any = object  # the methods of the GRPOTrainer that comes after the mixin
 
 TESTED = "1.16."
-"""The TRL whose private methods are overridden here."""
+"""Version of TRL whose private methods are overridden here."""
 
 Scored = tuple[Tensor, Tensor | None]  # log-probs [N] and, on request, entropies [N]
+OTHER_INPUTS = (
+    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_position_ids",
+    "token_type_ids", "mm_token_type_ids",
+)  # fmt: skip
 NOTHING_TRAINS = "none of its tokens trains"
 
 
@@ -56,18 +60,17 @@ class TurnwiseGRPOMixin(Base):
         self._said: set[str] = set()
         self._scorers: dict[int, Scorer] = {}
         super().__init__(*args, **kwargs)
-        if why := self._why_not_scored():
-            self._fall_back("TRL's forward pass and loss are used", why)
-            return
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                try:
+        try:
+            if why := self._why_not_scored():
+                raise ValueError(why)
+            for model in (self.model, self.ref_model):
+                if model is not None:
                     lm = self._lm(model)
                     self._scorers[id(lm)] = Scorer(lm, sequence_layout)
-                except (ValueError, TypeError) as error:
-                    if sequence_layout != "auto":
-                        raise
-                    self._fall_back("TRL's forward pass and loss are used", str(error))
+        except (ValueError, TypeError) as error:
+            if sequence_layout != "auto":
+                raise ValueError(f"sequence_layout={sequence_layout!r}: can't be had, as {error}") from error
+            self._fall_back("TRL's forward pass and loss are used", str(error))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Forward pass
@@ -79,6 +82,10 @@ class TurnwiseGRPOMixin(Base):
         """Why no model can be scored by turnwise; empty if its own checks decide."""
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return "the model is sharded by FSDP or DeepSpeed"
+        if self.args.torch_compile:
+            return "torch_compile=True compiles a forward pass that is always the same"
+        if self.args.use_transformers_continuous_batching:
+            return "use_transformers_continuous_batching=True needs an attention of its own"
         if self.args.cast_lm_head_to_fp32:
             return "cast_lm_head_to_fp32=True changes the LM head"
         if len(set(getattr(self.model, "hf_device_map", {}).values())) > 1:
@@ -154,7 +161,7 @@ class TurnwiseGRPOMixin(Base):
         prompt_mask, mask = inputs["prompt_mask"], inputs["completion_mask"]
         attended = torch.cat([prompt_mask, mask], dim=1)
         trained = (mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]).bool()
-        extra = {name: inputs.get(name) for name in ("pixel_values", "token_type_ids", "mm_token_type_ids")}
+        extra = {name: inputs.get(name) for name in OTHER_INPUTS}
         if why := obstacle(self, inputs):
             self._fall_back("TRL's loss is used", why)
         elif not bool(trained.any()):

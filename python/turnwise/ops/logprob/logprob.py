@@ -58,7 +58,7 @@ def _with_rows(logits: Tensor) -> Tensor:
     return logits if logits.shape[-1] <= 1 or logits.stride(-1) == 1 else logits.contiguous()
 
 
-def _is_writable(logits: Tensor) -> bool:
+def is_writable(logits: Tensor) -> bool:
     """True if no two elements share memory and the kernels can write into it."""
     reach = 1  # elements that the axes with smaller strides span
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
@@ -163,7 +163,7 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
     streams = targets, lse, entropies if with_entropy else None
     grad_entropy = grad_entropy if with_entropy else None
     plain = type(logits) in (Tensor, torch.nn.Parameter)  # not a tensor subclass, such as a compiler traces with
-    if ctx.inplace and plain and _is_writable(logits):
+    if ctx.inplace and plain and is_writable(logits):
         memory = logits.detach()
         _gradient(memory, upstream, grad_entropy, memory, *streams, ctx.softmax, ctx.backend)
         torch.autograd.graph.increment_version(logits)  # so that autograd rejects later uses of the old logits

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import Streams, check_stream_values, check_streams, count_actors
+from turnwise.ops.common.layout import Streams, check_stream_values, check_streams, count_actors, is_transformed
 from turnwise.ops.loss.aggregation import as_normalizer, check_normalizer, check_normalizer_values, find_aggregation
 from turnwise.ops.loss.options import GMPO, KL, VESPO, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.reference import Objective, metric_names
@@ -70,6 +71,22 @@ def check_call(s: Streams, objective: Objective, normalizer: Tensor | None, chec
         check_stream_values(s, objective.num_actors)
         if normalizer is not None:
             check_normalizer_values(normalizer)
+
+
+def warn_if_ambiguous(advantages: Tensor, tokens: int, cu_seqlens: Tensor | None) -> None:
+    """Warn about packed advantages ``[B]`` that could be meant per token: some rows are empty, and as many tokens are
+    left as there are rows. Known on a CPU alone."""
+    rows = -1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if rows != tokens or tuple(advantages.shape) != (tokens,) or not cu_seqlens.is_cpu:  # type: ignore[union-attr]
+        return
+    if torch.compiler.is_compiling() or is_transformed(cu_seqlens) or bool((torch.diff(cu_seqlens) == 1).all()):  # type: ignore[arg-type]
+        return
+    warnings.warn(
+        f"advantages: {tokens} numbers for {rows} sequences with {tokens} tokens in all count as one per sequence; if "
+        "they are per token, leave sequences without tokens out of cu_seqlens",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def make_selected(s: Streams, variant: Variant, selected: Tensor | None) -> Tensor | None:

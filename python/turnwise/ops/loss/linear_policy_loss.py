@@ -19,7 +19,13 @@ from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.linear_native import Gradients, Head, spread
 from turnwise.ops.logprob.tiles import Upstream, new_state, scan
 from turnwise.ops.loss.aggregation import Aggregation, find_aggregation
-from turnwise.ops.loss.arguments import check_call, make_normalizer, make_objective, make_selected
+from turnwise.ops.loss.arguments import (
+    check_call,
+    make_normalizer,
+    make_objective,
+    make_selected,
+    warn_if_ambiguous,
+)
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 
@@ -287,6 +293,7 @@ def checked_normalizer(
     rule = batch["aggregation"], batch["num_actors"], batch["max_length"]
     made = make_objective(s, **objective, aggregation=rule[0], num_actors=rule[1], max_length=rule[2])
     check_tensors(s)
+    warn_if_ambiguous(advantages, len(targets), batch["cu_seqlens"])
     normalizer = make_normalizer(batch["normalizer"], made, nothing, rule[1])
     check_call(s, made, normalizer, check)
     if selected is not None:

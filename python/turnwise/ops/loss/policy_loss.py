@@ -21,7 +21,14 @@ from turnwise.ops.common.layout import (
     row_count,
     transform_reason,
 )
-from turnwise.ops.loss.arguments import check_call, make_normalizer, make_objective, make_selected, named_metrics
+from turnwise.ops.loss.arguments import (
+    check_call,
+    make_normalizer,
+    make_objective,
+    make_selected,
+    named_metrics,
+    warn_if_ambiguous,
+)
 from turnwise.ops.loss.options import IS_LEVELS, KL, KL_ESTIMATORS, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.reference import Objective, metric_names, reference
 
@@ -379,6 +386,7 @@ def policy_loss(
     )
     objective = make_objective(s, clip, variant, kl, correction, aggregation, num_actors, max_length)
     check_tensors(s)
+    warn_if_ambiguous(advantages, logprobs.shape[0], cu_seqlens)
     normalizer = make_normalizer(normalizer, objective, logprobs, num_actors)
     if check:
         check_call(s, objective, normalizer, check)

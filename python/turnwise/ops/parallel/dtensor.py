@@ -63,7 +63,7 @@ def _distributed(local: Tensor, like: Any, mesh: Any, placements: list[Any]) -> 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ops
 # ---------------------------------------------------------------------------------------------------------------------
-def _logprob(logits: Any, targets: Any, *, entropy: bool, inplace_backward: bool, **options: Any) -> Any:
+def _logprob(logits: Any, targets: Any, *, entropy: bool, **options: Any) -> Any:
     from torch.distributed.tensor import Replicate
 
     register_shardings()
@@ -75,7 +75,7 @@ def _logprob(logits: Any, targets: Any, *, entropy: bool, inplace_backward: bool
     own = _local("logits", logits, mesh, inputs), _local("targets", targets, mesh, rows)
     out: Any
     if dimension is None:
-        out = logprob(*own, entropy=entropy, inplace_backward=inplace_backward, **options)
+        out = logprob(*own, entropy=entropy, **options)
     else:
         out = vocab_parallel_logprob(*own, group=group, entropy=entropy, **options)
     values = [_distributed(x, targets, mesh, rows) for x in (out if entropy else (out,))]

@@ -62,11 +62,11 @@ def scan(tile: Tile, entropy: bool, backend: str) -> Tensor:
     return _scan_reference(tile)
 
 
-def grad(tile: Tile, upstream: Upstream, backend: str) -> Tensor:
-    """Compute the gradient of a tile's logits, in their dtype."""
+def grad(tile: Tile, upstream: Upstream, backend: str, inplace: bool = False) -> Tensor:
+    """Compute the gradient of a tile's logits, in their dtype; ``inplace`` writes it over them (not for ``torch``)."""
     if backend == "torch":
         return _grad_reference(tile, upstream).to(tile.logits.dtype)
-    out = torch.empty(tile.logits.shape, dtype=tile.logits.dtype, device=tile.logits.device)
+    out = tile.logits if inplace else torch.empty_like(tile.logits, memory_format=torch.contiguous_format)
     if backend == "native":
         tiles.grad(tile, upstream, out)
     else:

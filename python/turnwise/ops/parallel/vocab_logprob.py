@@ -13,7 +13,7 @@ from turnwise.ops.common.dispatch import select_backend
 from turnwise.ops.common.layout import whole_number
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.linear_native import Gradients, Head, fill, scan_blocks, spread
-from turnwise.ops.logprob.logprob import check_logits
+from turnwise.ops.logprob.logprob import check_logits, is_writable
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
 from turnwise.ops.parallel.group import Member, checksum, exchange, member_of, start_of
 from turnwise.ops.parallel.shards import Shard, combine, grad, scan, shift
@@ -26,11 +26,11 @@ _REFERENCE_LOGITS = 1 << 22  # of a chunk of tokens, for backend="torch"
 # ---------------------------------------------------------------------------------------------------------------------
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: Shard, inplace: bool) -> tuple[Tensor, Tensor]:
         tile = _tile(logits, targets, shard)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logprob, lse, entropy = combine(scan(tile, shard.entropy, shard.backend), tile.targets, shard, dtype)
-        ctx.shard = shard
+        ctx.shard, ctx.inplace = shard, inplace
         ctx.save_for_backward(logits, targets, lse, entropy)
         ctx.set_materialize_grads(False)
         return logprob.view(targets.shape), entropy.view(targets.shape if shard.entropy else (0,))
@@ -40,7 +40,12 @@ class _Logprob(torch.autograd.Function):
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, lse, entropy = ctx.saved_tensors
         upstream = _upstream(lse, grad_logprob, entropy, grad_entropy if ctx.shard.entropy else None)
-        return grad(_tile(logits, targets, ctx.shard), upstream, ctx.shard.backend).view(logits.shape), None, None
+        tile, backend = _tile(logits, targets, ctx.shard), ctx.shard.backend
+        inplace = ctx.inplace and backend != "torch" and is_writable(logits)
+        out = grad(tile, upstream, backend, inplace).view(logits.shape)
+        if out.data_ptr() == logits.data_ptr() and out.numel():
+            torch.autograd.graph.increment_version(logits)  # so that autograd rejects later uses of the old logits
+        return out, None, None, None
 
 
 def _tile(logits: Tensor, targets: Tensor, shard: Shard) -> Tile:
@@ -64,6 +69,7 @@ def vocab_parallel_logprob(
     softcap: float | None = None,
     ignore_index: int | None = None,
     entropy: bool = False,
+    inplace_backward: bool = False,
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -99,7 +105,7 @@ def vocab_parallel_logprob(
     softmax, shifted = shift(make_softmax(temperature, softcap, ignore_index), targets, start)
     width, chosen = logits_shard.shape[-1], _backend(backend, logits_shard)
     shard = Shard(member, width, width, softmax, entropy, chosen)
-    values, entropies = _Logprob.apply(logits_shard, shifted, shard)
+    values, entropies = _Logprob.apply(logits_shard, shifted, shard, inplace_backward)
     return (values, entropies) if entropy else values
 
 

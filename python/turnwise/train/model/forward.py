@@ -25,6 +25,7 @@ from turnwise.train.model.support import (
     obstacle_to_fusing,
     obstacle_to_packing,
     obstacle_to_trees,
+    softcap_of,
     stream_inputs,
     trims_last_mlp,
 )
@@ -140,6 +141,7 @@ class Forward:
                 pairs, each = (at * vocabulary + targets).unique(return_inverse=True)
                 at, targets = pairs // vocabulary, pairs % vocabulary
             how = {"bias": output.bias, "positions": at, "temperature": temperature, "entropy": entropy}
+            how["softcap"] = softcap_of(lm)
             logprobs, entropies = _pair(linear_logprob(hidden, output.weight, targets, **how))
             if each is None:
                 return logprobs, entropies

@@ -43,7 +43,7 @@ def causal_lm(model: nn.Module) -> Any:
 def obstacle_to_fusing(lm: Any) -> str:
     """Return why ``hidden @ weight.T + bias`` can't give the log-probs; an empty string if it can.
 
-    The head must take the decoder's last hidden states, and give the logits, bit for bit.
+    The head must take the decoder's last hidden states, and give the logits, bit for bit, but for a :func:`softcap_of`.
     """
     decoder, head = lm.get_decoder(), lm.get_output_embeddings()
     if type(head) is not nn.Linear:  # a quantized one, or one with an adapter
@@ -65,13 +65,17 @@ def obstacle_to_fusing(lm: Any) -> str:
         return "its logits come from another place than its head"
     if not torch.equal(seen["read"], seen["hidden"]):
         return "something stands between its last hidden states and its head"
-    if not torch.equal(logits, seen["logits"].to(logits.dtype)):
+    expected, cap = seen["logits"], softcap_of(lm)
+    if cap is not None:
+        expected = cap * torch.tanh(expected / cap)
+    if not torch.allclose(logits, expected.to(logits.dtype), rtol=0 if cap is None else 1e-5, atol=0):
         return "its logits are changed after its head"
-    text = lm.config.get_text_config()
-    # A cap doesn't change small logits such as those of fresh weights, so the comparison above can't detect it.
-    if getattr(text, "final_logit_softcapping", None):
-        return "its logits are capped"
     return ""
+
+
+def softcap_of(lm: Any) -> float | None:
+    """Return the cap of the logits, ``cap * tanh(logits / cap)``, as in Gemma; ``None`` for a model without one."""
+    return getattr(lm.config.get_text_config(), "final_logit_softcapping", None) or None
 
 
 def trims_last_mlp(lm: Any) -> bool:
