@@ -96,7 +96,7 @@ def _refuse_other_models(policies: Mapping[str, Policy], ranks: Ranks) -> None:
     first, *others = ranks.gather([named])
     for rank, other in enumerate(others, start=1):
         if other != first:
-            odd = sorted(set(other) ^ set(first)) or ["their order"]
+            odd = sorted(set(other) ^ set(first)) or other
             raise ValueError(f"policies: expected the same models on all ranks; rank {rank} differs, first in {odd[0]}")
 
 
