@@ -54,13 +54,13 @@ UPDATE = UpdateConfig(lr=3e-4, num_minibatches=2, micro_batch_tokens=96, old_log
 LOSS = LossConfig(kl={"coef": 0.1, "target": 0.01}, entropy_coef=0.01)
 
 
-def make_policy(case: Case, seed: int = 0) -> Policy:
+def make_policy(case: Case, seed: int = 0, dtype: torch.dtype = torch.float32) -> Policy:
     """Make a policy whose reference differs from it."""
     lm = build_model(
         build_tokenizer(["0123456789"]), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, seed=seed,
         num_key_value_heads=1, head_dim=16, intermediate_size=64, tie_word_embeddings=case.tied,
     )  # fmt: skip
-    model: Any = lm
+    model: Any = lm.to(dtype)
     if case.lora:
         model = SharedBase(lm).add_adapter("default", peft_config(LoraConfig(rank=4, dropout=0.0)), seed=1)
     policy = Policy("default", model, UPDATE, total_steps=20, with_reference=True, layout=case.layout)
@@ -224,6 +224,14 @@ def team(mesh: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def half(mesh: Any) -> dict[str, float]:
+    """A base in bfloat16 under adapters in float32."""
+    policy = make_policy(Case("trie", True, False), dtype=torch.bfloat16)
+    if mesh is not None:
+        shard_policies({"default": policy}, mesh)
+    return train(policy, [make_batch()])[0] | {"dtypes": len({p.dtype for p in policy.model.shared.model.parameters()})}
+
+
 def narrow(mesh: Any) -> dict[str, Any]:
     """Layers in bfloat16, weights and gradients in float32."""
     policy = make_policy(CASES[1])
@@ -268,7 +276,7 @@ def work(folder: Path) -> None:
     if "--die" in sys.argv:
         die(folder, mesh)
     found = {str(case): results(case, mesh) for case in CASES} | {"odd": odd(mesh)}
-    found |= {"team": team(mesh, folder), "narrow": narrow(mesh)}
+    found |= {"team": team(mesh, folder), "narrow": narrow(mesh), "half": half(mesh)}
     try:
         shard_policies({"default": make_policy(CASES[dist.get_rank()])}, mesh)
     except ValueError as error:
@@ -417,6 +425,15 @@ def test_adapters_of_one_base_train_one_after_another(done: list[dict[str, Any]]
         assert want["metrics"][name]["updates"] == 2
     assert got["sums"] == done[1]["team"]["sums"] and got["sums"].keys() == want["sums"].keys()
     assert got["sums"]["the base of first"] == want["sums"]["the base of first"]
+
+
+def test_adapters_in_float32_train_over_a_base_in_bfloat16(done: list[dict[str, Any]]) -> None:
+    want = half(None)
+    for found in done:
+        got = found["half"]
+        assert got["dtypes"] == want["dtypes"] == 2
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-2, abs=1e-3)
 
 
 def test_ranks_with_other_models_are_refused(done: list[dict[str, Any]]) -> None:
