@@ -234,10 +234,15 @@ async def test_closing_fails_what_waits() -> None:
     await client.close()
     with pytest.raises(ModelError, match="closed before"):
         await waiting
-    running_client = client_of(build())
-    with before_forward(running_client, lambda: time.sleep(0.01)):
+    running_client, began = client_of(build()), threading.Event()
+
+    def slow() -> None:
+        began.set()
+        time.sleep(0.01)
+
+    with before_forward(running_client, slow):
         running = asyncio.ensure_future(running_client.generate(requests_of(1, 1, max_tokens=50)))
-        await asyncio.sleep(0.03)
+        assert await asyncio.to_thread(began.wait, 60)
         await running_client.close()
         with pytest.raises(ModelError, match="stopped before"):
             await running
