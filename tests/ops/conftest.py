@@ -331,3 +331,28 @@ def opcheck_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any
         return {op.name().removeprefix("turnwise::") for op, _ in calls.found}
 
     return check
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Any]]:
+    """``run_ranks(file, world)`` starts ``python file folder world rank`` per rank, and loads each ``rank.pt``."""
+
+    def run(file: str, world: int) -> list[Any]:
+        folder = tmp_path_factory.mktemp("ranks")
+        command = [sys.executable, "-P", file, str(folder), str(world)]
+        workers = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for rank in range(world)
+        ]
+        try:
+            said = [worker.communicate(timeout=500)[0] for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        assert [worker.returncode for worker in workers] == [0] * world, "\n".join(said)
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+    return run

@@ -6,8 +6,8 @@ The processes talk over gloo on the CPU and are started once, for all cases; eac
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,21 +197,9 @@ def work(rank: int, folder: Path) -> None:
 # Tests
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+def trained(run_ranks: Callable[[str, int], list[Any]]) -> list[dict[str, dict[str, Tensor]]]:
     """What each process found, by case."""
-    folder = tmp_path_factory.mktemp("distributed")
-    command = [sys.executable, "-P", __file__, str(folder)]
-    workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(WORLD)
-    ]
-    try:
-        said = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * WORLD, "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return run_ranks(__file__, WORLD)
 
 
 def alone(case: Case) -> dict[str, Tensor]:
@@ -237,4 +225,4 @@ def test_gradients_of_two_processes_are_those_of_one(trained, case) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[2]), Path(sys.argv[1]))
+    work(int(sys.argv[3]), Path(sys.argv[1]))

@@ -29,6 +29,7 @@ def _play(name: str) -> str:
         arena.add_episode(episode)
     [result] = asyncio.run(arena.generate_rollouts(task.requests(1, 1, 1)))
     assert result.rollout.error is None, result.rollout.error
+    assert result.rollout.steps, "nobody made a move"
     return f"played {name.partition(':')[2]}"
 
 

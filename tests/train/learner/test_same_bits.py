@@ -1,4 +1,4 @@
-"""A short run without ``[cluster]`` ends with the same bits as it always did, and as a loop that is written out here.
+"""A short run in one process ends with the same bits as it always did, and as a loop that is written out here.
 
 Float sums depend on the instructions that a library picks at run time. So the runs of the first test are in a process
 that pins them: turnwise's kernels and torch's to their baselines, MKL's to its compatible ones. Known digests are keyed

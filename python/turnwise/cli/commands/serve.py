@@ -89,9 +89,8 @@ async def _serve(run: Run, key: str, options: argparse.Namespace) -> None:
     from turnwise.integrations.gateway.task import GatewayTask
 
     settings = run.task.gateway.settings if isinstance(run.task, GatewayTask) else GatewaySettings()
-    settings = replace(
-        settings, host=options.host, port=options.port, allowed_hosts=tuple(options.allowed_host), sampling="agent"
-    )
+    hosts = (*settings.allowed_hosts, *options.allowed_host)
+    settings = replace(settings, host=options.host, port=options.port, allowed_hosts=hosts)
     stopped = asyncio.Event()
     await run.trainer.sync_weights()
     async with standing(run.arena, settings, key) as url:
