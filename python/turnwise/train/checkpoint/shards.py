@@ -38,6 +38,7 @@ def write_shards(folder: Path, policies: Mapping[str, Policy]) -> None:
     with _quiet():
         dcp.save(state, checkpoint_id=folder, no_dist=ranks.size == 1)
     write_tensors(generator_states(), folder / generators_file(ranks.rank))
+    ranks.gather([None])  # the folder is complete when the first rank goes on
 
 
 def generators_file(rank: int) -> str:
