@@ -8,7 +8,8 @@ the policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,17 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
     return tokenizer
 
 
-def load_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, share_frozen: bool = True) -> dict[str, nn.Module]:
-    """Load a module for each policy, the same one for policies that share it (see :func:`sharing`)."""
+def load_models(
+    policies: Mapping[str, PolicyConfig], tiny: Tiny, *, share_frozen: bool = True, empty: bool = False
+) -> dict[str, nn.Module]:
+    """Load a module for each policy, the same one for policies that share it (see :func:`sharing`).
+
+    With ``empty`` their parameters have no memory, to get those of another process (:func:`load_model`).
+    """
     models: dict[str, nn.Module] = {}
     for names in sharing(policies, share_frozen):
         settings = policies[names[0]]
-        model = load_model(settings.path, settings.dtype, tiny)
+        model = load_model(settings.path, settings.dtype, tiny, empty=empty)
         if any(policies[name].gradient_checkpointing for name in names):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         models |= dict.fromkeys(names, model)
@@ -160,7 +166,9 @@ def attach_adapters(
     return adapted
 
 
-def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[str, nn.Module]:
+def load_references(
+    policies: Mapping[str, PolicyConfig], tiny: Tiny, *, empty: bool = False
+) -> dict[str, nn.Module]:
     """Load the models that trainable policies name as ``reference``, each path and dtype once."""
     loaded: dict[tuple[str, str], nn.Module] = {}
     references = {}
@@ -168,7 +176,7 @@ def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[st
         if settings.reference is not None and settings.trainable:
             key = (settings.reference, settings.dtype)
             if key not in loaded:
-                loaded[key] = load_model(*key, tiny)
+                loaded[key] = load_model(*key, tiny, empty=empty)
             references[name] = loaded[key]
     return references
 
@@ -215,13 +223,37 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def load_model(path: str, dtype: str, tiny: Tiny) -> Any:
-    """Load a causal LM from a folder or the Hub, or build the tiny one. Raises ``OSError`` naming what is missing."""
-    from transformers import AutoModelForCausalLM
+def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any:
+    """Load a causal LM from a folder or the Hub, or build the tiny one. Raises ``OSError`` naming what is missing.
 
+    With ``empty`` read only its configuration: its parameters are on the meta device, its buffers are real.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = getattr(torch, dtype)
     if path == TINY:
-        return tiny()[1].to(getattr(torch, dtype))
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(getattr(torch, dtype))
+        return tiny()[1].to(kind)
+    if empty:
+        with _parameters_on_meta():
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind).to(kind)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(kind)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Make the parameters of new modules on the meta device. Buffers, which a file may not have, are made as usual."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def peft_config(lora: LoraConfig) -> Any:
