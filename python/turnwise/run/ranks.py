@@ -70,8 +70,9 @@ def join_ranks(config: TrainConfig) -> Any:
     size, copies = dist.get_world_size(), config.sharding.replicas
     if size % copies:
         raise ConfigError(f"config key 'sharding.replicas' = {copies}: expected a divisor of the {size} processes")
-    names = ("copies", "shards")
-    return init_device_mesh(device, (size,)) if copies == 1 else init_device_mesh(device, (copies, size // copies), mesh_dim_names=names)
+    if copies == 1:
+        return init_device_mesh(device, (size,))
+    return init_device_mesh(device, (copies, size // copies), mesh_dim_names=("copies", "shards"))
 
 
 def _give_memory_back() -> None:

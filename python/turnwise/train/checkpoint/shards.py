@@ -24,7 +24,7 @@ Moments = dict[str, dict[str, Tensor]]
 
 
 def write_shards(folder: Path, policies: Mapping[str, Policy], group: Any) -> Callable[[], None]:
-    """Begin to write weights, optimizers and torch's generators to ``folder``; return a function that waits for the end.
+    """Begin to write weights, optimizers and torch's generators to ``folder``; return a function that waits for it.
 
     Every rank calls it and writes its own part, from a copy, in a thread of its own. ``group`` is a process group with
     gloo that nothing else uses. The function that it returns raises ``OSError`` if any rank can't write its part.
@@ -32,10 +32,8 @@ def write_shards(folder: Path, policies: Mapping[str, Policy], group: Any) -> Ca
     state = _weights(parts_of(policies, references=True))
     for name, policy in policies.items():
         if policy.optimizer is not None:
-            saved = policy.optimizer.state_dict()["state"]
-            state |= {
-                f"optimizer-{name}/{i}.{key}": value for i, slots in saved.items() for key, value in sorted(slots.items())
-            }
+            for i, slots in policy.optimizer.state_dict()["state"].items():
+                state |= {f"optimizer-{name}/{i}.{key}": value for key, value in sorted(slots.items())}
     import torch.distributed.checkpoint as dcp  # a second, which a run in one process doesn't spend
 
     # Rank 0 has written its part only after all ranks have, so every file is there when it goes on.

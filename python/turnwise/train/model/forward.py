@@ -70,8 +70,8 @@ class Forward:
     be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
     ``"turnwise_tree"``, which equals SDPA outside of a stream; any other attention stays.
 
-    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` for a required layout that the model doesn't support. A model
-    on the meta device can't be tested; it needs the :meth:`findings` of another process.
+    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` for a required layout that the model doesn't support. A
+    model on the meta device can't be tested; it needs the :meth:`findings` of another process.
     """
 
     def __init__(self, model: nn.Module, layout: str = "auto") -> None:

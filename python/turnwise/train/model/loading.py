@@ -166,9 +166,7 @@ def attach_adapters(
     return adapted
 
 
-def load_references(
-    policies: Mapping[str, PolicyConfig], tiny: Tiny, *, empty: bool = False
-) -> dict[str, nn.Module]:
+def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, empty: bool = False) -> dict[str, nn.Module]:
     """Load the models that trainable policies name as ``reference``, each path and dtype once."""
     loaded: dict[tuple[str, str], nn.Module] = {}
     references = {}
@@ -244,10 +242,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Make the parameters of new modules on the meta device. Buffers, which a file may not have, are made as usual."""
     register = nn.Module.register_parameter
 
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
     try:
