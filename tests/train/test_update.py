@@ -303,6 +303,8 @@ def test_rows_that_do_not_fit_the_memory_are_named(random_batch, small_model, mo
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(policy, "logprobs", too_long)
-    said = rf"its longest row has {longest}: lower update.micro_batch_tokens.* gradient_checkpointing.*CUDA out of memory"
+    said = (
+        rf"its longest row has {longest}: lower update.micro_batch_tokens.* gradient_checkpointing.*CUDA out of memory"
+    )
     with pytest.raises(torch.OutOfMemoryError, match=said):
         update_policy(policy, batch, UpdateConfig(), LossConfig(), np.random.default_rng(0))

@@ -101,7 +101,7 @@ class Run:
             adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
             changed = self.config.warm_start.steps > 0 or TINY in adapted
             policies, folder = self.trainer.policies, self.config.run_dir
-            if any(policy.ranks.size > 1 for policy in policies.values()):
+            if not self.trainer.learner.whole:
                 self.trainer.log.note("a sharded run exports adapters alone, not merged with their bases")
                 export_shards(policies, self.tokenizer, folder, self.trainer.learner.send, own_bases=changed)
             else:

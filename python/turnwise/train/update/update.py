@@ -64,6 +64,14 @@ def update_policy(
     return metrics
 
 
+def pass_over(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: np.random.Generator) -> None:
+    """Draw from ``rng`` what :func:`update_policy` would, for a policy that other ranks train."""
+    rows = rows_of(policy, batch)
+    if policy.trainable and len(rows):
+        for _ in range(update.ppo_epochs):
+            minibatches(batch, rows, update.num_minibatches, rng)
+
+
 def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss, log: UpdateLog) -> None:
     """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
     normalizer = loss.normalizer(micros)
