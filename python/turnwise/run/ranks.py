@@ -54,6 +54,11 @@ def join_ranks(config: TrainConfig) -> Any:
     from torch.distributed.rendezvous import rendezvous
 
     os.environ.update(variables)
+    size, copies = int(os.environ["WORLD_SIZE"]), config.sharding.replicas
+    if size % copies:
+        raise ConfigError(f"config key 'sharding.replicas' = {copies}: expected a divisor of the {size} processes")
+    if config.sharding.parallel and copies > 1:
+        raise ConfigError("config keys 'sharding.parallel' and 'sharding.replicas': expected one of them, got both")
     device = find_device(config.device).type
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -67,11 +72,6 @@ def join_ranks(config: TrainConfig) -> Any:
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    size, copies = dist.get_world_size(), config.sharding.replicas
-    if size % copies:
-        raise ConfigError(f"config key 'sharding.replicas' = {copies}: expected a divisor of the {size} processes")
-    if config.sharding.parallel and copies > 1:
-        raise ConfigError("config keys 'sharding.parallel' and 'sharding.replicas': expected one of them, got both")
     if copies == 1:
         return init_device_mesh(device, (size,))
     return init_device_mesh(device, (copies, size // copies), mesh_dim_names=("copies", "shards"))
