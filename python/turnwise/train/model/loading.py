@@ -83,12 +83,17 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
     return tokenizer
 
 
-def load_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, share_frozen: bool = True) -> dict[str, nn.Module]:
-    """Load a module for each policy, the same one for policies that share it (see :func:`sharing`)."""
+def load_models(
+    policies: Mapping[str, PolicyConfig], tiny: Tiny, *, share_frozen: bool = True, empty: bool = False
+) -> dict[str, nn.Module]:
+    """Load a module for each policy, the same one for policies that share it (see :func:`sharing`).
+
+    With ``empty`` their parameters have no memory, to get those of a checkpoint (:func:`load_model`).
+    """
     models: dict[str, nn.Module] = {}
     for names in sharing(policies, share_frozen):
         settings = policies[names[0]]
-        model = load_model(settings.path, settings.dtype, tiny)
+        model = load_model(settings.path, settings.dtype, tiny, empty=empty)
         if any(policies[name].gradient_checkpointing for name in names):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         models |= dict.fromkeys(names, model)
@@ -215,13 +220,20 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def load_model(path: str, dtype: str, tiny: Tiny) -> Any:
-    """Load a causal LM from a folder or the Hub, or build the tiny one. Raises ``OSError`` naming what is missing."""
-    from transformers import AutoModelForCausalLM
+def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any:
+    """Load a causal LM from a folder or the Hub, or build the tiny one. Raises ``OSError`` naming what is missing.
 
+    With ``empty`` read only its configuration: its weights are on the meta device, except those of the tiny one.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = getattr(torch, dtype)
     if path == TINY:
-        return tiny()[1].to(getattr(torch, dtype))
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(getattr(torch, dtype))
+        return tiny()[1].to(kind)
+    if empty:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind).to(kind)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(kind)
 
 
 def peft_config(lora: LoraConfig) -> Any:
