@@ -6,9 +6,11 @@
     python tests/kill_loop.py --kills 50 --mode full        # a model per actor
     python tests/kill_loop.py --kills 50 --mode async       # sampling ahead of training, deterministic
     python tests/kill_loop.py --kills 50 --mode league      # games against past policies, some of which leave the pool
+    python tests/kill_loop.py --kills 20 --ranks 2          # sharded over two ranks, of which torchrun restarts both
 
 A run is ``turnwise train`` in its own process. It is forked from this process, which has imported turnwise but has not
-run it, as importing torch would take most of the time. ``--fresh`` starts a new interpreter each time instead.
+run it, as importing torch would take most of the time. ``--fresh`` starts a new interpreter each time instead. With
+``--ranks`` a run is one torchrun, and a kill takes one of its ranks.
 A kill comes a random time after the start, or after the first new line in ``metrics.jsonl`` (while the run samples,
 updates, validates or saves), or after the next temporary folder of a checkpoint appears.
 Both runs must be equal bit for bit: the exported weights, the newest checkpoint (optimizers, generators, credit), and
@@ -31,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,7 @@ MODES: dict[str, dict[str, Any]] = {
         "loop": {"max_staleness": 1, "deterministic": True},
     },
 }
+INDEX = ".metadata"
 TIMEOUT = 300.0
 """Seconds in which a run must write its next step, or end."""
 
@@ -113,6 +117,33 @@ def fresh(config: Path, log: Path) -> Process:
     command = [sys.executable, "-P", "-m", "turnwise", "train", str(config), "--traceback"]
     with log.open("w") as stream:
         return Process(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT).pid, log)
+
+
+@dataclass(slots=True)
+class Ranks(Process):
+    """A run in several ranks under one torchrun, which restarts all of them if one dies."""
+
+    count: int
+    rng: random.Random
+
+    def kill(self) -> None:
+        """Kill one rank, and wait until torchrun has started another one for each."""
+        wait(self, lambda: len(self.ranks()) == self.count)
+        before = self.ranks()
+        os.kill(self.rng.choice(before), signal.SIGKILL)
+        wait(self, lambda: len(now := self.ranks()) == len(before) and not set(now) & set(before))
+
+    def ranks(self) -> list[int]:
+        threads = Path(f"/proc/{self.pid}/task").glob("*/children")
+        return [int(pid) for thread in threads for pid in thread.read_text().split()]
+
+
+def launched(config: Path, log: Path, ranks: int, rng: random.Random, restarts: int) -> Process:
+    """Start the run in ``ranks`` ranks, each of which may die."""
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*torchrun, "--max-restarts", str(restarts), "-m", "turnwise", "train", str(config), "--traceback"]
+    with log.open("w") as stream:
+        return Ranks(subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT).pid, log, ranks, rng)
 
 
 def steps_logged(run_dir: Path) -> int:
@@ -188,9 +219,15 @@ def untimed(value: Any) -> Any:
 
 
 def digest(file: Path) -> str:
-    """Return a file's SHA-256. For a manifest, return its text without timings and without the digest over them."""
+    """Return a file's SHA-256. For a manifest, return its text without timings and without the digest over them.
+
+    Shards have an index with a random name in it, of which nothing is compared.
+    """
+    if file.name == INDEX:
+        return ""
     if file.suffix == ".json":
         said = untimed(json.loads(file.read_text()))
+        said.get("files", {}).pop(INDEX, None)
         return json.dumps({key: value for key, value in said.items() if key != "sha256"}, sort_keys=True)
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -209,6 +246,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="sync")
     parser.add_argument("--seed", type=int, help="of the moments (default: drawn, and printed)")
     parser.add_argument("--folder", type=Path, help="empty or new, to look into afterwards (default: a temporary one)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that hold the models' shards")
     parser.add_argument("--fresh", action="store_true", help="a new interpreter for each start")
     return parser.parse_args(arguments)
 
@@ -219,6 +257,8 @@ def kill_loop(options: argparse.Namespace, folder: Path) -> list[str]:
     print(f"{options.mode}: {options.kills} kills, seed {seed}", flush=True)
     rng = random.Random(seed)
     start = fresh if options.fresh else forked
+    if options.ranks > 1:
+        start = partial(launched, ranks=options.ranks, rng=rng, restarts=options.kills)
     # One start may finish the step that this waits for, the one whose checkpoint it waits for, and two more.
     steps = 3 * options.kills + 4
     began = time.monotonic()
@@ -229,10 +269,12 @@ def kill_loop(options: argparse.Namespace, folder: Path) -> list[str]:
     # Kill and resume the second run, and let it end.
     moments: Counter[str] = Counter()
     began = time.monotonic()
-    for kill in range(options.kills):
-        process = start(config, folder / f"killed_{kill}.log")
+    process = start(config, folder / "killed_0.log")
+    for kill in range(1, options.kills + 1):
         moments[kill_once(process, run_dir, rng, seconds / steps)] += 1
-    run_to_end(start(config, folder / "killed_last.log"))
+        if options.ranks == 1:  # torchrun starts the ranks anew by itself
+            process = start(config, folder / f"killed_{kill}.log")
+    run_to_end(process)
     places = ", ".join(f"{count} {moment}" for moment, count in sorted(moments.items()))
     print(f"killed: {places}; {time.monotonic() - began:.0f} s", flush=True)
     check_trained(folder / "whole", steps)

@@ -168,9 +168,10 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     _prepare_torch(config)
     task = task_of(config)
     config, *_ = check_config(config, task, warm=False)
-    models = attach_adapters(_load_models(config, task, "cpu"), config.policies, config.seed)
+    # All weights are rank 0's, so here they are not even read.
+    models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
-    policies = build_policies(config, models, _load_references(config, task, "cpu"))
+    policies = build_policies(config, models, _load_references(config, task, empty=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 saves after Ctrl-C, which takes all ranks
     shard(policies, config, mesh).follow()
 
@@ -194,7 +195,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
     # Load the models, warm-start them, and attach the adapters. To be sharded, they wait in the CPU's memory.
     device = find_device(config.device) if mesh is None else "cpu"
-    models = _load_models(config, task, device)
+    models = _moved(_load_models(config, task), device)
     check_targets(models, config.policies)
     if rows is not None:
         run_warm_start(config, rows, actors, tokenizer, _moved(models, find_device(config.device)), log)
@@ -202,7 +203,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     models = attach_adapters(models, config.policies, config.seed)
     # Build the arena with its client, the policies and the trainer.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
-    policies = build_policies(config, models, _load_references(config, task, device))
+    policies = build_policies(config, models, _moved(_load_references(config, task), device))
     learner = policies if mesh is None else shard(policies, config, mesh)
     callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
     trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
@@ -217,16 +218,15 @@ def _prepare_torch(config: TrainConfig) -> None:
     seed_generators(config.seed)
 
 
-def _load_models(config: TrainConfig, task: Task, device: Any) -> dict[str, Any]:
+def _load_models(config: TrainConfig, task: Task, *, empty: bool = False) -> dict[str, Any]:
     tiny, share = partial(tiny_model, config, task), config.warm_start.steps == 0
-    models = load_models(config.policies, tiny, share_frozen=share)
-    return _moved(models, device)
+    return load_models(config.policies, tiny, share_frozen=share, empty=empty)
 
 
-def _load_references(config: TrainConfig, task: Task, device: Any) -> dict[str, Any]:
+def _load_references(config: TrainConfig, task: Task, *, empty: bool = False) -> dict[str, Any]:
     if not config.loss.kl.coef:
         return {}
-    return _moved(load_references(config.policies, partial(tiny_model, config, task)), device)
+    return load_references(config.policies, partial(tiny_model, config, task), empty=empty)
 
 
 def _moved(models: Mapping[str, Any], device: Any) -> dict[str, Any]:

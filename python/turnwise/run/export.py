@@ -84,13 +84,12 @@ def export_checkpoint(
     loaded = load_models(policies, tiny, share_frozen=config.warm_start.steps == 0, empty=True)
     for name, model in loaded.items():
         _take_generation_config(model, policies[name].path)
-    models = attach_adapters(loaded, policies, config.seed)
+    models: dict[str, Any] = attach_adapters(loaded, policies, config.seed)
     bases, places, writes_bases = base_parts(models), dict[int, str](), own_bases(config)
     # Fill them one after the other with the checkpoint's tensors, and write them.
     exported = []
     for name in chosen_policies(config, only):
-        model: Any = models[name]
-        folder, base = out / "policies" / name, policies[name].path
+        model, folder, base = models[name], out / "policies" / name, policies[name].path
         own = read_part(path, own_part(name, model, frozen=not policies[name].trainable), manifest)
         if isinstance(model, AdaptedModel):
             model.load_state_dict(own, assign=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,8 @@ from turnwise.train.model.policy import Policy
 
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 """torchrun's variables, and those that ``srun`` sets for each task."""
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of malloc.h."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -47,6 +51,7 @@ def join_ranks(config: TrainConfig) -> Any:
         return None
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.rendezvous import rendezvous
 
     os.environ.update(variables)
     device = find_device(config.device).type
@@ -54,9 +59,30 @@ def join_ranks(config: TrainConfig) -> Any:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif config.sharding.offload:
         raise ConfigError(f"config key 'sharding.offload' = True: expected a GPU, got the device {device!r}")
+    else:
+        _give_memory_back()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.sharding.timeout))
-    return init_device_mesh(device, (dist.get_world_size(),))
+    # torchrun's ranks find each other in its store, which after a restart still holds the addresses of the dead ones.
+    timeout = timedelta(seconds=config.sharding.timeout)
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    size, copies = dist.get_world_size(), config.sharding.replicas
+    if size % copies:
+        raise ConfigError(f"config key 'sharding.replicas' = {copies}: expected a divisor of the {size} processes")
+    if copies == 1:
+        return init_device_mesh(device, (size,))
+    return init_device_mesh(device, (copies, size // copies), mesh_dim_names=("copies", "shards"))
+
+
+def _give_memory_back() -> None:
+    """Let glibc return each large block when it is freed.
+
+    It would keep blocks of up to 32 MiB, and the layers that a rank gathers and drops would fragment its heap to more
+    than the whole model. Other C libraries don't need it.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any:

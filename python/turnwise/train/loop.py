@@ -350,3 +350,4 @@ class Trainer:
             self.arena.load_state_dict(arena)
             set_random_state(self.rng, generators)
         self.save()
+        self.learner.finish_saving()

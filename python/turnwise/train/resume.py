@@ -82,7 +82,8 @@ def save_run(trainer: TrainerView) -> Path:
         attachments={QUEUE: _pickled(pending.batches)} if pending.batches else {},
         links={name: file for callback in callbacks for name, file in callback.files().items()},
     )
-    forget_old_states(trainer.arena, list_checkpoints(trainer.checkpoints)[0])
+    if complete := list_checkpoints(trainer.checkpoints):  # the first one may not be, yet
+        forget_old_states(trainer.arena, complete[0])
     return saved
 
 

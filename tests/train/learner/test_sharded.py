@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import Learner
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.learner.sharded import ShardedLearner
-from turnwise.train.model.loading import peft_config
+from turnwise.train.model.loading import load_model, peft_config
 from turnwise.train.model.policy import Policy, bit_sums, fingerprints
 from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.update.update import update_policy
@@ -111,8 +112,19 @@ def poisoned(batch: TrainingBatch) -> TrainingBatch:
     return batch
 
 
-def results(case: Case, mesh: Any, *, offload: bool = False) -> dict[str, Any]:
-    policy = make_policy(case)
+def read_policy(case: Case, folder: Path) -> Policy:
+    """Make the policy of the model in ``folder``, whose weights only the first rank reads."""
+    empty = dist.is_initialized() and dist.get_rank() > 0
+    model = load_model(str(folder), "float32", build_model, empty=empty)
+    if empty:
+        assert all(parameter.is_meta for parameter in model.parameters())
+    if case.lora:
+        model = SharedBase(model).add_adapter("default", peft_config(LoraConfig(rank=4, dropout=0.0)), seed=1)
+    return Policy("default", model, UPDATE, total_steps=20, with_reference=True, layout=case.layout)
+
+
+def results(case: Case, mesh: Any, *, offload: bool = False, path: Path | None = None) -> dict[str, Any]:
+    policy = make_policy(case) if path is None else read_policy(case, path)
     if mesh is not None:
         shard_policies({"default": policy}, mesh, offload=offload)
     metrics = train(policy, [make_batch()] * STEPS)
@@ -256,6 +268,7 @@ def learn(case: Case, mesh: Any, folder: Path) -> dict[str, Any]:
 
 OFFLOADED = Case("packed", False, True)
 LEARNED = [Case("trie", False, True), Case("packed", True, False)]
+READ = [Case("trie", False, True), Case("padded", False, False), Case("packed", True, False)]
 
 
 def die(folder: Path, mesh: Any) -> None:
@@ -272,6 +285,8 @@ def die(folder: Path, mesh: Any) -> None:
 def work(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    if "--copies" in sys.argv:
+        return leave(copies(folder), folder)
     mesh = init_device_mesh("cpu", (WORLD,))
     if "--die" in sys.argv:
         die(folder, mesh)
@@ -283,6 +298,17 @@ def work(folder: Path) -> None:
         found["other model"] = str(error)
     found["offload"] = results(OFFLOADED, mesh, offload=True)
     found |= {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
+    found |= {f"read {case}": results(case, mesh, path=folder / f"tied {case.tied}") for case in READ}
+    leave(found, folder)
+
+
+def copies(folder: Path) -> dict[str, Any]:
+    """Two copies of the weights, each in two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    return {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
+
+
+def leave(found: dict[str, Any], folder: Path) -> None:
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then abort the interpreter's last moments
@@ -308,23 +334,49 @@ def alone(folder: Path) -> dict[Case, dict[str, dict[str, Tensor]]]:
 @pytest.fixture(scope="module")
 def done(folder: Path, alone: Any) -> list[dict[str, Any]]:
     """What each rank found."""
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    for tied in (False, True):
+        make_policy(Case("trie", False, tied)).model.save_pretrained(folder / f"tied {tied}")
+    return found_by(WORLD, folder)
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*command, __file__, str(folder)], env=environment, capture_output=True, text=True, timeout=400
+    return subprocess.run(
+        [*command, __file__, *arguments], env=environment, capture_output=True, text=True, timeout=400
     )
+
+
+def found_by(ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    ran = torchrun(ranks, str(folder), *arguments)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*command, __file__, str(tmp_path), "--die"], env=environment, capture_output=True, text=True, timeout=120
-    )
+    ran = torchrun(WORLD, str(tmp_path), "--die")
     assert ran.returncode != 0 and "exitcode  : 3" in ran.stderr, ran.stderr
+
+
+@pytest.mark.slow
+def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: Path) -> None:
+    """Four ranks hold two copies in two shards each; one process resumes from their checkpoint, and they from its."""
+    for case in LEARNED:
+        shutil.copytree(folder / str(case) / "one", tmp_path / str(case) / "one")
+    near = 5e-6  # four ranks cut other micro-batches, and Adam's first step divides a small gradient by itself
+    found = found_by(4, tmp_path, "--copies")
+    for case in LEARNED:
+        got, want = found[0][f"learner {case}"], alone[case]
+        for number in ("first", "second", "third"):
+            assert furthest(got[number], want[number]) <= near, number
+        assert got["state"] == (2, {"anything": [1]})
+        assert equal(got["loaded"], got["second"]) and equal(got["again"], got["third"])
+        assert equal(got["from one"], want["second"]) and furthest(got["third from one"], want["third"]) <= near
+        assert {each[f"learner {case}"]["sums"] for each in found} == {bit_sums(got["third from one"].items())}
+        learner = LocalLearner({"default": make_policy(case, seed=1)}, config_of(folder))
+        learner.load(tmp_path / str(case) / "two" / "step_00000002")
+        assert equal(learner.send("default", clones), got["second"])
 
 
 def assert_close(got: dict[str, float], want: dict[str, float], case: Any) -> None:
@@ -446,6 +498,13 @@ def test_shards_in_the_cpus_memory_train_alike(done: list[dict[str, Any]]) -> No
     want = results(OFFLOADED, None)
     for found in done:
         assert furthest(found["offload"]["weights"], want["weights"]) <= 1e-6
+
+
+@pytest.mark.parametrize("case", READ, ids=str)
+def test_only_the_first_rank_reads_the_weights(done: list[dict[str, Any]], folder: Path, case: Case) -> None:
+    want = results(case, None, path=folder / f"tied {case.tied}")
+    for found in done:
+        assert furthest(found[f"read {case}"]["weights"], want["weights"]) <= 1e-6
 
 
 def test_layers_are_computed_in_the_chosen_type(done: list[dict[str, Any]]) -> None:

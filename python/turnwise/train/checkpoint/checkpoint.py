@@ -79,15 +79,19 @@ def save_checkpoint(
     protect: Collection[int] = (),
     attachments: Mapping[str, bytes] | None = None,
     links: Mapping[str, Path] | None = None,
-    write: Callable[[Path], None] | None = None,
+    write: Callable[[Path], Callable[[], None]] | None = None,
+    later: Callable[[Callable[[], None]], object] | None = None,
 ) -> Path:
     """Write ``root/step_<step>`` completely or not at all, then delete all but the newest ``keep`` and ``protect``.
 
     ``protect`` holds the steps of checkpoints that stay. An existing checkpoint of this step is kept, because equal
     runs reach equal states. ``state`` must be JSON-serialisable. ``attachments`` are the bytes of other files by name;
-    ``links`` are existing files that never change, by their names in the checkpoint. ``write(folder)`` writes the
-    tensors in shards (:func:`~turnwise.train.checkpoint.shards.write_shards`); by default they are whole. Raises
-    ``OSError`` if the disk is full; older checkpoints then stay as they are.
+    ``links`` are existing files that never change, by their names in the checkpoint. Raises ``OSError`` if the disk is
+    full; older checkpoints then stay as they are.
+
+    ``write(folder)`` begins to write the tensors in shards, and returns a function that waits until they are written
+    (:func:`~turnwise.train.checkpoint.shards.write_shards`); by default they are whole. ``later(finish)`` may call
+    ``finish`` in another thread, which completes the checkpoint; by default it is called at once.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = checkpoint_at(root, step)
@@ -99,18 +103,48 @@ def save_checkpoint(
     # Write all files to a temporary folder, and rename it at the end.
     temporary = root / f".{final.name}.tmp"
     temporary.mkdir()
+    frozen = FrozenFiles(found[-1] if found else None)
     try:
-        frozen = FrozenFiles(found[-1] if found else None)
         for name, source in (links or {}).items():
             frozen.take(source, temporary / name)
-        manifest = _write_all(temporary, policies, attachments or {}, frozen, write)
-        manifest |= {"step": step, "state": state}
-        write_manifest(manifest, temporary)
-        sync_files(temporary)
+        written = (write or partial(_write_whole, policies=policies, frozen=frozen))(temporary)
+        for name, content in (attachments or {}).items():
+            (temporary / name).write_bytes(content)
+        manifest = {
+            "format": SHARDED_FORMAT if write else FORMAT,
+            "world_size": max(policy.ranks.size for policy in policies.values()),
+            "policies": {name: _describe(policy) for name, policy in policies.items()},
+            "frozen": frozen.digests,
+            "step": step,
+            "state": json.loads(json.dumps(state)),  # which goes on changing
+        }
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    # Put the folder in place, then delete old checkpoints.
+
+    def finish() -> None:
+        try:
+            written()
+            files = sorted(temporary.iterdir())
+            manifest["files"] = {file.name: frozen.known.get(file.name) or fingerprint(file) for file in files}
+            write_manifest(manifest, temporary)
+            sync_files(temporary)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _put_in_place(temporary, final, keep, protect)
+
+    (later or _at_once)(finish)
+    return final
+
+
+def _at_once(finish: Callable[[], None]) -> None:
+    finish()
+
+
+def _put_in_place(temporary: Path, final: Path, keep: int, protect: Collection[int]) -> None:
+    """Rename the complete checkpoint to its own name, then delete old ones."""
+    root = final.parent
     if final.exists():
         _set_aside(final)
     temporary.rename(final)
@@ -120,7 +154,6 @@ def save_checkpoint(
         if old not in protected:
             doomed = old.rename(root / f".{old.name}.tmp")  # a kill in between leaves nothing that looks complete
             shutil.rmtree(doomed)
-    return final
 
 
 def _set_aside(folder: Path) -> None:
@@ -232,30 +265,8 @@ def read_part(path: Path, part: Part, manifest: Mapping[str, Any]) -> dict[str, 
 # ---------------------------------------------------------------------------------------------------------------------
 # Contents of a checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
-def _write_all(
-    folder: Path,
-    policies: Mapping[str, Policy],
-    attachments: Mapping[str, bytes],
-    frozen: FrozenFiles,
-    write: Callable[[Path], None] | None,
-) -> dict[str, Any]:
-    """Write every file except the manifest, and return the manifest's entries for them."""
-    (write or partial(_write_whole, policies=policies, frozen=frozen))(folder)
-    for name, content in attachments.items():
-        (folder / name).write_bytes(content)
-    described = {name: _describe(policy) for name, policy in policies.items()}
-    files = {file.name: frozen.known.get(file.name) or fingerprint(file) for file in sorted(folder.iterdir())}
-    return {
-        "format": SHARDED_FORMAT if write else FORMAT,
-        "world_size": max(policy.ranks.size for policy in policies.values()),
-        "policies": described,
-        "files": files,
-        "frozen": frozen.digests,
-    }
-
-
-def _write_whole(folder: Path, policies: Mapping[str, Policy], frozen: FrozenFiles) -> None:
-    """Write generators, weights and optimizers."""
+def _write_whole(folder: Path, policies: Mapping[str, Policy], frozen: FrozenFiles) -> Callable[[], None]:
+    """Write generators, weights and optimizers, and return a function that has nothing to wait for."""
     write_tensors(generator_states(), folder / "rng.safetensors")
     for part in parts_of(policies, references=True):
         weights = {key: tensor.contiguous() for key, tensor in part.weights()}
@@ -266,6 +277,7 @@ def _write_whole(folder: Path, policies: Mapping[str, Policy], frozen: FrozenFil
             saved = policy.optimizer.state_dict()
             moments = {f"{i}.{key}": value for i, slots in saved["state"].items() for key, value in slots.items()}
             write_tensors(moments, folder / f"optimizer-{name}.safetensors")
+    return lambda: None
 
 
 def _kind(policy: Policy) -> str:

@@ -6,7 +6,7 @@ Any number of processes reads them, one too: a shard of another size takes what 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,31 @@ Moments = dict[str, dict[str, Tensor]]
 """Optimizer states by policy, and in it by ``"<parameter index>.<name>"``."""
 
 
-def write_shards(folder: Path, policies: Mapping[str, Policy]) -> None:
-    """Write weights, optimizers and torch's generators to ``folder``. Every rank calls it and writes its own part."""
+def write_shards(folder: Path, policies: Mapping[str, Policy], group: Any) -> Callable[[], None]:
+    """Begin to write weights, optimizers and torch's generators to ``folder``; return a function that waits for it.
+
+    Every rank calls it and writes its own part, from a copy, in a thread of its own. ``group`` is a process group with
+    gloo that nothing else uses. The function that it returns raises ``OSError`` if any rank can't write its part.
+    """
     state = _weights(parts_of(policies, references=True))
     for name, policy in policies.items():
         if policy.optimizer is not None:
-            saved = policy.optimizer.state_dict()["state"]
-            state |= {
-                f"optimizer-{name}/{i}.{key}": value for i, slots in saved.items() for key, value in slots.items()
-            }
+            for i, slots in policy.optimizer.state_dict()["state"].items():
+                state |= {f"optimizer-{name}/{i}.{key}": value for key, value in sorted(slots.items())}
     import torch.distributed.checkpoint as dcp  # a second, which a run in one process doesn't spend
 
-    ranks = next(iter(policies.values())).ranks
+    # Rank 0 has written its part only after all ranks have, so every file is there when it goes on.
+    write_tensors(generator_states(), folder / generators_file(next(iter(policies.values())).ranks.rank))
     with _quiet():
-        dcp.save(state, checkpoint_id=folder, no_dist=ranks.size == 1)
-    write_tensors(generator_states(), folder / generators_file(ranks.rank))
-    ranks.gather([None])  # the folder is complete when the first rank goes on
+        writing = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+
+    def written() -> None:
+        try:
+            writing.result()  # type: ignore[union-attr]
+        except dcp.CheckpointException as error:
+            raise OSError(f"{folder} can't be written: {error}") from error
+
+    return written
 
 
 def generators_file(rank: int) -> str:

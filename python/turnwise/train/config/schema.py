@@ -83,6 +83,9 @@ class ShardingConfig(Section):
     """Type in which layers are gathered and computed; by default that of the weights. Gradients add up in float32."""
     offload: bool = False
     """Keep shards and optimizer in the CPU's memory."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the weights: each is sharded over its part of the processes. With one for each node, only gradients
+    cross the nodes."""
     timeout: float = Field(default=300.0, gt=0)
     """Seconds after which a process gives up waiting for another one in an update."""
 

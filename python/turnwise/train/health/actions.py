@@ -63,6 +63,7 @@ class RestoreCheckpoint(Action):
     """
 
     async def apply(self, trainer: TrainerView, healthy_step: int | None) -> str:
+        trainer.learner.finish_saving()
         path = None if healthy_step is None else checkpoint_at(trainer.checkpoints, healthy_step)
         if path is None or path not in list_checkpoints(trainer.checkpoints):
             return "there is no healthy checkpoint to go back to"

@@ -85,7 +85,14 @@ class Learner(Protocol):
         ...
 
     def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
-        """Write ``root/step_<step>`` (:func:`~turnwise.train.checkpoint.checkpoint.save_checkpoint`)."""
+        """Write ``root/step_<step>`` (:func:`~turnwise.train.checkpoint.checkpoint.save_checkpoint`).
+
+        The learner may go on writing after it returns. Errors of that come from the next call of :meth:`finish_saving`.
+        """
+        ...
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete. Raises ``OSError`` if it can't be written."""
         ...
 
     def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:

@@ -64,5 +64,8 @@ class LocalLearner:
     def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
         return save_checkpoint(root, step, self.policies, state, **files)
 
+    def finish_saving(self) -> None:
+        pass
+
     def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:
         return (load_checkpoint if generators else load_learners)(path, self.policies)

@@ -7,6 +7,7 @@ shards. Rank 0 announces each call with its arguments, so all ranks see the same
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ class ShardedLearner(LocalLearner):
     ) -> None:
         super().__init__(policies, config)
         self.rank = mesh.get_rank()
-        self._calls = dist.new_group(dist.get_process_group_ranks(mesh.get_group()), timeout=_IDLE, backend="gloo")
+        self._calls = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_IDLE, backend="gloo")
+        self._files = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_IDLE, backend="gloo")
+        self._thread = ThreadPoolExecutor(1)
+        self._saving: Future[None] | None = None
         dist.barrier(self._calls)  # rank 0 may come late, from a warm start
         shard_policies(self.policies, mesh, param_dtype=param_dtype, offload=offload)
 
@@ -73,10 +77,12 @@ class ShardedLearner(LocalLearner):
                 getattr(self, name)(*arguments)
             except (FloatingPointError, CheckpointError):
                 continue
+        self.finish_saving()
 
     def stop(self) -> None:
         """End :meth:`follow` on the other ranks."""
         self._announced(None)
+        self.finish_saving()
 
     def _everywhere(self, name: str, *arguments: Any) -> Any:
         """Call this learner's method ``name`` on every rank, and return rank 0's result."""
@@ -137,16 +143,34 @@ class ShardedLearner(LocalLearner):
         super().scale_rate(name, factor)
 
     def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
-        """Save as :class:`LocalLearner` does; every rank writes its shards into ``root``, a folder that all share."""
-        return save_checkpoint(root, step, self.policies, state, write=self._write_everywhere, **files)
+        """Save as :class:`LocalLearner` does, but return when all is copied: a thread writes it.
 
-    def _write_everywhere(self, folder: Path) -> None:
-        self._everywhere("_write", folder)
+        Every rank writes its shards into ``root``, a folder that all share. The checkpoint is there, under its name,
+        after :meth:`finish_saving`, which every method that needs one calls.
+        """
+        self.finish_saving()
+        return save_checkpoint(
+            root, step, self.policies, state, write=self._write_everywhere, later=self._in_thread, **files
+        )
+
+    def finish_saving(self) -> None:
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        self._saving = self._thread.submit(work)
+
+    def _write_everywhere(self, folder: Path) -> Callable[[], None]:
+        self._announced(("_write", (folder,)))
+        return write_shards(folder, self.policies, self._files)
 
     def _write(self, folder: Path) -> None:
-        write_shards(folder, self.policies)
+        self.finish_saving()
+        self._in_thread(write_shards(folder, self.policies, self._files))
 
     def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:
+        self.finish_saving()
         check_checkpoint(path, self.policies)  # on rank 0 alone, before the others hear of it
         found: tuple[int, dict[str, Any]] = self._everywhere("_load", path, generators)
         return found

@@ -70,12 +70,17 @@ class Forward:
     be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
     ``"turnwise_tree"``, which equals SDPA outside of a stream; any other attention stays.
 
-    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` for a required layout that the model doesn't support.
+    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` for a required layout that the model doesn't support. A
+    model on the meta device can't be tested; it needs the :meth:`findings` of another process.
     """
 
     def __init__(self, model: nn.Module, layout: str = "auto") -> None:
         self.model = model
+        self.fused = self.packed = self.trims = False
+        self.trie_share = 0.0
         lm, wanted = self.lm, LAYOUTS[layout]
+        if lm.get_input_embeddings().weight.is_meta:
+            return
         why_logits = obstacle_to_fusing(lm)
         why_padded = obstacle_to_packing(lm) if wanted.stream else ""
         why_twice = why_padded or (obstacle_to_trees(lm) if wanted.trie_share else "")
@@ -87,6 +92,19 @@ class Forward:
         for way, why in (("log-probs are read from logits", why_logits), ("rows are padded", why_padded)):
             if why:
                 warnings.warn(f"{type(lm).__name__}: {way}, as {why}", RuntimeWarning, stacklevel=2)
+
+    def findings(self) -> dict[str, Any]:
+        """Return what the tests found, for a process with the same model."""
+        tested = {name: getattr(self, name) for name in ("fused", "packed", "trims", "trie_share")}
+        return {**tested, "attention": self.lm.config._attn_implementation}
+
+    def adopt(self, findings: dict[str, Any]) -> None:
+        """Take over the :meth:`findings` of another process."""
+        attention = findings.pop("attention")
+        for name, value in findings.items():
+            setattr(self, name, value)
+        if self.lm.config._attn_implementation != attention:
+            self.lm.set_attn_implementation(attention)
 
     @property
     def lm(self) -> Any:

@@ -8,7 +8,8 @@ the policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def load_models(
 ) -> dict[str, nn.Module]:
     """Load a module for each policy, the same one for policies that share it (see :func:`sharing`).
 
-    With ``empty`` their parameters have no memory, to get those of a checkpoint (:func:`load_model`).
+    With ``empty`` their parameters have no memory, to get those of another process or a checkpoint.
     """
     models: dict[str, nn.Module] = {}
     for names in sharing(policies, share_frozen):
@@ -165,7 +166,7 @@ def attach_adapters(
     return adapted
 
 
-def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[str, nn.Module]:
+def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, empty: bool = False) -> dict[str, nn.Module]:
     """Load the models that trainable policies name as ``reference``, each path and dtype once."""
     loaded: dict[tuple[str, str], nn.Module] = {}
     references = {}
@@ -173,7 +174,7 @@ def load_references(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> dict[st
         if settings.reference is not None and settings.trainable:
             key = (settings.reference, settings.dtype)
             if key not in loaded:
-                loaded[key] = load_model(*key, tiny)
+                loaded[key] = load_model(*key, tiny, empty=empty)
             references[name] = loaded[key]
     return references
 
@@ -223,7 +224,7 @@ def find_device(name: str) -> torch.device:
 def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any:
     """Load a causal LM from a folder or the Hub, or build the tiny one. Raises ``OSError`` naming what is missing.
 
-    With ``empty`` read only its configuration: its weights are on the meta device, except those of the tiny one.
+    With ``empty`` read only its configuration: its parameters are on the meta device, its buffers are real.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -231,9 +232,26 @@ def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any
     if path == TINY:
         return tiny()[1].to(kind)
     if empty:
-        with torch.device("meta"):
+        with _parameters_on_meta():
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind).to(kind)
     return AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(kind)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Make the parameters of new modules on the meta device. Buffers, which a file may not have, are made as usual."""
+    register = nn.Module.register_parameter
+
+    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def peft_config(lora: LoraConfig) -> Any:

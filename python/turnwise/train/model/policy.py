@@ -101,7 +101,7 @@ class Policy:
         """
         size, trie_share = self.ranks.size, self.trie_share
         # A padded block is one pass through the model, and all ranks make equally many.
-        blocks = size > 1 and not all(forward.packed for forward in self._forwards())
+        blocks = size > 1 and not all(forward.packed for forward in self.forwards())
         micros = micro_batches(batch, rows, max_tokens, trie_share=trie_share, blocks=blocks)
         if len(micros) % size:
             wanted = -(-len(micros) // size) * size
@@ -191,9 +191,10 @@ class Policy:
     @property
     def trie_share(self) -> float:
         """Largest share of the rows' tokens that a trie may have to be used instead of the rows."""
-        return min(float(forward.trie_share) for forward in self._forwards())
+        return min(float(forward.trie_share) for forward in self.forwards())
 
-    def _forwards(self) -> list[Any]:
+    def forwards(self) -> list[Any]:
+        """Return the forward passes of the policy and, if it has one, of its reference."""
         return [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
 
     @property
@@ -295,7 +296,8 @@ def bit_sum(tensor: Tensor) -> int:
 def bit_sums(weights: Iterable[tuple[str, Tensor]], ranks: Alone = ALONE) -> tuple[int, ...]:
     """Return the :func:`bit_sum` of each tensor. The sums of a tensor's shards add up to that of the whole tensor."""
     tensors = [tensor for _, tensor in weights]
-    own = [bit_sum(tensor) if ranks.rank == 0 or hasattr(tensor, "to_local") else 0 for tensor in tensors]
+    counts = [ranks.first_copy if hasattr(tensor, "to_local") else ranks.rank == 0 for tensor in tensors]
+    own = [bit_sum(tensor) if counted else 0 for tensor, counted in zip(tensors, counts, strict=True)]
     if ranks.size == 1:
         return tuple(own)
     # NCCL needs the numbers on the weights' device; sums wrap at 64 bits, as those of one process do.

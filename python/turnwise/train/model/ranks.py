@@ -18,6 +18,8 @@ class Alone:
     rank, size = 0, 1
     device: torch.device | None = None
     """Device of the forward pass; by default that of the weights."""
+    first_copy = True
+    """Whether this rank's shards are of the first copy of the weights, which counts where shards are summed up."""
 
     def places(self, count: int) -> Sequence[int | None]:
         """Return the places of this rank's micro-batches among ``count``; ``None`` for a pass that must not count.
@@ -38,8 +40,8 @@ class Alone:
 class Ranks(Alone):
     """The processes of ``group``; micro-batch ``i`` is the one of rank ``i % size``."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, first_copy: bool = True) -> None:
+        self.group, self.device, self.first_copy = group, device, first_copy
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def places(self, count: int) -> Sequence[int | None]:

@@ -49,18 +49,20 @@ class ShardedForward:
 def shard_policies(
     policies: Mapping[str, Policy], mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None, offload: bool = False
 ) -> None:
-    """Shard the models, bases and references of ``policies`` over the one dimension of ``mesh``, in place.
+    """Shard the models, bases and references of ``policies`` over ``mesh``, in place.
 
-    Every rank calls it with policies of the same names, models and settings; all get the weights of rank 0. A model is
-    sharded layer by layer; embedding, last norm and head form one more unit. Gradients are summed in float32.
-    ``param_dtype`` is the dtype in which layers are gathered and computed (``None``: that of the weights). ``offload``
-    keeps the shards and the optimizer in the CPU's memory. Each policy gets a new optimizer.
+    A mesh of two dimensions has copies along the first, each sharded along the second: gradients cross the first one,
+    weights don't. Every rank calls it with policies of the same names, models and settings; all get the weights of
+    rank 0, so the other ranks' parameters may be on the meta device. A model is sharded layer by layer; embedding, last
+    norm and head form one more unit. Gradients are summed in float32. ``param_dtype`` is the dtype in which layers are
+    gathered and computed (``None``: that of the weights). ``offload`` keeps the shards and the optimizer in the CPU's
+    memory. Each policy gets a new optimizer.
 
     Raises ``ValueError`` for a mesh of more dimensions, for a model without ``layers`` in its decoder, and, on all
     ranks, if their models differ.
     """
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh={mesh}: expected one dimension, got {mesh.ndim}")
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh={mesh}: expected one dimension, or two (copies, shards), got {mesh.ndim}")
     # The embedding's dtype is that of all layers. A cast of inputs would also take the log-probs of a micro-batch.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     how = {
@@ -69,12 +71,13 @@ def shard_policies(
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    ranks, roots = Ranks(mesh.get_group(), device), {}
+    group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(mesh.mesh.flatten().tolist())
+    ranks = Ranks(group, device, first_copy=mesh.ndim == 1 or mesh.get_local_rank(0) == 0)
     _refuse_other_models(policies, ranks)
-    for lm in _models(policies):
-        for _, tensor in named_weights(lm):
-            dist.broadcast(tensor, group_src=0, group=ranks.group)
-        roots[id(lm)] = _shard(lm, how)
+    for policy in policies.values():
+        for forward in policy.forwards():
+            forward.adopt(ranks.gather([forward.findings()])[0])
+    roots = {id(lm): _shard(lm, how, ranks) for lm in _models(policies)}
     for policy in policies.values():
         policy.forward = ShardedForward(roots[id(policy.forward.lm)], policy.forward)
         if policy.reference_forward is not None:
@@ -108,14 +111,16 @@ def _models(policies: Mapping[str, Policy]) -> list[Any]:
     return list({id(lm): lm for lm in found}.values())
 
 
-def _shard(lm: Any, how: dict[str, Any]) -> Root:
+def _shard(lm: Any, how: dict[str, Any], ranks: Ranks) -> Root:
     layers = getattr(lm.get_decoder(), "layers", None)
     if layers is None:
         raise ValueError(f"model is a {type(lm).__name__}: expected a decoder with layers, to shard one after another")
     root = Root(lm)
     for layer in layers:
+        _receive(layer, ranks)
         fully_shard(layer, **how)
     # Resharded after each forward, the root never keeps weights from before an optimizer step.
+    _receive(root, ranks)
     fully_shard(root, reshard_after_forward=True, **how)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -123,3 +128,18 @@ def _shard(lm: Any, how: dict[str, Any]) -> Root:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def _receive(unit: nn.Module, ranks: Ranks) -> None:
+    """Give ``unit`` the weights of rank 0, except those that are sharded already."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
+    for module in unit.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in filled:
+                    memory = torch.empty_like(parameter, device="cpu")
+                    filled[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = filled[parameter]
+    for tensor in {id(tensor): tensor for tensor in unit.state_dict(keep_vars=True).values()}.values():
+        if not hasattr(tensor, "device_mesh"):
+            dist.broadcast(tensor.detach(), group_src=0, group=ranks.group)
