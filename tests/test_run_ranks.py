@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from turnwise.cli.main import main
 from turnwise.run.build import train_from_config
 from turnwise.run.ranks import rank_variables
 from turnwise.train.config.toml import ConfigError, to_toml
@@ -65,6 +66,11 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
         assert losses and {name: got[name] for name in losses} == pytest.approx(
             {name: want[name] for name in losses}, rel=1e-3, abs=1e-5
         )
+    # One process exports them from the shards, bit for bit as both did at the end.
+    assert main(["export", str(two.run_dir), "--out", str(tmp_path / "exported")]) == 0
+    for file in files:
+        if "merged" not in file.parts:
+            assert (tmp_path / "exported" / file).read_bytes() == (two.run_dir / file).read_bytes()
     # One process goes on from the shards.
     more = two.model_copy(update={"steps": 3})
     run = train_from_config(more)

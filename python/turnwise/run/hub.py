@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,11 @@ from turnwise.train.log.run_log import read_metrics
 from turnwise.train.model.loading import TINY
 
 
-def write_card(exported: Exported, config: TrainConfig, manifest: Mapping[str, Any]) -> None:
+def write_card(exported: Exported, config: TrainConfig, manifest: Mapping[str, Any], repo: str | None = None) -> None:
     """Write ``README.md`` to an exported policy: its base, task, step and last validation, and how to load it.
 
-    ``manifest`` is that of the checkpoint. The card names no path of this machine.
+    ``manifest`` is that of the checkpoint, ``repo`` the repository to which the folder goes. The card names no path of
+    this machine.
     """
     from huggingface_hub import ModelCardData
 
@@ -49,7 +51,7 @@ def write_card(exported: Exported, config: TrainConfig, manifest: Mapping[str, A
     text = (
         f"---\n{data.to_yaml()}\n---\n\n# {exported.policy}\n\n"
         f"A policy that learned by reinforcement learning with turnwise.\n\n| | |\n|---|---|\n{rows}\n\n"
-        f"```python\nfrom {package} import {loader}\n\nmodel = {loader}.from_pretrained(THIS_REPOSITORY)\n```\n"
+        f"```python\nfrom {package} import {loader}\n\nmodel = {loader}.from_pretrained({json.dumps(repo or '.')})\n```\n"
     )
     (exported.folder / "README.md").write_text(text, encoding="utf-8")
 

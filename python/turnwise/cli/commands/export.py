@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or options.run_dir / "export" / checkpoint.name
     exported, manifest = export_checkpoint(config, out, checkpoint, only=policies, merge=options.merge)
     for one in exported:
-        write_card(one, config, manifest)
+        write_card(one, config, manifest, options.push)
         kind = f"an adapter over {one.base}" if one.base else "a whole model"
         print(f"policy {one.policy!r} of step {manifest['step']}: {one.folder}, {kind}")
     if options.push is not None:
