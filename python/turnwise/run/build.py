@@ -101,7 +101,10 @@ class Run:
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             if any(policy.ranks.size > 1 for policy in policies.values()):
-                self.trainer.log.note("a sharded run exports adapters alone, not merged with their bases")
+                if any(policy.base is not None for policy in policies.values()):
+                    self.trainer.log.note(
+                        "a sharded run exports adapters alone: `turnwise export --merge` merges them with their bases"
+                    )
                 export_shards(policies, self.tokenizer, folder, self.trainer.learner.send, own_bases=changed)
             else:
                 export_policies(policies, self.tokenizer, folder, own_bases=changed)

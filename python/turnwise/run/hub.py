@@ -48,10 +48,11 @@ def write_card(exported: Exported, config: TrainConfig, manifest: Mapping[str, A
     } | _validation(config.run_dir, progress)
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value not in (None, ""))
     package, loader = data.library_name, f"Auto{'Peft' if exported.base else ''}ModelForCausalLM"
+    where = json.dumps(repo or ".")
     text = (
         f"---\n{data.to_yaml()}\n---\n\n# {exported.policy}\n\n"
         f"A policy that learned by reinforcement learning with turnwise.\n\n| | |\n|---|---|\n{rows}\n\n"
-        f"```python\nfrom {package} import {loader}\n\nmodel = {loader}.from_pretrained({json.dumps(repo or '.')})\n```\n"
+        f"```python\nfrom {package} import {loader}\n\nmodel = {loader}.from_pretrained({where})\n```\n"
     )
     (exported.folder / "README.md").write_text(text, encoding="utf-8")
 
