@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from safetensors.torch import load_file
 
 from turnwise.cli.main import main
 from turnwise.run.build import train_from_config
-from turnwise.run.ranks import rank_variables
+from turnwise.run.ranks import join_ranks, rank_variables, shard
+from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.toml import ConfigError, to_toml
+from turnwise.train.model.policy import Policy
 from turnwise.train.validate import config_from_dict
 
 COMMON: dict[str, Any] = {
@@ -34,6 +37,7 @@ COMMON: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"policy_sharing": "lora_per_actor", "loss": {"kl": {"coef": 0.1, "apply_to": "reward"}}},
+    "parallel": {"policy_sharing": "model_per_actor", "sharding": {"parallel": True}},
 }
 
 
@@ -92,3 +96,27 @@ def test_the_processes_of_torchrun_and_srun_find_each_other() -> None:
     assert rank_variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
     with pytest.raises(ConfigError, match="srun started 4 tasks, but MASTER_ADDR is not set"):
         rank_variables({name: value for name, value in SRUN.items() if name != "MASTER_ADDR"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"replicas": 3}, "config key 'sharding.replicas' = 3: expected a divisor of the 2 processes"),
+        ({"replicas": 2, "parallel": True}, "expected one of them, got both"),
+        ({"offload": True}, "config key 'sharding.offload' = True: expected a GPU, got the device 'cpu'"),
+    ],
+)
+def test_settings_that_do_not_fit_the_ranks_are_refused(monkeypatch, settings: dict[str, Any], told: str) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=told):
+        join_ranks(config_from_dict({"device": "cpu", "sharding": settings}))
+
+
+def test_ranks_that_groups_of_weights_do_not_divide_are_refused() -> None:
+    config = config_from_dict({"sharding": {"parallel": True}})
+    tokenizer = build_tokenizer(["0123456789"])
+    policies = {name: Policy(name, build_model(tokenizer), config.update, total_steps=1) for name in ("a", "b")}
+    mesh = SimpleNamespace(size=lambda: 3, get_rank=lambda: 0, device_type="cpu")
+    with pytest.raises(ConfigError, match=r"the 2 groups of weights divide \(a, b\), got 3"):
+        shard(policies, config, mesh)

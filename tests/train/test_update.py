@@ -291,3 +291,20 @@ def test_the_loss_is_the_mean_over_updates(random_batch, small_model):
         for epochs in (1, 2)
     )
     assert once != 0 and twice == pytest.approx(once, rel=1e-4)
+
+
+def test_rows_that_do_not_fit_the_memory_are_named(random_batch, small_model, monkeypatch):
+    model, _ = small_model()
+    policy = Policy("default", model, UpdateConfig(), total_steps=9)
+    batch = random_batch(0, rows=4)
+    longest = int(np.diff(batch.cu_seqlens).max())
+
+    def too_long(micro, entropy=False):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(policy, "logprobs", too_long)
+    said = (
+        rf"its longest row has {longest}: lower update.micro_batch_tokens.* gradient_checkpointing.*CUDA out of memory"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=said):
+        update_policy(policy, batch, UpdateConfig(), LossConfig(), np.random.default_rng(0))

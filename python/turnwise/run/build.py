@@ -100,7 +100,7 @@ class Run:
             progress = asyncio.run(self.trainer.run())
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
-            if any(policy.ranks.size > 1 for policy in policies.values()):
+            if not self.trainer.learner.whole:
                 if any(policy.base is not None for policy in policies.values()):
                     self.trainer.log.note(
                         "a sharded run exports adapters alone: `turnwise export --merge` merges them with their bases"

@@ -56,6 +56,11 @@ def join_ranks(config: TrainConfig) -> Any:
     from torch.distributed.rendezvous import rendezvous
 
     os.environ.update(variables)
+    size, copies = int(os.environ["WORLD_SIZE"]), config.sharding.replicas
+    if size % copies:
+        raise ConfigError(f"config key 'sharding.replicas' = {copies}: expected a divisor of the {size} processes")
+    if config.sharding.parallel and copies > 1:
+        raise ConfigError("config keys 'sharding.parallel' and 'sharding.replicas': expected one of them, got both")
     device = find_device(config.device).type
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -69,9 +74,6 @@ def join_ranks(config: TrainConfig) -> Any:
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    size, copies = dist.get_world_size(), config.sharding.replicas
-    if size % copies:
-        raise ConfigError(f"config key 'sharding.replicas' = {copies}: expected a divisor of the {size} processes")
     if copies == 1:
         return init_device_mesh(device, (size,))
     return init_device_mesh(device, (copies, size // copies), mesh_dim_names=("copies", "shards"))
@@ -94,7 +96,22 @@ def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any
     settings = config.sharding
     dtype = None if settings.compute_dtype is None else getattr(torch, settings.compute_dtype)
     torch.manual_seed(config.seed + mesh.get_rank())  # each rank drops out other units
-    return ShardedLearner(policies, config, mesh, param_dtype=dtype, offload=settings.offload)
+    how: dict[str, Any] = {"param_dtype": dtype, "offload": settings.offload}
+    if not settings.parallel:
+        return ShardedLearner(policies, config, mesh, **how)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from turnwise.train.learner.parallel import ParallelLearner, weight_groups
+
+    groups, size = weight_groups(policies), mesh.size()
+    if size % len(groups):
+        raise ConfigError(
+            f"config key 'sharding.parallel' = true: expected a number of processes that the {len(groups)} groups of "
+            f"weights divide ({', '.join('+'.join(names) for names in groups)}), got {size}"
+        )
+    shape = (len(groups), size // len(groups))
+    parallel = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("groups", "shards"))
+    return ParallelLearner(policies, config, parallel, groups, **how)
 
 
 def announcer(mesh: Any) -> Callable[[T | None], T | None]:

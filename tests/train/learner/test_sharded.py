@@ -25,12 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.checkpoint.checkpoint import CheckpointError, load_weights
+from turnwise.train.checkpoint.checkpoint import CheckpointError, describe_progress, load_weights
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import Learner
 from turnwise.train.learner.local import LocalLearner
+from turnwise.train.learner.parallel import ParallelLearner, weight_groups
 from turnwise.train.learner.sharded import ShardedLearner
 from turnwise.train.model.loading import load_model, peft_config
 from turnwise.train.model.policy import Policy, bit_sums, fingerprints
@@ -236,6 +237,57 @@ def team(mesh: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def pair(folder: Path, mesh: Any) -> dict[str, Any]:
+    """A full model, and two adapters over one base: two groups of weights, with one frozen policy."""
+    full = make_policy(Case("packed", False, True)).model
+    policies = {"first": Policy("first", full, UPDATE, total_steps=20, with_reference=True, layout="packed")}
+    shared = SharedBase(make_policy(CASES[0], seed=3).model)
+    models = {
+        name: shared.add_adapter(name, peft_config(LoraConfig(rank=4, dropout=0.0)), seed)
+        for seed, name in enumerate(("second", "third"))
+    }
+    for name, model in models.items():
+        policies[name] = Policy(name, model, UPDATE, total_steps=20, with_reference=True)
+    policies["frozen"] = Policy("frozen", shared.plain(), UPDATE, total_steps=20, trainable=False)
+    batch = replace(make_batch(), policies=list(policies))
+    batch.policy_index[:] = np.arange(len(batch.policy_index)) % 3
+    config, groups = config_of(folder), weight_groups(policies)
+    assert groups == [["first"], ["second", "third", "frozen"]]
+    learner = LocalLearner(policies, config) if mesh is None else ParallelLearner(policies, config, mesh, groups)
+    if mesh is not None and mesh.get_rank():
+        learner.follow()
+        return {}
+    rng = np.random.default_rng(5)
+
+    def step(phase: list[str]) -> dict[str, Any]:
+        updated = learner.update(batch, phase, 0.25, rng, lambda done, total: None)
+        weights = {name: learner.send(name, clones, base=True) for name in policies}
+        return {
+            "metrics": updated.metrics,
+            "moved": updated.moved,
+            "weights": weights,
+            "drawn": int(rng.integers(2**40)),
+        }
+
+    found: dict[str, Any] = {"one": step(list(policies)), "two": step(["third", "second"])}
+    saved = learner.save(folder / ("pair" if mesh is not None else "whole"), 2, {"anything": [1]})
+    state = rng.bit_generator.state
+    found["three"] = step(list(policies))
+    rng.bit_generator.state = state
+    found["state"] = learner.load(saved)
+    found["again"] = step(list(policies))
+    learner.scale_rate("second", 0.5)
+    found["rates"] = [policies[name].learning_rate for name in ("first", "second", "third")]
+    found["progress"] = {name: describe_progress(policy) for name, policy in policies.items()}
+    found["reference"] = learner.reference_logprobs("second", batch)
+    try:
+        learner.send("third", fail)
+    except OSError as error:
+        found["told"] = str(error)
+    learner.stop()
+    return found
+
+
 def half(mesh: Any) -> dict[str, float]:
     """A base in bfloat16 under adapters in float32."""
     policy = make_policy(Case("trie", True, False), dtype=torch.bfloat16)
@@ -299,13 +351,15 @@ def work(folder: Path) -> None:
     found["offload"] = results(OFFLOADED, mesh, offload=True)
     found |= {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
     found |= {f"read {case}": results(case, mesh, path=folder / f"tied {case.tied}") for case in READ}
-    leave(found, folder)
+    parallel = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("groups", "shards"))
+    leave(found | {"pair": pair(folder, parallel)}, folder)
 
 
 def copies(folder: Path) -> dict[str, Any]:
     """Two copies of the weights, each in two shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    return {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
+    found = {f"learner {case}": learn(case, mesh, folder) for case in LEARNED}
+    return found | {"pair": pair(folder, init_device_mesh("cpu", (2, 2), mesh_dim_names=("groups", "shards")))}
 
 
 def leave(found: dict[str, Any], folder: Path) -> None:
@@ -353,6 +407,32 @@ def found_by(ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
+def check_pair(got: dict[str, Any], folder: Path, near: float) -> None:
+    want = pair(folder, None)
+    for number in ("one", "two", "three", "again"):
+        assert got[number]["moved"] == want[number]["moved"] and got[number]["drawn"] == want[number]["drawn"]
+        assert got[number]["metrics"].keys() == want[number]["metrics"].keys()
+        for name, weights in want[number]["weights"].items():
+            assert furthest(got[number]["weights"][name], weights) <= near, (number, name)
+        for name, metrics in want[number]["metrics"].items():
+            assert_close(got[number]["metrics"][name], metrics, name)
+    assert want["one"]["moved"] == {"first", "second", "third"} and want["two"]["moved"] == {"second", "third"}
+    for name, weights in got["three"]["weights"].items():
+        assert equal(got["again"]["weights"][name], weights), name
+    assert got["state"] == want["state"] == (2, {"anything": [1]})
+    assert got["rates"] == pytest.approx(want["rates"]) and got["progress"].keys() == want["progress"].keys()
+    for name, progress in want["progress"].items():
+        kl = got["progress"][name]["extra"].pop("kl_coef")
+        assert (kl or 0.0) == pytest.approx(progress["extra"].pop("kl_coef") or 0.0, rel=1e-6)
+        assert got["progress"][name] == progress
+    assert torch.allclose(got["reference"], want["reference"], atol=1e-5) and got["told"] == "the client is gone"
+
+
+def test_groups_of_weights_train_at_the_same_time(done: list[dict[str, Any]], folder: Path) -> None:
+    """Each has ranks of its own, here one. Their training is that of one process, random draws included."""
+    check_pair(done[0]["pair"], folder, 1e-6)
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
     ran = torchrun(WORLD, str(tmp_path), "--die")
@@ -377,6 +457,7 @@ def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: 
         learner = LocalLearner({"default": make_policy(case, seed=1)}, config_of(folder))
         learner.load(tmp_path / str(case) / "two" / "step_00000002")
         assert equal(learner.send("default", clones), got["second"])
+    check_pair(found[0]["pair"], tmp_path, near)
 
 
 def assert_close(got: dict[str, float], want: dict[str, float], case: Any) -> None:

@@ -113,7 +113,7 @@ def save_checkpoint(
         manifest = {
             "format": SHARDED_FORMAT if write else FORMAT,
             "world_size": max(policy.ranks.size for policy in policies.values()),
-            "policies": {name: _describe(policy) for name, policy in policies.items()},
+            "policies": {name: describe_progress(policy) for name, policy in policies.items()},
             "frozen": frozen.digests,
             "step": step,
             "state": json.loads(json.dumps(state)),  # which goes on changing
@@ -284,7 +284,7 @@ def _kind(policy: Policy) -> str:
     return "full" if policy.base is None else "lora" if policy.trained_parameters() else "base of adapters"
 
 
-def _describe(policy: Policy) -> dict[str, Any]:
+def describe_progress(policy: Policy) -> dict[str, Any]:
     """Return a policy's entry in the manifest."""
     described: dict[str, Any] = {
         "kind": _kind(policy),
@@ -304,9 +304,16 @@ def _copy_into(own: Iterable[tuple[str, Tensor]], saved: Mapping[str, Tensor]) -
             tensor.copy_(placed(saved[name], tensor))
 
 
-def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:
+def restore_progress(policy: Policy, described: dict[str, Any]) -> None:
+    """Restore what the manifest says of a policy: versions, updates, and the place in its schedule."""
     policy.version, policy.updates = described["version"], described["updates"]
     policy.load_extra_state(described["extra"])
+    if policy.schedule is not None:
+        policy.seek_schedule(described["schedule"]["last_epoch"])
+
+
+def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:
+    restore_progress(policy, described)
     if moments is None or policy.optimizer is None or policy.schedule is None:
         return
     parameters = policy.optimizer.param_groups[0]["params"]
@@ -315,7 +322,6 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
         index, slot = key.split(".", 1)
         state.setdefault(int(index), {})[slot] = placed(tensor, parameters[int(index)])
     policy.optimizer.load_state_dict({"state": state, "param_groups": policy.optimizer.state_dict()["param_groups"]})
-    policy.seek_schedule(described["schedule"]["last_epoch"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,11 +23,12 @@ Moments = dict[str, dict[str, Tensor]]
 """Optimizer states by policy, and in it by ``"<parameter index>.<name>"``."""
 
 
-def write_shards(folder: Path, policies: Mapping[str, Policy], group: Any) -> Callable[[], None]:
+def write_shards(folder: Path, policies: Mapping[str, Policy], group: Any, rank: int) -> Callable[[], None]:
     """Begin to write weights, optimizers and torch's generators to ``folder``; return a function that waits for it.
 
-    Every rank calls it and writes its own part, from a copy, in a thread of its own. ``group`` is a process group with
-    gloo that nothing else uses. The function that it returns raises ``OSError`` if any rank can't write its part.
+    Every ``rank`` calls it and writes its own part, from a copy, in a thread of its own: its shards of ``policies``.
+    ``group`` is a process group with gloo that nothing else uses. The function that it returns raises ``OSError`` if
+    any rank can't write its part.
     """
     state = _weights(parts_of(policies, references=True))
     for name, policy in policies.items():
@@ -37,7 +38,7 @@ def write_shards(folder: Path, policies: Mapping[str, Policy], group: Any) -> Ca
     import torch.distributed.checkpoint as dcp  # a second, which a run in one process doesn't spend
 
     # Rank 0 has written its part only after all ranks have, so every file is there when it goes on.
-    write_tensors(generator_states(), folder / generators_file(next(iter(policies.values())).ranks.rank))
+    write_tensors(generator_states(), folder / generators_file(rank))
     with _quiet():
         writing = dcp.async_save(state, checkpoint_id=folder, process_group=group)
 

@@ -86,6 +86,8 @@ class ShardingConfig(Section):
     replicas: int = Field(default=1, ge=1)
     """Copies of the weights: each is sharded over its part of the processes. With one for each node, only gradients
     cross the nodes."""
+    parallel: bool = False
+    """Train policies that share no weights at the same time, each on an equal part of the processes."""
     timeout: float = Field(default=300.0, gt=0)
     """Seconds after which a process gives up waiting for another one in an update."""
 

@@ -40,6 +40,9 @@ class Updated:
 class Learner(Protocol):
     """Holds the models of all policies, and trains them."""
 
+    whole: bool
+    """Whether the policies' models have all their weights in this process."""
+
     @property
     def policies(self) -> Mapping[str, Policy]:
         """Policies by name. The loop reads their names, versions and rates."""

@@ -14,15 +14,18 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import T, Updated, Weights
 from turnwise.train.model.policy import Policy, fingerprints
 from turnwise.train.update.kl import reference_logprobs
-from turnwise.train.update.update import update_policy
+from turnwise.train.update.update import pass_over, update_policy
 from turnwise.types import TrainingBatch
 
 
 class LocalLearner:
     """Trains ``policies``, whole models in this process, one after the other."""
 
+    whole = True
+
     def __init__(self, policies: Mapping[str, Policy], config: TrainConfig) -> None:
         self.policies, self.config = dict(policies), config
+        self.trained = self.policies  # here, and not by other processes
 
     def update(
         self,
@@ -32,16 +35,18 @@ class LocalLearner:
         rng: np.random.Generator,
         show: Callable[[int, int], None],
     ) -> Updated:
-        before = fingerprints(self.policies)
+        before = fingerprints(self.trained)
         metrics: dict[str, dict[str, float]] = {}
         for name, policy in self.policies.items():
-            if name in phase:
+            if name in phase and name not in self.trained:
+                pass_over(policy, batch, self.config.update, rng)
+            elif name in phase:
                 policy.follow_run(run_share)
                 metrics[name] = update_policy(policy, batch, self.config.update, self.config.loss, rng, show)
                 # A new version means that some update was not skipped.
                 policy.version += bool(metrics[name].get("updates"))
         # Only weights that trained may have moved.
-        moved = {name for name, bits in fingerprints(self.policies).items() if bits != before[name]}
+        moved = {name for name, bits in fingerprints(self.trained).items() if bits != before[name]}
         updated = Updated(metrics, frozenset(moved))
         idle = sorted(moved - updated.trained)
         assert not idle, f"an update changed the weights of {idle}, which didn't train"

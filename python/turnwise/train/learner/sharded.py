@@ -47,6 +47,8 @@ class ShardedLearner(LocalLearner):
             learner.follow()
     """
 
+    whole = False
+
     def __init__(
         self,
         policies: Mapping[str, Policy],
@@ -63,7 +65,10 @@ class ShardedLearner(LocalLearner):
         self._thread = ThreadPoolExecutor(1)
         self._saving: Future[None] | None = None
         dist.barrier(self._calls)  # rank 0 may come late, from a warm start
-        shard_policies(self.policies, mesh, param_dtype=param_dtype, offload=offload)
+        self._shard(mesh, param_dtype=param_dtype, offload=offload)
+
+    def _shard(self, mesh: DeviceMesh, **how: Any) -> None:
+        shard_policies(self.policies, mesh, **how)
 
     # -- what the ranks do together ------------------------------------------------------------------------------------
     def follow(self) -> None:
@@ -163,11 +168,11 @@ class ShardedLearner(LocalLearner):
 
     def _write_everywhere(self, folder: Path) -> Callable[[], None]:
         self._announced(("_write", (folder,)))
-        return write_shards(folder, self.policies, self._files)
+        return write_shards(folder, self.trained, self._files, self.rank)
 
     def _write(self, folder: Path) -> None:
         self.finish_saving()
-        self._in_thread(write_shards(folder, self.policies, self._files))
+        self._in_thread(write_shards(folder, self.trained, self._files, self.rank))
 
     def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:
         self.finish_saving()
@@ -176,7 +181,7 @@ class ShardedLearner(LocalLearner):
         return found
 
     def _load(self, path: Path, generators: bool) -> tuple[int, dict[str, Any]]:
-        found = load_learners(path, self.policies, checked=True)
+        found = load_learners(path, self.trained, checked=True)
         file = path / generators_file(self.rank)
         if generators and file.is_file():  # a checkpoint of fewer ranks has none for this one
             set_generator_states(read_tensors(file))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,7 +47,12 @@ class ShardedForward:
 
 
 def shard_policies(
-    policies: Mapping[str, Policy], mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None, offload: bool = False
+    policies: Mapping[str, Policy],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    source: dist.ProcessGroup | None = None,
 ) -> None:
     """Shard the models, bases and references of ``policies`` over ``mesh``, in place.
 
@@ -56,7 +61,8 @@ def shard_policies(
     rank 0, so the other ranks' parameters may be on the meta device. A model is sharded layer by layer; embedding, last
     norm and head form one more unit. Gradients are summed in float32. ``param_dtype`` is the dtype in which layers are
     gathered and computed (``None``: that of the weights). ``offload`` keeps the shards and the optimizer in the CPU's
-    memory. Each policy gets a new optimizer.
+    memory. Each policy gets a new optimizer. If the weights come from a rank outside of ``mesh``, ``source`` is the
+    group of that rank and those of the mesh, and that rank calls :func:`give_policies`.
 
     Raises ``ValueError`` for a mesh of more dimensions, for a model without ``layers`` in its decoder, and, on all
     ranks, if their models differ.
@@ -73,11 +79,9 @@ def shard_policies(
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(mesh.mesh.flatten().tolist())
     ranks = Ranks(group, device, first_copy=mesh.ndim == 1 or mesh.get_local_rank(0) == 0)
-    _refuse_other_models(policies, ranks)
-    for policy in policies.values():
-        for forward in policy.forwards():
-            forward.adopt(ranks.gather([forward.findings()])[0])
-    roots = {id(lm): _shard(lm, how, ranks) for lm in _models(policies)}
+    source = source or group
+    _agree(policies, source)
+    roots = {id(lm): _shard(lm, how, source) for lm in _models(policies)}
     for policy in policies.values():
         policy.forward = ShardedForward(roots[id(policy.forward.lm)], policy.forward)
         if policy.reference_forward is not None:
@@ -87,20 +91,37 @@ def shard_policies(
         policy.build_optimizer()
 
 
+def give_policies(policies: Mapping[str, Policy], source: dist.ProcessGroup) -> None:
+    """Give the weights of ``policies`` to the other ranks of ``source``, which shard them, and keep none of them."""
+    _agree(policies, source)
+    for lm in _models(policies):
+        for layer in _layers(lm):
+            _receive(layer, source)
+        _receive(lm, source, except_for=_layers(lm))
+        _replace(lm, lambda parameter: True, "meta")
+    for policy in policies.values():
+        policy.build_optimizer()
+
+
 def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Gather one weight after the other. Every rank reads the whole iterator, in the same order."""
     for name, tensor in weights:
         yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _refuse_other_models(policies: Mapping[str, Policy], ranks: Ranks) -> None:
-    """Raise ``ValueError`` unless the models of all ranks have the same weights, by name, shape and dtype."""
+def _agree(policies: Mapping[str, Policy], source: dist.ProcessGroup) -> None:
+    """Run the models as rank 0 does. Raise ``ValueError`` unless all ranks have the same weights, by name and kind."""
     named = [(name, tuple(x.shape), str(x.dtype)) for lm in _models(policies) for name, x in named_weights(lm)]
-    first, *others = ranks.gather([named])
-    for rank, other in enumerate(others, start=1):
+    forwards = [forward for policy in policies.values() for forward in policy.forwards()]
+    found: list[Any] = [None] * dist.get_world_size(source)
+    dist.all_gather_object(found, (named, [forward.findings() for forward in forwards]), group=source)
+    first, findings = found[0]
+    for rank, (other, _) in enumerate(found[1:], start=1):
         if other != first:
             odd = sorted(set(other) ^ set(first)) or other
             raise ValueError(f"policies: expected the same models on all ranks; rank {rank} differs, first in {odd[0]}")
+    for forward, finding in zip(forwards, findings, strict=True):
+        forward.adopt(finding)
 
 
 def _models(policies: Mapping[str, Policy]) -> list[Any]:
@@ -111,16 +132,20 @@ def _models(policies: Mapping[str, Policy]) -> list[Any]:
     return list({id(lm): lm for lm in found}.values())
 
 
-def _shard(lm: Any, how: dict[str, Any], ranks: Ranks) -> Root:
+def _layers(lm: Any) -> Any:
     layers = getattr(lm.get_decoder(), "layers", None)
     if layers is None:
         raise ValueError(f"model is a {type(lm).__name__}: expected a decoder with layers, to shard one after another")
+    return layers
+
+
+def _shard(lm: Any, how: dict[str, Any], source: dist.ProcessGroup) -> Root:
     root = Root(lm)
-    for layer in layers:
-        _receive(layer, ranks)
+    for layer in _layers(lm):
+        _receive(layer, source)
         fully_shard(layer, **how)
     # Resharded after each forward, the root never keeps weights from before an optimizer step.
-    _receive(root, ranks)
+    _receive(lm, source, except_for=_layers(lm))
     fully_shard(root, reshard_after_forward=True, **how)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -130,16 +155,22 @@ def _shard(lm: Any, how: dict[str, Any], ranks: Ranks) -> Root:
     return root
 
 
-def _receive(unit: nn.Module, ranks: Ranks) -> None:
-    """Give ``unit`` the weights of rank 0, except those that are sharded already."""
-    filled: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
+def _receive(unit: nn.Module, source: dist.ProcessGroup, *, except_for: Iterable[nn.Module] = ()) -> None:
+    """Give ``unit`` the weights of the first rank of ``source``, except for modules that have theirs."""
+    _replace(unit, lambda parameter: parameter.is_meta, "cpu")
+    theirs = {id(tensor) for module in except_for for tensor in module.state_dict(keep_vars=True).values()}
+    for tensor in {id(tensor): tensor for tensor in unit.state_dict(keep_vars=True).values()}.values():
+        if id(tensor) not in theirs:
+            dist.broadcast(tensor.detach(), group_src=0, group=source)
+
+
+def _replace(unit: nn.Module, which: Callable[[nn.Parameter], bool], device: str) -> None:
+    """Replace parameters by new ones on ``device``, whose values are arbitrary. Tied ones stay tied."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
     for module in unit.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in filled:
-                    memory = torch.empty_like(parameter, device="cpu")
-                    filled[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-                module._parameters[name] = filled[parameter]
-    for tensor in {id(tensor): tensor for tensor in unit.state_dict(keep_vars=True).values()}.values():
-        if not hasattr(tensor, "device_mesh"):
-            dist.broadcast(tensor.detach(), group_src=0, group=ranks.group)
+            if parameter is not None and which(parameter):
+                if parameter not in new:
+                    memory = torch.empty_like(parameter, device=device)
+                    new[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = new[parameter]

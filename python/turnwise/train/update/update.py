@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,21 +64,45 @@ def update_policy(
     return metrics
 
 
+def pass_over(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: np.random.Generator) -> None:
+    """Draw from ``rng`` what :func:`update_policy` would, for a policy that other ranks train."""
+    rows = rows_of(policy, batch)
+    if policy.trainable and len(rows):
+        for _ in range(update.ppo_epochs):
+            minibatches(batch, rows, update.num_minibatches, rng)
+
+
 def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss, log: UpdateLog) -> None:
     """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
     normalizer = loss.normalizer(micros)
     selected = select(policy, micros, olds, loss)
     for place in policy.ranks.places(len(micros)):
         micro = smallest(micros) if place is None else micros[place]
-        logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
-        ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
-        if place is None:  # the other ranks have one more micro-batch
-            (0.0 * logprobs_N.sum()).backward()
-            continue
-        how = {"entropies_N": entropies_N, "selected_N": selected[place]}
-        out = loss(logprobs_N, micro, olds[place], ref_N, normalizer, **how)
-        out.loss.backward()
+        with names_what_is_too_long(micro):
+            logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
+            ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
+            if place is None:  # the other ranks have one more micro-batch
+                (0.0 * logprobs_N.sum()).backward()
+                continue
+            how = {"entropies_N": entropies_N, "selected_N": selected[place]}
+            out = loss(logprobs_N, micro, olds[place], ref_N, normalizer, **how)
+            out.loss.backward()
         log.add_micro(out, micro, logprobs_N.detach())
+
+
+@contextmanager
+def names_what_is_too_long(micro: MicroBatch) -> Iterator[None]:
+    """Say in an error of the GPU's memory which rows didn't fit, and what would make them fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        longest = max(micro.lengths)
+        many = "lower update.micro_batch_tokens, or " if len(micro.lengths) > 1 else ""
+        raise torch.OutOfMemoryError(
+            f"a micro-batch of {micro.num_tokens} tokens doesn't fit the GPU; its longest row has {longest}: {many}set "
+            "gradient_checkpointing, or limit rows with rollout.max_tokens. More ranks shard the weights, but no row: "
+            f"torch's context parallelism doesn't take packed rows or tries ({error})"
+        ) from error
 
 
 @torch.no_grad()
