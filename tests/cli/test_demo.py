@@ -193,8 +193,7 @@ def test_two_processes_learn_as_one_does(tmp_path):
     assert two[0] == one[0]
     for name in ("success", "sampled_tokens", "samples", "reward/writer"):
         assert two[1][name] == one[1][name]
-    norms = [name for name in one[1] if name.endswith(("/grad_norm", "/loss"))]
-    assert norms and [two[1][name] for name in norms] == pytest.approx([one[1][name] for name in norms], rel=1e-3)
+    assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-3)
     # Both teams learn, to the same success within the interval.
     for name in (ALWAYS.agent, demo.TEAM):
         first, second = (summary["held_out"][name] for summary in summaries)
