@@ -19,20 +19,20 @@ TOKEN = "hf_a_token_for_tests"
 
 
 class Hub:
-    """``files[repo][branch][path]`` are the committed bytes. ``refuse`` is a status that all requests get instead."""
+    """``files[repo][branch][path]`` are the committed bytes. A path that begins with ``refused`` gets a 400."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, dict[str, bytes]]] = {}
         self.private: dict[str, bool] = {}
         self.blobs: dict[str, bytes] = {}
         self.asked: list[str] = []
-        self.refuse: int | None = None
+        self.refused = "nothing"
         self.url = ""
 
     def answer(self, method: str, path: str, token: str, body: bytes) -> tuple[int, dict[str, Any]]:
         self.asked.append(f"{method} {path}")
-        if self.refuse is not None:
-            return self.refuse, {"error": "as the test wants it"}
+        if path.startswith(self.refused):
+            return 400, {"error": "as the test wants it"}
         if found := re.fullmatch(r"/storage/(\w+)", path):  # an address that is signed, so it needs no token
             assert hashlib.sha256(body).hexdigest() == found[1]
             self.blobs[found[1]] = body

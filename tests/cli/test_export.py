@@ -223,9 +223,13 @@ def test_an_adapter_over_a_model_of_the_hub_is_pushed_alone(
         kind = getattr(__import__("transformers"), source)
         found = kind.from_pretrained(run[0] / "base")
         monkeypatch.setattr(kind, "from_pretrained", lambda path, found=found: found)
+    earlier = folder / "export" / "step_00000002" / "policies" / "writer" / "merged"  # is not part of the adapter
+    earlier.mkdir(parents=True)
+    (earlier / "model.safetensors").touch()
     assert export(folder, "--policy", "writer", "--push", "me/writer") == 0
     files = hub.files["me/writer"]["main"]
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "some/base"
+    assert "adapter_model.safetensors" in files and "merged/model.safetensors" not in files
     card = files["README.md"].decode()
     assert "base_model: some/base" in card and "library_name: peft" in card and "| actors | proposer |" in card
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
@@ -248,16 +252,17 @@ def test_what_the_hub_refuses_is_explained(
     assert hub.files["me/there"] == {"main": {"README.md": b"mine"}}
     refused("others/model", "answered 403, the token may not write there .*rights to create")
     refused("a/b/c", "expected OWNER/NAME")
-    hub.refuse = 400
+    hub.refused = "/api"
     refused("me/new", "answered 400: as the test wants it")
-    hub.refuse = None
+    hub.refused = "/storage"
+    refused("me/half", "Error while uploading 'model.safetensors' to the Hub.*as the test wants it")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     refused("me/new", "answered 401, the token is not valid .*HF_TOKEN")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     refused("me/new", "http://127.0.0.1:9 can't be reached")
     monkeypatch.delenv("HF_TOKEN")
     refused("me/new", "HF_TOKEN: expected the environment variable")
-    assert set(hub.files) == {"me/there"}
+    assert hub.files == {"me/there": {"main": {"README.md": b"mine"}}, "me/half": {"main": {}}}
 
 
 def test_an_adapter_whose_base_nobody_has_is_not_pushed(

@@ -140,6 +140,7 @@ def _explained(endpoint: str, repo: str) -> Iterator[None]:
             raise PermissionError(f"--push {repo}: {endpoint} answered {status}, {hint} (HF_TOKEN): {said}") from error
         raise ConnectionError(f"--push {repo}: {endpoint} answered {status}: {said}") from error
     except RuntimeError as error:  # from a thread that uploads a file
-        raise ConnectionError(f"--push {repo}: {error} {error.__cause__ or ''}".rstrip()) from error
+        said = " ".join(f"{error} {error.__cause__ or ''}".split())
+        raise ConnectionError(f"--push {repo}: {said}") from error
     except unreached as error:
         raise ConnectionError(f"--push {repo}: {endpoint} can't be reached: {error}") from error
