@@ -84,8 +84,7 @@ class ShardingConfig(Section):
     offload: bool = False
     """Keep shards and optimizer in the CPU's memory."""
     replicas: int = Field(default=1, ge=1)
-    """Copies of the weights, each in shards over its part of the processes. With one per node, only gradients cross
-    nodes."""
+    """Copies of the weights, each in shards over its part of the processes, so that only gradients cross the parts."""
     parallel: bool = False
     """Train policies that share no weights at the same time, each on an equal part of the processes."""
     timeout: float = Field(default=300.0, gt=0)
