@@ -15,6 +15,8 @@ If several processes train, weights and optimizers are in the files of ``torch.d
     .metadata, __0_0.distcp, ...  the tensors, one file per rank; frozen weights in each checkpoint
     rng.safetensors, rng-1...     the states of torch's generators, one file per rank
 
+If a server trains (:mod:`turnwise.train.learner.tinker`), it holds the tensors, and ``tinker.json`` has their paths.
+
 Each checkpoint is complete, but frozen weights (bases, references, policies that don't train) are on the disk only
 once: they are hard-linked from the previous checkpoint (see :mod:`turnwise.train.checkpoint.files`).
 """
@@ -50,8 +52,8 @@ from turnwise.train.checkpoint.shards import check_shards, read_shards
 from turnwise.train.model.policy import Policy
 from turnwise.utils.files import sync_folder
 
-FORMAT, SHARDED_FORMAT = 4, 5
-"""Formats of checkpoints with whole tensors, and with shards."""
+FORMAT, SHARDED_FORMAT, REMOTE_FORMAT = 4, 5, 6
+"""Formats of checkpoints with whole tensors, with shards, and without tensors, which a server holds."""
 FORMATS = (FORMAT, SHARDED_FORMAT)
 _PREFIX = "step_"
 
@@ -80,6 +82,7 @@ def save_checkpoint(
     links: Mapping[str, Path] | None = None,
     write: Callable[[Path], Callable[[], None]] | None = None,
     later: Callable[[Callable[[], None]], object] | None = None,
+    kind: int = SHARDED_FORMAT,
 ) -> Path:
     """Write ``root/step_<step>`` completely or not at all, then delete all but the newest ``keep`` and ``protect``.
 
@@ -89,8 +92,9 @@ def save_checkpoint(
     full; older checkpoints then stay as they are.
 
     ``write(folder)`` begins to write the tensors in shards, and returns a function that waits until they are written
-    (:func:`~turnwise.train.checkpoint.shards.write_shards`); by default they are whole. ``later(finish)`` may call
-    ``finish`` in another thread, which completes the checkpoint; by default it is called at once.
+    (:func:`~turnwise.train.checkpoint.shards.write_shards`); by default they are whole. ``kind`` is the
+    format of what it writes. ``later(finish)`` may call ``finish`` in another thread, which completes the checkpoint;
+    by default it is called at once.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = checkpoint_at(root, step)
@@ -110,7 +114,7 @@ def save_checkpoint(
         for name, content in (attachments or {}).items():
             (temporary / name).write_bytes(content)
         manifest = {
-            "format": SHARDED_FORMAT if write else FORMAT,
+            "format": kind if write else FORMAT,
             "world_size": max(policy.ranks.size for policy in policies.values()),
             "policies": {name: describe_progress(policy) for name, policy in policies.items()},
             "frozen": frozen.digests,
