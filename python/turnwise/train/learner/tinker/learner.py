@@ -225,7 +225,11 @@ class TinkerLearner:
             "base model": self.base_model,
             "adapters": {name: adapter.rank for name, adapter in sorted(self.adapters.items())},
         }
-        saved = {"policies": sorted(manifest["policies"]), "base model": held["base_model"], "adapters": held["ranks"]}
+        saved = {
+            "policies": sorted(manifest["policies"]),
+            "base model": held["base_model"],
+            "adapters": dict(sorted(held["ranks"].items())),
+        }
         for what, mine in own.items():
             if saved[what] != mine:
                 raise CheckpointMismatch(f"{path}: {what} {saved[what]}, the run has {mine}")
