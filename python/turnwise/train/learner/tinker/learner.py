@@ -182,12 +182,12 @@ class TinkerLearner:
 
     def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:
         """Return log-probs ``[N]`` float64 of the base model, from the server."""
-        rows = np.arange(len(batch))
-        ends = zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
-        asked = [self._base.compute_logprobs(token_input(batch.token_ids[start:end])) for start, end in ends]
-        wait = next(iter(self.adapters.values())).server.wait
-        found = [np.asarray(wait(one)[1:], dtype=np.float32) for one in asked]
-        return torch.from_numpy(stream_of(batch, rows, found)).double()
+        rows = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
+        asked = [self._base.compute_logprobs(token_input(row)) for row in rows]
+        wait = self.adapters[name].server.wait
+        # The first token has no log-prob: the hosted service says None, SkyRL leaves it out.
+        found = [np.asarray(wait(one)[1 - len(row) :], np.float32) for one, row in zip(asked, rows, strict=True)]
+        return torch.from_numpy(stream_of(batch, np.arange(len(batch)), found)).double()
 
     def scale_rate(self, name: str, factor: float) -> None:
         self.policies[name].scale_rate(factor)
