@@ -69,7 +69,8 @@ class Server:
         }
         command = [
             "uv", "run", "--no-project", "--active", "-m", "skyrl.tinker.api", "--base-model", str(self.base),
-            "--backend", "jax", "--backend-config", json.dumps(backend), "--host", "127.0.0.1", "--port", str(self.port),
+            "--backend", "jax", "--backend-config", json.dumps(backend), "--host", "127.0.0.1",
+            "--port", str(self.port),
             "--checkpoints-base", str(self.folder / "checkpoints"),
             "--database-url", f"sqlite:///{self.folder / 'tinker.db'}",
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lets SkyRL's server start on Python 3.11: pydantic wants ``typing_extensions``' TypedDict there, and SkyRL has Python's."""
+"""Lets SkyRL's server start on Python 3.11, where pydantic wants the TypedDict of ``typing_extensions``."""
 
 import sys
 import typing
