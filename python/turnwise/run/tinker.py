@@ -47,9 +47,11 @@ def check_tinker(config: TrainConfig) -> list[str]:
     """List the settings of ``config`` (with resolved policies) that a Tinker server can't serve, one line each."""
     remote, client = is_remote(config), config.rollout.client
     if remote != (client == "tinker"):
-        other = f"'tinker', not {client!r}" if remote else f"{client!r} with learner.type = 'tinker'"
+        keys = ("rollout.client", client), ("learner.type", config.learner.type)
+        (key, value), (other, _) = keys if remote else keys[::-1]
         return [
-            f"config key 'rollout.client': expected {other}: the server that trains the adapters also samples with them"
+            f"config key '{key}' = {value!r}: expected 'tinker' with {other} = 'tinker': the server that trains the "
+            "adapters also samples with them"
         ]
     if not remote:
         return []
@@ -65,7 +67,7 @@ def check_tinker(config: TrainConfig) -> list[str]:
         ]
     if len(paths := {settings.path for settings in config.policies.values()}) > 1:
         problems.append(f"config keys 'policies.*.path' = {sorted(paths)}: expected one base model for all adapters")
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def _unserved(config: TrainConfig, kind: Any) -> Iterator[tuple[str, Any, str]]:

@@ -35,10 +35,10 @@ def config_of(server: Server, run_dir: Path, steps: int, **changes: Any) -> Trai
             "policy_sharing": "lora_per_actor",
             "policies": {"default": {"path": str(server.base), "lora": {"rank": 8}}},
             "learner": {"type": "tinker", "tinker": {"server": "skyrl-jax", "base_url": server.url, "patience": 5}},
-            "rollout": {"client": "tinker", "prompts_per_step": 8, "branches": 4},
+            "rollout": {"client": "tinker", "prompts_per_step": 16, "branches": 4},
             "credit": {"rule": "at_grpo"},
-            "update": {"lr": 4e-3, "num_minibatches": 2},
-            "eval": {"num_prompts": 3},
+            "update": {"lr": 3e-3},
+            "eval": {"num_prompts": 10},
             "checkpoint": {"every": 1},
             "log": {"progress": False},
             **changes,
@@ -58,22 +58,20 @@ def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
 
 
 def test_the_sudoku_team_learns_with_an_adapter_for_each_agent(server: Server, tmp_path: Path) -> None:
-    config = config_of(server, tmp_path / "run", steps=12)
+    config = config_of(server, tmp_path / "run", steps=10, eval={"every": 10, "num_prompts": 100})
     process = start(config, tmp_path)
-    said, _ = process.communicate(timeout=1200)
+    said, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, said
-    assert KEY not in said and not any(
-        KEY in file.read_text(errors="ignore") for file in (tmp_path / "run").glob("*.*")
-    )
-    lines = lines_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == list(range(1, 13))
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert KEY not in said and not any(KEY.encode() in file.read_bytes() for file in files)
+    first, *lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, 11))
     for name in TEAM:
         trained = [line for line in lines if line.get(f"{name}/updates")]
-        assert len(trained) >= 6
-        # Sampler and trainer are one model: of the first minibatch, all ratios are 1.
+        assert len(trained) >= 8
+        # Sampler and trainer hold the same weights, of each version.
         assert max(line[f"{name}/sampler_trainer_logprob_max_diff"] for line in trained) < 1e-3
-        reward = [line[f"reward/{name}"] for line in lines]
-        assert sum(reward[-4:]) / 4 > sum(reward[:4]) / 4, reward
+    assert lines[-1]["validation"] > first["validation"] + 0.04
     # The exported adapters are peft's, and make the base another model.
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -86,8 +84,8 @@ def test_the_sudoku_team_learns_with_an_adapter_for_each_agent(server: Server, t
             adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "policies" / name)
             assert (adapted(ids).logits - before).abs().max() > 0.01
         assert len(adapted.peft_config["default"].target_modules) == 7
-    # What was trained is what an evaluation of the run folder reads.
-    assert evaluate_from_config(config).success >= 0
+    # An evaluation of the run folder reads what was trained.
+    assert evaluate_from_config(config).success == pytest.approx(lines[-1]["validation"], abs=0.02)
 
 
 def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, steps: int) -> None:
@@ -101,7 +99,8 @@ def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, steps: int) ->
 def test_a_killed_run_and_a_dead_server_resume(server: Server, tmp_path: Path) -> None:
     """Both come back: the server has the saved adapters with their optimizers, and the run has their paths."""
     with Server(server.base, tmp_path) as own:
-        config = config_of(own, tmp_path / "run", steps=5)
+        small = {"client": "tinker", "prompts_per_step": 4, "branches": 2}
+        config = config_of(own, tmp_path / "run", steps=5, rollout=small, health={"start_questions": 0})
         process = start(config, tmp_path)
         wait_for_steps(process, config.run_dir, 2)
         process.send_signal(signal.SIGKILL)
@@ -118,24 +117,6 @@ def test_a_killed_run_and_a_dead_server_resume(server: Server, tmp_path: Path) -
     assert [line["step"] for line in lines_of(config.run_dir)] == [1, 2, 3, 4, 5]
     held = json.loads((list_checkpoints(config.run_dir / "checkpoints")[-1] / "tinker.json").read_text())
     assert set(held["states"]) == set(TEAM)
-
-
-REFUSED = [
-    ({"rollout": {"client": "transformers"}}, "'rollout.client': expected 'tinker', not 'transformers'"),
-    ({"loss": {"type": "gspo"}}, "'loss.type' = 'gspo': .*a GSPO: a Tinker server has no such loss"),
-    ({"loss": {"kl": {"coef": 0.1}}}, r"'loss.kl.coef' = 0.1: its losses have no KL term: expected 0, or .*'reward'"),
-    ({"loss": {"entropy_coef": 0.1}}, "'loss.entropy_coef' = 0.1: its losses have no entropy bonus"),
-    ({"update": {"max_grad_norm": 0.5}}, "'update.max_grad_norm' = 0.5: the server takes it from its own settings"),
-    ({"loop": {"max_staleness": 1}}, "'loop.max_staleness' = 1: expected 0: an update changes this server's samplers"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_the_server_can_not_do_is_refused_by_its_key(
-    server: Server, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_run(config_of(server, tmp_path, 1, **changes))
 
 
 def test_an_unknown_base_model_names_those_of_the_server(server: Server, tmp_path: Path) -> None:
