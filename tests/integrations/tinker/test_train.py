@@ -37,7 +37,7 @@ def config_of(server: Server, run_dir: Path, steps: int, **changes: Any) -> Trai
             "learner": {"type": "tinker", "tinker": {"server": "skyrl-jax", "base_url": server.url, "patience": 5}},
             "rollout": {"client": "tinker", "prompts_per_step": 16, "branches": 4},
             "credit": {"rule": "at_grpo"},
-            "update": {"lr": 3e-3},
+            "update": {"lr": 3e-3, "min_lr_ratio": 0.1},
             "eval": {"num_prompts": 10},
             "checkpoint": {"every": 1},
             "log": {"progress": False},
@@ -47,7 +47,8 @@ def config_of(server: Server, run_dir: Path, steps: int, **changes: Any) -> Trai
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
@@ -58,20 +59,20 @@ def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
 
 
 def test_the_sudoku_team_learns_with_an_adapter_for_each_agent(server: Server, tmp_path: Path) -> None:
-    config = config_of(server, tmp_path / "run", steps=10, eval={"every": 10, "num_prompts": 100})
+    config = config_of(server, tmp_path / "run", steps=24, eval={"every": 24, "num_prompts": 100})
     process = start(config, tmp_path)
     said, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, said
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
     assert KEY not in said and not any(KEY.encode() in file.read_bytes() for file in files)
     first, *lines = lines_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines] == list(range(1, 25))
     for name in TEAM:
         trained = [line for line in lines if line.get(f"{name}/updates")]
-        assert len(trained) >= 8
+        assert len(trained) >= 20
         # Sampler and trainer hold the same weights, of each version.
         assert max(line[f"{name}/sampler_trainer_logprob_max_diff"] for line in trained) < 1e-3
-    assert lines[-1]["validation"] > first["validation"] + 0.04
+    assert lines[-1]["validation"] > first["validation"] + 0.06
     # The exported adapters are peft's, and make the base another model.
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -7,6 +7,7 @@ SkyRL, or with the means of SkyRL's JAX backend. ``tests/integrations/tinker`` h
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -99,12 +100,19 @@ class Server:
     def __init__(self, policy: Policy, kind: str) -> None:
         self.policy, self.kind, self.rank, self.rows = policy, kind, 4, 0
         self.sent: list[list[Row]] = []
+        self.waiting: list[Any] = []
         self.states: dict[str, Any] = {}
         parameters = policy.trained_parameters()
         self.adam = torch.optim.AdamW(parameters)
 
     def forward_backward(self, rows: list[Row], loss: ServerLoss) -> Any:
+        """Work on the rows when the answer is awaited, or else when the update comes."""
         self.sent.append(rows)
+        work = functools.cache(functools.partial(self._work, rows, loss))
+        self.waiting.append(work)
+        return work
+
+    def _work(self, rows: list[Row], loss: ServerLoss) -> Passed:
         found, total = [], torch.zeros(())
         for row in rows:
             ids = torch.from_numpy(row.token_ids)
@@ -120,9 +128,14 @@ class Server:
             found.append(logprobs.detach().numpy())
         total.backward()
         self.rows += len(rows)
-        return lambda: Passed(found, {} if SERVERS[self.kind].means else {"loss:sum": float(total.detach())})
+        return Passed(found, {} if SERVERS[self.kind].means else {"loss:sum": float(total.detach())})
 
     def optim_step(self, adam: dict[str, float]) -> Any:
+        # SkyRL's engine looks for passes, then for updates: both may have come in between, and the update goes first.
+        for work in self.waiting if not SERVERS[self.kind].reorders else ():
+            work()
+        self.waiting = []
+        assert self.rows, "an update before its pass"
         parameters = self.policy.trained_parameters()
         for parameter in parameters if SERVERS[self.kind].means else ():
             parameter.grad /= self.rows

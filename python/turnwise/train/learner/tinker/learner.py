@@ -7,6 +7,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,9 +54,9 @@ class _Sent(NamedTuple):
 class TinkerLearner:
     """Trains ``policies`` with the ``adapters`` that a server holds, one for each policy that is trainable.
 
-    turnwise keeps episodes, credit, minibatches and the schedule. The server computes gradients and updates. All
-    minibatches of a step are sent at once, in order, and the server works through them. From the log-probs that it
-    returns, turnwise computes the metrics that a local learner has.
+    turnwise keeps episodes, credit, minibatches and the schedule. The server computes gradients and updates, of all
+    policies at the same time. From the log-probs that it returns, turnwise computes the metrics that a local learner
+    has.
 
     ``base`` is a sampling client of the base model, for the reference of a KL penalty. A gradient that is not finite
     can't be taken back from a server, so it ends the run.
@@ -88,39 +89,50 @@ class TinkerLearner:
     ) -> Updated:
         """Train as :class:`Learner` says. Raises ``FloatingPointError`` at the first number that is not finite."""
         loss = Loss(self.config.loss, len(batch.actors))
-        sent: dict[str, tuple[float, list[_Sent]]] = {}
+        rates, parts = {}, {}
         for name, policy in self.policies.items():
             if name in phase:
                 policy.follow_run(run_share)
-                rows = rows_of(policy, batch) if policy.trainable else np.empty(0, dtype=np.int64)
-                rate = policy.learning_rate if len(rows) else 0.0
-                sent[name] = rate, self._send_minibatches(policy, batch, rows, loss, rng)
-        metrics = {name: self._measured(name, batch, loss, rate, parts, show) for name, (rate, parts) in sent.items()}
+                parts[name] = self._minibatches(policy, batch, rng)
+                rates[name] = policy.learning_rate if parts[name] else 0.0
+        sent = self._send(batch, parts, loss)
+        metrics = {name: self._measured(name, batch, loss, rates[name], each, show) for name, each in sent.items()}
         for name, measured in metrics.items():
             self.policies[name].version += bool(measured.get("updates"))
         moved = {name for name, measured in metrics.items() if measured.get("updates") and measured.get("grad_norm", 1)}
         return Updated(metrics, frozenset(moved))
 
-    def _send_minibatches(
-        self, policy: RemotePolicy, batch: TrainingBatch, rows: np.ndarray, loss: Loss, rng: np.random.Generator
-    ) -> list[_Sent]:
-        if not len(rows):
+    def _minibatches(self, policy: RemotePolicy, batch: TrainingBatch, rng: np.random.Generator) -> list[np.ndarray]:
+        """Draw the minibatches of all epochs, as a local update does; none for a policy without rows."""
+        rows, update = rows_of(policy, batch), self.config.update
+        if not policy.trainable or not len(rows):
             return []
         _check_rows(policy.name, batch, rows)
-        update, adapter, wanted = self.config.update, self.adapters[policy.name], server_loss(loss.variant)
-        parts = [
-            part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)
-        ]
-        sent = []
-        for part in parts:
-            micro = pack(batch, part)
-            normalizer = loss.normalizer([micro])
-            there = wire_rows(batch, part, micro, loss.token_weights(micro, normalizer), self.kind)
-            passed = adapter.forward_backward(there, wanted)
-            if not self._confirmed:  # a wrong `server` must not change the weights
-                self._confirm(passed())
-            sent.append(_Sent(part, micro, normalizer, passed, adapter.optim_step(policy.adam())))
-            policy.step()
+        epochs = range(update.ppo_epochs)
+        return [part for _ in epochs for part in minibatches(batch, rows, update.num_minibatches, rng)]
+
+    def _send(self, batch: TrainingBatch, parts: Mapping[str, list[np.ndarray]], loss: Loss) -> dict[str, list[_Sent]]:
+        """Send the passes and updates of all policies, the first minibatch of each before the second of any."""
+        wanted = server_loss(loss.variant)
+        sent: dict[str, list[_Sent]] = {name: [] for name in parts}
+        for place in range(max(map(len, parts.values()), default=0)):
+            passes = []
+            for name, own in parts.items():
+                if place < len(own):
+                    micro = pack(batch, own[place])
+                    normalizer = loss.normalizer([micro])
+                    rows = wire_rows(batch, own[place], micro, loss.token_weights(micro, normalizer), self.kind)
+                    passed = cache(self.adapters[name].forward_backward(rows, wanted))
+                    passes.append((name, own[place], micro, normalizer, passed))
+            for name, chosen, micro, normalizer, passed in passes:
+                if not self._confirmed:  # a wrong `server` must not change the weights
+                    self._confirm(passed())
+                if self.kind.reorders:
+                    passed()
+                policy = self.policies[name]
+                stepped = self.adapters[name].optim_step(policy.adam())
+                sent[name].append(_Sent(chosen, micro, normalizer, passed, stepped))
+                policy.step()
         return sent
 
     def _measured(

@@ -30,6 +30,8 @@ class ServerKind:
     """It clips the gradient's norm as the update asks; else it clips as its own settings say, or never."""
     adam: bool
     """It takes betas, epsilon and weight decay from the update; else from its own settings."""
+    reorders: bool
+    """It may run an update before a pass that was sent earlier, unless that pass has been answered."""
     trains_its_sampler: bool
     """An update also changes the weights of samplers that were made before it."""
     shares_decay: bool
@@ -37,11 +39,17 @@ class ServerKind:
 
 
 SERVERS = {
-    "hosted": ServerKind(means=False, clips=True, adam=True, trains_its_sampler=False, shares_decay=False),
+    "hosted": ServerKind(
+        means=False, clips=True, adam=True, reorders=False, trains_its_sampler=False, shares_decay=False
+    ),
     # SkyRL 0.3: skyrl/backends/skyrl_train_backend.py, read
-    "skyrl": ServerKind(means=False, clips=False, adam=False, trains_its_sampler=False, shares_decay=False),
+    "skyrl": ServerKind(
+        means=False, clips=False, adam=False, reorders=True, trains_its_sampler=False, shares_decay=False
+    ),
     # SkyRL 0.3: skyrl/backends/jax.py, tested
-    "skyrl-jax": ServerKind(means=True, clips=False, adam=True, trains_its_sampler=True, shares_decay=True),
+    "skyrl-jax": ServerKind(
+        means=True, clips=False, adam=True, reorders=True, trains_its_sampler=True, shares_decay=True
+    ),
 }
 """Kinds of servers, by ``learner.tinker.server``."""
 
