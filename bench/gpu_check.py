@@ -40,8 +40,8 @@ WHEELS = (
 )
 PROGRAMS = ("nvcc", "cmake", "ninja")
 PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # searched after the PATH
-# Benches that use no GPU, exceed a stage's time, or need a trainer that the image lacks.
-NO_GPU = {"arena", "gateway", "state", "step", "train", "trie", "inference", "trl", "verl"}
+# Benches that use no GPU or several, exceed a stage's time, or need a package that the image lacks.
+NO_GPU = {"arena", "gateway", "sharded", "state", "step", "train", "trie", "inference", "trl", "verl"}
 FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # float32 products would take the whole time
 PYTEST_INI = (
     "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"

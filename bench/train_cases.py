@@ -173,9 +173,19 @@ def updates(
     """Train with ``update_policy`` as the loop calls it, and with ``forward(model)`` as the policy's forward pass."""
     policy = Policy("default", model, update, total_steps=1000)
     policy.forward = forward(model)
-    with torch.no_grad():  # the sampler's log-probs: those of the weights that train
-        for micro in micro_batches(batch, np.arange(len(batch)), update.micro_batch_tokens):
-            batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy()
+    give_logprobs(policy, batch, update)
+    return steps_of(policy, batch, update)
+
+
+@torch.no_grad()
+def give_logprobs(policy: Policy, batch: TrainingBatch, update: UpdateConfig) -> None:
+    """Write the sampler's log-probs into ``batch``: those of the weights that train."""
+    for micro in micro_batches(batch, np.arange(len(batch)), update.micro_batch_tokens):
+        batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro.to(policy.device)).cpu().numpy()
+
+
+def steps_of(policy: Policy, batch: TrainingBatch, update: UpdateConfig) -> Trained:
+    """Train ``policy`` with ``update_policy``. If it is sharded, all ranks make the steps together."""
 
     def step() -> Any:
         return update_policy(policy, batch, update, LOSS, np.random.default_rng(0))
@@ -184,8 +194,8 @@ def updates(
         kept: list[Tensor] = []
 
         def keep() -> float:
-            kept.append(flat_gradient(model))
-            model.zero_grad(set_to_none=True)
+            kept.append(flat_gradient(policy.model))
+            policy.model.zero_grad(set_to_none=True)
             return float(kept[0].norm())
 
         policy.step, taken = keep, policy.step  # type: ignore[method-assign]
@@ -337,7 +347,9 @@ def trl_rows(batch: TrainingBatch) -> dict[str, Tensor]:
 
 
 def flat_gradient(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+    """Return the whole gradient in one dimension, that of a sharded model too."""
+    parts: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).flatten().float() for g in parts])
 
 
 def eager(case: Case, batch: TrainingBatch) -> Trained:

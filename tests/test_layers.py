@@ -18,7 +18,7 @@ import turnwise
 
 PACKAGE = Path(turnwise.__file__).parent
 MOST_FILES = 12
-COLLECTIONS = {"credit.rules"}
+COLLECTIONS = {"credit.rules", "cli.commands"}
 """Rooms of like things, one per file, which may hold more."""
 
 NOT_ROOMS = {"", "__main__"}

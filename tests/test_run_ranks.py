@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from turnwise.cli.main import main
 from turnwise.run.build import train_from_config
 from turnwise.run.ranks import join_ranks, rank_variables, shard
 from turnwise.tasks.tiny import build_model, build_tokenizer
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.files import fingerprint
+from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model.policy import Policy
 from turnwise.train.validate import config_from_dict
@@ -44,19 +48,25 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def train_on_two_ranks(config: TrainConfig) -> str:
+    """Run ``turnwise train`` under torchrun, and return what it prints."""
+    file = config.run_dir.with_suffix(".toml")
+    file.write_text(to_toml(config))
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = subprocess.run(
+        [*torchrun, "-m", "turnwise", "train", str(file), "--traceback"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:
     one, two = (config_from_dict({**COMMON, **CASES[case], "run_dir": str(tmp_path / name)}) for name in ("one", "two"))
     train_from_config(one).close()
-    (tmp_path / "two.toml").write_text(to_toml(two))
-    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = subprocess.run(
-        [*torchrun, "-m", "turnwise", "train", str(tmp_path / "two.toml"), "--traceback"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("training for 2 steps") == 1, "rank 0 speaks for all"
+    assert train_on_two_ranks(two).count("training for 2 steps") == 1, "rank 0 speaks for all"
     # The exported weights are those of one process, and so are the metrics.
     files = sorted(file.relative_to(one.run_dir) for file in one.run_dir.glob("policies/*/*.safetensors"))
     assert files
@@ -69,6 +79,11 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
         assert losses and {name: got[name] for name in losses} == pytest.approx(
             {name: want[name] for name in losses}, rel=1e-3, abs=1e-5
         )
+    # One process exports them from the shards, bit for bit as both did at the end.
+    assert main(["export", str(two.run_dir), "--out", str(tmp_path / "exported")]) == 0
+    for file in files:
+        if "merged" not in file.parts:
+            assert (tmp_path / "exported" / file).read_bytes() == (two.run_dir / file).read_bytes()
     # One process goes on from the shards.
     more = two.model_copy(update={"steps": 3})
     run = train_from_config(more)
@@ -76,6 +91,22 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
     for policy in run.trainer.policies.values():
         policy.check_finite("after a resume")
     run.close()
+
+
+@pytest.mark.slow
+def test_equal_runs_of_two_processes_have_equal_bits(tmp_path: Path) -> None:
+    """Also of what each rank draws for itself: adapters with dropout."""
+    found = []
+    for name in ("first", "second"):
+        lora = {"default": {"lora": {"rank": 4, "dropout": 0.2}}}
+        config = config_from_dict({**COMMON, "policies": lora, "run_dir": str(tmp_path / name)})
+        train_on_two_ranks(config)
+        newest = list_checkpoints(config.run_dir / "checkpoints")[-1]
+        adapter = config.run_dir / "policies" / "default" / "adapter_model.safetensors"
+        files = [adapter, *newest.glob("rng*.safetensors")]
+        assert len(files) == 3
+        found.append({file.name: fingerprint(file) for file in files})
+    assert found[0] == found[1]
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}

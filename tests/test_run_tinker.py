@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "hosted",
         {"loss": {"type": "gspo"}},
-        "'loss.type' = 'gspo': .*a GSPO: a Tinker server has no such loss; expected",
+        "'loss.type' = 'gspo': a Tinker server has no loss GSPO: expected 'clip-higher', 'ppo'",
     ),
     ("hosted", {"loss": {"options": {"dual_clip": 3.0}}}, "'loss.type' = 'clip-higher': loss.options.dual_clip = 3.0"),
     ("hosted", {"loss": {"kl": {"coef": 0.1}}}, "'loss.kl.coef' = 0.1: .*expected 0, or loss.kl.apply_to = 'reward'"),

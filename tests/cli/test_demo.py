@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from turnwise.cli import main as cli
 from turnwise.cli.commands import demo
 from turnwise.run.build import Run
 from turnwise.tasks import build_task
@@ -138,6 +143,63 @@ def test_an_interrupted_demo_goes_on(tmp_path, tiny_demo, monkeypatch):
     continued = demo.run_demo(out, seed=0)
     assert [(out / part.task / "warm_start" / "seconds.json").read_text() for part in demo.PARTS] == seconds
     assert without_timings(continued) == without_timings(whole)
+
+
+def short_config(part, run_dir, seed, client):
+    """Settings of the first part that learn within six steps, from success in a quarter of the questions."""
+    short = {
+        "task": part.task,
+        "task_options": {"digits": 3},
+        "threads": 1,
+        "steps": 6,
+        "warm_start": {"steps": 200, "batch_size": 64, "lr": 2.5e-3},
+        "rollout": {"prompts_per_step": 16, "group_size": 8, "client": client},
+        "credit": {"rule": "at_grpo"},
+        "update": {"lr": 5e-4},
+        "eval": {"every": 2, "num_prompts": 100},
+    }
+    return config_from_dict({**short, "run_dir": str(run_dir), "seed": seed})
+
+
+def run_short_demo(out):
+    demo.PARTS, demo.demo_config = (ALWAYS,), short_config
+    return cli.main(["demo", "--out", out, "--traceback"])
+
+
+@pytest.mark.slow
+def test_two_processes_learn_as_one_does(tmp_path):
+    """Weights differ in rounding after the first update, so that on some machine a later sample may be another one."""
+    script = tmp_path / "short_demo.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_demo import run_short_demo\nraise SystemExit(run_short_demo(sys.argv[1]))\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed, summaries, curves = [], [], []
+    for name, starter in (("one", []), ("two", torchrun)):
+        out = tmp_path / name
+        ran = subprocess.run(
+            [sys.executable, "-P", *starter, str(script), str(out)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        printed.append(ran.stdout)
+        summaries.append(json.loads((out / "summary.json").read_text())["parts"][ALWAYS.task])
+        curves.append(read_metrics(out / ALWAYS.task / "team"))
+    # Rank 0 alone prints and writes; its warm start and its first samples are those of one process.
+    assert printed[1].count("the trained team: held-out") == printed[0].count("the trained team: held-out") == 1
+    one, two = curves
+    assert [row["step"] for row in two] == [row["step"] for row in one] == list(range(7))
+    assert two[0] == one[0]
+    for name in ("success", "sampled_tokens", "samples", "reward/writer"):
+        assert two[1][name] == one[1][name]
+    assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-3)
+    # Both teams learn, to the same success within the interval.
+    for name in (ALWAYS.agent, demo.TEAM):
+        first, second = (summary["held_out"][name] for summary in summaries)
+        assert first["low"] <= second["success"] <= first["high"]
+    for summary in summaries:
+        assert summary["held_out"][demo.TEAM]["low"] > summary["held_out"][demo.UNTRAINED]["high"]
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):

@@ -218,6 +218,20 @@ COMMANDS: dict[str, Command] = {
             JSON,
         ),
     ),
+    "export": Command(
+        "Write the policies of a checkpoint as Hugging Face folders (safetensors), and push one of them to the Hub.",
+        (
+            RUN_DIR,
+            argument("--checkpoint", "newest (default), best, step_00000010, or a folder", default="newest"),
+            argument("--out", "folder to write (default: RUN_DIR/export/CHECKPOINT)", type=Path, metavar="DIR"),
+            repeated("--policy", "export this policy (default: all)", "NAME"),
+            flag("--merge", "also write each adapter merged into its base; --push then takes that model"),
+            argument("--push", "upload to this repository of the Hub, or of HF_ENDPOINT, with the token HF_TOKEN; "
+                     "it must be new, except with --revision", metavar="OWNER/NAME"),
+            flag("--private", "with --push: the repository is private"),
+            argument("--revision", "with --push: branch of a new or existing repository", metavar="BRANCH"),
+        ),
+    ),
     "view": Command(
         "Write the report of a run, finished or not, as one HTML file: curves, episodes, warnings.",
         (

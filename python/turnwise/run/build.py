@@ -25,10 +25,12 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
+from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
 from turnwise.run.selfplay import build_callbacks
 from turnwise.run.start import run_warm_start, starting_questions
-from turnwise.run.tinker import build_remote, export_adapters, is_remote
+from turnwise.run.tinker.build import build_remote, export_adapters
+from turnwise.run.tinker.checks import is_remote
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -45,7 +47,6 @@ from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import EvalSet, Trainer
 from turnwise.train.model.export import export_policies, export_shards
 from turnwise.train.model.loading import (
-    TINY,
     attach_adapters,
     build_policies,
     check_targets,
@@ -99,14 +100,16 @@ class Run:
             if begins and (asked := starting_questions(self.config, self.task)):
                 asyncio.run(refuse_hopeless(self.trainer, asked, self.task.success_metric))
             progress = asyncio.run(self.trainer.run())
-            adapted = [settings.path for settings in self.config.policies.values() if settings.lora]
-            changed = self.config.warm_start.steps > 0 or TINY in adapted
+            changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
             if is_remote(self.config):
                 export_adapters(learner, self.tokenizer, folder, self.trainer.log)
             elif not learner.whole:
-                self.trainer.log.note("a sharded run exports adapters alone, not merged with their bases")
+                if any(policy.base is not None for policy in policies.values()):
+                    self.trainer.log.note(
+                        "a sharded run exports adapters alone: `turnwise export --merge` merges them with their bases"
+                    )
                 export_shards(policies, self.tokenizer, folder, learner.send, own_bases=changed)
             else:
                 export_policies(policies, self.tokenizer, folder, own_bases=changed)

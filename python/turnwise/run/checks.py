@@ -16,7 +16,7 @@ from turnwise.run.ablations import ablations_of
 from turnwise.run.clients import check_client
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.selfplay import Measure, check_selfplay
-from turnwise.run.tinker import check_tinker, is_remote
+from turnwise.run.tinker.checks import check_tinker, is_remote
 from turnwise.run.tree_settings import sampler_of, tree_problem
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import check_success_metric, held_out

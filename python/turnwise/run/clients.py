@@ -18,7 +18,7 @@ from turnwise.inference import (
     VLLMServerClient,
 )
 from turnwise.inference.vllm.build import check_engine_args, vllm_or_raise
-from turnwise.run.tinker import check_server
+from turnwise.run.tinker.checks import check_server
 from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError

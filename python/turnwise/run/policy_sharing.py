@@ -12,6 +12,7 @@ from dataclasses import replace
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.loading import TINY
 from turnwise.types import Actor
 from turnwise.utils.registry import did_you_mean
 
@@ -38,6 +39,11 @@ def resolve_policies(config: TrainConfig, actors: Sequence[Actor], task: str) ->
         return players, config
     played = {name: policies[name] for name in dict.fromkeys(chosen.values())}
     return players, config.model_copy(update={"policy_sharing": "shared", "actors": chosen, "policies": played})
+
+
+def own_bases(config: TrainConfig) -> bool:
+    """Return True if the run's adapters have bases that their paths don't hold: warm-started or tiny ones."""
+    return config.warm_start.steps > 0 or TINY in [each.path for each in config.policies.values() if each.lora]
 
 
 def _adapter(settings: PolicyConfig) -> PolicyConfig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from turnwise.train.model.policy import Policy
 
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 """torchrun's variables, and those that ``srun`` sets for each task."""
+_PATIENCE = timedelta(days=7)
+T = TypeVar("T")
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of malloc.h."""
 
@@ -115,6 +117,23 @@ def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any
     shape = (len(groups), size // len(groups))
     parallel = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("groups", "shards"))
     return ParallelLearner(policies, config, parallel, groups, **how)
+
+
+def announcer(mesh: Any) -> Callable[[T | None], T | None]:
+    """Return a function that returns rank 0's argument on every rank of ``mesh``; the others call it with ``None``.
+
+    They wait for rank 0, for days if need be. Every rank calls this once, at the same time.
+    """
+    import torch.distributed as dist
+
+    group = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_PATIENCE, backend="gloo")
+
+    def announce(value: T | None) -> T | None:
+        held = [value]
+        dist.broadcast_object_list(held, group_src=0, group=group)
+        return held[0]
+
+    return announce
 
 
 def leave_ranks() -> None:

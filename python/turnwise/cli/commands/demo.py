@@ -3,7 +3,7 @@
 First ``split_clues``, where each agent sees half of the question, beside one agent that sees half of it. Then 4x4
 sudoku, where a proposer and a reviser see the same. Each part is a warm start on imperfect demonstrations, held-out
 success, reinforcement learning, and held-out success again. Its settings stand in ``demo_<task>.toml`` beside this
-file.
+file. Under torchrun the models that learn by reinforcement are sharded, and rank 0 does the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from rich.table import Table
 from turnwise import __version__
 from turnwise.cli.options import EXIT_INTERRUPTED, EXIT_OK
 from turnwise.report import write_report
-from turnwise.run.build import build_run
+from turnwise.run.build import Run, build_run, follow_config
 from turnwise.run.checks import tiny_model, warm_start_rows
 from turnwise.run.clients import check_client
+from turnwise.run.ranks import announcer, join_ranks, leave_ranks
 from turnwise.run.start import run_warm_start
 from turnwise.tasks import build_task
 from turnwise.train.checkpoint.progress import RunProgress
@@ -39,6 +41,10 @@ from turnwise.train.run_folder import refuse_running
 from turnwise.train.validate import config_from_dict, load_config
 
 TEAM, UNTRAINED = "team, trained", "team, untrained"
+
+Build = Callable[[TrainConfig], Run]
+Announce = Callable[[TrainConfig | None], TrainConfig | None]
+"""Passes the config of the next run from rank 0 to the others, and ``None`` at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +88,53 @@ class Contender:
 
 
 def run(options: argparse.Namespace) -> int:
-    if run_demo(options.out, options.seed, options.compare, options.client) is None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # the demo prints its own lines
+    build, announce = build_run, None
+    mesh = join_ranks(demo_config(PARTS[0], options.out, options.seed, options.client))
+    if mesh is not None:
+        announce = announcer(mesh)
+        if mesh.get_rank():
+            return follow_demo(mesh, announce)
+        build = partial(build_sharded, mesh, announce)
+    done = run_demo(options.out, options.seed, options.compare, options.client, build)
+    if announce is not None:
+        announce(None)
+        leave_ranks()
+    if done is None:
         print("turnwise: interrupted; run the same command again to continue", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_OK
 
 
+def build_sharded(mesh: Any, announce: Announce, config: TrainConfig) -> Run:
+    """Build a run on rank 0 of ``mesh``, whose other ranks :func:`follow_demo`."""
+    announce(config)
+    return build_run(config, mesh=mesh)
+
+
+def follow_demo(mesh: Any, announce: Announce) -> int:
+    """Train every run of the demo with rank 0, which does all the rest."""
+    while (config := announce(None)) is not None:
+        follow_config(config, mesh)
+    leave_ranks()
+    return EXIT_OK
+
+
 def run_demo(
-    out: Path = Path("runs/demo"), seed: int = 0, compare: bool = False, client: str = "transformers"
+    out: Path = Path("runs/demo"),
+    seed: int = 0,
+    compare: bool = False,
+    client: str = "transformers",
+    build: Build = build_run,
 ) -> dict[str, Any] | None:
     """Run the demo in the folder ``out`` and return its summary, also written to ``out/summary.json``.
 
     ``compare`` also trains one agent in the parts that don't always do so, with GRPO on as many sampled tokens as the
-    team took. ``client`` is a name as in ``rollout.client``. A finished demo in ``out`` is replaced; an interrupted or
-    killed one continues. Returns ``None`` after Ctrl-C.
+    team took. ``client`` is a name as in ``rollout.client``. ``build`` builds the runs that train. A finished demo in
+    ``out`` is replaced; an interrupted or killed one continues. Returns ``None`` after Ctrl-C.
     """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # the demo prints its own lines
     console = Console(soft_wrap=True, highlight=False)
     check_client(demo_config(PARTS[0], out, seed, client))
     wanted = {"seed": seed, "client": client, "compare": compare, "version": __version__}
@@ -109,7 +144,7 @@ def run_demo(
     for number, part in enumerate(PARTS, start=1):
         folder = out / part.task
         console.print(f"[bold]{number}  {part.task}[/]: {part.about}")
-        done = run_part(part, demo_config(part, folder / "team", seed, client), compare or part.always, console)
+        done = run_part(part, demo_config(part, folder / "team", seed, client), compare or part.always, console, build)
         if done is None:
             return None
         summary["parts"][part.task] = done
@@ -123,7 +158,7 @@ def run_demo(
     return summary
 
 
-def run_part(part: Part, config: TrainConfig, compare: bool, console: Console) -> dict[str, Any] | None:
+def run_part(part: Part, config: TrainConfig, compare: bool, console: Console, build: Build) -> dict[str, Any] | None:
     """Warm start and train the team of ``part``, then one agent with ``compare``; print and return what they reach.
 
     Returns ``None`` after Ctrl-C.
@@ -140,7 +175,7 @@ def run_part(part: Part, config: TrainConfig, compare: bool, console: Console) -
     )
     say(f"  AT-GRPO: each agent's {compared}; the client {config.rollout.client!r} samples")
     say(f"  learning curve, greedy success on {config.eval.num_prompts} validation questions:")
-    if (team := trained(warm)) is None:
+    if (team := trained(warm, build)) is None:
         return None
     progress, after = team
     say(f"  stopped at {progress.finished(warm)}")
@@ -153,7 +188,7 @@ def run_part(part: Part, config: TrainConfig, compare: bool, console: Console) -
     ]
     if compare:
         say(f"  {part.agent}, with GRPO, on as many sampled tokens:")
-        if (single := trained(single_agent(part, warm, out / "alone", progress.sampled_tokens))) is None:
+        if (single := trained(single_agent(part, warm, out / "alone", progress.sampled_tokens), build)) is None:
             return None
         rows.insert(1, Contender(part.agent, single[0].sampled_tokens, single[1]))
     say(comparison(part.task, rows))
@@ -166,9 +201,9 @@ def held_out(config: TrainConfig) -> Evaluation:
         return run.evaluate()
 
 
-def trained(config: TrainConfig) -> tuple[RunProgress, Evaluation] | None:
+def trained(config: TrainConfig, build: Build) -> tuple[RunProgress, Evaluation] | None:
     """Train, and return the progress and the held-out success after it. ``None`` after Ctrl-C."""
-    with closing(build_run(config)) as run:
+    with closing(build(config)) as run:
         progress = run.train()
         return None if run.trainer.interrupted else (progress, run.evaluate())
 

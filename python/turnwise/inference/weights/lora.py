@@ -8,7 +8,7 @@ are only the adapter's. So an optimizer, a checkpoint or a weight update takes i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
@@ -95,6 +95,12 @@ class SharedBase:
         adapters = {id(tensor) for tensor in self._adapter_tensors()}
         own = self.model.state_dict(keep_vars=True)
         return {name.replace(_BASE_LAYER, "."): t for name, t in own.items() if id(t) not in adapters}
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        """Make ``weights`` the base's own, without a copy. Tied ones need only one of their names."""
+        names = {name.replace(_BASE_LAYER, "."): name for name in self.model.state_dict()}
+        self.model.load_state_dict({names[name]: t for name, t in weights.items()}, strict=False, assign=True)
+        self.model.tie_weights()
 
     def merged_weights(self, adapted: AdaptedModel) -> dict[str, Tensor]:
         """The weights of a plain model that computes the same as ``adapted``: ``W + alpha / rank * B A``."""

@@ -48,12 +48,12 @@ from turnwise.train.checkpoint.files import (
 )
 from turnwise.train.checkpoint.parts import Part, check_fit, parts_of, placed
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
-from turnwise.train.checkpoint.shards import check_shards, read_shards
+from turnwise.train.checkpoint.shards import check_shards, read_shards, read_whole
 from turnwise.train.model.policy import Policy
 from turnwise.utils.files import sync_folder
 
-FORMAT, SHARDED_FORMAT, REMOTE_FORMAT = 4, 5, 6
-"""Formats of checkpoints with whole tensors, with shards, and without tensors, which a server holds."""
+FORMAT, SHARDED_FORMAT = 4, 5
+"""Formats of checkpoints with whole tensors, and with shards."""
 FORMATS = (FORMAT, SHARDED_FORMAT)
 _PREFIX = "step_"
 
@@ -67,6 +67,7 @@ __all__ = [
     "load_checkpoint",
     "load_learners",
     "load_weights",
+    "read_part",
     "save_checkpoint",
 ]
 
@@ -255,6 +256,16 @@ def load_weights(path: Path, policies: Mapping[str, Policy]) -> None:
         _copy_into(part.weights(), saved)
 
 
+def read_part(path: Path, part: Part, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of one part, whole and in their saved dtypes; its model may be on the meta device.
+
+    ``manifest`` is that of the checkpoint ``path``, whose files it has checked. Raises :class:`CheckpointError`.
+    """
+    if manifest["format"] == SHARDED_FORMAT:
+        return read_whole(path, part)
+    return _read_parts(path, [part], manifest)[0][1]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Contents of a checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,7 +358,7 @@ def _check_learners(path: Path, policies: Mapping[str, Policy], manifest: dict[s
             )
 
 
-def _read_parts(path: Path, parts: Iterable[Part], manifest: dict[str, Any]) -> list[tuple[Part, dict[str, Tensor]]]:
+def _read_parts(path: Path, parts: Iterable[Part], manifest: Mapping[str, Any]) -> list[tuple[Part, dict[str, Tensor]]]:
     """Read the saved tensors of each part, and check them against its model by name and shape."""
     contents = []
     for part in parts:

@@ -30,17 +30,30 @@ class Part:
 def parts_of(policies: Mapping[str, Policy], *, references: bool) -> list[Part]:
     """Return each policy's own weights, and the shared bases and references once each."""
     named = sorted(policies.items())  # the order of a config file must not matter
-    own = [Part(f"policy-{name}.safetensors", f"policy {name!r}", p.model, not p.trainable) for name, p in named]
-    shared: dict[int, Part] = {}
-    for name, policy in named:
-        base, reference = policy.base, policy.reference
-        if base is not None:
-            shared.setdefault(id(base), Part(f"base-{name}.safetensors", f"the base of {name!r}", base, True))
+    own = [own_part(name, policy.model, frozen=not policy.trainable) for name, policy in named]
+    shared = base_parts({name: policy.model for name, policy in named})
+    for name, policy in named if references else ():
+        reference = policy.reference
         # an adapter's reference is its base with adapters off
-        if references and reference is not None and not isinstance(reference, AdaptedModel):
+        if reference is not None and not isinstance(reference, AdaptedModel):
             file = f"reference-{name}.safetensors"
             shared.setdefault(id(reference), Part(file, f"the reference of {name!r}", reference, True))
     return [*own, *shared.values()]
+
+
+def own_part(name: str, model: nn.Module, *, frozen: bool) -> Part:
+    """Return the part of policy ``name``, which for an adapter has no base."""
+    return Part(f"policy-{name}.safetensors", f"policy {name!r}", model, frozen)
+
+
+def base_parts(models: Mapping[str, nn.Module]) -> dict[int, Part]:
+    """Return the part of each base under the policies' ``models``, by its ``id``; the first policy names it."""
+    parts: dict[int, Part] = {}
+    for name, model in sorted(models.items()):
+        if isinstance(model, AdaptedModel):
+            file = f"base-{name}.safetensors"
+            parts.setdefault(id(model.shared), Part(file, f"the base of {name!r}", model.shared, True))
+    return parts
 
 
 def check_fit(path: Path, part: Part, saved: Mapping[str, tuple[int, ...]]) -> None:

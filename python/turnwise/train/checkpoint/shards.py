@@ -84,6 +84,22 @@ def read_shards(path: Path, policies: Mapping[str, Policy], *, learners: bool) -
     return moments
 
 
+def read_whole(path: Path, part: Part) -> dict[str, Tensor]:
+    """Read one part into new tensors on the CPU, in this process alone. Raises :class:`CheckpointError`."""
+    import torch.distributed.checkpoint as dcp
+
+    entries, prefix = _entries(path), _prefix(part)
+    check_shards(path, [part], _sizes_of(entries))
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if key.startswith(prefix)
+    }
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+
+
 def check_shards(path: Path, parts: list[Part], sizes: Mapping[str, tuple[int, ...]] | None = None) -> None:
     """Raise :class:`CheckpointError` unless the checkpoint has the weights of all ``parts``, in their shapes."""
     sizes = _sizes(path) if sizes is None else sizes
@@ -94,13 +110,21 @@ def check_shards(path: Path, parts: list[Part], sizes: Mapping[str, tuple[int, .
 
 
 def _sizes(path: Path) -> dict[str, tuple[int, ...]]:
+    return _sizes_of(_entries(path))
+
+
+def _sizes_of(entries: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(getattr(entry, "size", ())) for key, entry in entries.items()}
+
+
+def _entries(path: Path) -> Mapping[str, Any]:
+    """Return torch's description of each tensor by its key."""
     import torch.distributed.checkpoint as dcp
 
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
+        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # it unpickles, so a damaged file may raise anything
         raise CheckpointError(f"{path / '.metadata'} can't be read: {error!r}") from error
-    return {key: tuple(getattr(entry, "size", ())) for key, entry in metadata.state_dict_metadata.items()}
 
 
 def _prefix(part: Part) -> str:

@@ -85,8 +85,8 @@ class ShardingConfig(Section):
     offload: bool = False
     """Keep shards and optimizer in the CPU's memory."""
     replicas: int = Field(default=1, ge=1)
-    """Copies of the weights: each is sharded over its part of the processes. With one for each node, only gradients
-    cross the nodes."""
+    """Copies of the weights, each in shards over its part of the processes. With one per node, only gradients cross
+    nodes."""
     parallel: bool = False
     """Train policies that share no weights at the same time, each on an equal part of the processes."""
     timeout: float = Field(default=300.0, gt=0)

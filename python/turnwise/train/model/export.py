@@ -26,9 +26,23 @@ def export_policy(
     base: str = "",
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write ``policy`` and ``tokenizer`` to ``folder``.
+    """Write ``policy`` and ``tokenizer`` to ``folder``, as :func:`export_model` does.
 
     ``weights`` are the policy's own weights, whole; by default those of its model, which must then not be sharded.
+    """
+    export_model(policy.model, tokenizer, folder, merge=merge, base=base, weights=weights)
+
+
+def export_model(
+    model: Any,
+    tokenizer: Any,
+    folder: str | Path,
+    *,
+    merge: bool,
+    base: str = "",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a policy's ``model`` and ``tokenizer`` to ``folder``; ``weights`` replace those of the model.
 
     A full model is saved with ``save_pretrained``. For an adapter, ``folder`` holds the adapter in peft's format, with
     ``base`` as its base (by default the path that the base was loaded from). With ``merge``, ``folder/merged`` then
@@ -36,7 +50,6 @@ def export_policy(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    model: Any = policy.model
     if not isinstance(model, AdaptedModel):
         model.save_pretrained(folder, state_dict=weights)
     elif model.name is None:

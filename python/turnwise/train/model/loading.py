@@ -89,7 +89,7 @@ def load_models(
 ) -> dict[str, nn.Module]:
     """Load a module for each policy, the same one for policies that share it (see :func:`sharing`).
 
-    With ``empty`` their parameters have no memory, to get those of another process (:func:`load_model`).
+    With ``empty`` their parameters have no memory, to get those of another process or a checkpoint.
     """
     models: dict[str, nn.Module] = {}
     for names in sharing(policies, share_frozen):

@@ -18,13 +18,12 @@ from torch import Tensor
 from turnwise.inference.tinker.client import BASE, SAMPLER
 from turnwise.inference.tinker.server import TinkerServerError, token_input
 from turnwise.train.checkpoint.checkpoint import (
-    REMOTE_FORMAT,
     CheckpointError,
     CheckpointMismatch,
     restore_progress,
     save_checkpoint,
 )
-from turnwise.train.checkpoint.files import read_manifest, read_tensors, write_tensors
+from turnwise.train.checkpoint.files import REMOTE_FORMAT, read_manifest, read_tensors, write_tensors
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import T, Updated, Weights

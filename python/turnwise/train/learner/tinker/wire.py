@@ -86,7 +86,7 @@ SERVED = "'clip-higher', 'ppo', 'cispo', 'reinforce' or 'gpg'"
 def server_loss(variant: Variant) -> ServerLoss:
     """Return the API's loss that equals ``variant``. Raises ``ValueError`` naming the config key if there is none."""
     if type(variant) not in _LOSSES:
-        raise ValueError(f"loss.type, a {type(variant).__name__}: a Tinker server has no such loss; expected {SERVED}")
+        raise ValueError(f"a Tinker server has no loss {type(variant).__name__}: expected {SERVED}")
     return _LOSSES[type(variant)](variant)
 
 

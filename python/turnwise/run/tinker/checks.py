@@ -1,40 +1,21 @@
-"""Builds the learner and the client of ``learner.type = "tinker"``, and checks which settings its server can serve."""
+"""Checks which settings a Tinker server can serve, and connects to it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-from safetensors import safe_open
-
-from turnwise.inference import TinkerClient
 from turnwise.inference.common.keys import key_from_environment
 from turnwise.inference.tinker.server import TinkerServer, TinkerServerError, tinker_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
-from turnwise.train.config.schedule import steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.learner.tinker.adapter import Adapter
-from turnwise.train.learner.tinker.learner import TinkerLearner
-from turnwise.train.learner.tinker.policy import RemotePolicy
-from turnwise.train.learner.tinker.wire import SERVERS, server_loss
-from turnwise.train.log.run_log import RunLog
+from turnwise.train.learner.tinker.wire import SERVERS, ServerKind, server_loss
 from turnwise.train.model.loading import TINY
 from turnwise.train.update.loss_types import make_variant
-from turnwise.types import InferenceClient
 
 ALPHA = 32.0
 """Scale of every adapter on a Tinker server, hosted or SkyRL's."""
-
-
-class Remote(NamedTuple):
-    """What a run with a server has instead of models."""
-
-    learner: TinkerLearner
-    client: InferenceClient
-    context_length: int
 
 
 def is_remote(config: TrainConfig) -> bool:
@@ -42,7 +23,6 @@ def is_remote(config: TrainConfig) -> bool:
     return config.learner.type == "tinker"
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
 def check_tinker(config: TrainConfig) -> list[str]:
     """List the settings of ``config`` (with resolved policies) that a Tinker server can't serve, one line each."""
     remote, client = is_remote(config), config.rollout.client
@@ -70,7 +50,7 @@ def check_tinker(config: TrainConfig) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def _unserved(config: TrainConfig, kind: Any) -> Iterator[tuple[str, Any, str]]:
+def _unserved(config: TrainConfig, kind: ServerKind) -> Iterator[tuple[str, Any, str]]:
     """Yield keys with their values and the reasons why the server can't serve them."""
     loss, update, loop, default = config.loss, config.update, config.loop, type(config.update)()
     if config.rollout.temperature != 1:
@@ -90,7 +70,7 @@ def _unserved(config: TrainConfig, kind: Any) -> Iterator[tuple[str, Any, str]]:
         optimizer = config.optimizer_of(name)
         for key in fixed:
             if (value := getattr(optimizer, key)) != getattr(default, key):
-                yield f"update.{key}", value, f"{_NO_SAY}: expected no setting here"
+                yield f"update.{key}", value, f"{ITS_OWN}: expected no setting here"
         if kind.shares_decay and optimizer.weight_decay and len(config.policies) > 1:
             yield "update.weight_decay", optimizer.weight_decay, "it would also shrink the other adapters: expected 0"
     if kind.trains_its_sampler and loop.max_staleness:
@@ -111,7 +91,7 @@ def _unserved(config: TrainConfig, kind: Any) -> Iterator[tuple[str, Any, str]]:
         yield "sharding", config.sharding.model_dump(exclude_defaults=True), "no model is here: expected no setting"
 
 
-_NO_SAY = "the server takes it from its own settings"
+ITS_OWN = "the server takes it from its own settings"
 
 
 def _unserved_of(settings: PolicyConfig) -> Iterator[tuple[str, Any, str]]:
@@ -158,65 +138,3 @@ def connect(config: TrainConfig) -> TinkerServer:
         return TinkerServer(settings.base_url, key, timeout=settings.timeout, patience=settings.patience)
     except TinkerServerError as error:
         raise ConfigError(f"config key 'learner.tinker.base_url': {error}") from error
-
-
-# -- the parts of a run ------------------------------------------------------------------------------------------------
-def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
-    """Connect to the server, and create an adapter there for each trainable policy."""
-    from transformers import AutoConfig
-
-    path, server, name_there = next(iter(config.policies.values())).path, connect(config), base_model(config)
-    model = AutoConfig.from_pretrained(path).get_text_config()
-    updates_per_step = config.update.ppo_epochs * config.update.num_minibatches
-    policies = {
-        name: RemotePolicy(
-            name,
-            config.optimizer_of(name),
-            total_steps=steps_in_training(name, config.steps, config.phases) * updates_per_step,
-            trainable=settings.trainable,
-            with_reference=config.loss.kl.coef > 0 and settings.trainable,
-        )
-        for name, settings in config.policies.items()
-    }
-    adapters = {
-        name: Adapter(server, name_there, settings.lora.rank, config.seed + number)
-        for number, (name, settings) in enumerate(config.policies.items())
-        if settings.trainable and settings.lora is not None
-    }
-    base = server.sampler(base_model=name_there) if config.loss.kl.coef else None
-    learner = TinkerLearner(policies, adapters, config, name_there, base)
-    context = int(model.max_position_embeddings)
-    client = TinkerClient(
-        server, tokenizer, policies, vocabulary=model.vocab_size, context_length=context, seed=config.seed
-    )
-    log.note(f"{server.url} holds and trains the adapters of {', '.join(adapters)} over {name_there}")
-    if not learner.kind.clips:
-        log.note(f"update.max_grad_norm has no effect: server = {config.learner.tinker.server!r} clips as it is set up")
-    if not learner.kind.adam:
-        log.note(f"update.betas and update.weight_decay have no effect: {_NO_SAY}")
-    return Remote(learner, client, context)
-
-
-def export_adapters(learner: TinkerLearner, tokenizer: Any, run_dir: Path, log: RunLog) -> None:
-    """Download each trained adapter from the server into ``run_dir/policies/<name>``, in peft's format."""
-    for name, adapter in learner.adapters.items():
-        folder = run_dir / "policies" / name
-        path = adapter.save_for_sampler(f"export{learner.policies[name].version}-{learner.mark()}")
-        try:
-            adapter.server.download(path, folder)
-        except TinkerServerError as error:
-            log.note(f"policy {name!r} is not exported, and stays on the server as {path}: {error}")
-            continue
-        _complete(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def _complete(folder: Path) -> None:
-    """Name the adapted modules in an adapter's configuration. SkyRL leaves them out, and peft would guess others."""
-    file = folder / "adapter_config.json"
-    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    with safe_open(folder / "adapter_model.safetensors", "pt") as tensors:
-        modules = {key.partition(".lora_")[0].rpartition(".")[2] for key in tensors.keys()}  # noqa: SIM118
-    changed: Mapping[str, Any] = {"target_modules": sorted(modules), "task_type": "CAUSAL_LM"}
-    missing = {key: value for key, value in changed.items() if not settings.get(key)}
-    file.write_text(json.dumps({**settings, **missing}, indent=2), encoding="utf-8")
