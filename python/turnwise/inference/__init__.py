@@ -1,12 +1,13 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
-Read in this order: scripted, common, openai, routing, weights, local, vllm, server.
+Read in this order: scripted, common, openai, routing, weights, local, vllm, server, tinker.
 May import: types, utils, chat.
 
 ``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` runs
 vLLM in this process, ``VLLMProcessClient`` in child processes, and ``VLLMServerClient`` calls a vLLM server at an
-``Endpoint``. ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` combines several clients. Each
-client's dependencies are imported when its name is first used.
+``Endpoint``. ``TinkerClient`` samples with weights that a server of the Tinker API trains. ``OpenAIClient`` is for
+judges and fixed opponents. ``RoutingClient`` combines several clients. Each client's dependencies are imported when its
+name is first used.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from turnwise.inference.local.client import TransformersClient
     from turnwise.inference.openai import OpenAIClient
     from turnwise.inference.server.client import VLLMServerClient
+    from turnwise.inference.tinker.client import TinkerClient
     from turnwise.inference.vllm.client import VLLMClient
     from turnwise.inference.vllm.process_client import VLLMProcessClient
 
@@ -37,6 +39,7 @@ __all__ = [
     "Reply",
     "RoutingClient",
     "ScriptedClient",
+    "TinkerClient",
     "TransformersClient",
     "VLLMClient",
     "VLLMProcessClient",
@@ -46,6 +49,7 @@ __all__ = [
 _LAZY = {
     "Endpoint": "turnwise.inference.common.http",
     "OpenAIClient": "turnwise.inference.openai",
+    "TinkerClient": "turnwise.inference.tinker.client",
     "TransformersClient": "turnwise.inference.local.client",
     "VLLMClient": "turnwise.inference.vllm.client",
     "VLLMProcessClient": "turnwise.inference.vllm.process_client",

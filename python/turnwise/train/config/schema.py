@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from turnwise.train.config.base import Section
+from turnwise.train.config.learner import LearnerConfig
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import OptimizerConfig, PhaseConfig, PolicyConfig, WarmStartConfig
 from turnwise.train.config.sampling import CreditConfig, FilterConfig, LoopConfig, RewardConfig, RolloutConfig
@@ -148,6 +149,8 @@ class TrainConfig(Section):
     """Games against past policies."""
     health: HealthConfig = HealthConfig()
     """Signals that are watched during training."""
+    learner: LearnerConfig = LearnerConfig()
+    """What holds and trains the weights."""
     sharding: ShardingConfig = ShardingConfig()
     """Models in shards over several processes."""
     log: LogConfig = LogConfig()
