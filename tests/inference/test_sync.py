@@ -199,7 +199,7 @@ def test_one_file_at_a_time(tmp_path: Path) -> None:
 
 
 def test_forged_handles() -> None:
-    whole = {"kind": "shared_memory", "mark": "", "sequence": 1, "bytes": 9, "pid": 1, "descriptor": 3}
+    whole = {"kind": "shared_memory", "mark": "", "sequence": 1, "bytes": 9, "sums": "", "pid": 1, "descriptor": 3}
     for handle, said in [
         ({"kind": "pigeon"}, r"kind 'pigeon': expected one of \['gloo', 'ipc',"),
         ({"kind": []}, r"kind \[\]: expected one of"),

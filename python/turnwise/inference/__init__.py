@@ -1,12 +1,13 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
-Read in this order: scripted, common, openai, routing, weights, local, vllm, server.
+Read in this order: scripted, common, openai, routing, weights, local, vllm, server, pool.
 May import: types, utils, chat.
 
 ``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` runs
 vLLM in this process, ``VLLMProcessClient`` in child processes, and ``VLLMServerClient`` calls a vLLM server at an
-``Endpoint``. ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` combines several clients. Each
-client's dependencies are imported when its name is first used.
+``Endpoint``. ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` gives each policy its own client.
+``PoolClient`` shares out the requests of the same policies over several. Each client's dependencies are imported when
+its name is first used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from turnwise.inference.common.http import Endpoint
     from turnwise.inference.local.client import TransformersClient
     from turnwise.inference.openai import OpenAIClient
+    from turnwise.inference.pool.client import PoolClient
     from turnwise.inference.server.client import VLLMServerClient
     from turnwise.inference.vllm.client import VLLMClient
     from turnwise.inference.vllm.process_client import VLLMProcessClient
@@ -34,6 +36,7 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "OpenAIClient",
+    "PoolClient",
     "Reply",
     "RoutingClient",
     "ScriptedClient",
@@ -46,6 +49,7 @@ __all__ = [
 _LAZY = {
     "Endpoint": "turnwise.inference.common.http",
     "OpenAIClient": "turnwise.inference.openai",
+    "PoolClient": "turnwise.inference.pool.client",
     "TransformersClient": "turnwise.inference.local.client",
     "VLLMClient": "turnwise.inference.vllm.client",
     "VLLMProcessClient": "turnwise.inference.vllm.process_client",

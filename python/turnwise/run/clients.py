@@ -95,7 +95,7 @@ def _with_engines(
 
 
 def _endpoint(url: str, server: ServerConfig) -> Endpoint:
-    keys = {"api_key_env": server.api_key_env, "api_key_file": server.api_key_file}
+    keys: dict[str, Any] = {"api_key_env": server.api_key_env, "api_key_file": server.api_key_file}
     return Endpoint(url, **keys, timeout=server.timeout, retries=server.retries, wait=server.wait)
 
 

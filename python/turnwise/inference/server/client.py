@@ -135,14 +135,7 @@ class VLLMServerClient(ClientBase):
             policy_of(self._policies, request.policy)
             check_sampling_by_vllm(request.sampling)
             completion_limit(request, 2**63, None)
-        work = self._endpoint.thread.submit(self._generate(requests))
-        try:
-            return await asyncio.wrap_future(work)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():
-                raise ModelError("the client was closed before this request was done") from None
-            raise
+        return await self._endpoint.thread.result_of(self._generate(requests), lambda: self._closed)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` (pairs of name and tensor, named as in the model's ``state_dict``) to the server.

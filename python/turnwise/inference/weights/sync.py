@@ -39,6 +39,7 @@ from turnwise.inference.weights.weight_block import (
     plan_layout,
     read_weights,
     storage_key,
+    sums_of,
 )
 
 _HAS_MEMORY = hasattr(os, "memfd_create")
@@ -178,7 +179,8 @@ class SafetensorsTransfer:
         self._remove()
         self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
         return {
-            "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size
+            "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size,
+            "sums": sums_of(weights),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -277,18 +279,20 @@ def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
 def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
     """Open the weights of ``handle`` inside ``with``: tensors by name, without a copy. Tied ones share memory.
 
-    Raises :class:`TransferError` if the weights are gone, incomplete or replaced. It may also raise at the end of
-    ``with``: then the values read inside may mix two sets of weights, and must not be used.
+    Raises :class:`TransferError` if the weights are gone, incomplete, changed or replaced. It may also raise at the end
+    of ``with``: then the values read inside may mix two sets of weights, and must not be used.
     """
     if not isinstance(handle, Mapping):
         raise TransferError(f"a handle that is a {type(handle).__name__}: expected a mapping, as `send` makes it")
     kind = handle.get("kind")
     if kind not in tuple(_OPENERS):
         raise TransferError(f"handle of kind {kind!r}: expected one of {sorted(_OPENERS)}")
-    for name, type_ in {"mark": str, "sequence": int, "bytes": int, **_PLACES[kind]}.items():
+    for name, type_ in {"mark": str, "sequence": int, "bytes": int, "sums": str, **_PLACES[kind]}.items():
         if type(handle.get(name)) is not type_:
             raise TransferError(
                 f"the handle has {name}={handle.get(name)!r}: expected {type_.__name__}, as `send` makes it"
             )
     with _OPENERS[kind](handle) as weights:
+        if sums_of(weights) != handle["sums"]:
+            raise TransferError("the weights that arrived have other sums than those that were sent")
         yield weights
