@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from turnwise.inference.openai import OpenAIClient
     from turnwise.inference.pool.client import PoolClient
     from turnwise.inference.server.client import VLLMServerClient
+    from turnwise.inference.server.reader import VLLMServerReader
     from turnwise.inference.vllm.client import VLLMClient
     from turnwise.inference.vllm.process_client import VLLMProcessClient
 
@@ -44,6 +45,7 @@ __all__ = [
     "VLLMClient",
     "VLLMProcessClient",
     "VLLMServerClient",
+    "VLLMServerReader",
 ]
 
 _LAZY = {
@@ -54,6 +56,7 @@ _LAZY = {
     "VLLMClient": "turnwise.inference.vllm.client",
     "VLLMProcessClient": "turnwise.inference.vllm.process_client",
     "VLLMServerClient": "turnwise.inference.server.client",
+    "VLLMServerReader": "turnwise.inference.server.reader",
 }
 
 

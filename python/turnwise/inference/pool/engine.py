@@ -91,20 +91,19 @@ class PoolEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
     async def ask(self, request: ModelRequest) -> ModelResponse:
         """Return the engine's answer. Raises :class:`EngineFailed`, and the client's errors that the request caused."""
-        acknowledged = self.versions.setdefault(request.policy, [self.client.version(request.policy)])
-        first = len(acknowledged) - 1
+        first = max(len(self.versions.get(request.policy, ())) - 1, 0)
         self.counts["requests"] += 1
         self.outstanding += 1
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
         try:
             response = await self._answer(request)
-            if not _is_of(response, acknowledged[first:]):
+            if not self._vouches(request.policy, response, first):
                 async with self._loading:  # these may be weights that the engine is about to acknowledge
                     pass
-            if not _is_of(response, acknowledged[first:]):
+            if not self._vouches(request.policy, response, first):
                 raise EngineFailed(
                     f"it answered with versions {response.policy_versions} of {request.policy!r}: expected "
-                    f"{sorted(set(acknowledged[first:]))}, which it acknowledged"
+                    f"{self.versions[request.policy][first:]}, which it acknowledged"
                 )
         except (ModelError, OSError) as error:
             own = isinstance(error, ContextLengthError) or (
@@ -116,6 +115,12 @@ class PoolEngine:
         finally:
             self.outstanding -= 1
         return response
+
+    def _vouches(self, policy: str, response: ModelResponse, first: int) -> bool:
+        """True if the engine acknowledged all versions of ``response``, from the ``first`` one on, or was sent none."""
+        acknowledged = self.versions.get(policy)
+        sampled = {version for count, version in response.policy_versions if count}
+        return acknowledged is None or sampled <= set(acknowledged[first:])
 
     async def _answer(self, request: ModelRequest) -> ModelResponse:
         answer = asyncio.ensure_future(self.client.generate([request]))
@@ -162,6 +167,7 @@ class PoolEngine:
         """Load ``new``, and return once the engine has acknowledged them. Raises its errors, or ``TimeoutError``."""
         loop = asyncio.get_running_loop()
         async with self._loading:
+            acknowledged = self.versions.setdefault(new.policy, [self.client.version(new.policy)])
             call = loop.run_in_executor(
                 self._loader, self.client.load_weights, new.policy, new.weights.items(), new.version
             )
@@ -171,7 +177,7 @@ class PoolEngine:
                 raise TimeoutError(
                     f"it did not acknowledge new weights within timeout={self._limits.timeout:g} seconds"
                 ) from None
-            self.versions.setdefault(new.policy, []).append(new.version)
+            acknowledged.append(new.version)
 
     def begin(self) -> None:
         """Serve from now on."""
@@ -189,7 +195,3 @@ class PoolEngine:
         self.end("it is closed", lost=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
         await self.client.close()
-
-
-def _is_of(response: ModelResponse, versions: Iterable[int]) -> bool:
-    return {version for count, version in response.policy_versions if count} <= set(versions)

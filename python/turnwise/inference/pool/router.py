@@ -48,7 +48,7 @@ class PrefixRouter:
         for start in range(0, len(prompt), BLOCK):
             prefix = hash((prefix, *prompt[start : start + BLOCK]))
             prefixes.append(prefix)
-        half = len(prefixes) // 2
+        half = max(len(prefixes) - 1, 0) // 2
         known = next((self._engine_of[p] for p in reversed(prefixes[half:]) if p in self._engine_of), "")
         if outstanding.get(known, float("inf")) <= min(outstanding.values()) + self._imbalance:
             chosen = known

@@ -14,6 +14,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -235,6 +236,52 @@ class AutomaticTransfer:
 
     def close(self) -> None:
         self._transfer.close()
+
+
+class SharedTransfer:
+    """Lends one transfer to several clients that send the same weights, so that this host holds them once.
+
+    Weights that a client sends must not change while others send them, as :class:`PoolClient`'s copies don't.
+    """
+
+    def __init__(self, transfer: WeightTransfer) -> None:
+        self._transfer, self._lent = transfer, 0
+        self._lock = threading.Lock()
+        self._weights: dict[str, Tensor] = {}  # kept, so that no others take their addresses
+        self._handle: dict[str, Any] = {}
+
+    def lend(self) -> WeightTransfer:
+        """Return the transfer for one client. The last client that closes its own closes the shared one."""
+        self._lent += 1
+        return _LentTransfer(self)
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Store ``weights``, unless they are stored already, and return their handle."""
+        with self._lock:
+            places = {name: storage_key(tensor) for name, tensor in weights.items()}
+            if not self._handle or places != {name: storage_key(tensor) for name, tensor in self._weights.items()}:
+                self._handle = {}
+                self._handle, self._weights = self._transfer.send(weights), dict(weights)
+            return self._handle
+
+    def give_back(self) -> None:
+        """Count one client less."""
+        with self._lock:
+            self._lent -= 1
+            if not self._lent:
+                self._transfer.close()
+                self._handle, self._weights = {}, {}
+
+
+class _LentTransfer:
+    def __init__(self, shared: SharedTransfer) -> None:
+        self.send = shared.send
+        self._give_back: Callable[[], None] | None = shared.give_back
+
+    def close(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
 
 TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
