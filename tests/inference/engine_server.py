@@ -177,9 +177,8 @@ class Engine:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    from fake_server import FakeServer
-
     import torch
+    from fake_server import FakeServer
 
     torch.set_num_threads(1)
     server = FakeServer(Engine(sys.argv[1]).script(), int(sys.argv[2]))

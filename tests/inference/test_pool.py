@@ -230,7 +230,7 @@ async def test_a_request_that_fails_everywhere_is_given_up() -> None:
     for engine in engines.values():
         engine.broken = ModelError("out of memory")
     async with client:
-        with pytest.warns(UserWarning, match="failed"), pytest.raises(ModelError, match="failed 2 times: .*: out of"):
+        with pytest.warns(UserWarning, match="failed"), pytest.raises(ModelError, match=r"failed 2 times: .*: out of"):
             await client.generate([ask()])
         assert sum(client.stats()[f"engines/{name}/deaths"] for name in engines) == 2
 
@@ -404,7 +404,7 @@ async def test_a_pool_equals_one_engine_bit_for_bit() -> None:
 
 async def test_a_joiner_gets_the_base_of_an_adapter_that_was_sent_once() -> None:
     shared, models = adapted(build("served"))
-    other, fresh = adapted(build("served", seed=3))
+    _, fresh = adapted(build("served", seed=3))
     async with alone(models) as one, PoolClient({"a": alone(models)}) as pool:
         for client in (one, pool):
             for name, model in models.items():

@@ -43,7 +43,7 @@ async def test_a_reader_knows_the_versions_that_it_was_told() -> None:
                 assert not waiting.done()
                 reader.follow(ServedWeights.by(writer))
                 assert versions_of(await waiting) == {5} and reader.version("default") == 5
-                with pytest.raises(ValueError, match="served.names.*'other'"):
+                with pytest.raises(ValueError, match=r"served\.names.*'other'"):
                     reader.follow(ServedWeights({"other": None}, {}))
         assert len([path for path, _ in server.asked if path == "/pause"]) == 2, "the reader sends no weights"
 

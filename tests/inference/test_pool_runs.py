@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "inference"))
-from engine_server import EngineServers  # noqa: E402
-
+from turnwise.inference import PoolClient, VLLMServerClient
+from turnwise.inference.common.http import Endpoint
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of, tiny_model
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
+
+from .engine_server import EngineServers
+from .helpers import requests_of, sent, versions_of
 
 
 def config_of(folder: Path, **rollout: Any) -> TrainConfig:
@@ -136,11 +138,31 @@ def test_an_engine_that_stands_still_changes_no_bit(
     assert same(weights_of(run), undisturbed)
 
 
+@pytest.mark.slow
+async def test_weights_that_change_on_the_way_are_refused(folder: Path, servers: EngineServers) -> None:
+    """One bit arrives as another at one of two engines. That one serves nothing, until it is started again."""
+    config = config_of(folder)
+    tokenizer, model = tiny_model(config, task_of(config))
+    servers.flip(1)
+    engines = {url: VLLMServerClient(Endpoint(url, patience=0.0, retries=0), tokenizer, model) for url in servers.urls}
+    async with PoolClient(engines) as pool:
+        with pytest.warns(UserWarning, match=f"engine {servers.urls[1]} failed.*other sums than those that were sent"):
+            pool.load_weights("default", sent(model), 1)
+        assert pool.serving() == servers.urls[:1]
+        assert versions_of(await pool.generate(requests_of(6))) == {1}
+        assert pool.stats()[f"engines/{servers.urls[1]}/requests"] == 0
+        await asyncio.to_thread(servers.kill, 1)
+        await asyncio.to_thread(servers.start, 1)
+        while len(pool.serving()) < 2:
+            await asyncio.sleep(0.05)
+        assert versions_of(await pool.generate(requests_of(6))) == {1}
+
+
 def test_refusals(folder: Path) -> None:
     twice = "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match=rf"'rollout.server.url'.*expected each server once.*got '{twice}' again"):
         build_run(config_of(folder, client="vllm-server", server={"url": [twice, twice]}))
-    with pytest.raises(ConfigError, match="'rollout.server'.*can't be reached"):
+    with pytest.raises(ConfigError, match=r"'rollout.server'.*can't be reached"):
         build_run(config_of(folder, client="vllm-server", server={"url": [twice, "http://127.0.0.1:2"]}))
-    with pytest.raises(ConfigError, match="rollout.server.url"):
+    with pytest.raises(ConfigError, match=r"rollout\.server\.url"):
         config_of(folder, client="vllm-server", server={"url": []})
