@@ -354,9 +354,7 @@ async def test_a_late_joiner_catches_up_alone() -> None:
 
     late.load_weights = slow  # type: ignore[method-assign]
     async with client:
-        weights = torch.zeros(4)
-        client.load_weights("default", [("w", weights)], 1)
-        weights.fill_(7.0)  # the trainer goes on
+        client.load_weights("default", WEIGHTS.items(), 1)
         client.join("late", late)
         with pytest.raises(ValueError, match="name='late'"):
             client.join("late", late)
@@ -373,6 +371,44 @@ async def test_a_late_joiner_catches_up_alone() -> None:
             await late.generate([ask()])
         with pytest.raises(ValueError, match=r"name='late': expected one of \['a', 'b'\]"):
             await client.leave("late")
+
+
+async def test_joiners_get_what_was_published_and_not_what_became_of_it() -> None:
+    client, _ = pool_of("a")
+    got: list[float] = []
+
+    class Keeping(Engine):
+        def load_weights(self, policy: str, weights: Any, version: int) -> None:
+            got.extend(float(tensor.sum()) for _, tensor in weights)
+
+    async with client:
+        weights = torch.ones(4)
+        client.load_weights("default", [("w", weights)], 1)
+        weights.fill_(7.0)  # the trainer goes on
+        client.join("late", Keeping("late"))
+        await until(lambda: client.serving() == ["a", "late"])
+    assert got == [4.0]
+
+
+async def test_an_answer_may_be_of_the_weights_at_the_time_of_the_request() -> None:
+    """It was sampled before the first update, and comes after it."""
+    go = asyncio.Event()
+
+    class Slow(Engine):
+        async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+            responses = await super().generate(requests)
+            while not go.is_set():
+                await asyncio.sleep(0.005)
+            return responses
+
+    engines = {"a": Slow("a")}
+    async with PoolClient(engines) as client:
+        early = asyncio.ensure_future(client.generate([ask()]))
+        await until(lambda: len(engines["a"].calls) == 1)
+        client.load_weights("default", WEIGHTS.items(), 1)
+        go.set()
+        assert versions_of(await early) == {0}
+        assert versions_of(await client.generate([ask()])) == {1}
 
 
 async def test_leaving_waits_for_running_requests() -> None:

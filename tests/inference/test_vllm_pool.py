@@ -7,14 +7,11 @@ import os
 import signal
 from typing import Any
 
-import torch
-
 from turnwise.inference import PoolClient, VLLMServerClient, VLLMServerReader
 from turnwise.inference.pool.router import PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.reader import ServedWeights
 from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
-from turnwise.types import Sampling
 
 from .helpers import (
     EXACT,
@@ -47,9 +44,8 @@ async def test_a_server_is_killed_and_every_token_stays_exact(vllm_servers: list
         await check_updates(client, model, updates=3)
         counts = [client.stats()[f"engines/{server.url}/requests"] for server in vllm_servers]
         assert min(counts) >= 4
-        with torch.no_grad():
-            move(model, 0.01)
-        client.load_weights("default", sent(model), 4)
+        move(model, 0.01)
+        client.load_weights("default", model.state_dict().items(), 4)
         running = asyncio.ensure_future(client.generate(requests_of(8, tokens=20)))
         while client.stats()[f"engines/{killed.url}/requests"] == counts[0]:
             await asyncio.sleep(0)
@@ -57,9 +53,8 @@ async def test_a_server_is_killed_and_every_token_stays_exact(vllm_servers: list
         responses = await running
         assert error_of(model, responses) < EXACT and versions_of(responses) == {4}
         assert client.serving() == [vllm_servers[1].url]
-        with torch.no_grad():
-            move(model, 0.01)
-        client.load_weights("default", sent(model), 5)  # nobody waits for the killed one
+        move(model, 0.01)
+        client.load_weights("default", model.state_dict().items(), 5)  # nobody waits for the killed one
         while len(client.serving()) < 2:
             await asyncio.sleep(0.2)
         before = client.stats()[f"engines/{killed.url}/requests"]
@@ -90,6 +85,3 @@ async def test_adapters_and_a_reader(vllm_servers: list[Any]) -> None:
         served = ServedWeights.by(late)
         async with VLLMServerReader(vllm_servers[1].endpoint(), ByteTokenizer(), served) as reader:
             await check_adapters(reader, lambda: build("served"), shared, models, versions)
-            asked = requests_of(2, policy="solver")
-            assert asked[0].sampling == Sampling(max_tokens=8, seed=0)
-            assert versions_of(await reader.generate(asked)) == {2}
