@@ -163,6 +163,9 @@ async def test_a_failed_engines_requests_are_asked_elsewhere_with_the_same_seed(
         assert client.serving() == ["b"]
         assert client.stats()["retries"] == client.stats()["engines/a/retries"] >= 1
         assert client.stats()["engines/a/deaths"] == 1
+        before = client.stats()["engines/a/requests"]
+        await client.generate([ask(n) for n in range(20, 40)])
+        assert client.stats()["engines/a/requests"] == before
 
 
 async def test_requests_without_a_seed_get_one_for_all_attempts() -> None:

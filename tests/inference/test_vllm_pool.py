@@ -22,7 +22,6 @@ from .helpers import (
     error_of,
     move,
     requests_of,
-    sent,
     versions_of,
 )
 
