@@ -66,7 +66,7 @@ Script = dict[str, Act | list[Act] | Callable[[dict[str, Any]], Act]]
 class FakeServer:
     """``url`` and what was ``asked``: path and decoded body of each request, in order."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, port: int = 0) -> None:
         self.script, self.asked = script, []  # type: ignore[var-annotated]
         fake = self
 
@@ -93,7 +93,7 @@ class FakeServer:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.headers: list[dict[str, str]] = []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from turnwise.inference import (
+    PoolClient,
     RoutingClient,
     ScriptedClient,
     TransformersClient,
@@ -31,6 +32,14 @@ CLIENTS: dict[str, Callable[[Callable[[], Any]], InferenceClient]] = {
     ),
     "transformers": lambda servers: TransformersClient(
         {"default": build("served", seed=0), "other": build("served", seed=1)}, ByteTokenizer()
+    ),
+    "pool": lambda servers: PoolClient(
+        {
+            name: TransformersClient(
+                {"default": build("served", seed=0), "other": build("served", seed=1)}, ByteTokenizer()
+            )
+            for name in ("one", "two")
+        }
     ),
     "vllm": lambda servers: VLLMClient(
         {"default": build("served", seed=0), "other": build("served", seed=1)},

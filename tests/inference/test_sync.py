@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from turnwise.inference.weights import sync
 from turnwise.inference.weights.sync import (
     AutomaticTransfer,
     SafetensorsTransfer,
@@ -23,6 +25,7 @@ from turnwise.inference.weights.sync import (
     make_transfer,
     open_weights,
 )
+from turnwise.inference.weights.weight_block import sums_of
 
 from .helpers import weights_at
 
@@ -101,6 +104,29 @@ def test_an_older_handle_is_refused(transfer: Any) -> None:
     transfer.send(weights_of(1))
     with pytest.raises(TransferError):
         weights_at(old)
+
+
+def test_weights_of_other_sums_are_refused(transfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one weight, of any dtype, is another on arrival."""
+    for name in ("bfloat16", "bool", "scalar", "transposed"):
+        handle = transfer.send(weights_of())
+        opened = sync._OPENERS[handle["kind"]]
+
+        @contextmanager
+        def flipped(handle: Any, name: str = name, opened: Any = opened) -> Any:
+            with opened(handle) as weights:
+                weights[name] = weights[name].clone()
+                weights[name].view(-1).view(torch.uint8)[-1] ^= 1
+                yield weights
+
+        with monkeypatch.context() as patched:
+            patched.setitem(sync._OPENERS, handle["kind"], flipped)
+            with pytest.raises(TransferError, match="other sums"):
+                weights_at(handle)
+    for name in ("float32", "int64"):
+        weights = {name: weights_of()[name], "renamed": torch.ones(1)}
+        assert sums_of(weights) != sums_of({"other": weights[name], "renamed": torch.ones(1)})
+        assert sums_of(weights) == sums_of({name: weights[name].clone(), "renamed": torch.ones(1)})
 
 
 def test_after_close_the_weights_are_gone(transfer: Any) -> None:
@@ -199,7 +225,7 @@ def test_one_file_at_a_time(tmp_path: Path) -> None:
 
 
 def test_forged_handles() -> None:
-    whole = {"kind": "shared_memory", "mark": "", "sequence": 1, "bytes": 9, "pid": 1, "descriptor": 3}
+    whole = {"kind": "shared_memory", "mark": "", "sequence": 1, "bytes": 9, "sums": "", "pid": 1, "descriptor": 3}
     for handle, said in [
         ({"kind": "pigeon"}, r"kind 'pigeon': expected one of \['gloo', 'ipc',"),
         ({"kind": []}, r"kind \[\]: expected one of"),

@@ -44,6 +44,19 @@ def test_each_step_is_told_of_its_own_growth():
     assert metrics.take() == second, "nothing was generated: there is no rate"
 
 
+def test_engines_of_a_pool_are_told_one_by_one():
+    client = Client()
+    client.totals = {"engines/one/requests": 5, "other": 1}
+    metrics = ClientMetrics(client)
+    client.totals = {"engines/one/requests": 7, "engines/two/requests": 4, "other": 2}
+    client.largest = {"engines/one/outstanding": 3}
+    assert metrics.take() == {
+        "inference/engines/one/requests": 2,
+        "inference/engines/two/requests": 4,
+        "inference/engines/one/outstanding": 3,
+    }
+
+
 def test_a_client_that_tells_nothing():
     assert ClientMetrics(object()).take() == {}
 

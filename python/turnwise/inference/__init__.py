@@ -1,13 +1,13 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
-Read in this order: scripted, common, openai, routing, weights, local, vllm, server, tinker.
+Read in this order: scripted, common, openai, routing, weights, local, vllm, server, pool, tinker.
 May import: types, utils, chat.
 
 ``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` runs
 vLLM in this process, ``VLLMProcessClient`` in child processes, and ``VLLMServerClient`` calls a vLLM server at an
 ``Endpoint``. ``TinkerClient`` samples with weights that a server of the Tinker API trains. ``OpenAIClient`` is for
-judges and fixed opponents. ``RoutingClient`` combines several clients. Each client's dependencies are imported when its
-name is first used.
+judges and fixed opponents. ``RoutingClient`` gives each policy its own client. ``PoolClient`` shares out the requests
+of the same policies over several. Each client's dependencies are imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from turnwise.inference.common.http import Endpoint
     from turnwise.inference.local.client import TransformersClient
     from turnwise.inference.openai import OpenAIClient
+    from turnwise.inference.pool.client import PoolClient
     from turnwise.inference.server.client import VLLMServerClient
+    from turnwise.inference.server.reader import VLLMServerReader
     from turnwise.inference.tinker.client import TinkerClient
     from turnwise.inference.vllm.client import VLLMClient
     from turnwise.inference.vllm.process_client import VLLMProcessClient
@@ -36,6 +38,7 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "OpenAIClient",
+    "PoolClient",
     "Reply",
     "RoutingClient",
     "ScriptedClient",
@@ -44,16 +47,19 @@ __all__ = [
     "VLLMClient",
     "VLLMProcessClient",
     "VLLMServerClient",
+    "VLLMServerReader",
 ]
 
 _LAZY = {
     "Endpoint": "turnwise.inference.common.http",
     "OpenAIClient": "turnwise.inference.openai",
+    "PoolClient": "turnwise.inference.pool.client",
     "TinkerClient": "turnwise.inference.tinker.client",
     "TransformersClient": "turnwise.inference.local.client",
     "VLLMClient": "turnwise.inference.vllm.client",
     "VLLMProcessClient": "turnwise.inference.vllm.process_client",
     "VLLMServerClient": "turnwise.inference.server.client",
+    "VLLMServerReader": "turnwise.inference.server.reader",
 }
 
 

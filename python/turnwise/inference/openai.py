@@ -78,14 +78,7 @@ class OpenAIClient(ClientBase):
         if self._closed:
             raise ModelError("the client is closed")
         bodies = [self._body(request) for request in requests]
-        work = self._endpoint.thread.submit(self._generate(requests, bodies))
-        try:
-            return await asyncio.wrap_future(work)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():
-                raise ModelError("the client was closed before this request was done") from None
-            raise
+        return await self._endpoint.thread.result_of(self._generate(requests, bodies), lambda: self._closed)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Raise ``ValueError``, because the server's models can't change."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,19 +12,22 @@ from torch import nn
 
 from turnwise.inference import (
     Endpoint,
+    PoolClient,
     RoutingClient,
     TransformersClient,
     VLLMClient,
     VLLMProcessClient,
     VLLMServerClient,
 )
+from turnwise.inference.server.client import transfer_to
 from turnwise.inference.vllm.build import check_engine_args, vllm_or_raise
+from turnwise.inference.weights.sync import SharedTransfer
 from turnwise.run.tinker.checks import check_server
 from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import find_device
-from turnwise.types import InferenceClient, ModelError
+from turnwise.types import InferenceClient
 
 PROCESS_TIMEOUT = 600.0
 """Seconds after which an engine in a child process counts as dead, if ``request_timeout`` is unset."""
@@ -95,48 +99,79 @@ def _with_engines(
         raise ConfigError(f"config key 'rollout.client' = {rollout.client!r}: {error}") from error
 
 
-def _endpoint(url: str, server: ServerConfig) -> Endpoint:
-    keys = {"api_key_env": server.api_key_env, "api_key_file": server.api_key_file}
-    return Endpoint(url, **keys, timeout=server.timeout, retries=server.retries, wait=server.wait)
+def _addresses(config: TrainConfig, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+    """Return the policies that each group of servers has. Servers of one group share the requests.
+
+    Raises ``ConfigError`` if a server is in two groups.
+    """
+    given = config.rollout.server.url
+    by_policy = given if isinstance(given, dict) else dict.fromkeys(names, given)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, urls in by_policy.items():
+        groups.setdefault((urls,) if isinstance(urls, str) else tuple(urls), []).append(name)
+    repeated = [url for url, count in Counter(url for urls in groups for url in urls).items() if count > 1]
+    if repeated:
+        raise ConfigError(
+            f"config key 'rollout.server.url' = {given!r}: expected each server once, or in equal lists of several "
+            f"policies, got {repeated[0]!r} again"
+        )
+    return groups
+
+
+def _endpoint(url: str, server: ServerConfig, **how: Any) -> Endpoint:
+    keys: dict[str, Any] = {"api_key_env": server.api_key_env, "api_key_file": server.api_key_file}
+    return Endpoint(url, **keys, timeout=server.timeout, retries=server.retries, wait=server.wait, **how)
 
 
 def _check_server(config: TrainConfig) -> None:
+    """Wait until one server of each group is well. The others of a group may come later."""
     server = config.rollout.server
-    try:
-        for url in {server.url} if isinstance(server.url, str) else set(server.url.values()):
-            endpoint = _endpoint(url, server)
-            try:
-                endpoint.thread.submit(endpoint.wait_until_healthy()).result()
-            finally:
-                endpoint.close()
-    except (ValueError, OSError, ModelError) as error:
-        raise ConfigError(f"config key 'rollout.server': {error}") from error
+    for urls in _addresses(config, ["default"]):
+        try:
+            endpoints = [_endpoint(url, server) for url in urls]
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"config key 'rollout.server': {error}") from error
+        waiting = [endpoint.thread.submit(endpoint.wait_until_healthy()) for endpoint in endpoints]
+        errors = [future.exception() for future in waiting]
+        for endpoint in endpoints:
+            endpoint.close()
+        if all(errors):
+            raise ConfigError(f"config key 'rollout.server': {errors[0]}") from errors[0]
 
 
 def _server(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    server = config.rollout.server
-    urls = dict.fromkeys(models, server.url) if isinstance(server.url, str) else server.url
-    if urls.keys() != models.keys():
-        raise ConfigError(f"config key 'rollout.server.url' = {server.url!r}: expected one for each of {list(models)}")
-    # One client per server, with the models that the server has.
+    groups, url = _addresses(config, models), config.rollout.server.url
+    if {name for names in groups.values() for name in names} != models.keys():
+        raise ConfigError(f"config key 'rollout.server.url' = {url!r}: expected one for each of {list(models)}")
+    # One client per group of servers, with the models that these have.
     clients: dict[str, InferenceClient] = {}
-    for url in dict.fromkeys(urls.values()):
-        mine = {name: model for name, model in models.items() if urls[name] == url}
-        endpoint = _endpoint(url, server)
+    for urls, names in groups.items():
         try:
-            client = VLLMServerClient(
-                endpoint,
-                tokenizer,
-                mine,
-                in_flight=config.loop.in_flight_updates,
-                folder=server.folder,
-                transfer=server.transfer,
-                seed=config.seed,
-            )
+            client = _group(urls, config, tokenizer, {name: models[name] for name in names})
         except ValueError as error:
-            raise ConfigError(f"config key 'rollout.server' of {url}: {error}") from error
-        clients |= dict.fromkeys(mine, client)
-    return next(iter(clients.values())) if len(set(urls.values())) == 1 else RoutingClient(clients)
+            raise ConfigError(f"config key 'rollout.server' of {', '.join(urls)}: {error}") from error
+        clients |= dict.fromkeys(names, client)
+    return next(iter(clients.values())) if len(groups) == 1 else RoutingClient(clients)
+
+
+def _group(
+    urls: Sequence[str], config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]
+) -> VLLMServerClient | PoolClient:
+    """Build the client of one server, or of a pool of several."""
+    server, several = config.rollout.server, len(urls) > 1
+    how: dict[str, Any] = {"in_flight": config.loop.in_flight_updates, "folder": server.folder, "seed": config.seed}
+    # A pool asks another server at once, where a single one is waited for.
+    endpoints = {url: _endpoint(url, server, **({"patience": 0.0} if several else {})) for url in urls}
+    if not several:
+        return VLLMServerClient(endpoints[urls[0]], tokenizer, models, transfer=server.transfer, **how)
+    shared = SharedTransfer(transfer_to(endpoints[urls[0]], server.transfer, server.folder))
+    engines = {
+        url: VLLMServerClient(endpoint, tokenizer, models, transfer=shared.lend(), **how)
+        for url, endpoint in endpoints.items()
+    }
+    return PoolClient(
+        engines, timeout=server.timeout, dead_after=server.dead_after, wait=server.timeout, seed=config.seed
+    )
 
 
 def _refuse_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:

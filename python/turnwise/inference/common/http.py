@@ -60,6 +60,19 @@ class LoopThread:
             ended.set_exception(ModelError("the client is closed"))
             return ended
 
+    async def result_of(self, work: Coroutine[Any, Any, T], is_closed: Callable[[], bool]) -> T:
+        """Run ``work`` in the thread's loop, and return its result. It is cancelled with its caller.
+
+        Raises ``ModelError`` if ``work`` was cancelled because the client ``is_closed``.
+        """
+        try:
+            return await asyncio.wrap_future(self.submit(work))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if is_closed() and task is not None and not task.cancelling():
+                raise ModelError("the client was closed before this request was done") from None
+            raise
+
     def call(self, function: Callable[[], Any]) -> None:
         """Run ``function`` in the thread's loop soon, unless the loop has ended."""
         with suppress(RuntimeError):
@@ -93,7 +106,8 @@ class Endpoint:
       looks for the key that ``turnwise serve`` wrote for this user on this host.
     - ``timeout``: seconds for one attempt. An attempt that takes longer is not repeated.
     - ``retries``: further attempts after one that was cut off, or that got a status of :data:`RETRIED`.
-    - ``wait``: seconds to keep trying a server that has never answered. For one that has, it is ``timeout`` seconds.
+    - ``wait``: seconds to keep trying a server that has never answered.
+    - ``patience``: seconds to keep trying one that has, by default ``timeout``.
 
     Pauses between attempts double up to :data:`LONGEST_WAIT` seconds, each shortened at random. The endpoint obeys
     ``Retry-After``. It follows no redirects, because key and body are for this server only.
@@ -110,6 +124,7 @@ class Endpoint:
         timeout: float = 600.0,
         retries: int = 5,
         wait: float = 0.0,
+        patience: float | None = None,
     ) -> None:
         self.url, self.api = parse_server_url(url)
         if not timeout > 0:
@@ -121,6 +136,7 @@ class Endpoint:
         if api_key_env is not None and api_key_file is not None:
             raise ValueError(f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}: expected one of them")
         self.timeout, self.retries, self.wait = timeout, retries, wait
+        self.patience = timeout if patience is None else patience
         self.api_key_env, self.api_key_file = api_key_env, api_key_file
         self.retried = 0
         self._answered = False
@@ -158,7 +174,7 @@ class Endpoint:
                 tries += not again.unreachable
                 if once:
                     raise EndpointError(again.message, again.status) from again.__cause__
-                patience = self.timeout if self._answered else self.wait
+                patience = self.patience if self._answered else self.wait
                 if missing_since is not None and now - missing_since >= patience:
                     told = f", for {patience:g} seconds" if patience else "; is it started, and is this its address?"
                     raise EndpointError(again.message + told) from again.__cause__

@@ -66,7 +66,8 @@ class VLLMServerClient(ClientBase):
       Else weights wait until the server is idle. The server holds requests back while it loads weights.
     - ``transfer``: the way weights travel. ``"auto"``: memory that the server's process reads, or files in ``folder``,
       which a server on another host must see under the same path. ``"nccl"`` between GPUs and ``"gloo"`` over TCP reach
-      other hosts without a common folder. ``"ipc"`` reaches a server on the same GPU.
+      other hosts without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one,
+      by ``SharedTransfer(transfer_to(...)).lend()``.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted. The client then sends its weights and the request again, with the same seed. So the client
@@ -91,11 +92,9 @@ class VLLMServerClient(ClientBase):
         *,
         in_flight: bool = False,
         folder: str | Path | None = None,
-        transfer: str = "auto",
+        transfer: str | WeightTransfer = "auto",
         seed: int = 0,
     ) -> None:
-        if folder is not None and transfer not in ("auto", "safetensors"):
-            raise ValueError(f"transfer={transfer!r}: expected 'auto' or 'safetensors' with folder={str(folder)!r}")
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one")
@@ -105,7 +104,8 @@ class VLLMServerClient(ClientBase):
         self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-adapters-") if folder is None else None
         place = Path(folder or self._temporary.name).absolute()  # type: ignore[union-attr]  # one of them is there
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
-        self._transfer = _transfer_to(self._endpoint, transfer, folder)
+        named = isinstance(transfer, str)
+        self._transfer: WeightTransfer = transfer_to(self._endpoint, transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
         self._policies, base = _describe(models, place, self._mark)
         self._server = RemoteServer(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
@@ -135,14 +135,7 @@ class VLLMServerClient(ClientBase):
             policy_of(self._policies, request.policy)
             check_sampling_by_vllm(request.sampling)
             completion_limit(request, 2**63, None)
-        work = self._endpoint.thread.submit(self._generate(requests))
-        try:
-            return await asyncio.wrap_future(work)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():
-                raise ModelError("the client was closed before this request was done") from None
-            raise
+        return await self._endpoint.thread.result_of(self._generate(requests), lambda: self._closed)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` (pairs of name and tensor, named as in the model's ``state_dict``) to the server.
@@ -172,6 +165,11 @@ class VLLMServerClient(ClientBase):
     async def resume(self) -> None:
         """Let waiting requests run."""
         self._endpoint.thread.call(self._open.set)
+
+    async def check_health(self) -> None:
+        """Raise ``ModelError`` if the server can't be reached, or says that it is not well."""
+        asked = self._endpoint.ask("GET", "/health", once=True, reads=False)
+        await self._endpoint.thread.result_of(asked, lambda: self._closed)
 
     async def close(self) -> None:
         """Fail all waiting and running requests, and end the connections, not the server. May be called again."""
@@ -311,11 +309,11 @@ class VLLMServerClient(ClientBase):
             await self._connect()
             if base:
                 self._handle = await asyncio.to_thread(self._transfer.send, base)
-            whole = not self._synced or self._unusable is not None
-            adapters = self._adapters() if whole else {}
+            known = self._synced and self._unusable is None and await self._server.has_our_weights()
+            adapters = {} if known else self._adapters()
             if held.adapter is not None:
                 adapters[policy] = (held.adapter, own)
-            await self._sync(self._handle if base or whole else None, adapters, {policy: version})
+            await self._sync(self._handle if base or not known else None, adapters, {policy: version})
             held.version = version
 
     def _adapters(self) -> Adapters:
@@ -358,7 +356,10 @@ STATS = {
 """The totals of :meth:`VLLMServerClient.stats`."""
 
 
-def _transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> WeightTransfer:
+def transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> WeightTransfer:
+    """Make the transfer ``name`` to a server, through ``folder`` if that is given."""
+    if folder is not None and name not in ("auto", "safetensors"):
+        raise ValueError(f"transfer={name!r}: expected 'auto' or 'safetensors' with folder={str(folder)!r}")
     if folder is not None:
         return SafetensorsTransfer(folder)
     if name in ("nccl", "gloo"):

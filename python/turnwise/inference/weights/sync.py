@@ -14,6 +14,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,7 @@ from turnwise.inference.weights.weight_block import (
     plan_layout,
     read_weights,
     storage_key,
+    sums_of,
 )
 
 _HAS_MEMORY = hasattr(os, "memfd_create")
@@ -178,7 +180,8 @@ class SafetensorsTransfer:
         self._remove()
         self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
         return {
-            "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size
+            "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size,
+            "sums": sums_of(weights),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -235,6 +238,52 @@ class AutomaticTransfer:
         self._transfer.close()
 
 
+class SharedTransfer:
+    """Lends one transfer to several clients that send the same weights, so that this host holds them once.
+
+    Weights that a client sends must not change while others send them, as :class:`PoolClient`'s copies don't.
+    """
+
+    def __init__(self, transfer: WeightTransfer) -> None:
+        self._transfer, self._lent = transfer, 0
+        self._lock = threading.Lock()
+        self._weights: dict[str, Tensor] = {}  # kept, so that no others take their addresses
+        self._handle: dict[str, Any] = {}
+
+    def lend(self) -> WeightTransfer:
+        """Return the transfer for one client. The last client that closes its own closes the shared one."""
+        self._lent += 1
+        return _LentTransfer(self)
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Store ``weights``, unless they are stored already, and return their handle."""
+        with self._lock:
+            places = {name: storage_key(tensor) for name, tensor in weights.items()}
+            if not self._handle or places != {name: storage_key(tensor) for name, tensor in self._weights.items()}:
+                self._handle = {}
+                self._handle, self._weights = self._transfer.send(weights), dict(weights)
+            return self._handle
+
+    def give_back(self) -> None:
+        """Count one client less."""
+        with self._lock:
+            self._lent -= 1
+            if not self._lent:
+                self._transfer.close()
+                self._handle, self._weights = {}, {}
+
+
+class _LentTransfer:
+    def __init__(self, shared: SharedTransfer) -> None:
+        self.send = shared.send
+        self._give_back: Callable[[], None] | None = shared.give_back
+
+    def close(self) -> None:
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
 TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
     "auto": lambda host: AutomaticTransfer(),
     "shared_memory": lambda host: SharedMemoryTransfer(),
@@ -277,18 +326,20 @@ def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
 def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
     """Open the weights of ``handle`` inside ``with``: tensors by name, without a copy. Tied ones share memory.
 
-    Raises :class:`TransferError` if the weights are gone, incomplete or replaced. It may also raise at the end of
-    ``with``: then the values read inside may mix two sets of weights, and must not be used.
+    Raises :class:`TransferError` if the weights are gone, incomplete, changed or replaced. It may also raise at the end
+    of ``with``: then the values read inside may mix two sets of weights, and must not be used.
     """
     if not isinstance(handle, Mapping):
         raise TransferError(f"a handle that is a {type(handle).__name__}: expected a mapping, as `send` makes it")
     kind = handle.get("kind")
     if kind not in tuple(_OPENERS):
         raise TransferError(f"handle of kind {kind!r}: expected one of {sorted(_OPENERS)}")
-    for name, type_ in {"mark": str, "sequence": int, "bytes": int, **_PLACES[kind]}.items():
+    for name, type_ in {"mark": str, "sequence": int, "bytes": int, "sums": str, **_PLACES[kind]}.items():
         if type(handle.get(name)) is not type_:
             raise TransferError(
                 f"the handle has {name}={handle.get(name)!r}: expected {type_.__name__}, as `send` makes it"
             )
     with _OPENERS[kind](handle) as weights:
+        if sums_of(weights) != handle["sums"]:
+            raise TransferError("the weights that arrived have other sums than those that were sent")
         yield weights

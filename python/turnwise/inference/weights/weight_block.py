@@ -6,6 +6,7 @@ another process's block can check before and after that it holds the expected we
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import struct
@@ -44,7 +45,7 @@ class BlockWriter:
     def write(self, weights: Mapping[str, Tensor], block_of: Callable[[int], Tensor]) -> dict[str, Any]:
         """Fill the block ``[>= bytes]`` uint8 that ``block_of(bytes)`` returns.
 
-        Returns mark, sequence number and bytes of the weights, for a handle.
+        Returns mark, sequence number, bytes and sums of the weights, for a handle.
         """
         index, names, data_bytes = plan_layout(weights)
         text = json.dumps(index).encode()
@@ -60,7 +61,7 @@ class BlockWriter:
         if block.is_cuda:
             torch.cuda.synchronize(block.device)  # other processes don't wait for this one's streams
         _write_bytes(block, 0, self._header(self.sequence, len(text), size))
-        return {"mark": self.mark, "sequence": self.sequence, "bytes": size}
+        return {"mark": self.mark, "sequence": self.sequence, "bytes": size, "sums": sums_of(weights)}
 
     def _header(self, sequence: int, index_bytes: int, size: int) -> bytes:
         return _HEADER.pack(_MAGIC, self.mark.encode(), sequence, index_bytes, size)
@@ -83,6 +84,24 @@ def check_block(block: Tensor, handle: WeightHandle) -> None:
     if sequence != handle["sequence"]:
         state = f"its sender's weights number {sequence}" if sequence else "half-written weights"
         raise TransferError(f"the memory of weights number {handle['sequence']} holds {state} by now")
+
+
+def sums_of(weights: Mapping[str, Tensor]) -> str:
+    """Return a digest of the names, dtypes, shapes and sums of ``weights``. A change of any one bit changes it.
+
+    The sum of a tensor is that of its bytes as 64-bit words, at the speed of memory on any device.
+    """
+    sums: dict[Any, int] = {}
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        key = storage_key(tensor)
+        if key not in sums:
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            words = data.numel() // 8 * 8
+            rest = int.from_bytes(data[words:].cpu().numpy().tobytes(), "little")
+            sums[key] = int(data[:words].view(torch.int64).sum()) + rest if words else rest
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {sums[key]}\n".encode())
+    return digest.hexdigest()
 
 
 def plan_layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:

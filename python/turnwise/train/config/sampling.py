@@ -23,11 +23,14 @@ class VLLMConfig(Section):
     """Weight sync of ``vllm-process``: auto, shared_memory, safetensors, gloo; on GPUs also ipc and nccl."""
 
 
+Urls = Annotated[list[str], Field(min_length=1)]
+
+
 class ServerConfig(Section):
     """Servers of the client ``vllm-server``, started by ``turnwise serve``."""
 
-    url: str | dict[str, str] = "http://127.0.0.1:8000"
-    """Address of the server, or one address per policy where policies have no common base."""
+    url: str | Urls | dict[str, str | Urls] = "http://127.0.0.1:8000"
+    """Address, or a list of those of servers that share the requests; by policy where policies have no common base."""
     api_key_env: str | None = None
     """Environment variable with the key; a key file of this user on this host is found without it."""
     api_key_file: str | None = None
@@ -38,6 +41,8 @@ class ServerConfig(Section):
     """Seconds to wait for a server that is absent when the run starts."""
     retries: int = Field(default=5, ge=0)
     """Repetitions of a failed request."""
+    dead_after: float = Field(default=30.0, gt=0)
+    """Seconds without an answer after which one of several servers must prove its health, or its requests move."""
     folder: str | None = None
     """Folder for weights that other hosts see too; by default weights pass through this host's memory."""
     transfer: str = "auto"

@@ -15,6 +15,9 @@ RATES = {
 GROWTH = ("preemptions", "sync_seconds", "timeouts", "restarts", "retries")
 """Totals whose growth since the last step is a metric."""
 
+ENGINES = "engines/"
+"""Start of the names that a pool gives to totals and peaks of single engines. All of them are metrics."""
+
 PEAKS = {"running": "running", "queue": "waiting", "kv_cache_use": "kv_cache_use"}
 """From a metric to the client's name of that peak."""
 
@@ -46,4 +49,5 @@ class ClientMetrics:
         }
         metrics |= {name: grown[name] for name in GROWTH if name in grown}
         metrics |= {name: peaks[peak] for name, peak in PEAKS.items() if peak in peaks}
+        metrics |= {name: value for name, value in {**grown, **peaks}.items() if name.startswith(ENGINES)}
         return {f"inference/{name}": value for name, value in metrics.items()}

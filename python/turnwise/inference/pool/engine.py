@@ -1,0 +1,197 @@
+"""One engine of a pool: its requests, the weights that it acknowledged, and its health. Runs on the pool's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from turnwise.inference.common.http import EndpointError
+from turnwise.inference.weights.weight_block import check_memory, storage_key
+from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse
+
+REFUSED = (400, 413, 422)
+"""Statuses that any engine would answer to the same request."""
+
+
+class EngineFailed(Exception):
+    """Raised if an engine failed, so that another may succeed. An engine that is ``lost`` answers nothing any more."""
+
+    def __init__(self, message: str, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds: ``timeout`` of a request or an update, and ``dead_after``, without an answer until a check of health."""
+
+    timeout: float
+    dead_after: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Published:
+    """Weights of a policy, on the CPU, and their version."""
+
+    policy: str
+    version: int
+    weights: Mapping[str, Tensor]
+
+    @classmethod
+    def copy(cls, policy: str, version: int, sources: Mapping[str, Tensor], earlier: Iterable[Published]) -> Published:
+        """Copy ``sources``; tied ones stay tied. Tensors that are equal in ``earlier`` weights are not copied again."""
+        check_memory(sources)
+        copies: dict[Any, Tensor] = {}
+        for name, source in sources.items():
+            if (key := storage_key(source)) not in copies:
+                held = [other.weights[name] for other in earlier if name in other.weights]
+                copies[key] = next((tensor for tensor in held if _equal(tensor, source)), None)  # type: ignore[assignment]
+                if copies[key] is None:
+                    copies[key] = source.detach().to("cpu", copy=True)
+        return cls(policy, version, {name: copies[storage_key(source)] for name, source in sources.items()})
+
+    def over(self, before: Published | None) -> Published:
+        """Return these weights with those of ``before`` that they don't replace: the base of an adapter."""
+        if before is None:
+            return self
+        replaced = {storage_key(before.weights[name]) for name in self.weights if name in before.weights}
+        kept = {name: tensor for name, tensor in before.weights.items() if storage_key(tensor) not in replaced}
+        return Published(self.policy, self.version, {**kept, **self.weights})
+
+
+def _equal(held: Tensor, source: Tensor) -> bool:
+    alike = held.dtype == source.dtype and held.shape == source.shape
+    return alike and bool((held == source.detach().to(held.device)).all())
+
+
+class PoolEngine:
+    """The engine ``name`` behind ``client``. It is sent requests while it is ``serving``.
+
+    ``error`` is its last failure. ``versions`` has the acknowledged versions of each policy, in order.
+    """
+
+    def __init__(self, name: str, client: InferenceClient, limits: Limits) -> None:
+        self.name, self.client = name, client
+        self.serving = False
+        self.error = "it has not answered yet"
+        self.outstanding = self.most_outstanding = 0
+        self.counts = dict.fromkeys(("requests", "retries", "deaths"), 0)
+        self.versions: dict[str, list[int]] = {}
+        self._limits = limits
+        self._lost = asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._health: asyncio.Task[None] | None = None
+        self._loader = ThreadPoolExecutor(1, f"turnwise-weights-{name}")  # a client takes one update at a time
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    async def ask(self, request: ModelRequest) -> ModelResponse:
+        """Return the engine's answer. Raises :class:`EngineFailed`, and the client's errors that the request caused."""
+        first = max(len(self.versions.get(request.policy, ())) - 1, 0)
+        self.counts["requests"] += 1
+        self.outstanding += 1
+        self.most_outstanding = max(self.most_outstanding, self.outstanding)
+        try:
+            response = await self._answer(request)
+            if not self._vouches(request.policy, response, first):
+                async with self._loading:  # these may be weights that the engine is about to acknowledge
+                    pass
+            if not self._vouches(request.policy, response, first):
+                raise EngineFailed(
+                    f"it answered with versions {response.policy_versions} of {request.policy!r}: expected "
+                    f"{self.versions[request.policy][first:]}, which it acknowledged"
+                )
+        except (ModelError, OSError) as error:
+            own = isinstance(error, ContextLengthError) or (
+                isinstance(error, EndpointError) and error.status in REFUSED
+            )
+            if own:
+                raise
+            raise EngineFailed(str(error) or type(error).__name__) from error
+        finally:
+            self.outstanding -= 1
+        return response
+
+    def _vouches(self, policy: str, response: ModelResponse, first: int) -> bool:
+        """True if the engine acknowledged all versions of ``response``, from the ``first`` one on, or was sent none."""
+        acknowledged = self.versions.get(policy)
+        sampled = {version for count, version in response.policy_versions if count}
+        return acknowledged is None or sampled <= set(acknowledged[first:])
+
+    async def _answer(self, request: ModelRequest) -> ModelResponse:
+        answer = asyncio.ensure_future(self.client.generate([request]))
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            async with asyncio.timeout(self._limits.timeout):
+                while not answer.done():
+                    either: set[asyncio.Future[Any]] = {answer, lost}
+                    await asyncio.wait(either, timeout=self._limits.dead_after, return_when=asyncio.FIRST_COMPLETED)
+                    if answer.done():
+                        break
+                    if self._lost.is_set():
+                        raise EngineFailed(self.error, lost=True)
+                    await self.check_health()
+                [response] = answer.result()
+                return response
+        except TimeoutError:
+            raise EngineFailed(f"it gave no answer within timeout={self._limits.timeout:g} seconds") from None
+        finally:
+            lost.cancel()
+            answer.cancel()
+
+    async def check_health(self) -> None:
+        """Raise :class:`EngineFailed` if the client has ``check_health`` and that fails. Callers share one check."""
+        if self._health is None or self._health.done():
+            self._health = asyncio.ensure_future(self._check_health())
+            self._health.add_done_callback(lambda task: task.cancelled() or task.exception())  # also if all have left
+        await asyncio.shield(self._health)
+
+    async def _check_health(self) -> None:
+        check = getattr(self.client, "check_health", None)
+        if check is None:
+            return
+        try:
+            async with asyncio.timeout(self._limits.dead_after):
+                await check()
+        except TimeoutError:
+            raise EngineFailed(f"it did not answer for {self._limits.dead_after:g} seconds", lost=True) from None
+        except (ModelError, OSError) as error:
+            raise EngineFailed(str(error), lost=True) from error
+
+    # -- weights and service -------------------------------------------------------------------------------------------
+    async def load(self, new: Published) -> None:
+        """Load ``new``, and return once the engine has acknowledged them. Raises its errors, or ``TimeoutError``."""
+        loop = asyncio.get_running_loop()
+        async with self._loading:
+            acknowledged = self.versions.setdefault(new.policy, [self.client.version(new.policy)])
+            call = loop.run_in_executor(
+                self._loader, self.client.load_weights, new.policy, new.weights.items(), new.version
+            )
+            try:
+                await asyncio.wait_for(call, self._limits.timeout)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"it did not acknowledge new weights within timeout={self._limits.timeout:g} seconds"
+                ) from None
+            acknowledged.append(new.version)
+
+    def begin(self) -> None:
+        """Serve from now on."""
+        self.serving = True
+        self._lost.clear()
+
+    def end(self, error: str, lost: bool) -> None:
+        """Serve no new requests. Those that run are given up too if the engine is ``lost``."""
+        self.serving, self.error = False, error
+        if lost:
+            self._lost.set()
+
+    async def close(self) -> None:
+        """Close the client."""
+        self.end("it is closed", lost=True)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        await self.client.close()

@@ -1,0 +1,86 @@
+"""A client that only samples: another process sends weights to the server, and says which versions it has sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from turnwise.inference.common.http import Endpoint
+from turnwise.inference.server.client import VLLMServerClient
+from turnwise.types import ModelError, Tokenizer
+
+LABELS = 2
+"""Labels that a reader accepts: the latest one, and the one before, whose tokens may still be under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """The weights that a client has sent to a server; pickles and fits into JSON.
+
+    ``names`` are the server's names of the policies. ``labels`` maps its last labels to the version of each policy.
+
+    Example: ``ServedWeights({"default": None}, {"9f3c-6": {"default": 5}, "9f3c-7": {"default": 6}})``
+    """
+
+    names: Mapping[str, str | None]
+    labels: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def by(cls, client: VLLMServerClient) -> ServedWeights:
+        """Describe what ``client`` has sent. Call it after each ``load_weights``."""
+        sent = dict(client._server.sent)
+        names = {name: held.served for name, held in client._policies.items()}
+        return cls(names, {label: sent[label] for label in list(sent)[-LABELS:]})
+
+
+class VLLMServerReader(VLLMServerClient):
+    """Completes prompts with a vLLM server to which another client sends weights, such as one in the trainer's process.
+
+    - ``served``: what that client has sent; :meth:`follow` takes the news after each update.
+    - ``wait``: seconds to wait for news if the server has weights that the reader doesn't know of.
+
+    The reader returns no token of weights that it doesn't know of. It sends a request again, with the same seed, once
+    it knows the server's weights, and raises ``ModelError`` if nobody tells it. It takes no weights.
+
+    Example::
+
+        reader = VLLMServerReader(server.endpoint(), tokenizer, ServedWeights.by(client))  # in any process
+    """
+
+    def __init__(
+        self, server: str | Endpoint, tokenizer: Tokenizer, served: ServedWeights, *, wait: float = 60.0, seed: int = 0
+    ) -> None:
+        if not wait >= 0:
+            raise ValueError(f"wait={wait!r}: expected seconds >= 0")
+        super().__init__(server, tokenizer, served.names, seed=seed)
+        self._wait, self._news = wait, asyncio.Event()
+        self._sends = self._synced = True  # labels count, and there is nothing to send at the start
+        self.follow(served)
+
+    def follow(self, served: ServedWeights) -> None:
+        """Accept the tokens of ``served`` from now on, and no others. Raises ``ValueError`` for other policies."""
+        if served.names != (names := {name: held.served for name, held in self._policies.items()}):
+            raise ValueError(f"served.names={dict(served.names)}: expected {names}, as at the start")
+        self._server.sent = {label: dict(versions) for label, versions in served.labels.items()}
+        for versions in served.labels.values():
+            for name, version in versions.items():
+                self._policies[name].version = version
+        self._endpoint.thread.call(self._news.set)
+
+    async def _recover(self) -> None:
+        """Return once the server has weights that the reader knows of."""
+        label = None
+        try:
+            async with asyncio.timeout(self._wait):
+                while True:
+                    self._news.clear()
+                    label = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
+                    if label in self._server.sent:
+                        return
+                    await self._news.wait()
+        except TimeoutError:
+            raise ModelError(
+                f"{self._endpoint.url} has weights of label {label!r}, of which the reader was not told in "
+                f"{self._wait:g} seconds: call follow() after each update"
+            ) from None
