@@ -172,7 +172,7 @@ test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, 
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(MAKE) --no-print-directory test-verifiers || failed=1; \
 	$(MAKE) --no-print-directory test-verl || failed=1; \
-	$(MAKE) --no-print-directory test-tinker || failed=1; \
+	$(MAKE) --no-print-directory test-tinker TINKER_TESTED='-m "not slow"' || failed=1; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
 	exit $$failed
 
@@ -187,7 +187,7 @@ test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 an
 	  'tests/bench/test_run.py::test_each_bench_verifies_and_reports[verl]'
 
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
-	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker
+	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TINKER_TESTED)
 
 test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v

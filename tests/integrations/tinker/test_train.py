@@ -58,6 +58,7 @@ def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
 
 
+@pytest.mark.slow  # 5 minutes: `make test-tinker` runs it, `make test-all` doesn't
 def test_the_sudoku_team_learns_with_an_adapter_for_each_agent(server: Server, tmp_path: Path) -> None:
     config = config_of(server, tmp_path / "run", steps=24, eval={"every": 24, "num_prompts": 100})
     process = start(config, tmp_path)
