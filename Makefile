@@ -6,6 +6,7 @@ VENV   ?= .venv
 VLLM   ?= .venv-vllm
 VERIFIERS ?= .venv-verifiers
 VERL   ?= .venv-verl
+TINKER ?= .venv-tinker
 # The CUDA part of the core: AUTO builds it where nvcc is and a GPU or a torch for CUDA; `make build CUDA=ON` anywhere with nvcc.
 CUDA   ?= AUTO
 BIN    := $(VENV)/bin
@@ -27,7 +28,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-verl test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
+.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +135,20 @@ $(VERL)/.installed: $(VENV)/.installed $(VERL)/.verl
 	@$(VERL)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
+# SkyRL 0.3 wants older transformers and peft. Its server is started by uv.
+TINKER_TESTS := peft tomli-w torch uv hypothesis pytest pytest-asyncio pytest-xdist
+$(TINKER)/.tinker: $(VENV)/.python constraints.txt constraints-tinker.txt
+	@echo "Installing SkyRL and the Tinker SDK into $(TINKER): minutes, once."
+	@$(PYTHON) -m venv $(TINKER)
+	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-tinker.txt constraints.txt >build/constraints-tinker.txt
+	@$(TINKER)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-tinker.txt \
+	  'skyrl[tinker,jax]' tinker $(TINKER_TESTS)
+	@touch $@
+
+$(TINKER)/.installed: $(VENV)/.installed $(TINKER)/.tinker
+	@$(TINKER)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@touch $@
+
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
 $(VENV)/.tools: $(VENV)/.python constraints.txt
 	@$(INSTALL) ruff mypy clang-format build
@@ -151,12 +166,13 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes, against the installed package
 	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
 
-test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, and vLLM where its CPU build can be had
-	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $(VERL)/.verl $$vllm
+test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, and vLLM where its CPU build can be had
+	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $(VERL)/.verl $(TINKER)/.tinker $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(MAKE) --no-print-directory test-verifiers || failed=1; \
 	$(MAKE) --no-print-directory test-verl || failed=1; \
+	$(MAKE) --no-print-directory test-tinker || failed=1; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
 	exit $$failed
 
@@ -169,6 +185,9 @@ test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, 
 test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 and its whole trainer in an environment of its own
 	@$(ONE_THREAD) $(VERL)/bin/python -P -m pytest -n auto --maxprocesses 2 --dist loadfile tests/integrations/verl \
 	  'tests/bench/test_run.py::test_each_bench_verifies_and_reports[verl]'
+
+test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
+	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker
 
 test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
@@ -227,6 +246,6 @@ docs: $(VENV)/.installed  ## the documentation, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove everything that was built, .venv included
-	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(VERL) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(VERL) $(TINKER) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f python/turnwise/_C*.so

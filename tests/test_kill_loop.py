@@ -13,9 +13,8 @@ import pytest
 SCRIPT = Path(__file__).with_name("kill_loop.py")
 
 
-@pytest.mark.parametrize(
-    "mode", ["sync", *(pytest.param(m, marks=pytest.mark.slow) for m in ("async", "lora", "league"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async", "lora", "league"])
 def test_a_run_killed_and_resumed_equals_one_left_alone(mode, tmp_path):
     command = [sys.executable, "-P", str(SCRIPT), "--kills", "2", "--mode", mode, "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)

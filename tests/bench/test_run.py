@@ -18,9 +18,8 @@ Load = Callable[[str], ModuleType]
 BENCHES = sorted(p.stem.removeprefix("bench_") for p in (Path(__file__).parents[2] / "bench").glob("bench_*.py"))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "state" else pytest.param(name, marks=pytest.mark.slow) for name in BENCHES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHES)
 def test_each_bench_verifies_and_reports(
     load: Load, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

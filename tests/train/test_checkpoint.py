@@ -333,8 +333,8 @@ def test_another_run_is_refused_by_name_and_nothing_changes(tmp_path, fresh_team
         assert all(torch.equal(tensor, before[key]) for key, tensor in all_weights(team).items())
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["sha256"]
-    write_manifest({**manifest, "format": 6}, path)
-    with pytest.raises(CheckpointError, match="format 6; this version reads format 4 and 5"):
+    write_manifest({**manifest, "format": 99}, path)
+    with pytest.raises(CheckpointError, match="format 99; this version reads format 4 and 5"):
         load_checkpoint(path, fresh_team())
     del content["manifest.json"]
     assert all((path / name).read_bytes() == bytes_ for name, bytes_ in content.items())

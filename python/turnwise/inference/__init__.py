@@ -1,13 +1,13 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
-Read in this order: scripted, common, openai, routing, weights, local, vllm, server, pool.
+Read in this order: scripted, common, openai, routing, weights, local, vllm, server, pool, tinker.
 May import: types, utils, chat.
 
 ``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` runs
 vLLM in this process, ``VLLMProcessClient`` in child processes, and ``VLLMServerClient`` calls a vLLM server at an
-``Endpoint``. ``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` gives each policy its own client.
-``PoolClient`` shares out the requests of the same policies over several. Each client's dependencies are imported when
-its name is first used.
+``Endpoint``. ``PoolClient`` shares out the requests for the same policies over several clients. ``TinkerClient`` samples
+with weights that a server of the Tinker API trains. ``OpenAIClient`` is for judges and fixed opponents.
+``RoutingClient`` gives each policy its own client. Each client's dependencies are imported when its name is first used.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from turnwise.inference.pool.client import PoolClient
     from turnwise.inference.server.client import VLLMServerClient
     from turnwise.inference.server.reader import VLLMServerReader
+    from turnwise.inference.tinker.client import TinkerClient
     from turnwise.inference.vllm.client import VLLMClient
     from turnwise.inference.vllm.process_client import VLLMProcessClient
 
@@ -41,6 +42,7 @@ __all__ = [
     "Reply",
     "RoutingClient",
     "ScriptedClient",
+    "TinkerClient",
     "TransformersClient",
     "VLLMClient",
     "VLLMProcessClient",
@@ -52,6 +54,7 @@ _LAZY = {
     "Endpoint": "turnwise.inference.common.http",
     "OpenAIClient": "turnwise.inference.openai",
     "PoolClient": "turnwise.inference.pool.client",
+    "TinkerClient": "turnwise.inference.tinker.client",
     "TransformersClient": "turnwise.inference.local.client",
     "VLLMClient": "turnwise.inference.vllm.client",
     "VLLMProcessClient": "turnwise.inference.vllm.process_client",

@@ -29,6 +29,8 @@ from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
 from turnwise.run.selfplay import build_callbacks
 from turnwise.run.start import run_warm_start, starting_questions
+from turnwise.run.tinker.build import build_remote, export_adapters
+from turnwise.run.tinker.checks import is_remote
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -100,12 +102,15 @@ class Run:
             progress = asyncio.run(self.trainer.run())
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
-            if not self.trainer.learner.whole:
+            learner: Any = self.trainer.learner
+            if is_remote(self.config):
+                export_adapters(learner, self.tokenizer, folder, self.trainer.log)
+            elif not learner.whole:
                 if any(policy.base is not None for policy in policies.values()):
                     self.trainer.log.note(
                         "a sharded run exports adapters alone: `turnwise export --merge` merges them with their bases"
                     )
-                export_shards(policies, self.tokenizer, folder, self.trainer.learner.send, own_bases=changed)
+                export_shards(policies, self.tokenizer, folder, learner.send, own_bases=changed)
             else:
                 export_policies(policies, self.tokenizer, folder, own_bases=changed)
         return progress
@@ -196,7 +201,21 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
-    # Load the models, warm-start them, and attach the adapters. To be sharded, they wait in the CPU's memory.
+    if is_remote(config):  # a server has the models
+        learner, client, context = build_remote(config, tokenizer, log)
+        arena = arena_for_client(client, config, task, actors, tokenizer, context)
+    else:
+        learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh)
+    callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
+    trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
+    return Run(config, task, tokenizer, arena, trainer, held)
+
+
+def _build_here(
+    config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, rows: Any, log: RunLog, mesh: Any
+) -> tuple[Any, Arena]:
+    """Load the models, warm-start them on ``rows``, and return the learner, or the policies, with the arena."""
+    # To be sharded, models wait in the CPU's memory.
     device = find_device(config.device) if mesh is None else "cpu"
     models = _moved(_load_models(config, task), device)
     check_targets(models, config.policies)
@@ -204,13 +223,10 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         run_warm_start(config, rows, actors, tokenizer, _moved(models, find_device(config.device)), log)
         models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
-    # Build the arena with its client, the policies and the trainer.
+    # Build the arena with its client, and the policies.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
     policies = build_policies(config, models, _moved(_load_references(config, task), device))
-    learner = policies if mesh is None else shard(policies, config, mesh)
-    callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
-    trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
-    return Run(config, task, tokenizer, arena, trainer, held)
+    return policies if mesh is None else shard(policies, config, mesh), arena
 
 
 def _prepare_torch(config: TrainConfig) -> None:

@@ -16,6 +16,7 @@ from turnwise.run.ablations import ablations_of
 from turnwise.run.clients import check_client
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.selfplay import Measure, check_selfplay
+from turnwise.run.tinker.checks import check_tinker, is_remote
 from turnwise.run.tree_settings import sampler_of, tree_problem
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import check_success_metric, held_out
@@ -47,9 +48,12 @@ def check_config(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainC
     with problems.gathered():
         find_device(config.device)
     with problems.gathered():
-        check_client(config)
+        check_client(resolved)
     with problems.gathered():
-        tokenizer = check_models(resolved.policies, partial(tiny_model, config, task))
+        policies = resolved.policies
+        if is_remote(config):  # its adapters need no peft here
+            policies = {name: each.model_copy(update={"lora": None}) for name, each in policies.items()}
+        tokenizer = check_models(policies, partial(tiny_model, config, task))
     with problems.gathered():
         rows = warm_start_rows(config, task) if warm else None
     problems.raise_any()
@@ -75,6 +79,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
         actors, resolved = resolve_policies(config, task.actors, task.name)
     with problems.gathered():
         actors = with_quotas(config, actors, task)
+    problems.lines += check_tinker(resolved)
     problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
     if config.eval.exploitability_every and exploitability_of(task) is not None:
         with problems.gathered():

@@ -22,6 +22,7 @@ from turnwise.inference import (
 from turnwise.inference.server.client import transfer_to
 from turnwise.inference.vllm.build import check_engine_args, vllm_or_raise
 from turnwise.inference.weights.sync import SharedTransfer
+from turnwise.run.tinker.checks import check_server
 from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
@@ -173,10 +174,15 @@ def _group(
     )
 
 
+def _refuse_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    raise ConfigError("config key 'rollout.client' = 'tinker': expected learner.type = 'tinker': it samples no models")
+
+
 KINDS: dict[str, Kind] = {
     "transformers": Kind(lambda config: None, _transformers),
     "vllm": Kind(_check_vllm, _vllm),
     "vllm-process": Kind(_check_vllm, _vllm_process),
     "vllm-server": Kind(_check_server, _server),
+    "tinker": Kind(check_server, _refuse_models),
 }
 """Clients by the values of ``rollout.client``."""

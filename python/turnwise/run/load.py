@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of
+from turnwise.run.tinker.checks import is_remote
 from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints, load_weights
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.model.policy import Policy
+from turnwise.train.loop import Trainer
 from turnwise.train.run_folder import refuse_own_arena
 
 
@@ -28,20 +28,23 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=log)
     if chosen is not None:
         try:
-            chosen = _load(config, checkpoint, run.trainer.policies)
+            chosen = _load(config, checkpoint, run.trainer)
         except BaseException:
             run.close()
             raise
     return run, chosen
 
 
-def _load(config: TrainConfig, checkpoint: str | Path | None, policies: Mapping[str, Policy]) -> Path:
+def _load(config: TrainConfig, checkpoint: str | Path | None, trainer: Trainer) -> Path:
     """Load ``checkpoint``. A run that continues may delete it meanwhile; then its name is resolved again."""
     while True:
         chosen = _chosen_checkpoint(config, checkpoint)
         assert chosen is not None
         try:
-            load_weights(chosen, policies)
+            if is_remote(config):
+                trainer.learner.load(chosen, generators=False)
+            else:
+                load_weights(chosen, trainer.policies)
             return chosen
         except CheckpointError:
             if chosen.is_dir() or _chosen_checkpoint(config, checkpoint) == chosen:

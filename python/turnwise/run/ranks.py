@@ -51,6 +51,11 @@ def join_ranks(config: TrainConfig) -> Any:
     variables = rank_variables(os.environ)
     if variables is None:
         return None
+    if config.learner.type != "local":
+        raise ConfigError(
+            f"config key 'learner.type' = {config.learner.type!r}: expected one process, as a server trains; start "
+            "turnwise without torchrun"
+        )
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.rendezvous import rendezvous

@@ -74,6 +74,7 @@ def digest(policies: Mapping[str, Policy]) -> str:
     return found.hexdigest()[:16]
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_bits_of_the_commits_before() -> None:
     done = subprocess.run(
         [sys.executable, "-P", __file__], env={**os.environ, **PINNED}, capture_output=True, text=True, timeout=500

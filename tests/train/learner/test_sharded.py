@@ -39,6 +39,7 @@ from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
+pytestmark = pytest.mark.slow
 WORLD, STEPS = 2, 3
 
 
@@ -433,13 +434,11 @@ def test_groups_of_weights_train_at_the_same_time(done: list[dict[str, Any]], fo
     check_pair(done[0]["pair"], folder, 1e-6)
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
     ran = torchrun(WORLD, str(tmp_path), "--die")
     assert ran.returncode != 0 and "exitcode  : 3" in ran.stderr, ran.stderr
 
 
-@pytest.mark.slow
 def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: Path) -> None:
     """Four ranks hold two copies in two shards each; one process resumes from their checkpoint, and they from its."""
     for case in LEARNED:

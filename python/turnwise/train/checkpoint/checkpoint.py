@@ -15,6 +15,8 @@ If several processes train, weights and optimizers are in the files of ``torch.d
     .metadata, __0_0.distcp, ...  the tensors, one file per rank; frozen weights in each checkpoint
     rng.safetensors, rng-1...     the states of torch's generators, one file per rank
 
+If a server trains (:mod:`turnwise.train.learner.tinker`), it holds the tensors, and ``tinker.json`` has their paths.
+
 Each checkpoint is complete, but frozen weights (bases, references, policies that don't train) are on the disk only
 once: they are hard-linked from the previous checkpoint (see :mod:`turnwise.train.checkpoint.files`).
 """
@@ -81,6 +83,7 @@ def save_checkpoint(
     links: Mapping[str, Path] | None = None,
     write: Callable[[Path], Callable[[], None]] | None = None,
     later: Callable[[Callable[[], None]], object] | None = None,
+    kind: int = SHARDED_FORMAT,
 ) -> Path:
     """Write ``root/step_<step>`` completely or not at all, then delete all but the newest ``keep`` and ``protect``.
 
@@ -90,8 +93,9 @@ def save_checkpoint(
     full; older checkpoints then stay as they are.
 
     ``write(folder)`` begins to write the tensors in shards, and returns a function that waits until they are written
-    (:func:`~turnwise.train.checkpoint.shards.write_shards`); by default they are whole. ``later(finish)`` may call
-    ``finish`` in another thread, which completes the checkpoint; by default it is called at once.
+    (:func:`~turnwise.train.checkpoint.shards.write_shards`); by default they are whole. ``kind`` is the
+    format of what it writes. ``later(finish)`` may call ``finish`` in another thread, which completes the checkpoint;
+    by default it is called at once.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = checkpoint_at(root, step)
@@ -111,7 +115,7 @@ def save_checkpoint(
         for name, content in (attachments or {}).items():
             (temporary / name).write_bytes(content)
         manifest = {
-            "format": SHARDED_FORMAT if write else FORMAT,
+            "format": kind if write else FORMAT,
             "world_size": max(policy.ranks.size for policy in policies.values()),
             "policies": {name: describe_progress(policy) for name, policy in policies.items()},
             "frozen": frozen.digests,

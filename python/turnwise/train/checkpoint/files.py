@@ -22,6 +22,10 @@ _OWN = "sha256"
 """Manifest key of the digest of all other keys."""
 
 
+REMOTE_FORMAT = 6
+"""Format of checkpoints without tensors, which a server holds."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that can't be read or doesn't fit the run: the message names the file and the reason."""
 
@@ -103,8 +107,11 @@ def read_manifest(path: Path, versions: Collection[int], *, files: bool = True) 
     """
     manifest = _parsed(path / "manifest.json")
     if manifest.get("format") not in versions:
-        readable = " and ".join(map(str, versions))
-        raise CheckpointMismatch(f"{path}: format {manifest.get('format')!r}; this version reads format {readable}")
+        readable, held = " and ".join(map(str, versions)), manifest.get("format") == REMOTE_FORMAT
+        where = " (a Tinker server holds its weights)" if held else ""
+        raise CheckpointMismatch(
+            f"{path}: format {manifest.get('format')!r}{where}; this version reads format {readable}"
+        )
     if manifest.pop(_OWN, None) != _own_digest(manifest):
         raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
     for name, expected in manifest["files"].items() if files else ():

@@ -81,7 +81,7 @@ class WarmStartConfig(Section):
     warmup: int = Field(default=20, ge=0)
     """Updates of linear warm-up from 0 to ``lr``."""
     shuffle: bool = True
-    """False keeps the order of the rows, and ends with the last one, for demonstrations that end with others."""
+    """False keeps the order of the rows, for demonstrations that begin with others than they end with."""
     held_out: int = Field(default=256, ge=0)
     """Rows that don't train but are measured, with all rows of their prompts; at most a tenth of the prompts."""
     check_every: int = Field(default=20, ge=1)

@@ -103,8 +103,8 @@ class RolloutConfig(PlayLimits):
     """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """Token limit of a completion, for actors without a limit of their own."""
-    client: Literal["transformers", "vllm", "vllm-process", "vllm-server"] = "transformers"
-    """Engine that samples: transformers in this process, vLLM in this process, in child processes, or over HTTP."""
+    client: Literal["transformers", "vllm", "vllm-process", "vllm-server", "tinker"] = "transformers"
+    """Engine that samples: transformers or vLLM here, vLLM in child processes or over HTTP, or the learner's server."""
     vllm: VLLMConfig = VLLMConfig()
     """Engines of the clients ``vllm`` and ``vllm-process``."""
     server: ServerConfig = ServerConfig()

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from turnwise.train.config.base import Section
+from turnwise.train.config.learner import LearnerConfig
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import OptimizerConfig, PhaseConfig, PolicyConfig, WarmStartConfig
 from turnwise.train.config.sampling import CreditConfig, FilterConfig, LoopConfig, RewardConfig, RolloutConfig
@@ -84,8 +85,7 @@ class ShardingConfig(Section):
     offload: bool = False
     """Keep shards and optimizer in the CPU's memory."""
     replicas: int = Field(default=1, ge=1)
-    """Copies of the weights, each in shards over its part of the processes. With one per node, only gradients cross
-    nodes."""
+    """Copies of the weights, each in shards over its part of the processes, so that only gradients cross the parts."""
     parallel: bool = False
     """Train policies that share no weights at the same time, each on an equal part of the processes."""
     timeout: float = Field(default=300.0, gt=0)
@@ -149,6 +149,8 @@ class TrainConfig(Section):
     """Games against past policies."""
     health: HealthConfig = HealthConfig()
     """Signals that are watched during training."""
+    learner: LearnerConfig = LearnerConfig()
+    """What holds and trains the weights."""
     sharding: ShardingConfig = ShardingConfig()
     """Models in shards over several processes."""
     log: LogConfig = LogConfig()

@@ -15,8 +15,8 @@ from turnwise.types import TrainingBatch
 
 T = TypeVar("T")
 
-Weights = Iterable[tuple[str, Tensor]]
-"""Names and whole tensors, tied ones once."""
+Weights = Iterable[tuple[str, Any]]
+"""Names and whole tensors, tied ones once. A learner whose server has the tensors names them instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,16 +90,7 @@ class Loss:
 
         The op also gets the sampler's log-probs unless they are ``old_logprobs_N`` themselves.
         """
-        config = self.config
-        how = {
-            "aggregation": config.aggregation,
-            "mask": micro.mask_N,
-            "cu_seqlens": micro.cu_seqlens,
-            "normalizer": normalizer,
-            "actor_ids": micro.actor_ids_B,
-            "num_actors": self.num_actors,
-            "max_length": config.max_length,
-        }
+        config, how = self.config, self._how(micro, normalizer)
         out = policy_loss(
             logprobs_N,
             old_logprobs_N,
@@ -110,12 +102,30 @@ class Loss:
             rollout_logprobs=None if old_logprobs_N is micro.rollout_logprobs_N else micro.rollout_logprobs_N,
             entropy=None if entropies_N is None else entropies_N.detach(),
             selected=selected_N,
-            **how,  # type: ignore[arg-type]
+            **how,
         )
         # The entropy bonus needs gradients, so it is added outside of the op.
         if not config.entropy_coef or entropies_N is None:
             return out
-        return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **how))  # type: ignore[arg-type]
+        return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **how))
+
+    def token_weights(self, micro: MicroBatch, normalizer: Tensor) -> Tensor:
+        """Return the weight ``[N]`` float32 with which each token's loss enters the loss; 0 for masked tokens."""
+        values_N = torch.zeros_like(micro.rollout_logprobs_N, requires_grad=True)
+        (weights_N,) = torch.autograd.grad(aggregate(values_N, **self._how(micro, normalizer)), values_N)
+        return weights_N
+
+    def _how(self, micro: MicroBatch, normalizer: Tensor) -> dict[str, Any]:
+        """Return the arguments that aggregate values per token."""
+        return {
+            "aggregation": self.config.aggregation,
+            "mask": micro.mask_N,
+            "cu_seqlens": micro.cu_seqlens,
+            "normalizer": normalizer,
+            "actor_ids": micro.actor_ids_B,
+            "num_actors": self.num_actors,
+            "max_length": self.config.max_length,
+        }
 
 
 def check_loss(config: LossConfig) -> list[str]:

@@ -90,14 +90,12 @@ def warm_start(
     _refuse_too_few(config, len(set(prompts)), held)
     held_rows = [demonstrations[row] for group in sorted(held) for row in groups[group]]
     stop = Stop(policy, config, HeldOut(held_rows, micro_batch_tokens) if held else None, on_check)
-    # One update per step; when the order runs out, the groups are shuffled again. Rows that keep their order end with
-    # the last one: the first of them stand in for those that are held out.
-    trained = [row for group in range(len(groups)) if group not in held for row in groups[group]]
-    order = [] if config.shuffle else trained[: config.steps * config.batch_size % len(trained)]
+    # One update per step; when the order runs out, the groups are shuffled again, or begin again.
+    order: list[int] = []
     while not stop.ended():
         while len(order) < config.batch_size:
-            in_turn = [row for group in shuffled if group not in held for row in groups[group]]
-            order += in_turn if config.shuffle else trained
+            drawn_groups = shuffled if config.shuffle else range(len(groups))
+            order.extend(row for group in drawn_groups if group not in held for row in groups[group])
             shuffled = rng.permutation(len(groups)).tolist()
         drawn, order = order[: config.batch_size], order[config.batch_size :]
         try:

@@ -1,0 +1,273 @@
+"""The learner that lets a server of the Tinker API train: Tinker's own service, or SkyRL."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.inference.tinker.client import BASE, SAMPLER
+from turnwise.inference.tinker.server import TinkerServerError, token_input
+from turnwise.train.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointMismatch,
+    restore_progress,
+    save_checkpoint,
+)
+from turnwise.train.checkpoint.files import REMOTE_FORMAT, read_manifest, read_tensors, write_tensors
+from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.learner.learner import T, Updated, Weights
+from turnwise.train.learner.tinker.adapter import Adapter, Passed
+from turnwise.train.learner.tinker.policy import RemotePolicy
+from turnwise.train.learner.tinker.wire import SERVERS, server_loss, stream_of, wire_rows
+from turnwise.train.model.micro_batch import MicroBatch, minibatches, pack
+from turnwise.train.model.ranks import ALONE
+from turnwise.train.update.loss import Loss
+from turnwise.train.update.update import UpdateLog, describe_bad_rows, rows_of
+from turnwise.types import TrainingBatch
+
+STATES = "tinker.json"
+"""File of a checkpoint with the paths of the saved states on the server."""
+
+
+class _Sent(NamedTuple):
+    """One minibatch that was sent: its rows, and the functions that wait for the server's answers."""
+
+    rows: np.ndarray
+    micro: MicroBatch
+    normalizer: Tensor
+    passed: Callable[[], Passed]
+    stepped: Callable[[], Mapping[str, float]]
+
+
+class TinkerLearner:
+    """Trains ``policies`` with the ``adapters`` that a server holds, one for each policy that is trainable.
+
+    turnwise keeps episodes, credit, minibatches and the schedule. The server computes gradients and updates, of all
+    policies at the same time. From the log-probs that it returns, turnwise computes the metrics that a local learner
+    has.
+
+    ``base`` is a sampling client of the base model, for the reference of a KL penalty. A gradient that is not finite
+    can't be taken back from a server, so it ends the run.
+    """
+
+    whole = False
+
+    def __init__(
+        self,
+        policies: Mapping[str, RemotePolicy],
+        adapters: Mapping[str, Adapter],
+        config: TrainConfig,
+        base_model: str,
+        base: Any = None,
+    ) -> None:
+        self.policies: dict[str, Any] = dict(policies)
+        self.adapters, self.config, self.base_model, self._base = dict(adapters), config, base_model, base
+        self.kind = SERVERS[config.learner.tinker.server]
+        self._numbers, self._run = itertools.count(), secrets.token_hex(4)
+        self._confirmed = False
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+    def update(
+        self,
+        batch: TrainingBatch,
+        phase: Collection[str],
+        run_share: float,
+        rng: np.random.Generator,
+        show: Callable[[int, int], None],
+    ) -> Updated:
+        """Train as :class:`Learner` says. Raises ``FloatingPointError`` at the first number that is not finite."""
+        loss = Loss(self.config.loss, len(batch.actors))
+        rates, parts = {}, {}
+        for name, policy in self.policies.items():
+            if name in phase:
+                policy.follow_run(run_share)
+                parts[name] = self._minibatches(policy, batch, rng)
+                rates[name] = policy.learning_rate if parts[name] else 0.0
+        sent = self._send(batch, parts, loss)
+        metrics = {name: self._measured(name, batch, loss, rates[name], each, show) for name, each in sent.items()}
+        for name, measured in metrics.items():
+            self.policies[name].version += bool(measured.get("updates"))
+        moved = {name for name, measured in metrics.items() if measured.get("updates") and measured.get("grad_norm", 1)}
+        return Updated(metrics, frozenset(moved))
+
+    def _minibatches(self, policy: RemotePolicy, batch: TrainingBatch, rng: np.random.Generator) -> list[np.ndarray]:
+        """Draw the minibatches of all epochs, as a local update does; none for a policy without rows."""
+        rows, update = rows_of(policy, batch), self.config.update
+        if not policy.trainable or not len(rows):
+            return []
+        _check_rows(policy.name, batch, rows)
+        epochs = range(update.ppo_epochs)
+        return [part for _ in epochs for part in minibatches(batch, rows, update.num_minibatches, rng)]
+
+    def _send(self, batch: TrainingBatch, parts: Mapping[str, list[np.ndarray]], loss: Loss) -> dict[str, list[_Sent]]:
+        """Send the passes and updates of all policies, the first minibatch of each before the second of any."""
+        wanted = server_loss(loss.variant)
+        sent: dict[str, list[_Sent]] = {name: [] for name in parts}
+        for place in range(max(map(len, parts.values()), default=0)):
+            passes = []
+            for name, own in parts.items():
+                if place < len(own):
+                    micro = pack(batch, own[place])
+                    normalizer = loss.normalizer([micro])
+                    rows = wire_rows(batch, own[place], micro, loss.token_weights(micro, normalizer), self.kind)
+                    passed = cache(self.adapters[name].forward_backward(rows, wanted))
+                    passes.append((name, own[place], micro, normalizer, passed))
+            for name, chosen, micro, normalizer, passed in passes:
+                if not self._confirmed:  # a wrong `server` must not change the weights
+                    self._confirm(passed())
+                if self.kind.reorders:
+                    passed()
+                policy = self.policies[name]
+                stepped = self.adapters[name].optim_step(policy.adam())
+                sent[name].append(_Sent(chosen, micro, normalizer, passed, stepped))
+                policy.step()
+        return sent
+
+    def _measured(
+        self,
+        name: str,
+        batch: TrainingBatch,
+        loss: Loss,
+        rate: float,
+        sent: list[_Sent],
+        show: Callable[[int, int], None],
+    ) -> dict[str, float]:
+        """Wait for the updates of one policy, and return their metrics; none without updates."""
+        if not sent:
+            return {}
+        log = UpdateLog(batch.actors)
+        for done, one in enumerate(sent, start=1):
+            stream = stream_of(batch, one.rows, one.passed().logprobs)
+            logprobs_N = torch.from_numpy(stream)[one.micro.token_N]
+            out = loss(logprobs_N, one.micro, one.micro.rollout_logprobs_N, None, one.normalizer)
+            log.add_micro(out, one.micro, logprobs_N)
+            log.join(ALONE)
+            norm = _grad_norm(one.stepped())
+            if not math.isfinite(log.current_loss) or math.isinf(norm):
+                raise FloatingPointError(
+                    f"policy {name!r}: loss is {log.current_loss}, gradient norm {norm}, on the server, which can't "
+                    f"take an update back: resume from a checkpoint; {describe_bad_rows(batch, log.bad_tokens())}"
+                )
+            log.add_step(norm)
+            show(done, len(sent))
+        metrics = {**log.result(), "learning_rate": rate}
+        return {key: value for key, value in metrics.items() if key != "grad_norm" or not math.isnan(value)}
+
+    def _confirm(self, passed: Passed) -> None:
+        """Raise ``ValueError`` if the first answer is not one of the configured kind of server."""
+        sums = any(key.endswith(":sum") for key in passed.metrics)
+        if sums == self.kind.means:
+            does, key = ("sums", "hosted' or 'skyrl") if sums else ("averages", "skyrl-jax")
+            raise ValueError(
+                f"config key 'learner.tinker.server' = {self.config.learner.tinker.server!r}: the first answer is that "
+                f"of a server that {does} over tokens: expected '{key}'. No weight has changed"
+            )
+        self._confirmed = True
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+    def send(self, name: str, receive: Callable[[Weights], T], *, base: bool = False) -> T:
+        """Save the weights for sampling on the server, and return ``receive([("sampler_path", path)])``.
+
+        A frozen policy is the base model: ``[("base_model", its name)]``.
+        """
+        named: list[tuple[str, Any]] = [(BASE, self.base_model)]
+        if name in self.adapters:
+            there = f"v{self.policies[name].version}-{self.mark()}"
+            named = [(SAMPLER, self.adapters[name].save_for_sampler(there))]
+        return receive(named)
+
+    def mark(self) -> str:
+        """Return a new ending for a name of saved weights: the server takes each name once."""
+        return f"{self._run}-{next(self._numbers)}"
+
+    def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:
+        """Return log-probs ``[N]`` float64 of the base model, from the server."""
+        rows = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
+        asked = [self._base.compute_logprobs(token_input(row)) for row in rows]
+        wait = self.adapters[name].server.wait
+        # The first token has no log-prob: the hosted service says None, SkyRL leaves it out.
+        found = [np.asarray(wait(one)[1 - len(row) :], np.float32) for one, row in zip(asked, rows, strict=True)]
+        return torch.from_numpy(stream_of(batch, np.arange(len(batch)), found)).double()
+
+    def scale_rate(self, name: str, factor: float) -> None:
+        self.policies[name].scale_rate(factor)
+
+    def stop(self) -> None:
+        pass
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
+        """Save the adapters on the server, and their paths there in ``root/step_<step>``."""
+
+        def write(folder: Path) -> Callable[[], None]:
+            write_tensors(generator_states(), folder / "rng.safetensors")
+            name = f"step{step}-{self.mark()}"
+            waiting = {policy: adapter.save_state(name) for policy, adapter in self.adapters.items()}
+
+            def finish() -> None:
+                states = {policy: wait() for policy, wait in waiting.items()}
+                ranks = {policy: adapter.rank for policy, adapter in self.adapters.items()}
+                held = {"base_model": self.base_model, "ranks": ranks, "states": states}
+                (folder / STATES).write_text(json.dumps(held, indent=1), encoding="utf-8")
+
+            return finish
+
+        return save_checkpoint(root, step, self.policies, state, write=write, kind=REMOTE_FORMAT, **files)
+
+    def finish_saving(self) -> None:
+        pass
+
+    def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:
+        manifest = read_manifest(path, (REMOTE_FORMAT,))
+        held = json.loads((path / STATES).read_text(encoding="utf-8"))
+        own = {
+            "policies": sorted(self.policies),
+            "base model": self.base_model,
+            "adapters": {name: adapter.rank for name, adapter in sorted(self.adapters.items())},
+        }
+        saved = {
+            "policies": sorted(manifest["policies"]),
+            "base model": held["base_model"],
+            "adapters": dict(sorted(held["ranks"].items())),
+        }
+        for what, mine in own.items():
+            if saved[what] != mine:
+                raise CheckpointMismatch(f"{path}: {what} {saved[what]}, the run has {mine}")
+        for name, adapter in self.adapters.items():
+            try:
+                adapter.load_state(held["states"][name])
+            except TinkerServerError as error:
+                raise CheckpointError(f"{path}: the server does not load {held['states'][name]}: {error}") from error
+        for name, policy in self.policies.items():
+            restore_progress(policy, manifest["policies"][name])
+        if generators:
+            set_generator_states(read_tensors(path / "rng.safetensors"))
+        return manifest["step"], manifest["state"]
+
+
+def _check_rows(name: str, batch: TrainingBatch, rows: np.ndarray) -> None:
+    """Raise before anything is sent: ``ValueError`` for other temperatures, ``FloatingPointError`` for bad numbers."""
+    temperatures = sorted({*batch.temperatures[rows].tolist()})
+    if temperatures != [1.0]:
+        raise ValueError(f"policy {name!r}: rows sampled at temperatures {temperatures}: a Tinker server trains at 1")
+    bad = np.repeat(~np.isfinite(batch.advantages), np.diff(batch.cu_seqlens)) | ~np.isfinite(batch.rollout_logprobs)
+    own = np.zeros(len(batch), dtype=bool)
+    own[rows] = True
+    if (places := np.flatnonzero(bad & np.repeat(own, np.diff(batch.cu_seqlens)))).size:
+        raise FloatingPointError(f"policy {name!r}: nothing was sent: {describe_bad_rows(batch, places)}")
+
+
+def _grad_norm(metrics: Mapping[str, float]) -> float:
+    """Return the gradient's norm that the server measured, NaN if it tells none."""
+    return next((float(value) for key, value in metrics.items() if "grad_norm" in key), math.nan)

@@ -1,0 +1,130 @@
+"""What goes over the wire: the loss by its name there, and rows whose advantages carry turnwise's mean.
+
+A server sums or averages the losses of tokens in its own way. All its losses are linear in a token's advantage for
+positive factors. So each token's advantage is multiplied by the weight that turnwise's aggregation gives the token,
+and divided by the weight that the server will give it. The mask travels as advantages of 0, as the hosted service takes
+no mask. Loss and gradient are then turnwise's, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from turnwise.ops import CISPO, GPG, Clip, Reinforce, Variant
+from turnwise.train.model.micro_batch import MicroBatch
+from turnwise.types import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """What a kind of server does with the rows and the settings of an update."""
+
+    means: bool
+    """It averages over a row's tokens, those of the prompt included, and then over the rows; else it sums."""
+    clips: bool
+    """It clips the gradient's norm as the update asks; else it clips as its own settings say, or never."""
+    adam: bool
+    """It takes betas, epsilon and weight decay from the update; else from its own settings."""
+    reorders: bool
+    """It may run an update before a pass that was sent earlier, unless that pass has been answered."""
+    trains_its_sampler: bool
+    """An update also changes the weights of samplers that were made before it."""
+    shares_decay: bool
+    """An update's weight decay also shrinks the other adapters."""
+
+
+SERVERS = {
+    "hosted": ServerKind(
+        means=False, clips=True, adam=True, reorders=False, trains_its_sampler=False, shares_decay=False
+    ),
+    # SkyRL 0.3: skyrl/backends/skyrl_train_backend.py, read
+    "skyrl": ServerKind(
+        means=False, clips=False, adam=False, reorders=True, trains_its_sampler=False, shares_decay=False
+    ),
+    # SkyRL 0.3: skyrl/backends/jax.py, tested
+    "skyrl-jax": ServerKind(
+        means=True, clips=False, adam=True, reorders=True, trains_its_sampler=True, shares_decay=True
+    ),
+}
+"""Kinds of servers, by ``learner.tinker.server``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoss:
+    """A loss of the API with its settings. Example: ``ServerLoss("ppo", {"clip_low_threshold": 0.8, ...})``"""
+
+    name: str
+    settings: dict[str, float]
+
+
+def _bounds(low: float, high: float) -> dict[str, float]:
+    return {"clip_low_threshold": 1.0 - low, "clip_high_threshold": 1.0 + high}
+
+
+def _clip(variant: Clip) -> ServerLoss:
+    if variant.dual_clip is not None:
+        raise ValueError(f"loss.options.dual_clip = {variant.dual_clip}: expected none: servers have no dual clip")
+    return ServerLoss("ppo", _bounds(variant.low, variant.high))
+
+
+_LOSSES: dict[type[Variant], Callable[[Any], ServerLoss]] = {
+    Clip: _clip,
+    CISPO: lambda variant: ServerLoss("cispo", _bounds(variant.low, variant.high)),
+    # A ratio that is clipped to 1 and carries no gradient leaves -A * lp.
+    Reinforce: lambda variant: ServerLoss("cispo", _bounds(0.0, 0.0)),
+    GPG: lambda variant: ServerLoss("cispo", _bounds(0.0, 0.0)),
+}
+
+SERVED = "'clip-higher', 'ppo', 'cispo', 'reinforce' or 'gpg'"
+
+
+def server_loss(variant: Variant) -> ServerLoss:
+    """Return the API's loss that equals ``variant``. Raises ``ValueError`` naming the config key if there is none."""
+    if type(variant) not in _LOSSES:
+        raise ValueError(f"a Tinker server has no loss {type(variant).__name__}: expected {SERVED}")
+    return _LOSSES[type(variant)](variant)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of ``T`` tokens as it is sent. ``logprobs`` and ``advantages [T - 1]`` float32 belong to its targets,
+    the tokens after the first; both are 0 on tokens that don't train.
+
+    Example: ``Row(np.array([1, 17, 20]), np.array([0, -0.1]), np.array([0, 0.5]))``
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+
+
+def wire_rows(
+    batch: TrainingBatch, rows: np.ndarray, micro: MicroBatch, weights_N: Tensor, kind: ServerKind
+) -> list[Row]:
+    """Return ``rows`` of ``batch``, one minibatch, which is packed as ``micro``.
+
+    ``weights_N`` are :meth:`~turnwise.train.update.loss.Loss.token_weights`.
+    """
+    scaled = np.zeros(len(batch.token_ids), dtype=np.float32)
+    scaled[micro.token_N.numpy()] = (micro.advantages_B[micro.row_N] * weights_N).numpy()
+    logprobs = np.where(scaled != 0, batch.rollout_logprobs, np.float32(0))
+    sent = []
+    for row in rows.tolist():
+        start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+        own = np.float32((end - start - 1) * len(rows) if kind.means else 1)
+        targets = slice(start + 1, end)
+        sent.append(Row(batch.token_ids[start:end], logprobs[targets], scaled[targets] * own))
+    return sent
+
+
+def stream_of(batch: TrainingBatch, rows: np.ndarray, values: list[np.ndarray]) -> np.ndarray:
+    """Return values ``[T - 1]`` of each of ``rows`` as values ``[N]`` float32 per token of the batch's stream."""
+    stream = np.zeros(len(batch.token_ids), dtype=np.float32)
+    for row, own in zip(rows.tolist(), values, strict=True):
+        stream[int(batch.cu_seqlens[row]) + 1 : int(batch.cu_seqlens[row + 1])] = own
+    return stream
