@@ -5,9 +5,10 @@ May import: types, utils, chat.
 
 ``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` runs
 vLLM in this process, ``VLLMProcessClient`` in child processes, and ``VLLMServerClient`` calls a vLLM server at an
-``Endpoint``. ``PoolClient`` shares out the requests for the same policies over several clients. ``TinkerClient`` samples
-with weights that a server of the Tinker API trains. ``OpenAIClient`` is for judges and fixed opponents.
-``RoutingClient`` gives each policy its own client. Each client's dependencies are imported when its name is first used.
+``Endpoint``, as ``VLLMServerReader`` does without sending weights. ``PoolClient`` shares out requests over several
+clients of the same policies. ``TinkerClient`` samples with weights that a server of the Tinker API trains.
+``OpenAIClient`` is for judges and fixed opponents. ``RoutingClient`` gives each policy its own client. Each client's
+dependencies are imported when its name is first used.
 """
 
 from __future__ import annotations
