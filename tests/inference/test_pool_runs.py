@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 import threading
@@ -78,10 +77,6 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     return weights_of(run)
 
 
-def lines_of(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_a_killed_engine_changes_no_bit(
     seed: int, folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor]
@@ -93,10 +88,16 @@ def test_a_killed_engine_changes_no_bit(
     pool, killed = run.arena.client, []
 
     def kill() -> None:
-        while pool.stats()["requests"] < at or not pool._engines[servers.urls[victim]].outstanding:
+        """Stop the engine first, to be sure that a request of it dies with it."""
+        while not killed:
+            if pool.stats()["requests"] >= at and pool._engines[servers.urls[victim]].outstanding:
+                servers.kill(victim, signal.SIGSTOP)
+                time.sleep(0.05)  # an answer that was already sent arrives
+                if pool._engines[servers.urls[victim]].outstanding:
+                    killed.append(pool.stats()["requests"])
+                    servers.kill(victim)
+                servers.kill(victim, signal.SIGCONT)
             time.sleep(0.0005)
-        servers.kill(victim)
-        killed.append(lines_of(run)[-1]["step"] if (run.config.run_dir / "metrics.jsonl").exists() else 0)
         servers.start(victim)
 
     thread = threading.Thread(target=kill, daemon=True)
@@ -104,10 +105,11 @@ def test_a_killed_engine_changes_no_bit(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.train()
-    thread.join()
+    thread.join(60)
+    assert killed
     stats = pool.stats()
     run.close()
-    assert same(weights_of(run), undisturbed), f"killed engine {victim} after {at} requests"
+    assert same(weights_of(run), undisturbed), f"killed engine {victim} after {killed[0]} requests"
     assert stats[f"engines/{servers.urls[victim]}/deaths"] >= 1 and stats["retries"] >= 1
     assert any(f"engine {servers.urls[victim]} failed" in str(warning.message) for warning in told)
     assert all(stats[f"engines/{url}/requests"] >= 5 for url in servers.urls), "both engines had a share"
