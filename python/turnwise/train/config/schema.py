@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from turnwise.train.config.base import Section
+from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.learner import LearnerConfig
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import OptimizerConfig, PhaseConfig, PolicyConfig, WarmStartConfig
@@ -153,6 +154,8 @@ class TrainConfig(Section):
     """What holds and trains the weights."""
     sharding: ShardingConfig = ShardingConfig()
     """Models in shards over several processes."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Processes of the run on other machines."""
     log: LogConfig = LogConfig()
     """Metrics and recorded episodes."""
 

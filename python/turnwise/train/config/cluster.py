@@ -1,0 +1,93 @@
+"""Sections of the cluster: which processes a run has besides its own, where they are, and what happens if one dies."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from turnwise.train.config.base import Section
+
+
+class RoleConfig(Section):
+    """Processes of one kind, and what each of them takes."""
+
+    cpus: float = Field(default=1.0, ge=0)
+    """CPU cores of each process."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs of each process."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further resources of each process, by the cluster's names for them."""
+
+
+class LearnerRolesConfig(RoleConfig):
+    """The processes that train, which are also the ranks of ``[sharding]``; the first one runs the loop."""
+
+    count: int = Field(default=1, ge=1)
+    """Processes that train."""
+
+
+class EnginesConfig(RoleConfig):
+    """A pool of engines that sample for the same policies."""
+
+    policies: list[str] = Field(default_factory=list)
+    """Policies that the pool serves; by default all."""
+    count: int = Field(default=1, ge=1)
+    """Engines of the pool."""
+    min_count: int = Field(default=1, ge=1)
+    """Engines that must have a place before the run starts; the others join when there is room."""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """What computes."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of ``turnwise serve``, such as ``kv_cache_gb`` and ``engine_args``."""
+
+    @model_validator(mode="after")
+    def _no_fewer_than_the_least(self) -> Self:
+        if self.min_count > self.count:
+            raise ValueError(f"min_count = {self.min_count}: expected at most count = {self.count}")
+        return self
+
+
+class ArenaWorkersConfig(RoleConfig):
+    """Processes that play episodes."""
+
+    count: int = Field(default=0, ge=0)
+    """Processes that play episodes; 0 plays them in the process of the loop."""
+    episodes: int = Field(default=64, ge=1)
+    """Episodes that one process plays at the same time."""
+    addresses: list[str] = Field(default_factory=list)
+    """Addresses of processes that were started by hand, for ``backend = "static"``."""
+
+
+class FaultsConfig(Section):
+    """Processes that die: how often they may, and when one counts as dead."""
+
+    engine_restarts: int = Field(default=8, ge=0)
+    """Restarts of all engines together, after which the run ends."""
+    learner_restarts: int = Field(default=3, ge=0)
+    """Restarts of the processes that train, which always restart together."""
+    worker_restarts: int = Field(default=8, ge=0)
+    """Restarts of all processes that play episodes together."""
+    dead_after: float = Field(default=30.0, gt=0)
+    """Seconds without a sign of life after which a process or a node counts as dead."""
+
+
+class ClusterConfig(Section):
+    """The processes of a run on several machines; see docs/cluster.md."""
+
+    backend: Literal["embedded", "ray", "static"] = "embedded"
+    """``embedded`` is one process, ``ray`` starts the others on a Ray cluster, ``static`` takes what you started."""
+    address: str = "local"
+    """Ray cluster: ``local`` starts one here, ``auto`` joins the one of RAY_ADDRESS, or host:port."""
+    wait: float = Field(default=180.0, gt=0)
+    """Seconds that a place for every process may take to come free."""
+    trust_network: bool = False
+    """Join a Ray cluster that checks no token: whoever reaches its ports can run code on it."""
+    learner: LearnerRolesConfig = LearnerRolesConfig()
+    """The processes that train."""
+    engines: dict[str, EnginesConfig] = Field(default_factory=dict)
+    """Pools of engines by name; without one, the process of the loop samples by ``rollout.client``."""
+    arena: ArenaWorkersConfig = ArenaWorkersConfig()
+    """Processes that play episodes."""
+    faults: FaultsConfig = FaultsConfig()
+    """What happens if a process dies."""
