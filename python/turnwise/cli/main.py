@@ -184,6 +184,7 @@ COMMANDS: dict[str, Command] = {
             CONFIG,
             flag("--dry-run", "print the resolved config and stop"),
             flag("--import-code", "with --dry-run: import the code that the config names, to check it"),
+            argument("--cluster", "train on this Ray cluster: local, auto, or HOST:PORT", metavar="ADDRESS"),
         ),
         overrides=True,
     ),

@@ -1,0 +1,37 @@
+"""Runs the ``turnwise`` command of the arguments, and is killed when the process that started it ends, however it ends.
+
+``--secret NAME`` first reads a line of standard input into that variable. So the secret stands in no list of arguments,
+and not in the environment that the system shows of a process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT = "TURNWISE_PARENT"
+"""Environment variable with the id of the process that started this one."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run ``turnwise`` with the arguments of this process, and return its exit code."""
+    parent = int(os.environ.pop(PARENT))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before
+        return 1
+    arguments = sys.argv[1:]
+    if arguments[0] == "--secret":
+        os.environ[arguments[1]] = sys.stdin.readline().rstrip("\n")
+        arguments = arguments[2:]
+    from turnwise.cli.main import main as turnwise
+
+    return turnwise(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
