@@ -46,6 +46,9 @@ class Ended:
 class ProcessHost:
     """One process on this node. It ends when its host ends, however that comes."""
 
+    program = ("-m", "turnwise.cluster.child")
+    """What Python runs, before the arguments of the command."""
+
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: Ended | None = None
@@ -74,7 +77,7 @@ class ProcessHost:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with command.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "turnwise.cluster.child", *command.arguments],
+                [sys.executable, "-P", *self.program, *command.arguments],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
                 env={**inherited, **command.env, PARENT: str(os.getpid())},
             )  # fmt: skip

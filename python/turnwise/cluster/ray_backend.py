@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from turnwise.cluster.backend import HostLost
@@ -147,8 +148,10 @@ class RayHost:
     def stop(self) -> None:
         """End the process and the host at once. Does nothing if they are gone."""
         import ray
+        from ray.exceptions import RayError
 
-        ray.kill(self._actor)  # its process dies with it
+        with suppress(RayError):  # a host that never came
+            ray.kill(self._actor)  # its process dies with it
 
     def _ask(self, method: str, *arguments: Any, timeout: float = ANSWER) -> Any:
         return self._answer(getattr(self._actor, method).remote(*arguments), timeout)
@@ -187,9 +190,7 @@ def _ray(settings: ClusterConfig) -> Any:
     """Import ray with the settings that it reads then."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    if settings.address == "local" or not settings.trust_network:
-        os.environ.setdefault(_MODE, "token")
-    if settings.address == "local" and os.environ[_MODE] == "token":
+    if settings.address == "local" and os.environ.setdefault(_MODE, "token") == "token":
         os.environ.setdefault(_TOKEN, secrets.token_hex(32))
     try:
         import ray

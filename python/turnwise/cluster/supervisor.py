@@ -24,11 +24,17 @@ TAIL = 50
 PAUSE = 0.2
 """Seconds between two looks at all processes."""
 
+FIRST_PAUSE = 1.0
+"""Seconds until a process that died is started again; each further time waits twice as long."""
+
+RETRY = 5.0
+"""Seconds after which a host that was lost before it came is asked for again."""
+
 PATIENCE = 30.0
 """Seconds that a process has to end by itself."""
 
 LONGEST_PAUSE = 30.0
-"""The most seconds between two restarts of one process; the first pause is one second, and each is twice the last."""
+"""The most seconds of such a pause."""
 
 FINAL = (0, 2, 130)
 """Exit codes of the first rank that end the run: it is done, its config is wrong, or it was interrupted."""
@@ -146,7 +152,8 @@ class Supervisor:
                 process.facts = process.host.came()
             except HostLost as error:
                 process.last = str(error)
-                self._ask_for_host(process)
+                if time.monotonic() - process.since > RETRY:
+                    self._ask_for_host(process)
         return process.facts is not None
 
     # -- one look at all processes -------------------------------------------------------------------------------------
@@ -179,7 +186,7 @@ class Supervisor:
             self._died(process, why)
             self._leave(process)
             self._spend(process.role.kind, process, why)
-            process.again = now + min(2.0 ** (process.deaths - 1), LONGEST_PAUSE)
+            process.again = now + min(FIRST_PAUSE * 2.0 ** (process.deaths - 1), LONGEST_PAUSE)
 
     def _look_after_ranks(self, now: float) -> int | None:
         """Start all ranks together, and start all again if one dies. Return the exit code when the first one ends."""
@@ -218,7 +225,7 @@ class Supervisor:
         for rank in self._ranks:
             self._died(rank, why if rank is culprit else f"stopped, as {culprit.role.name} {why}")
         self._spend("rank", culprit, why, quoted)
-        pause = min(2.0 ** (culprit.deaths - 1), LONGEST_PAUSE)
+        pause = min(FIRST_PAUSE * 2.0 ** (culprit.deaths - 1), LONGEST_PAUSE)
         for rank in self._ranks:
             rank.again = now + pause
         return None

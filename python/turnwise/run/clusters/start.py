@@ -15,7 +15,8 @@ from turnwise.cluster.ray_backend import RayBackend
 from turnwise.cluster.supervisor import Supervisor
 from turnwise.run.checks import check_config, task_of, tiny_model
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.league import groups_of, plays_past
+from turnwise.train.league import plays_past
+from turnwise.train.league.build import groups_of
 from turnwise.train.model.loading import TINY, check_models
 
 
