@@ -1,4 +1,4 @@
-"""Engines in processes of their own without vLLM, and what tests do to them: kill, stop, and falsify weights.
+"""Engines without vLLM, and what tests do to them: kill, stop, and falsify weights.
 
 ``python engine_server.py SETTINGS`` is the server of ``turnwise serve --engine transformers``, except that SIGUSR1 lets
 one bit of all weights that arrive from then on be another.
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.server.launch import HOSTS, KEY
@@ -92,6 +93,35 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def engine_here(model: Any, **settings: Any) -> Iterator[tuple[Endpoint, Any]]:
+    """Serve ``model`` from a thread of this process: an endpoint with the key, and the engine behind it."""
+    from aiohttp import web
+
+    from turnwise.inference.common.http import LoopThread
+    from turnwise.inference.transformers_server.engine import Engine
+    from turnwise.inference.transformers_server.routes import Routes
+
+    os.environ.setdefault(KEY_VARIABLE, "sesame")
+    engine, port, thread = Engine(model, "tiny", **settings), free_port(), LoopThread("engine")
+
+    async def serve() -> web.AppRunner:
+        runner = web.AppRunner(Routes(engine).app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner
+
+    with patch.dict(os.environ, {KEY: os.environ[KEY_VARIABLE], HOSTS: ""}):
+        runner = thread.submit(serve()).result()
+    thread.at_end += [engine.go_on, runner.cleanup]
+    endpoint = Endpoint(f"http://127.0.0.1:{port}", api_key_env=KEY_VARIABLE, timeout=30.0)
+    try:
+        yield endpoint, engine
+    finally:
+        endpoint.close()
+        thread.stop()
 
 
 # -- in the engine's process -------------------------------------------------------------------------------------------
