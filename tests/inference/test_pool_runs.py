@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from turnwise.inference import PoolClient, VLLMServerClient
-from turnwise.inference.common.http import Endpoint
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of, tiny_model
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
-from .engine_server import EngineServers
+from .engine_server import KEY_VARIABLE, EngineServers
 from .helpers import requests_of, sent, versions_of
 
 
@@ -84,7 +83,7 @@ def test_a_killed_engine_changes_no_bit(
     """One of two engines is killed at a random request, and comes back at another time of its own."""
     draw = random.Random(seed)
     victim, at = draw.randrange(2), draw.randrange(5, 35)
-    run = build_run(config_of(folder, client="vllm-server", server={"url": servers.urls}))
+    run = build_run(config_of(folder, client="vllm-server", server={"url": servers.urls, "api_key_env": KEY_VARIABLE}))
     pool, killed = run.arena.client, []
 
     def kill() -> None:
@@ -119,7 +118,7 @@ def test_a_killed_engine_changes_no_bit(
 def test_an_engine_that_stands_still_changes_no_bit(
     folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    server = {"url": servers.urls, "dead_after": 0.5}
+    server = {"url": servers.urls, "api_key_env": KEY_VARIABLE, "dead_after": 0.5}
     run = build_run(config_of(folder, client="vllm-server", server=server))
     pool = run.arena.client
 
@@ -146,7 +145,10 @@ async def test_weights_that_change_on_the_way_are_refused(folder: Path, servers:
     config = config_of(folder)
     tokenizer, model = tiny_model(config, task_of(config))
     servers.flip(1)
-    engines = {url: VLLMServerClient(Endpoint(url, patience=0.0, retries=0), tokenizer, model) for url in servers.urls}
+    engines = {
+        url: VLLMServerClient(servers.endpoint(number, patience=0.0, retries=0), tokenizer, model)
+        for number, url in enumerate(servers.urls)
+    }
     async with PoolClient(engines) as pool:
         with pytest.warns(UserWarning, match=f"engine {servers.urls[1]} failed.*other sums than those that were sent"):
             pool.load_weights("default", sent(model), 1)
