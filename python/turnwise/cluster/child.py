@@ -19,15 +19,17 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Run ``turnwise`` with the arguments of this process, and return its exit code."""
-    parent = int(os.environ.pop(PARENT))
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before
-        return 1
-    arguments = sys.argv[1:]
+    arguments, name = sys.argv[1:], None
     if arguments[0] == "--secret":
-        os.environ[arguments[1]] = sys.stdin.readline().rstrip("\n")
-        arguments = arguments[2:]
+        name, arguments = arguments[1], arguments[2:]
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:  # a command that starts itself again has done all this
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(parent):  # it ended before
+            return 1
+        if name is not None:
+            os.environ[name] = sys.stdin.readline().rstrip("\n")
     from turnwise.cli.main import main as turnwise
 
     return turnwise(arguments)

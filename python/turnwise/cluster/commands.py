@@ -46,7 +46,7 @@ def commands_of(
     def command(role: Role, arguments: list[str], env: Mapping[str, str] = {}) -> Command:
         given = {**shared, **env, ROLE: role.name}
         log = log_file(config.run_dir, role.name).absolute()
-        return Command(arguments, given, os.getcwd(), log, secret)
+        return Command(["--secret", KEY, *arguments], given, os.getcwd(), log, secret)
 
     def rank(place: Place) -> Command:
         count, env = config.cluster.learner.count, {}
@@ -55,18 +55,18 @@ def commands_of(
                 "RANK": str(place.role.number), "WORLD_SIZE": str(count), "LOCAL_RANK": "0",
                 "MASTER_ADDR": place.address, "MASTER_PORT": str(place.port),
             }  # fmt: skip
-        return command(place.role, ["--secret", KEY, "train", str(file)], env)
+        return command(place.role, ["train", str(file)], env)
 
     def engine(place: Place) -> Command:
         pool = config.cluster.engines[place.role.pool]
         address = ["--host", place.address, "--port", str(place.port), "--api-key-env", KEY, "--restarts", "0"]
         options = [word for name, value in pool.options.items() for word in _as_options(name, value)]
         what = ["serve", str(models[place.role.pool]), "--engine", pool.engine, "--dummy-weights"]
-        return command(place.role, ["--secret", KEY, *what, *address, *options])
+        return command(place.role, [*what, *address, *options])
 
     def worker(place: Place) -> Command:
-        # It reads the secret itself, as code of users runs in its process.
-        return command(place.role, ["worker", str(file), "--host", place.address, "--port", str(place.port)])
+        address = ["--host", place.address, "--port", str(place.port)]
+        return command(place.role, ["worker", str(file), *address])
 
     return {"rank": rank, "engine": engine, "worker": worker}
 
