@@ -239,7 +239,10 @@ class Supervisor:
             process.ended = process.host.poll(self.config.cluster.faults.dead_after)
         except HostLost as error:
             return f"is gone with its host ({error})"
-        return None if process.ended is None else process.ended.how
+        if process.ended is None:
+            return None
+        process.last = process.ended.how
+        return process.last
 
     # -- starts and ends -----------------------------------------------------------------------------------------------
     def _start(self, process: _Process) -> None:
