@@ -58,7 +58,7 @@ def _takes(role: RoleConfig) -> dict[str, float]:
     return {"CPU": role.cpus, **({"GPU": role.gpus} if role.gpus else {}), **role.resources}
 
 
-def fit(roles: Iterable[Role], nodes: Sequence[Node]) -> dict[str, str]:
+def fit(roles: Sequence[Role], nodes: Sequence[Node]) -> dict[str, str]:
     """Return a node for each of ``roles``, by their names: the first node with room, largest needs first.
 
     This is a plan; Ray decides. Raises :class:`NoRoom` with what is missing if the nodes, if all of them were free,
@@ -74,7 +74,7 @@ def fit(roles: Iterable[Role], nodes: Sequence[Node]) -> dict[str, str]:
             for name, amount in role.resources.items():
                 free[chosen][name] = free[chosen].get(name, 0.0) - amount
         elif role.must:
-            raise NoRoom(shortage(ordered, nodes, role))
+            raise NoRoom(shortage(roles, nodes, role))
     return placed
 
 
