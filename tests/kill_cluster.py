@@ -94,7 +94,7 @@ def processes(run_dir: Path) -> dict[str, int]:
 
 
 class Disturbed:
-    """The run that is disturbed. ``longest`` is the longest time between a disturbance and the next step, in seconds."""
+    """The run that is disturbed. ``longest`` is the longest time to the next step after a disturbance, in seconds."""
 
     def __init__(self, process: subprocess.Popen[bytes], run_dir: Path, log: Path, rng: random.Random) -> None:
         self.process, self.run_dir, self.log, self.rng, self.longest = process, run_dir, log, rng, 0.0

@@ -71,7 +71,8 @@ class LocalBackend:
         return [Node("here", "127.0.0.1", has, has)]
 
     def place(self, roles: list[Role], wait: float) -> None:
-        if self.room is not None and (left := [role.name for role in roles if role.must and role.name not in self.room]):
+        left = [role.name for role in roles if role.must and self.room is not None and role.name not in self.room]
+        if left:
             raise NoRoom(f"no room for {left}")
 
     def host(self, role: Role) -> LocalHost:

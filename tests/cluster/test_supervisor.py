@@ -1,4 +1,4 @@
-"""The supervisor with processes that are short scripts: starts, deaths, restarts, budgets, signals, the members file."""
+"""The supervisor of processes that are short scripts: starts, deaths, restarts, budgets, signals, the members file."""
 
 from __future__ import annotations
 
@@ -250,6 +250,6 @@ def test_no_room(tmp_path: Path) -> None:
 def test_nodes_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, **TEAM)
     monkeypatch.setattr("turnwise.cluster.supervisor.compare", lambda found: "torch  2.13 here, 2.12 there")
-    with pytest.raises(ConfigError, match="torch  2.13 here, 2.12 there"):
+    with pytest.raises(ConfigError, match=r"torch  2\.13 here, 2\.12 there"):
         run.supervisor.run()
     assert not any(host.pid for host in run.backend.hosts.values())
