@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -59,11 +60,16 @@ class RayBackend:
         import ray
         from ray._private.state import available_resources_per_node
 
-        free = available_resources_per_node()
+        free, alive = available_resources_per_node(), [found for found in ray.nodes() if found["Alive"]]
+        names = Counter(found["NodeName"] for found in alive)
         return [
-            Node(found["NodeName"], found["NodeManagerAddress"], found["Resources"], free.get(found["NodeID"], {}))
-            for found in ray.nodes()
-            if found["Alive"]
+            Node(
+                found["NodeName"] if names[found["NodeName"]] == 1 else f"{found['NodeName']}/{found['NodeID'][:6]}",
+                found["NodeManagerAddress"],
+                found["Resources"],
+                free.get(found["NodeID"], {}),
+            )
+            for found in alive
         ]
 
     def place(self, roles: Sequence[Role], wait: float) -> None:
@@ -100,8 +106,8 @@ class RayBackend:
         if open_to_all and not self._settings.trust_network:
             raise ConfigError(
                 f"config key 'cluster.address' = {self._settings.address!r}: the Ray of {', '.join(open_to_all)} "
-                "checks no token, so whoever reaches its ports runs code as you. Start it with RAY_AUTH_MODE=token on every "
-                "node, or set cluster.trust_network = true if nobody else is in that network"
+                "checks no token, so whoever reaches its ports runs code as you. Start it with RAY_AUTH_MODE=token "
+                "on every node, or set cluster.trust_network = true if nobody else is in that network"
             )
 
 
