@@ -88,7 +88,7 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(stand_in: Any, tmp_pat
     said: list[str] = []
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
         with stand_in(said=said) as server:
-            assert serve._is_well(server.url, 5.0)
+            assert serve.is_well(server.url, 5.0)
             [[leader, helper]] = started(tmp_path)
             assert server.pid == leader
             assert not gone(helper)
@@ -109,7 +109,7 @@ def test_a_server_that_dies_is_started_again_at_its_address(stand_in: Any, tmp_p
     with stand_in(said=said) as server:
         before = started(tmp_path)[0]
         os.kill(before[0], (signal.SIGKILL, signal.SIGTERM)[victim])
-        until(lambda: len(started(tmp_path)) == 2 and serve._is_well(server.url, 1.0))
+        until(lambda: len(started(tmp_path)) == 2 and serve.is_well(server.url, 1.0))
         assert all(gone(pid) for pid in before)
         assert server.restarts == 1
     all_gone(tmp_path)
@@ -122,7 +122,7 @@ def test_a_server_that_hangs_is_started_again(stand_in: Any, tmp_path: Path, mon
     said: list[str] = []
     with stand_in(said=said) as server:
         os.kill(started(tmp_path)[0][0], signal.SIGSTOP)
-        until(lambda: len(started(tmp_path)) == 2 and serve._is_well(server.url, 1.0))
+        until(lambda: len(started(tmp_path)) == 2 and serve.is_well(server.url, 1.0))
     assert any("did not answer for 0.5 s" in line for line in said)
     all_gone(tmp_path)
 
@@ -145,7 +145,7 @@ def test_a_server_that_dies_too_often_is_given_up(stand_in: Any, tmp_path: Path)
 
 
 def test_one_that_takes_too_long_is_ended(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_is_well", lambda url, timeout: False)
+    monkeypatch.setattr(serve, "is_well", lambda url, timeout: False)
     with pytest.raises(ServerFailed, match=r"longer than start_timeout=0.5 s"):
         stand_in(start_timeout=0.5).start()
     all_gone(tmp_path)
@@ -155,7 +155,7 @@ async def test_serving_ends_with_the_block(stand_in: Any, tmp_path: Path) -> Non
     stand_in()
     with pytest.raises(RuntimeError, match="mine"):
         async with serving("some/model", restarts=0) as server:
-            assert serve._is_well(server.url, 5.0)
+            assert serve.is_well(server.url, 5.0)
             raise RuntimeError("mine")
     all_gone(tmp_path)
     stand_in("fails")

@@ -102,7 +102,7 @@ async def test_adapters_that_can_not_be_served(tmp_path: Path) -> None:
     for slots, rank in ((0, 4), (1, 3)):
         with engine_here(build("served"), adapter_slots=slots, adapter_rank=rank) as (endpoint, engine):
             async with client_of(endpoint, {"solver": adapters["solver"]}) as client:
-                with pytest.raises(ModelError, match=rf"rank 4: expected at most adapter_rank={rank} and adapter_slots"):
+                with pytest.raises(ModelError, match=rf"rank 4: expected at most adapter_rank={rank}"):
                     await client.generate(requests_of(1, policy="solver"))
             assert engine.adapters() == []
     with engine_here(build("served"), adapter_slots=1) as (endpoint, engine):
@@ -169,7 +169,7 @@ async def test_an_answer_does_not_depend_on_its_batch() -> None:
 
 async def test_a_reader_follows() -> None:
     models = [build("served", seed=seed) for seed in (1, 2)]
-    with engine_here(build("served")) as (endpoint, engine):
+    with engine_here(build("served")) as (endpoint, _):
         async with client_of(endpoint, models[0]) as writer:
             writer.load_weights("default", sent(models[0]), 1)
             reader = VLLMServerReader(endpoint, ByteTokenizer(), ServedWeights.by(writer))
@@ -207,7 +207,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "outside the vocabulary": ({"token_ids": [300]}, r"400: prompt_token_ids has 300\.\.300: expected 0\.\.299"),
     "no sampling": ({"sampling_params": None}, r"400: sampling_params=None: expected an object"),
     "unknown": ({"sampling_params": {**SAMPLING, "top_p": 0.5}}, r"400: sampling_params\.top_p: expected one of"),
-    "a type": ({"sampling_params": {**SAMPLING, "max_tokens": "2"}}, r"400: sampling_params\.max_tokens=2: expected int"),
+    "a type": ({"sampling_params": {**SAMPLING, "max_tokens": "2"}}, r"400: sampling_params\.max_tokens=2: expected"),
     "a value": ({"sampling_params": {**SAMPLING, "max_tokens": 0}}, r"400: max_tokens=0: expected at least 1"),
     "eos": ({"sampling_params": {"max_tokens": 2}}, r"400: sampling_params\.ignore_eos=None: expected True"),
 }
@@ -228,7 +228,7 @@ async def test_requests_that_are_wrong() -> None:
         # vLLM's words, by which its client knows them.
         remote = RemoteServer(endpoint, "mark", in_flight=False)
         too_long = {**BODY, "token_ids": [1] * 64}
-        with pytest.raises(ContextLengthError, match="maximum context length is 64 tokens.*contains 64 input tokens"):
+        with pytest.raises(ContextLengthError, match=r"maximum context length is 64 tokens.*contains 64 input"):
             await endpoint.thread.result_of(remote.generate(too_long), lambda: False)
         assert len((await asked(endpoint, GENERATE, BODY))["choices"][0]["token_ids"]) == 2
 

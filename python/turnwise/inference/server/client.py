@@ -68,6 +68,8 @@ class VLLMServerClient(ClientBase):
       which a server on another host must see under the same path. ``"nccl"`` between GPUs and ``"gloo"`` over TCP reach
       other hosts without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one,
       by ``SharedTransfer(transfer_to(...)).lend()``.
+    - ``suffix``: the end of the names that the server has for adapters, by default a random one. The clients of servers
+      behind one router share it.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted. The client then sends its weights and the request again, with the same seed. So the client
@@ -93,6 +95,7 @@ class VLLMServerClient(ClientBase):
         in_flight: bool = False,
         folder: str | Path | None = None,
         transfer: str | WeightTransfer = "auto",
+        suffix: str | None = None,
         seed: int = 0,
     ) -> None:
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
@@ -106,7 +109,7 @@ class VLLMServerClient(ClientBase):
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to(self._endpoint, transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
-        self._policies, base = _describe(models, place, self._mark)
+        self._policies, base = _describe(models, place, self._mark, self._mark if suffix is None else suffix)
         self._server = RemoteServer(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
@@ -165,6 +168,11 @@ class VLLMServerClient(ClientBase):
     async def resume(self) -> None:
         """Let waiting requests run."""
         self._endpoint.thread.call(self._open.set)
+
+    @property
+    def ready(self) -> bool:
+        """True once the client has connected to the server, and has sent it weights if it sends any."""
+        return self._server.info is not None and (self._synced or not self._sends)
 
     async def check_health(self) -> None:
         """Raise ``ModelError`` if the server can't be reached, or says that it is not well."""
@@ -278,7 +286,7 @@ class VLLMServerClient(ClientBase):
     # -- weights, in the endpoint's thread -----------------------------------------------------------------------------
     async def _ready(self) -> None:
         """Connect to the server, and send it this client's weights, unless that happened before."""
-        if self._server.info is not None and (self._synced or not self._sends):
+        if self.ready:
             return
         async with self._lock:
             await self._connect()
@@ -367,8 +375,10 @@ def transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> Wei
     return make_transfer(name)
 
 
-def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
-    """Describe the policies of ``models``, and write their adapters to files below ``place``.
+def _describe(
+    models: Mapping[str, Any], place: Path, mark: str, suffix: str
+) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
+    """Describe the policies of ``models``, and write their adapters to files below ``place``, in folders with ``mark``.
 
     Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
     """
@@ -387,9 +397,9 @@ def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[s
         held = policies[name] = _Policy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
         held.base = shapes[id(plain)]
         if isinstance(model, AdaptedModel) and model.name is not None:
-            held.served = f"{name}-{mark}"
+            held.served = f"{name}-{suffix}"
             held.own = shapes_of(model.state_dict())
-            held.adapter = Adapter(held.served, 0, place / held.served, model.shared.configs[model.name])
+            held.adapter = Adapter(held.served, 0, place / f"{name}-{mark}", model.shared.configs[model.name])
             held.adapter.write(model.state_dict())
     if len(bases) > 1:
         own = [name for name, policy in policies.items() if policy.base]

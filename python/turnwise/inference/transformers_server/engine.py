@@ -27,7 +27,7 @@ class UnknownModelError(ValueError):
 class _NoTokenizer:
     """Requests name their stop tokens, and answers are ids. So the engine needs no tokenizer."""
 
-    eos_token_id = None
+    eos_token_id: int | None = None
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("the engine takes token ids")
@@ -89,7 +89,7 @@ class Engine(TransformersClient):
     def check_served(self, name: str) -> None:
         """Raise :class:`UnknownModelError` unless ``name`` is the base or an adapter, in vLLM's words."""
         if name in self._dropped:
-            raise ValueError(f"the adapter {name!r} had to go for another one: start with more than {self._slots} slots")
+            raise ValueError(f"adapter {name!r} had to go for another one: start with more than {self._slots} slots")
         if name not in self._policies:
             raise UnknownModelError(f"The model `{name}` does not exist.")
 

@@ -250,10 +250,14 @@ class SharedTransfer:
         self._weights: dict[str, Tensor] = {}  # kept, so that no others take their addresses
         self._handle: dict[str, Any] = {}
 
-    def lend(self) -> WeightTransfer:
-        """Return the transfer for one client. The last client that closes its own closes the shared one."""
+    def lend(self, joins: bool = False) -> WeightTransfer:
+        """Return the transfer for one client. The last client that closes its own closes the shared one.
+
+        A client that ``joins`` others starts with the weights that they were sent last. What it would start with takes
+        no room, and does not replace theirs.
+        """
         self._lent += 1
-        return _LentTransfer(self)
+        return _LentTransfer(self, joins)
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         """Store ``weights``, unless they are stored already, and return their handle."""
@@ -263,6 +267,13 @@ class SharedTransfer:
                 self._handle = {}
                 self._handle, self._weights = self._transfer.send(weights), dict(weights)
             return self._handle
+
+    def latest(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the handle of what is stored. Stores ``weights`` if that has other names, or if there is nothing."""
+        with self._lock:
+            if self._handle and self._weights.keys() == weights.keys():
+                return self._handle
+        return self.send(weights)
 
     def give_back(self) -> None:
         """Count one client less."""
@@ -274,9 +285,13 @@ class SharedTransfer:
 
 
 class _LentTransfer:
-    def __init__(self, shared: SharedTransfer) -> None:
-        self.send = shared.send
+    def __init__(self, shared: SharedTransfer, joins: bool) -> None:
+        self._shared, self._joins = shared, joins
         self._give_back: Callable[[], None] | None = shared.give_back
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        first, self._joins = self._joins, False
+        return self._shared.latest(weights) if first else self._shared.send(weights)
 
     def close(self) -> None:
         give_back, self._give_back = self._give_back, None

@@ -31,6 +31,8 @@ class ServerConfig(Section):
 
     url: str | Urls | dict[str, str | Urls] = "http://127.0.0.1:8000"
     """Address, or a list of those of servers that share the requests; by policy where policies have no common base."""
+    router: str | None = None
+    """Address of a router, such as vLLM's, that shares requests out over the servers; weights go to them directly."""
     api_key_env: str | None = None
     """Environment variable with the key; a key file of this user on this host is found without it."""
     api_key_file: str | None = None
