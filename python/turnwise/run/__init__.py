@@ -2,5 +2,5 @@
 
 Read in this order: build, load, start, checks, ablations, clients, ranks, policy_sharing, tree_settings, selfplay,
 export, hub, tinker.
-May import: turnwise, types, utils, credit, arena, inference, tasks, train.
+May import: turnwise, types, utils, credit, arena, inference, tasks, train, workers.
 """
