@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {
     "warm_start": {"steps": 3, "batch_size": 8},
     "rollout": {"prompts_per_step": 2, "branches": 2, "max_batch_rows": 1},
     "credit": {"rule": "constant"},
-    "update": {"lr": 3e-4},
+    "update": {"lr": 5e-5},
     "eval": {"num_prompts": 3},
     "checkpoint": {"every": 1, "keep_last": 2},
 }

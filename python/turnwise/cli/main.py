@@ -300,6 +300,17 @@ COMMANDS: dict[str, Command] = {
         ),
         overrides=True,
     ),
+    "worker": Command(
+        "Play episodes of a run for the process of its loop, which has the same TURNWISE_CLUSTER_KEY.",
+        (
+            CONFIG,
+            argument("--host", "address to bind (default: 127.0.0.1, this machine only)", default="127.0.0.1"),
+            argument("--port", "port to bind (default: 0, a free one)", type=int, default=0),
+            repeated("--keep-env", "environment variable that user code needs although it looks like a secret", "NAME"),
+            argument("--key-fd", argparse.SUPPRESS, type=int),
+        ),
+        overrides=True,
+    ),
     "bench": Command(
         "Time the ops against PyTorch and other trainers.",
         (
