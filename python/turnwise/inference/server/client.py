@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,6 +185,9 @@ class VLLMServerClient(ClientBase):
         self._closed = True
         await asyncio.to_thread(self._endpoint.close)
         self._transfer.close()
+        for held in self._policies.values():
+            if held.adapter is not None:
+                shutil.rmtree(held.adapter.folder, ignore_errors=True)
         if self._temporary is not None:
             self._temporary.cleanup()
 
