@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,10 @@ from turnwise.train.config.policies import PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import Tiny, load_model, sharing
+from turnwise.types import Actor
 
 PROMPT_TOKENS = 1024
-"""Tokens of a prompt, if nothing says how many."""
+"""Tokens of a prompt, if neither the user nor a run says how many."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of a model's configuration that say it is a mixture of experts."""
@@ -74,6 +75,8 @@ class Workload:
     """Model calls of an episode, one after the other."""
     train_flops: float = 8.0
     """FLOPs of the update per weight and token: 2 a forward pass, 4 a backward pass, 2 without weight gradients."""
+    reference: bool = False
+    """Whether the trainer also holds a copy of the starting weights, for a KL term."""
 
     def __post_init__(self) -> None:
         for name in ("groups", "group_size", "prompt", "response", "calls", "train_flops"):
@@ -104,6 +107,7 @@ class Workload:
 def workload_of(
     config: TrainConfig,
     tiny: Tiny,
+    actors: Sequence[Actor] = (),
     *,
     prompt: float | None = None,
     response: float | None = None,
@@ -111,24 +115,28 @@ def workload_of(
 ) -> tuple[Workload, dict[str, str]]:
     """Return the workload of ``config``, and the source of each number that the config doesn't say exactly.
 
-    ``config`` names all policies (:func:`turnwise.run.policy_sharing.resolve_policies`); ``tiny`` builds the tiny
-    model. ``prompt``, ``response`` and ``calls`` are means: tokens of a prompt and of a completion, and model calls of
-    an episode. By default completions reach ``rollout.max_tokens``. Reads the models' configurations, no weights.
-    Raises :class:`ConfigError` for policies with several bases, and for a mixture of experts.
+    ``config`` and ``actors`` are resolved (:func:`turnwise.run.policy_sharing.resolve_policies`); ``tiny`` builds the
+    tiny model. ``prompt``, ``response`` and ``calls`` are means: tokens of a prompt and of a completion, and model
+    calls of an episode. By default each actor makes one call and its completion reaches the token limit. Reads the
+    models' configurations, no weights. Raises :class:`ConfigError` for policies with several bases, for a mixture of
+    experts, and if no policy is trainable; ``ValueError`` for a number that is not above 0.
     """
     sources = {
-        "prompt": "given" if prompt else f"assumed: nothing says it, so {PROMPT_TOKENS}",
-        "response": "given" if response else "assumed: each completion reaches rollout.max_tokens",
-        "calls": "given" if calls else "assumed: one model call per episode and branch",
+        "prompt": "assumed, as the config doesn't say it" if prompt is None else "given",
+        "response": "assumed: each completion reaches its limit" if response is None else "given",
+        "calls": "assumed: each actor makes one" if calls is None else "given",
     }
+    limits = [actor.max_tokens or config.rollout.max_tokens for actor in actors] or [config.rollout.max_tokens]
+    adapters = all(policy.lora is not None for policy in config.policies.values() if policy.trainable)
     return Workload(
         model_of(config, tiny),
         groups=config.rollout.prompts_per_step,
         group_size=config.rollout.group_size * config.rollout.branches,
-        prompt=prompt or PROMPT_TOKENS,
-        response=response or config.rollout.max_tokens,
-        calls=calls or 1.0,
+        prompt=PROMPT_TOKENS if prompt is None else prompt,
+        response=sum(limits) / len(limits) if response is None else response,
+        calls=float(len(limits)) if calls is None else calls,
         train_flops=_train_flops(config),
+        reference=config.loss.kl.coef > 0 and not adapters,  # an adapter's reference is its base
     ), sources
 
 
@@ -154,7 +162,14 @@ def model_of(config: TrainConfig, tiny: Tiny) -> ModelSize:
     trained = {name: policy for name, policy in config.policies.items() if policy.trainable}
     if not trained:
         raise ConfigError("config key 'policies': no policy is trainable, so there is nothing to plan")
-    module = load_model(settings.path, settings.dtype, tiny, empty=True)
+    try:
+        module = load_model(settings.path, settings.dtype, tiny, empty=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"config key 'policies.{bases[0][0]}.path' = {settings.path!r}: expected a folder with config.json, or a "
+            f"model of the Hub: {reason}"
+        ) from error
     return size_of(module, trained)
 
 

@@ -165,6 +165,7 @@ class _Engine:
         self._loop = asyncio.get_running_loop()
         self._order = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
+        self._changed = False
 
     @property
     def outstanding(self) -> int:
@@ -172,6 +173,12 @@ class _Engine:
 
     def add(self, row: _Row) -> None:
         self.waiting.append(row)
+        if not self._changed:  # rows that come at one moment start together
+            self._changed = True
+            self._loop.call_soon(self._start_added)
+
+    def _start_added(self) -> None:
+        self._changed = False
         if len(self.running) < self.slots:
             self._advance()
             self._go_on()
@@ -222,7 +229,9 @@ class _Engine:
 class _ClusterClient:
     """The pool of engines: each request's rows go to the engines that the router chooses."""
 
-    def __init__(self, split: Split, speed: EngineSpeed, workload: Workload, disorder: Disorder, router: Router) -> None:
+    def __init__(
+        self, split: Split, speed: EngineSpeed, workload: Workload, disorder: Disorder, router: Router
+    ) -> None:
         self.split, self.speed, self.workload, self.disorder = split, speed, workload, disorder
         self.router = router
         self.newest = 0
@@ -254,6 +263,8 @@ class _ClusterClient:
 
     def _lengths(self, seed: int | None) -> list[int]:
         mean, sigma = self.workload.response, self.disorder.length_sigma
+        if not sigma:
+            return [max(1, round(mean))] * self.workload.group_size
         draw = random.Random(seed)
         drawn = (mean * draw.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(self.workload.group_size))
         return [max(1, round(min(length, mean * self.disorder.longest))) for length in drawn]
