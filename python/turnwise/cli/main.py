@@ -193,7 +193,7 @@ COMMANDS: dict[str, Command] = {
             CONFIG,
             argument("--gpus", "GPUs of the cluster", type=int, required=True, metavar="N"),
             argument("--gpu", "kind of GPU (default: h100)", choices=("a100", "h100", "h200", "b200"), default="h100"),
-            argument("--run", "run whose metrics and recorded episodes replace constants", type=Path, metavar="RUN_DIR"),
+            argument("--run", "run whose metrics and episodes replace constants", type=Path, metavar="RUN_DIR"),
             argument("--prompt-tokens", "mean tokens of a prompt (default: 1024)", type=float, metavar="N"),
             argument("--response-tokens", "mean tokens of a completion (default: its limit)", type=float, metavar="N"),
             argument("--calls", "mean model calls of an episode (default: one per actor)", type=float, metavar="N"),

@@ -121,7 +121,8 @@ def render(report: Report) -> str:
     lines = [
         f"modelled, not measured: a step on {report.gpus} {report.gpu.name}",
         "",
-        f"model       {model.parameters:,.0f} parameters, {trained} trained; {model.kv_bytes:,.0f} bytes of cache a token",
+        f"model       {model.parameters:,.0f} parameters, {trained} trained; a token's cache has "
+        f"{model.kv_bytes:,.0f} bytes",
         f"episodes    {work.episodes} a step: {work.groups} prompts x {work.group_size}",
         f"calls       {work.calls:g} per episode ({told['calls']})",
         f"prompt      {work.prompt:,.0f} tokens ({told['prompt']})",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Self
 
 Mark = Literal["measured", "assumed"]
@@ -67,33 +67,39 @@ class Constants:
     ``unique_token_share`` and ``sync_scale``.
     """
 
-    token_overhead: Constant = Constant(4e-3, "s", "assumed", _DESIGN)
+    token_overhead: Constant = field(default=Constant(4e-3, "s", "assumed", _DESIGN))
     """Time of an engine's step besides reading and computing: launches, scheduler, sampler."""
-    decode_flops_share: Constant = Constant(0.5, "share of peak", "assumed", _DESIGN)
+    decode_flops_share: Constant = field(default=Constant(0.5, "share of peak", "assumed", _DESIGN))
     """Speed of an engine's matrix products."""
-    sampling_efficiency: Constant = Constant(1.0, "factor", "assumed", "1 until a run measured it")
+    sampling_efficiency: Constant = field(default=Constant(1.0, "factor", "assumed", "1 until a run measured it"))
     """Tokens per second of a real engine over those of the formula."""
-    tail: Constant = Constant(1.35, "factor", "assumed", _DESIGN)
+    tail: Constant = field(default=Constant(1.35, "factor", "assumed", _DESIGN))
     """Seconds of sampling over those of calls that all have the mean length."""
-    train_flops_share: Constant = Constant(0.35, "share of peak", "assumed", _DESIGN)
+    train_flops_share: Constant = field(default=Constant(0.35, "share of peak", "assumed", _DESIGN))
     """Speed of the update's useful products (MFU)."""
-    unique_token_share: Constant = Constant(0.7, "share", "assumed", _DESIGN)
+    unique_token_share: Constant = field(default=Constant(0.7, "share", "assumed", _DESIGN))
     """Tokens that a trie of shared prefixes computes, over all tokens."""
-    sync_bandwidth: Constant = Constant(8.25e9, "byte/s", "assumed", "verl's published NCCL figure, 4x8 H100")
+    sync_bandwidth: Constant = field(
+        default=Constant(8.25e9, "byte/s", "assumed", "verl's published NCCL figure, 4x8 H100")
+    )
     """Speed of one collective from the first rank to all engines, and of one transfer to one engine."""
-    load_bandwidth: Constant = Constant(20e9, "byte/s", "assumed", _DESIGN)
+    load_bandwidth: Constant = field(default=Constant(20e9, "byte/s", "assumed", _DESIGN))
     """Speed at which a GPU of an engine loads received weights."""
-    sync_overhead: Constant = Constant(0.5, "s", "assumed", _DESIGN)
+    sync_overhead: Constant = field(default=Constant(0.5, "s", "assumed", _DESIGN))
     """Time of a sync that doesn't depend on the size."""
-    sync_scale: Constant = Constant(1.0, "factor", "assumed", "1 until a run measured it")
+    sync_scale: Constant = field(default=Constant(1.0, "factor", "assumed", "1 until a run measured it"))
     """Seconds of a real sync over those of the formula."""
-    sync_hidden: Constant = Constant(0.0, "share", "assumed", "train/loop.py waits for the transfer")
+    sync_hidden: Constant = field(default=Constant(0.0, "share", "assumed", "train/loop.py waits for the transfer"))
     """Share of a sync that passes beside the next batch, with ``max_staleness`` > 0. The design aims at 0.85."""
-    engine_memory_share: Constant = Constant(0.9, "share", "assumed", "vLLM's default gpu_memory_utilization")
+    engine_memory_share: Constant = field(
+        default=Constant(0.9, "share", "assumed", "vLLM's default gpu_memory_utilization")
+    )
     """Memory of a GPU that weights, keys and values of an engine may fill."""
-    activation_memory: Constant = Constant(10e9, "byte", "assumed", _DESIGN)
+    activation_memory: Constant = field(default=Constant(10e9, "byte", "assumed", _DESIGN))
     """Memory of a training GPU for activations, the gathered layer and the allocator."""
-    seconds_per_call: Constant = Constant(0.5e-3, "s", "measured", "design page, section 12: 1,900 calls/s on one core")
+    seconds_per_call: Constant = field(
+        default=Constant(0.5e-3, "s", "measured", "the design: 1,932 calls/s of one CPU core")
+    )
     """Time of one core for one model call: requests, rewards, credit, packing."""
 
     def rows(self) -> Iterator[tuple[str, Constant]]:

@@ -68,7 +68,7 @@ def search(
     if not found:
         raise NothingFits(f"gpus={gpus}: no engine fits beside {ranks} training GPUs: {'; '.join(refused)}")
     winners = [_first(plans) for plans in found.values()]
-    chosen = []
+    chosen: list[Plan] = []
     while winners and len(chosen) < best:
         chosen.append(_first(winners))
         winners = [plan for plan in winners if not _is_beaten(plan, chosen[-1])]

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from turnwise.train.config.policies import PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.model.loading import Tiny, load_model, sharing
+from turnwise.train.model.loading import TINY, Tiny, load_model, sharing
 from turnwise.types import Actor
 
 PROMPT_TOKENS = 1024
@@ -170,20 +171,30 @@ def model_of(config: TrainConfig, tiny: Tiny) -> ModelSize:
             f"config key 'policies.{bases[0][0]}.path' = {settings.path!r}: expected a folder with config.json, or a "
             f"model of the Hub: {reason}"
         ) from error
-    return size_of(module, trained)
+    return size_of(module, trained, None if settings.path == TINY else _dtype_of_files(settings.path))
 
 
-def size_of(module: nn.Module, trained: Mapping[str, PolicyConfig]) -> ModelSize:
-    """Return the size of a Hugging Face causal LM whose policies ``trained`` have these settings."""
-    config: Any = module.config.get_text_config()
+def _dtype_of_files(path: str) -> torch.dtype | None:
+    """Return the dtype of a model's files, in which vLLM serves it by default; ``None`` if they don't say it."""
+    from transformers import AutoConfig
+
+    found: torch.dtype | None = AutoConfig.from_pretrained(path).get_text_config().dtype
+    return found
+
+
+def size_of(module: Any, trained: Mapping[str, PolicyConfig], served: torch.dtype | None = None) -> ModelSize:
+    """Return the size of a Hugging Face causal LM whose policies ``trained`` have these settings.
+
+    Engines hold it in the dtype ``served``, by default that of ``module``.
+    """
+    config = module.config.get_text_config()
     found = next((name for name in EXPERTS if getattr(config, name, 0)), None)
     if found is not None:
         raise ConfigError(f"policies.path: the model has {found} = {getattr(config, found)}: expected a dense model")
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     train_bytes = next(module.parameters()).element_size()
-    files = getattr(config, "dtype", None)
-    weight_bytes = getattr(files, "itemsize", train_bytes)
+    weight_bytes = train_bytes if served is None else served.itemsize
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         kv_bytes=2 * config.num_hidden_layers * kv_heads * width * weight_bytes,
