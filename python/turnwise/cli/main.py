@@ -188,6 +188,21 @@ COMMANDS: dict[str, Command] = {
         ),
         overrides=True,
     ),
+    "plan": Command(
+        "Model the seconds of a step on a cluster, and find the best split of its GPUs; measures nothing.",
+        (
+            CONFIG,
+            argument("--gpus", "GPUs of the cluster", type=int, required=True, metavar="N"),
+            argument("--gpu", "kind of GPU (default: h100)", choices=("a100", "h100", "h200", "b200"), default="h100"),
+            argument("--run", "run whose metrics and episodes replace constants", type=Path, metavar="RUN_DIR"),
+            argument("--prompt-tokens", "mean tokens of a prompt (default: 1024)", type=float, metavar="N"),
+            argument("--response-tokens", "mean tokens of a completion (default: its limit)", type=float, metavar="N"),
+            argument("--calls", "mean model calls of an episode (default: one per actor)", type=float, metavar="N"),
+            argument("--max-staleness", "most staleness to try (default: 4, or the config's)", type=int, metavar="K"),
+            JSON,
+        ),
+        overrides=True,
+    ),
     "config": Command(
         "Explain the config: all sections, one section, or one key.",
         (argument("key", "a section such as update, or a key such as update.lr", nargs="?", metavar="KEY"),),
