@@ -214,6 +214,13 @@ def test_a_wrong_config_is_not_started_again(tmp_path: Path) -> None:
     assert "died" not in [event for event, _ in run.events()]
 
 
+def test_wrong_settings_of_an_engine_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, **TEAM)
+    with pytest.raises(RunFailed, match=r"engine-main-1 ended with exit code 2(.|\n)*last words of engine-main-1$"):
+        run.during(lambda: run.tell("engine-main-1", 2))
+    assert ("restarted", "engine-main-1") not in run.events()
+
+
 def test_a_signal_lets_the_first_rank_save(tmp_path: Path) -> None:
     run = Run(tmp_path, **TEAM)
 

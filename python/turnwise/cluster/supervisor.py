@@ -36,8 +36,11 @@ PATIENCE = 30.0
 LONGEST_PAUSE = 30.0
 """The most seconds of such a pause."""
 
-FINAL = (0, 2, 130)
-"""Exit codes of the first rank that end the run: it is done, its config is wrong, or it was interrupted."""
+WRONG = 2
+"""Exit code of a process that was given wrong settings: starting it again would not help."""
+
+FINAL = (0, WRONG, 130)
+"""Exit codes of the first rank that end the run: it is done, its settings are wrong, or it was interrupted."""
 
 Commands = Callable[["Place"], Command]
 
@@ -70,6 +73,7 @@ class _Process:
     again: float = 0.0
     ended: Ended | None = None
     last: str = ""
+    code: int | None = None
 
     @property
     def address(self) -> str:
@@ -221,7 +225,7 @@ class Supervisor:
         # The peers of a dead rank raise errors of their own: give them the time, and quote the one that died first.
         culprit = min(failed, key=lambda rank: rank.ended is not None and rank.ended.code >= 0)
         why = problems[culprit.role.name] or ""
-        quoted = self._quoted(culprit, why)
+        quoted = self._quoted(culprit)
         for rank in self._ranks:
             self._died(rank, why if rank is culprit else f"stopped, as {culprit.role.name} {why}")
         self._spend("rank", culprit, why, quoted)
@@ -265,6 +269,7 @@ class Supervisor:
     def _died(self, process: _Process, why: str) -> None:
         """Write down the death of ``process``, and end what is left of it."""
         process.last, process.deaths = why, process.deaths + 1
+        process.code = None if process.ended is None else process.ended.code
         node = "" if process.facts is None else process.address
         record(self.run_dir, "died", process.role.name, node=node, pid=process.pid, detail=why)
         if process.host is not None:
@@ -274,15 +279,17 @@ class Supervisor:
     def _spend(self, kind: Kind, process: _Process, why: str, quoted: str | None = None) -> None:
         """Count one restart. Raises :class:`RunFailed` if none is left."""
         key = {"rank": "learner"}.get(kind, kind)
+        if process.code == WRONG:
+            raise RunFailed(f"{process.role.name} {why}{quoted or self._quoted(process)}")
         if not self._left[kind]:
             raise RunFailed(
                 f"{process.role.name} {why}, and no restart is left (cluster.faults.{key}_restarts = "
-                f"{getattr(self.config.cluster.faults, f'{key}_restarts')}){quoted or self._quoted(process, why)}"
+                f"{getattr(self.config.cluster.faults, f'{key}_restarts')}){quoted or self._quoted(process)}"
             )
         self._left[kind] -= 1
         self.say(f"turnwise: {process.role.name} {why}; starting it again ({self._left[kind]} restarts left)")
 
-    def _quoted(self, process: _Process, why: str) -> str:
+    def _quoted(self, process: _Process) -> str:
         path = log_file(self.run_dir, process.role.name)
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]

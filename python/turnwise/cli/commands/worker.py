@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     from turnwise.train.config.toml import raw_settings
 
     if options.key_fd is None:
-        names = key_names(raw_settings(options.config, options.overrides))
+        names = key_names(options.config, options.overrides)
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
             raise ValueError(
@@ -35,7 +35,6 @@ def run(options: argparse.Namespace) -> int:
     from turnwise.inference.server.settings import LOOPBACK
     from turnwise.run.workers.process import WorkerRun, play_until_stopped
     from turnwise.tasks import task_type
-    from turnwise.train.config.toml import raw_settings
     from turnwise.train.validate import read_config
     from turnwise.utils.registry import announce_code
 
