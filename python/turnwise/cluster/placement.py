@@ -120,10 +120,13 @@ def _summary(roles: Sequence[Role]) -> str:
     return ", ".join(told)
 
 
-def describe(roles: Sequence[Role], placed: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line for each role: where it is to run, and what it takes."""
+def describe(
+    roles: Sequence[Role], placed: Mapping[str, str], memory: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Yield one line for each role: where it is to run, what it takes, and its ``memory`` by pool or kind."""
     width = max(len(role.name) for role in roles)
     for role in roles:
         takes = ", ".join(f"{amount:g} {name}" for name, amount in role.resources.items() if amount)
         node = placed.get(role.name, "no room now; joins when there is")
-        yield f"{role.name:{width}}  {node}  ({takes or 'nothing'})"
+        held = (memory or {}).get(role.pool or role.kind)
+        yield f"{role.name:{width}}  {node}  ({takes or 'nothing'}{f'; {held}' if held else ''})"

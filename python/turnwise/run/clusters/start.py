@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from turnwise.cluster.members import FOLDER
 from turnwise.cluster.placement import describe, fit, roles_of
 from turnwise.cluster.ray_backend import RayBackend
 from turnwise.cluster.supervisor import Supervisor
-from turnwise.run.checks import check_config, task_of, tiny_model
+from turnwise.run.checks import check_config, resolve_config, task_of, tiny_model
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.league import plays_past
 from turnwise.train.league.build import groups_of
 from turnwise.train.model.loading import TINY, check_models
+from turnwise.train.plan.constants import Constants
+from turnwise.train.plan.memory import engine_weight_bytes, training_bytes
+from turnwise.train.plan.workload import workload_of
 
 
 def is_supervised(config: TrainConfig) -> bool:
@@ -37,10 +42,35 @@ def train_on_cluster(config: TrainConfig) -> int:
 
 
 def placement_lines(config: TrainConfig) -> Iterator[str]:
-    """Yield one line for each process of the run, with its node. Raises if the cluster can't hold them."""
+    """Yield one line for each process of the run, with its node and its bytes on each GPU, or in memory without one.
+
+    Raises :class:`~turnwise.cluster.placement.NoRoom` if the cluster can't hold them.
+    """
     roles = roles_of(config.cluster)
     with RayBackend(config.cluster) as backend:
-        yield from describe(roles, fit(roles, backend.nodes()))
+        yield from describe(roles, fit(roles, backend.nodes()), _bytes_of(config))
+
+
+def _bytes_of(config: TrainConfig) -> dict[str, str]:
+    """Describe the bytes of a rank and of an engine of each pool, by the kind or the pool's name."""
+    task, problems = task_of(config), Problems()
+    resolved, actors = resolve_config(config, task, problems)
+    problems.raise_any()
+    try:
+        workload, _ = workload_of(resolved, partial(tiny_model, config, task), actors)
+    except ConfigError as error:  # of models for which nothing is planned
+        return dict.fromkeys(("rank", *config.cluster.engines), f"bytes unknown: {error}")
+    none = replace(Constants(), activation_memory=0.0)
+    told = {"rank": f"{_mib(training_bytes(workload, config.cluster.learner.count, none))} of weights, gradients, Adam"}
+    for name, pool in config.cluster.engines.items():
+        parts = int(max(pool.gpus, 1))
+        cache = "" if pool.engine == "transformers" else f", {pool.options.get('kv_cache_gb', 1.0)} GiB of cache"
+        told[name] = f"{_mib(engine_weight_bytes(workload, parts))} of weights{cache}"
+    return told
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.0f} MiB"
 
 
 def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> dict[str, Path]:
