@@ -72,8 +72,10 @@ def commands_of(
 
 
 def _as_options(name: str, value: Any) -> list[str]:
-    """Write an option of a pool as ``turnwise serve`` takes it; a table becomes ``NAME=VALUE`` pairs."""
+    """Write an option of a pool as ``turnwise serve`` takes it; ``engine_args`` become pairs of ``--engine-arg``."""
     flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag] if value else []
     if isinstance(value, Mapping):
         return [word for key, each in value.items() for word in (flag.removesuffix("s"), f"{key}={each}")]
     if isinstance(value, list):
