@@ -40,7 +40,7 @@ from turnwise.workers.messages import (
     Outcome,
     Setup,
 )
-from turnwise.workers.stores import apply_outcomes, snapshots
+from turnwise.workers.stores import apply_outcomes, share_artifacts, snapshots
 from turnwise.workers.wire import Channel, KeyRefused, connect
 
 MOST_DEATHS = 5
@@ -157,6 +157,7 @@ class RemoteWorkers:
         stores = {} if arena.is_evaluation else arena.stores
         for group, played in zip(groups, apply_outcomes(stores, outcomes, declared), strict=True):
             results |= zip(group.places, played, strict=True)
+        share_artifacts(stores, results.values())
         return [results[place] for place in range(len(requests))]
 
     def _groups(

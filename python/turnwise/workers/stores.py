@@ -20,7 +20,7 @@ from turnwise.arena import ArtifactStore
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.stores.holdout import HashSplit
 from turnwise.arena.stores.store import FrozenStore
-from turnwise.types import Artifact
+from turnwise.types import Artifact, GenerateResult
 from turnwise.utils.copies import Pickler
 from turnwise.workers.messages import Outcome, StoreWrite
 
@@ -120,6 +120,7 @@ class BatchStore(FrozenStore):
         self._keep("set_weight", id, weight)
 
     def record(self, id: str, reward: float | None = None, **options: Any) -> Any:
+        self._catch_up()  # the statistics count the attempts of all episodes
         told = super().record(id, reward, **options)
         self._keep("record", id, reward, options)
         return told
@@ -184,7 +185,7 @@ def read_snapshots(content: bytes) -> dict[str, ArtifactStore]:
 # ---------------------------------------------------------------------------------------------------------------------
 def apply_outcomes(
     stores: Mapping[str, ArtifactStore], outcomes: Sequence[Outcome], reads_earlier_batches: Mapping[str, bool]
-) -> list[Any]:
+) -> list[list[Any]]:
     """Apply the changes of a batch to ``stores`` in the order of its requests, and return the unpickled results.
 
     ``reads_earlier_batches`` tells for each episode type if other episodes of its batch don't matter to what it reads.
@@ -211,6 +212,22 @@ def apply_outcomes(
                 )
         results.append(_Unpickler(outcome.results, ids).load())
     return results
+
+
+def share_artifacts(stores: Mapping[str, ArtifactStore], results: Iterable[GenerateResult]) -> None:
+    """Let rollouts hold the stores' own artifacts, as in one arena: their weights may change later."""
+    for rollout in (node.rollout for top in results for node in top.walk()):
+        if isinstance(rollout.artifact, Artifact):
+            rollout.artifact = _own(stores, rollout.artifact)
+
+
+def _own(stores: Mapping[str, ArtifactStore], artifact: Artifact) -> Artifact:
+    """Return the artifact of which ``artifact`` is a copy, if a store still has it."""
+    for store in stores.values():
+        held = store._contents.artifacts.get(artifact.id)
+        if held is not None and (held.source, held.run) == (artifact.source, artifact.run):
+            return held
+    return artifact
 
 
 def _refuse_reads(outcomes: Sequence[Outcome], writes: Sequence[StoreWrite], declared: Mapping[str, bool]) -> None:
