@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from turnwise.inference import PoolClient, Reply, ScriptedClient
 from turnwise.inference.pool.follower import Follower
 from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
-from turnwise.types import ModelError, ModelRequest, Sampling
+from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling
 
 from .helpers import weights_at
 
@@ -108,24 +108,28 @@ async def test_what_a_removed_engine_has_under_way_does_not_count() -> None:
         assert pool.stats()["retries"] == 2
 
 
+class Held(Engine):
+    """Answers when a test says so."""
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        responses = await super().generate(requests)
+        self.answer = asyncio.get_running_loop().create_future()
+        await self.answer
+        return responses
+
+
 async def test_an_answer_that_comes_with_the_news_does_not_count_either() -> None:
-    cluster = Cluster("a", a=0.02)
-    async with cluster.pool as pool:
-        engine = pool._engines["engine-0"]
+    held = Held("a")
+    async with PoolClient({"engine-0": held}, wait=5.0) as pool:
         running = asyncio.ensure_future(pool.generate([ask()]))
-        await until(lambda: engine.outstanding == 1)
+        await until(lambda: pool._engines["engine-0"].outstanding == 1 and hasattr(held, "answer"))
 
-        async def hold() -> None:
-            """Keep the pool busy until the answer is there, and let the engine leave in the same moment."""
-            import time
+        async def at_the_same_time() -> None:
+            held.answer.set_result(None)
+            pool._engines["engine-0"].end("it left the pool", lost=True)
 
-            time.sleep(0.1)
-            engine.end("it left the pool", lost=True)
-            pool._engines.clear()
-            pool._engines["engine-1"] = type(engine)("engine-1", Engine("b"), pool._limits)
-            pool._engines["engine-1"].begin()
-
-        pool._thread.submit(hold()).result()
+        pool._thread.submit(at_the_same_time()).result()
+        pool.join("engine-1", Engine("b"))
         assert (await running)[0].text == "b"
 
 
