@@ -109,7 +109,7 @@ class Wonder(Try):
     episode_type = "wonder"
 
     def get_prompt(self, artifact: Any) -> str:
-        if artifact["number"] % 5 == 4 and self.rng.random() < 0.5:
+        if artifact["number"] % 5 == 4 and self.rng.random() < 0.8:
             raise RuntimeError(f"artifact {artifact['number']} failed")
         return f"wonder {artifact['number']} {self.rng.random():.3f}"
 

@@ -95,16 +95,17 @@ async def test_equal_to_one_arena(name: str, count: int, workers: Workers, alone
         alone[name] = await play(name, build(name, OneByOne if name in SEQUENTIAL else TaskArena))
     arena = build(name, TaskArena)
     remote = attach(arena, name, workers.members(count), count=count)
+    await until(lambda: len(remote.playing()) == count)
     found = await play(name, arena)
     expected = alone[name]
-    assert remote.playing() == [f"worker-{n}" for n in range(count)]
+    assert remote.deaths == 0
     assert difference(found, expected) == ""
     results = [result for step in range(3) for result in found[step][0]]
     if name == "dynamic":
         assert max(result.rollout.meta["draw"] for result in results) > 0
     if name in SEQUENTIAL:
         [state] = found[2][5]["stores"].values()
-        assert len(state["artifacts"]) > 5 and "pending" not in repr(found)
+        assert len(state["artifacts"]) > 2 and "pending" not in repr(found)
     if name == "own":
         assert any(result.rollout.error for result in results) and any("group" in r.rollout.meta for r in results)
         assert any(child.rollout.meta.get("continues") for result in results for child in result.children)

@@ -86,6 +86,10 @@ class _Group:
     """Number of the latest message with this group. Answers to earlier ones don't count."""
     deaths: list[str] = field(default_factory=list)
 
+    @property
+    def is_suspect(self) -> bool:
+        return len(self.deaths) > 1
+
 
 class RemoteWorkers:
     """Plays the top episodes of an arena in the processes of ``members``, as :attr:`Arena.workers`.
@@ -124,6 +128,7 @@ class RemoteWorkers:
         self.deaths = 0
         """Workers that died while they had episodes."""
         self._thread = LoopThread("turnwise-workers")
+        self._thread.call(self._begin)
 
     # -- called by the arena -------------------------------------------------------------------------------------------
     async def play(
@@ -213,10 +218,12 @@ class RemoteWorkers:
         return [name for name, link in list(self._links.items()) if link.ready]
 
     # -- in the thread of the connections ------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        self._looking = asyncio.ensure_future(self._look())
+
     def _submit(self, groups: Iterable[_Group]) -> None:
-        if self._looking is None:
+        if not self._pending:  # the wait for a worker begins with the first group that needs one
             self._alone_since = time.monotonic()
-            self._looking = asyncio.ensure_future(self._look())
         self._pending += groups
         self._dispatch()
 
@@ -281,7 +288,9 @@ class RemoteWorkers:
             size = len(group.places)
             home = self._links[names[group.home % min(len(names), group.call.most_workers)]]
             link = home if home.ready else min(ready, key=lambda link: link.running)
-            fits = not link.running or link.running + size <= self._episodes
+            # A group whose workers died twice plays alone, so that others don't die with it.
+            shares = not group.is_suspect and not any(other.is_suspect for other in link.groups.values())
+            fits = not link.running or (shares and link.running + size <= self._episodes)
             allowed = not group.call.running or group.call.running + size <= group.call.most_episodes
             if not (fits and allowed):
                 left.append(group)

@@ -16,15 +16,10 @@ from turnwise.workers.secrets import KEY_VARIABLE, key_names, read_keys, restart
 
 
 def run(options: argparse.Namespace) -> int:
-    from turnwise.train.config.toml import raw_settings
-
     if options.key_fd is None:
         names = key_names(options.config, options.overrides)
-        missing = [name for name in names if not os.environ.get(name)]
-        if missing:
-            raise ValueError(
-                f"the environment variable {missing[0]} does not exist or is empty: expected the run's key"
-            )
+        if missing := [name for name in names if not os.environ.get(name)]:
+            raise ValueError(f"the environment variable {missing[0]} does not exist or is empty: expected a key")
         restart_without_secrets(names, options.keep_env)
     keys = read_keys(options.key_fd)
     # The first line of stdout is the address. What user code prints goes to stderr.
@@ -35,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from turnwise.inference.server.settings import LOOPBACK
     from turnwise.run.workers.process import WorkerRun, play_until_stopped
     from turnwise.tasks import task_type
+    from turnwise.train.config.toml import raw_settings
     from turnwise.train.validate import read_config
     from turnwise.utils.registry import announce_code
 
