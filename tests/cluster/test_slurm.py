@@ -6,11 +6,9 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,15 +50,13 @@ def run_bash(script, *lines):
 
 # ---- the text --------------------------------------------------------------------------------------------------------
 def test_the_directives_by_hand(folder):
-    script = slurm_script(
-        config_of(), Path("my run.toml"), nodes=2, gpus_per_node=4, time="1-12", partition="gpu,big"
-    )
+    script = slurm_script(config_of(), Path("my run.toml"), nodes=2, gpus_per_node=4, time="1-12", partition="gpu,big")
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert directives == [
         "--job-name=turnwise-one", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--partition=gpu,big",
         "--time=1-12", "--exclusive", "--mem=0", "--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR1@300",
     ]  # fmt: skip
-    assert script.startswith("#!/bin/bash\n") and "@" not in script.replace("B:USR1@300", "").replace('[@]}', "")
+    assert script.startswith("#!/bin/bash\n") and "@" not in script.replace("B:USR1@300", "").replace("[@]}", "")
 
 
 def test_bash_reads_paths_and_overrides_as_they_are(folder):
@@ -241,7 +237,7 @@ def nothing_left(token: str) -> bool:
 def test_it_starts_ray_trains_and_is_queued_again(start, folder, tmp_path):
     output, _ = start("75").communicate(timeout=240)
     [train] = facts_of(tmp_path, "train")
-    assert train["train"] == [str(folder / "my run.toml"), "--cluster", "auto", "--seed=7"]
+    assert train["train"] == ["train", str(folder / "my run.toml"), "--cluster", "auto", "--seed=7"]
     assert train["alive"] == 2, output
     assert (train["mode"], train["length"], train["in_arguments"]) == ("0o600", 64, False)
     assert Path(train["token"]).parent == folder / "runs" / "one"
