@@ -143,7 +143,8 @@ def _usual(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, dict[str,
     """Return the median time of a step and of its parts."""
     parts: dict[str, list[float]] = {}
     wholes: list[float] = []
-    for row, following in itertools.zip_longest(rows, rows[1:], fillvalue={}):
+    none: Mapping[str, float] = {}
+    for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=none):
         measured = parts_of_step(row)
         if not measured:  # the validation before the first step
             continue

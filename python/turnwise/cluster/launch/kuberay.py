@@ -104,7 +104,7 @@ def rayjob(
     the one of this name in the volume ``claim``. Raises ``ValueError`` for names that Kubernetes would refuse, and for
     nodes without room for the run.
     """
-    check_size(config, workers, gpus_per_node)
+    check_size(config, workers, gpus_per_node, "workers")
     if not re.fullmatch(r"[\w./:@-]+", image, flags=re.ASCII):
         raise ValueError(f"image={image!r}: expected the name of an image, such as registry.example.com/turnwise:1.0")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim):
