@@ -54,9 +54,12 @@ def test_the_job_by_hand():
         assert held["config"]["configMap"] == {"name": "turnwise-my-run-1"}
 
 
-def test_the_config_arrives_as_it_is_but_for_its_folder(tmp_path):
-    config = config_of(task_options={"text": AWKWARD, "many": ["a", 1]}, device="cpu")
-    config_map, job = objects(rayjob(config, "image"))
+@pytest.mark.parametrize("text", [AWKWARD, AWKWARD + "\u2028\x85\ufeff", ""], ids=["block", "line", "empty"])
+def test_the_config_arrives_as_it_is_but_for_its_folder(tmp_path, text):
+    config = config_of(task_options={"text": text, "many": ["a", 1]}, device="cpu")
+    manifest = rayjob(config, "image")
+    assert ("config.toml: |\n" in manifest) == ("\u2028" not in text)
+    config_map, job = objects(manifest)
     path = tmp_path / "config.toml"
     path.write_text(config_map["data"]["config.toml"], encoding="utf-8")
     mounts = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
