@@ -21,7 +21,8 @@ Families = dict[str, tuple[str, str, dict[Labels, float]]]
 """From the name of a family to its kind, its help, and its samples."""
 
 COUNTED = {
-    *("episodes", "samples", "sampled_tokens", "seconds_rollout", "seconds_update"),
+    *("episodes", "episodes/failed", "episodes/retried", "samples", "sampled_tokens"),
+    *("seconds_rollout", "seconds_update"),
     *("cluster/sync_seconds", "cluster/sync_bytes", "cluster/restarts"),
     *(f"inference/{name}" for name in GROWTH),
     *(f"inference/engines/{name}" for name in ("requests", "retries", "deaths")),
