@@ -9,12 +9,13 @@ import urllib.request
 import pytest
 
 from turnwise.cli import main as cli
+from turnwise.cli.commands import eval as eval_command
 from turnwise.cli.options import EXIT_USAGE
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.prometheus import Prometheus
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.log.writers import open_writers
+from turnwise.train.log.writers import JsonLines, open_writers
 from turnwise.types import GenerateResult, Rollout, Step
 
 pytest.importorskip("prometheus_client")
@@ -74,6 +75,8 @@ def test_names_labels_and_kinds_by_hand(server, port):
             "reward": 0.25,
             "completion_tokens/alice": 7.5,
             "step_reward/alice": 0.5,
+            "alice/entropy": 2.5,
+            "critic/alice/entropy": 3.5,
             "solver/loss": 1.5,
             "critic/loss": -2.0,
             "sampled_tokens": 100,
@@ -99,6 +102,8 @@ def test_names_labels_and_kinds_by_hand(server, port):
         ("turnwise_reward",): 0.25,
         ("turnwise_completion_tokens", ("actor", "alice")): 7.5,
         ("turnwise_step_reward", ("actor", "alice")): 0.5,
+        ("turnwise_entropy", ("actor", "alice")): 2.5,
+        ("turnwise_entropy", ("actor", "alice"), ("policy", "critic")): 3.5,
         ("turnwise_loss", ("policy", "solver")): 1.5,
         ("turnwise_loss", ("policy", "critic")): -2.0,
         ("turnwise_sampled_tokens_total",): 100,
@@ -128,6 +133,15 @@ def test_an_actor_and_a_policy_of_one_name(server, port):
     assert found["turnwise_loss", ("policy", "solver")] == 1.0
     assert found["turnwise_completion_tokens", ("actor", "solver")] == 3
     assert found["turnwise_entropy", ("actor", "solver"), ("policy", "solver")] == 2.0
+
+
+def test_the_only_policy_is_in_no_name_but_those_of_a_cluster(config, port):
+    server = Prometheus(config.model_copy(update={"policies": {"solver": config.policies["solver"]}}))
+    server.log(1, {"completion_tokens/solver": 3, "solver/entropy": 2.0, "cluster/version_min/solver": 7})
+    found = samples(port)
+    server.close()
+    assert found["turnwise_entropy", ("actor", "solver")] == 2.0
+    assert found["turnwise_cluster_version_min", ("policy", "solver")] == 7
 
 
 def test_awkward_names_and_numbers_are_still_a_valid_scrape(server, port):
@@ -177,6 +191,21 @@ def test_a_run_is_refused_before_it_trains(tmp_path, port, capsys):
         assert cli.main(["train", str(tmp_path / "run.toml")]) == EXIT_USAGE
     assert "'log.prometheus'" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_evaluation_beside_the_run_takes_no_port(config, server, monkeypatch):
+    """The run holds the port meanwhile."""
+
+    class Loaded(Exception):
+        pass
+
+    def load(config, checkpoint, log):
+        assert [type(writer) for writer in open_writers(config)] == [JsonLines]
+        raise Loaded
+
+    monkeypatch.setattr(eval_command, "load_run", load)
+    with pytest.raises(Loaded):
+        eval_command.evaluate_from_config(config)
 
 
 def test_it_serves_again_after_it_was_closed(config, port):

@@ -133,17 +133,21 @@ class Prometheus:
             if name.startswith(start):
                 labels["engine"], _, last = name.removeprefix(start).rpartition("/")
                 name = start + last
-        parts = name.split("/")
+        parts, several = name.split("/"), len(self._policies) > 1
         kept = []
         for place, part in enumerate(parts):
-            named = len(parts) > 1 and (place > 0 or part in self._policies)
-            validated = parts[0] == "validation" and 0 < place < len(parts) - 1
-            if named and "actor" not in labels and ((part in self._actors and place > 0) or validated):
-                labels["actor"] = part
-            elif named and "policy" not in labels and part in self._policies:
-                labels["policy"] = part
-            else:
+            inside = parts[0] == "validation" and 0 < place < len(parts) - 1
+            found = {
+                "policy": part in self._policies and (place > 0 or several),
+                "actor": (part in self._actors and parts[0] != "cluster") or inside,
+            }
+            # A policy's metrics start with its name if there are several; elsewhere the name is that of an actor.
+            order = ("policy", "actor") if place == 0 else ("actor", "policy")
+            label = next((kind for kind in order if found[kind] and kind not in labels and len(parts) > 1), None)
+            if label is None:
                 kept.append(part)
+            else:
+                labels[label] = part
         return "/".join(kept), tuple(labels.items())
 
 
