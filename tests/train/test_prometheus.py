@@ -118,6 +118,10 @@ def test_names_labels_and_kinds_by_hand(server, port):
     }
 
 
+def test_only_the_address_that_is_written_listens(server, port):
+    assert server._server[0].server_address == ("127.0.0.1", port)
+
+
 def test_gauges_are_of_the_newest_step_and_counters_add_up(server, port):
     server.log(1, {"reward": 0.25, "episodes": 8, "kl": 0.5})
     server.log(2, {"reward": 0.75, "episodes": 6})
