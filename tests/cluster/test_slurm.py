@@ -10,7 +10,9 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,15 +54,13 @@ def run_bash(script, *lines):
 
 # ---- the text --------------------------------------------------------------------------------------------------------
 def test_the_directives_by_hand(folder):
-    script = slurm_script(
-        config_of(), Path("my run.toml"), nodes=2, gpus_per_node=4, time="1-12", partition="gpu,big"
-    )
+    script = slurm_script(config_of(), Path("my run.toml"), nodes=2, gpus_per_node=4, time="1-12", partition="gpu,big")
     directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
     assert directives == [
         "--job-name=turnwise-one", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--partition=gpu,big",
         "--time=1-12", "--exclusive", "--mem=0", "--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR1@300",
     ]  # fmt: skip
-    assert script.startswith("#!/bin/bash\n") and "@" not in script.replace("B:USR1@300", "").replace('[@]}', "")
+    assert script.startswith("#!/bin/bash\n") and "@" not in script.replace("B:USR1@300", "").replace("[@]}", "")
 
 
 def test_bash_reads_paths_and_overrides_as_they_are(folder):
@@ -172,47 +172,65 @@ wrong = "import ray, sys; ray.init(address=sys.argv[1])"
 done = subprocess.run([sys.executable, "-c", wrong, os.environ["RAY_ADDRESS"]], capture_output=True, text=True,
                       env={**os.environ, "RAY_AUTH_TOKEN": "0" * 64})
 note(train=sys.argv[1:], alive=alive, mode=oct(token.stat().st_mode & 0o777), token=str(token),
-     length=len(token.read_text()), in_arguments=seen, other_token=[done.returncode, done.stderr[-300:]])
+     length=len(token.read_text()), in_arguments=seen, other_token_let_in=done.returncode == 0)
 ray.shutdown()
-how = os.environ["HOW"]
-if how == "until interrupted":
-    try:
-        time.sleep(120)
-    except KeyboardInterrupt:
-        sys.exit(130)
-sys.exit(int(how))
+sys.exit(int(os.environ["HOW"]))
 """
+
+FAKE_SRUN = """\
+import time
+note(srun=sys.argv[1:])
+time.sleep(60)
+"""
+"""Stays, as Ray's nodes do."""
+
+FAKE_PYTHON = """\
+note(python=sys.argv[1:])
+if sys.argv[1] == "-c":
+    print("10.0.0.1")
+else:
+    sys.exit(os.environ.get("JOIN") == "never" and "too few nodes")
+"""
+"""For the two programs that the script gives to Python: the address of the head, and the wait for the nodes."""
+
+FAKE_TRAIN = """\
+import pathlib, signal, time
+token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+note(train=sys.argv[1:], address=os.environ["RAY_ADDRESS"], token=str(token), there=token.exists())
+how = os.environ["HOW"]
+if how.isdecimal():
+    sys.exit(int(how))
+pathlib.Path(os.environ["FACTS"] + ".ready").touch()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    note(interrupted=True)
+    sys.exit(130 if how == "saves" else 1)
+"""
+"""Ends as ``HOW`` says; unless that is a number, when it is interrupted."""
 
 
 @pytest.fixture
 def start(folder, tmp_path, monkeypatch):
-    """Starts the script for two nodes, with programs of ours for Slurm's and for ``turnwise``."""
-    pytest.importorskip("ray")
+    """Starts the script for two nodes with these programs, the text of each by its name."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("turnwise", TRAIN)):
-        (programs / name).write_text(f"#!{sys.executable}\n{NOTE}{text}")
-    for name in ("python", "ray"):
-        real = shlex.quote(str(Path(sys.executable).with_name(name)))
-        (programs / name).write_text(f'#!/bin/sh\nexec {real} "$@"\n')
-    for path in programs.iterdir():
-        path.chmod(0o755)
-    with monkeypatch.context() as patched:
-        patched.setattr(slurm.sys, "executable", str(programs / "python"))
-        script = slurm_script(config_of(), Path("my run.toml"), nodes=2, gpus_per_node=0, overrides={"seed": "7"})
+    monkeypatch.setattr(slurm.sys, "executable", str(programs / "python"))
+    script = slurm_script(config_of(), Path("my run.toml"), nodes=2, gpus_per_node=0, overrides={"seed": "7"})
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
     (tmp_path / "job.sbatch").write_text(script)
-    ray = Path("/tmp") / f"tw{os.getpid()}"  # sockets have short paths
-    ray.mkdir()
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_NUM_NODES": "2"}
-    job |= {"SLURM_CPUS_ON_NODE": "1", "RAY_TMPDIR": str(ray), "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000"}
-    job |= {"FACTS": str(tmp_path / "facts.jsonl")}
+    job |= {"SLURM_CPUS_ON_NODE": "1", "FACTS": str(tmp_path / "facts.jsonl")}
     started = []
 
-    def begin(how: str, **env: str) -> subprocess.Popen[str]:
-        command = ["bash", str(tmp_path / "job.sbatch")]
+    def begin(texts: dict[str, str], **env: str) -> subprocess.Popen[str]:
+        for name, text in {"scontrol": SCONTROL, **texts}.items():
+            (programs / name).write_text(text if text.startswith("#!") else f"#!{sys.executable}\n{NOTE}{text}")
+            (programs / name).chmod(0o755)
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, **job, "HOW": how, **env},
+            ["bash", str(tmp_path / "job.sbatch")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True, env={**os.environ, **job, **env},
         )  # fmt: skip
         started.append(process)
         return process
@@ -222,7 +240,6 @@ def start(folder, tmp_path, monkeypatch):
         if process.poll() is None:
             process.terminate()
             process.wait(30)
-    shutil.rmtree(ray)
 
 
 def facts_of(tmp_path, name):
@@ -230,28 +247,92 @@ def facts_of(tmp_path, name):
     return [fact for fact in map(json.loads, lines) if name in fact]
 
 
-def nothing_left(token: str) -> bool:
-    """True if the job left neither its token nor a process of its Ray cluster."""
-    port = str(20000 + os.getpid() % 10000)
-    commands = [p.read_bytes().decode(errors="replace") for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-    return not Path(token).exists() and not [c for c in commands if "gcs_server" in c and port in c]
+def wait_for(path, job):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.05)
+
+
+FAKE = {"srun": FAKE_SRUN, "python": FAKE_PYTHON, "turnwise": FAKE_TRAIN}
+
+
+@pytest.mark.parametrize(
+    ("code", "earlier", "requeued", "told"),
+    [
+        (0, "0", False, ""),
+        (2, "0", False, ""),
+        (75, "49", True, "exit code 75, requeued to go on"),
+        (75, "50", False, "exit code 75, not requeued again after 50 times"),
+        (130, "0", False, ""),  # Ctrl-C, and not the time limit
+    ],
+)
+def test_what_becomes_of_the_exit_code(start, tmp_path, code, earlier, requeued, told):
+    job = start(FAKE, HOW=str(code), SLURM_RESTART_COUNT=earlier)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == (0 if requeued else code) and told in output
+    assert [fact["scontrol"] for fact in facts_of(tmp_path, "scontrol")] == [["requeue", str(os.getpid())]] * requeued
+    [train] = facts_of(tmp_path, "train")
+    assert train["address"] == f"10.0.0.1:{20000 + os.getpid() % 10000}"
+    assert train["there"] and not Path(train["token"]).exists(), "the token is there as long as the job"
+
+
+@pytest.mark.parametrize(("how", "requeued"), [("saves", True), ("fails", False)])
+def test_the_time_limit_lets_the_run_save(start, tmp_path, how, requeued):
+    job = start(FAKE, HOW=how)
+    wait_for(tmp_path / "facts.jsonl.ready", job)
+    os.kill(job.pid, signal.SIGUSR1)
+    output, _ = job.communicate(timeout=60)
+    assert facts_of(tmp_path, "interrupted") == [{"interrupted": True}], output
+    assert job.returncode == (0 if requeued else 1) and bool(facts_of(tmp_path, "scontrol")) == requeued
+
+
+def test_a_cancelled_job_leaves_no_token(start, tmp_path):
+    job = start(FAKE, HOW="saves")
+    wait_for(tmp_path / "facts.jsonl.ready", job)
+    os.kill(job.pid, signal.SIGTERM)
+    job.communicate(timeout=60)
+    [train] = facts_of(tmp_path, "train")
+    assert train["there"] and not Path(train["token"]).exists()
+
+
+def test_without_all_nodes_nothing_is_trained(start, tmp_path):
+    job = start(FAKE, HOW="0", JOIN="never")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 1 and "too few nodes" in output
+    assert facts_of(tmp_path, "train") == [] and list((tmp_path / AWKWARD / "runs" / "one").iterdir()) == []
+
+
+def is_running(*words: str) -> bool:
+    """True if a process has all of ``words`` in its arguments."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if all(word.encode() in path.read_bytes() for word in words):
+                return True
+    return False
 
 
 @pytest.mark.slow
 def test_it_starts_ray_trains_and_is_queued_again(start, folder, tmp_path):
-    output, _ = start("75").communicate(timeout=240)
+    pytest.importorskip("ray")
+    real = {
+        n: f'#!/bin/sh\nexec {shlex.quote(str(Path(sys.executable).with_name(n)))} "$@"\n' for n in ("python", "ray")
+    }
+    with tempfile.TemporaryDirectory(prefix="tw", dir="/tmp") as ray:  # the paths of sockets are short
+        settings = {"RAY_TMPDIR": ray, "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000"}
+        job = start({**real, "srun": SRUN, "turnwise": TRAIN}, HOW="75", **settings)
+        output, _ = job.communicate(timeout=300)
     [train] = facts_of(tmp_path, "train")
-    assert train["train"] == [str(folder / "my run.toml"), "--cluster", "auto", "--seed=7"]
+    assert train["train"] == ["train", str(folder / "my run.toml"), "--cluster", "auto", "--seed=7"]
     assert train["alive"] == 2, output
     assert (train["mode"], train["length"], train["in_arguments"]) == ("0o600", 64, False)
     assert Path(train["token"]).parent == folder / "runs" / "one"
-    assert train["other_token"][0] != 0 and "oken" in train["other_token"][1], "another token is not let in"
+    assert train["other_token_let_in"] is False
     assert [fact["scontrol"] for fact in facts_of(tmp_path, "scontrol")] == [["requeue", str(os.getpid())]]
     steps = [fact["srun"] for fact in facts_of(tmp_path, "srun")]
     assert all("--overlap" in step for step in steps)
-    assert [[w for w in step if "nodelist" in w or "exclude" in w] for step in steps] == [
-        ["--nodelist=n1"],
-        ["--exclude=n1"],
-    ]
-    assert "exit code 75, requeued" in output and nothing_left(train["token"])
+    placed = [word for step in steps for word in step if word.startswith(("--nodelist", "--exclude"))]
+    assert sorted(placed) == ["--exclude=n1", "--nodelist=n1"], "the head is on the first node, the others elsewhere"
+    assert "exit code 75, requeued" in output and not Path(train["token"]).exists()
+    assert not is_running("gcs_server", str(20000 + os.getpid() % 10000)), "nothing of the cluster is left"
     assert stat.S_IMODE((folder / "runs" / "one").stat().st_mode) & 0o055, "the run's folder is for others to read"

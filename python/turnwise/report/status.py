@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -32,6 +33,9 @@ SHORTEST = 60.0
 
 _TAIL = 4 << 20
 """Bytes of ``metrics.jsonl`` that are read, from its end."""
+
+_LONGEST = 200
+"""Characters of a line that are shown."""
 
 
 @dataclass(slots=True)
@@ -139,7 +143,8 @@ def _usual(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, dict[str,
     """Return the median time of a step and of its parts."""
     parts: dict[str, list[float]] = {}
     wholes: list[float] = []
-    for row, following in zip(rows, [*rows[1:], {}], strict=True):
+    none: Mapping[str, float] = {}
+    for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=none):
         measured = parts_of_step(row)
         if not measured:  # the validation before the first step
             continue
@@ -215,16 +220,23 @@ def _warnings(status: Status, folder: Path) -> list[str]:
         found.append(f"no step for {duration(age)}, {age / max(usual, 1e-9):.0f} x the usual {duration(usual)}")
     for role in status.roles:
         if role.state == "died" and status.state in ("running", "killed"):
-            why = f" ({role.detail})" if role.detail else ""
+            why = f" ({first_line(role.detail)})" if role.detail else ""
             found.append(f"{role.name} died {duration(role.event_age or 0.0)} ago and did not come back{why}")
-        for policy, version in role.versions.items():
+        for policy, version in role.versions.items() if status.state == "running" else ():
             latest = status.versions.get(policy, (version, version))[1]
             if version < latest - 1:
                 found.append(f"{role.name} serves version {version} of {policy}, others {latest}")
     told = _newest(folder / "warnings.jsonl")
     if told:
-        found.append(f"step {told[-1]['step']}: {told[-1]['warning']} (the newest of {len(told)} in warnings.jsonl)")
+        text = first_line(str(told[-1]["warning"]))
+        found.append(f"step {told[-1]['step']}: {text} (the newest of {len(told)} in warnings.jsonl)")
     return found
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a process's own words, short, and without what a terminal would obey."""
+    first = next(iter(text.strip().splitlines()), "")
+    return "".join(char for char in first if char.isprintable())[:_LONGEST].strip()
 
 
 def duration(seconds: float) -> str:
@@ -232,7 +244,7 @@ def duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    for unit, size, below, smaller in (("h", 3600, "min", 60), ("min", 60, "s", 1)):
+    for unit, size, below, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:
             rest = whole % size // smaller
             return f"{whole // size} {unit}" + (f" {rest} {below}" if rest else "")

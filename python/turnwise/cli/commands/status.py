@@ -10,13 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from turnwise.cli.options import EXIT_OK
-from turnwise.report.status import Status, duration, read_status
+from turnwise.report.status import Status, duration, first_line, read_status
 
 _WIDTH = 160
 """Columns of the output if it is not a terminal."""
-
-_LONGEST = 200
-"""Characters of an event's detail that are shown."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,14 +62,10 @@ def roles(status: Status) -> Table:
         log = "" if role.log_age is None else f"{duration(role.log_age)} ago"
         versions = ", ".join(f"{policy} {version}" for policy, version in role.versions.items())
         node = role.node or role.address or ""
-        table.add_row(role.name, node, role.state, str(role.restarts), event, log, versions, _short(role.detail or ""))
+        table.add_row(
+            role.name, node, role.state, str(role.restarts), event, log, versions, first_line(role.detail or "")
+        )
     return table
-
-
-def _short(text: str) -> str:
-    """Return the first line of a process's own words, in which a terminal must obey nothing."""
-    first = next(iter(text.strip().splitlines()), "")
-    return "".join(char for char in first if char.isprintable())[:_LONGEST]
 
 
 def _span(oldest: int, newest: int) -> str:

@@ -12,20 +12,22 @@ FAILED_FOR_NOW = 75
 """Exit code of ``turnwise train`` if the run can go on once its cluster has been started again."""
 
 
-def check_size(config: TrainConfig, nodes: int, gpus_per_node: int) -> None:
+def check_size(config: TrainConfig, nodes: int, gpus_per_node: int, name: str = "nodes") -> None:
     """Raise ``ValueError`` if ``nodes`` with ``gpus_per_node`` can't hold the processes that must run.
+
+    ``name`` is the user's name for ``nodes``.
 
     Raises :class:`ConfigError` for a config that would not resume after a restart.
     """
-    for name, value, least in (("nodes", nodes, 1), ("gpus_per_node", gpus_per_node, 0)):
+    for argument, value, least in ((name, nodes, 1), ("gpus_per_node", gpus_per_node, 0)):
         if value < least:
-            raise ValueError(f"{name}={value!r}: expected a count >= {least}")
+            raise ValueError(f"{argument}={value!r}: expected a count >= {least}")
     if not config.resume:
         raise ConfigError("config key 'resume' = false: expected true, as the run goes on when its cluster restarts")
     asked, there = gpus_of(config.cluster), nodes * gpus_per_node
     if asked > there:
         raise ValueError(
-            f"nodes={nodes!r}, gpus_per_node={gpus_per_node!r}: the processes of [cluster] take {asked:g} GPUs, and "
+            f"{name}={nodes!r}, gpus_per_node={gpus_per_node!r}: the processes of [cluster] take {asked:g} GPUs, and "
             f"these nodes have {there}. Ask for more nodes, or for fewer processes"
         )
 

@@ -7,9 +7,10 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+import tomli_w
+
 from turnwise.cluster.launch.checks import check_size, job_name
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import to_toml
 
 RUNS = Path("/runs")
 """Folder of the volume that all nodes mount. The run's folder is in it."""
@@ -104,7 +105,7 @@ def rayjob(
     the one of this name in the volume ``claim``. Raises ``ValueError`` for names that Kubernetes would refuse, and for
     nodes without room for the run.
     """
-    check_size(config, workers, gpus_per_node)
+    check_size(config, workers, gpus_per_node, "workers")
     if not re.fullmatch(r"[\w./:@-]+", image, flags=re.ASCII):
         raise ValueError(f"image={image!r}: expected the name of an image, such as registry.example.com/turnwise:1.0")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim):
@@ -114,7 +115,7 @@ def rayjob(
     each = max(gpus_per_node, 1)
     parts = {
         "NAME": job_name(config, LONGEST_NAME),
-        "CONFIG": json.dumps(to_toml(placed), ensure_ascii=False),
+        "CONFIG": _text(tomli_w.dumps(placed.model_dump(mode="json", exclude_none=True, exclude_defaults=True))),
         "ENTRYPOINT": f"turnwise train {CONFIG} --cluster auto",
         "RAY": json.dumps(_ray_version()),
         "WORKERS": str(workers),
@@ -126,6 +127,14 @@ def rayjob(
     }
     text = MANIFEST.replace("@CONTAINER@", CONTAINER).replace("@VOLUMES@", VOLUMES)
     return re.sub("@([A-Z_]+)@", lambda match: parts[match[1]], text)
+
+
+def _text(text: str) -> str:
+    """Return lines of ``text`` as a YAML value: a block that people can read, or else one quoted line."""
+    if all(line.replace("\t", "").isprintable() for line in text.split("\n")):
+        return "|\n" + "".join(f"    {line}\n" if line else "\n" for line in text.split("\n")[:-1]).rstrip("\n")
+    quoted = json.dumps(text, ensure_ascii=False)  # YAML also breaks lines at characters that JSON leaves as they are
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
 
 
 def _ray_version() -> str:

@@ -21,7 +21,8 @@ Families = dict[str, tuple[str, str, dict[Labels, float]]]
 """From the name of a family to its kind, its help, and its samples."""
 
 COUNTED = {
-    *("episodes", "samples", "sampled_tokens", "seconds_rollout", "seconds_update"),
+    *("episodes", "episodes/failed", "episodes/retried", "samples", "sampled_tokens"),
+    *("seconds_rollout", "seconds_update"),
     *("cluster/sync_seconds", "cluster/sync_bytes", "cluster/restarts"),
     *(f"inference/{name}" for name in GROWTH),
     *(f"inference/engines/{name}" for name in ("requests", "retries", "deaths")),
@@ -87,7 +88,7 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         registry = CollectorRegistry()
-        registry.register(self)  # type: ignore[arg-type]
+        registry.register(self)
         host, _, port = self._address.rpartition(":")
         try:
             self._server = start_http_server(int(port), host.strip("[]"), registry)
@@ -132,17 +133,21 @@ class Prometheus:
             if name.startswith(start):
                 labels["engine"], _, last = name.removeprefix(start).rpartition("/")
                 name = start + last
-        parts = name.split("/")
+        parts, several = name.split("/"), len(self._policies) > 1
         kept = []
         for place, part in enumerate(parts):
-            named = len(parts) > 1 and (place > 0 or part in self._policies)
-            validated = parts[0] == "validation" and 0 < place < len(parts) - 1
-            if named and "actor" not in labels and ((part in self._actors and place > 0) or validated):
-                labels["actor"] = part
-            elif named and "policy" not in labels and part in self._policies:
-                labels["policy"] = part
-            else:
+            inside = parts[0] == "validation" and 0 < place < len(parts) - 1
+            found = {
+                "policy": part in self._policies and (place > 0 or several),
+                "actor": (part in self._actors and parts[0] != "cluster") or inside,
+            }
+            # A policy's metrics start with its name if there are several; elsewhere the name is that of an actor.
+            order = ("policy", "actor") if place == 0 else ("actor", "policy")
+            label = next((kind for kind in order if found[kind] and kind not in labels and len(parts) > 1), None)
+            if label is None:
                 kept.append(part)
+            else:
+                labels[label] = part
         return "/".join(kept), tuple(labels.items())
 
 
