@@ -12,7 +12,7 @@ from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.train.config.toml import raw_settings, to_toml
 from turnwise.train.plan.constants import GPUS, Constants
-from turnwise.train.plan.formula import Split, predict
+from turnwise.train.plan.formula import Split, predict, training_seconds
 from turnwise.train.plan.workload import ModelSize, Workload
 from turnwise.train.validate import config_from_dict, load_config
 
@@ -125,15 +125,30 @@ def test_the_gpus_are_required(seven: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_run_replaces_constants(seven: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The run has a sixteenth of the prompts that the plan is for, so its update does a sixteenth of the work."""
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.toml").write_text(to_toml(load_config(seven)))
-    rows = [{"step": n, "seconds_update": 50.0, "inference/tokens_per_second": 900.0} for n in (1, 2)]
+    (run / "config.toml").write_text(to_toml(load_config(seven, {"rollout.prompts_per_step": 64})))
+    rows = [
+        {"step": n, "seconds_update": 50.0, "inference/tokens_per_second": 900.0, "sampled_tokens": 2 * 1024 * 30}
+        for n in (1, 2)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = plan(capsys, seven, "--gpus", 64, "--run", run, *GIVEN)
     assert "refitted:\n  train_flops_share 0.35 -> " in output and "900 tokens/s of an engine" in output
     assert "not refitted:\n  prompt, response, calls: " in output and "  sync_scale: " in output
     assert f"measured: {run}" in output and "1,024 tokens (given)" in output
+
+    call = {"prompt_token_ids": [1] * 70, "completion_token_ids": [1] * 30}
+    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1, "steps": [call], "children": []}) + "\n")
+    found = json.loads(plan(capsys, seven, "--gpus", 64, "--run", run, "--prompt-tokens", 500, "--json"))
+    work = found["workload"]
+    assert (work["groups"], work["prompt"], work["response"], work["calls"]) == (1024, 500, 30, 2)
+    assert found["sources"] == {"prompt": "given", **dict.fromkeys(("response", "calls"), f"measured in {run}")}
+    ran = Workload(**{**work, "model": ModelSize(**work["model"]), "groups": 64, "prompt": 70})
+    fitted = next(row for row in found["constants"] if row["name"] == "train_flops_share")
+    assert fitted["mark"] == "measured"
+    assert fitted["value"] == pytest.approx(0.35 * training_seconds(ran, 1, GPUS["h100"], Constants()) / 50)
 
 
 def test_a_plan_of_the_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
