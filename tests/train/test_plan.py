@@ -16,7 +16,7 @@ from turnwise.train.plan.constants import DESIGN, GPUS, Constants
 from turnwise.train.plan.formula import Split, one_by_one_seconds, predict, sync_seconds
 from turnwise.train.plan.memory import cache_bytes, fewest_ranks, most_slots, training_bytes
 from turnwise.train.plan.refit import refit, split_of
-from turnwise.train.plan.search import EQUAL, NothingFits, scaling_efficiency, search
+from turnwise.train.plan.search import EQUAL, NothingFits, search, smallest_cluster
 from turnwise.train.plan.workload import ModelSize, Workload, size_of, workload_of
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor
@@ -161,16 +161,14 @@ def test_a_cluster_that_is_too_small_says_why(model, gpus, message):
         search(workload(model), gpus, H100, Constants())
 
 
-def test_efficiency_is_against_the_smallest_cluster_that_fits():
-    constants = Constants()
-    plan = search(workload("70B"), 64, H100, constants)[0]
-    efficiency, base = scaling_efficiency(workload("70B"), 64, H100, constants, plan)
-    smallest = search(workload("70B"), base, H100, constants)[0]
+def test_the_smallest_cluster_that_fits():
+    count, plan = smallest_cluster(workload("70B"), 64, H100, Constants())
+    assert plan == search(workload("70B"), count, H100, Constants())[0]
     with pytest.raises(NothingFits):
-        search(workload("70B"), base // 2, H100, constants)
-    assert efficiency == pytest.approx(
-        plan.predicted.tokens_per_second / 64 / (smallest.predicted.tokens_per_second / base)
-    )
+        search(workload("70B"), count // 2, H100, Constants())
+    assert smallest_cluster(workload("70B"), 12, H100, Constants())[0] == 12
+    with pytest.raises(NothingFits):
+        smallest_cluster(workload("70B"), 8, H100, Constants())
 
 
 @pytest.fixture(scope="module")

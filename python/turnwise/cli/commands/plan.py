@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from turnwise.train.plan.constants import GPU, GPUS, Constants
 from turnwise.train.plan.formula import Prediction, predict
 from turnwise.train.plan.memory import cache_bytes, engine_weight_bytes, training_bytes
 from turnwise.train.plan.refit import Fit, refit, split_of
-from turnwise.train.plan.search import Plan, scaling_efficiency, search
+from turnwise.train.plan.search import Plan, search, smallest_cluster
 from turnwise.train.plan.workload import Workload, workload_of
 from turnwise.train.validate import read_config
 from turnwise.utils.registry import announce_code
@@ -42,7 +42,9 @@ class Report:
     fit: Fit | None
     configured: Plan | None
     plans: Sequence[Plan]
-    efficiency: Sequence[tuple[float, int]]
+    efficiency: Sequence[float]
+    """Throughput per GPU of each plan, over that of the best plan for ``smallest`` GPUs."""
+    smallest: int
     sections: Sequence[dict[str, Any]]
 
 
@@ -58,28 +60,40 @@ def make_report(options: argparse.Namespace, config: TrainConfig) -> Report:
     """Search the plans for ``config``."""
     if options.max_staleness is not None and options.max_staleness < 0:
         raise ValueError(f"--max-staleness={options.max_staleness!r}: expected a count >= 0")
-    task, problems = task_of(config), Problems()
-    config, actors = resolve_config(config, task, problems)
-    problems.raise_any()
     given = {name: getattr(options, f"{name}_tokens") for name in ("prompt", "response")} | {"calls": options.calls}
-    workload, sources = workload_of(config, partial(tiny_model, config, task), actors, **given)
+    config, workload, sources = _workload(config, **given)
     gpu, constants, fit = GPUS[options.gpu], Constants(), None
     if options.run is not None:
-        fit = refit(options.run, read_config(options.run / CONFIG_FILE, {}), workload, gpu, constants)
-        workload, constants = fit.workload, fit.constants
-        sources = dict.fromkeys(sources, f"measured in {options.run}") if fit.measured_workload else sources
+        announce_code(raw_settings(options.run / CONFIG_FILE))
+        own, steps, _ = _workload(read_config(options.run / CONFIG_FILE, task_type=task_type))
+        fit = refit(options.run, own, steps, gpu, constants)
+        constants = fit.constants
+        # The run tells the tokens and calls that the user doesn't.
+        told = [name for name, value in given.items() if value is None] if fit.measured_workload else []
+        workload = replace(workload, **{name: getattr(fit.workload, name) for name in told})
+        sources |= dict.fromkeys(told, f"measured in {options.run}")
     most = max(4, config.loop.max_staleness) if options.max_staleness is None else options.max_staleness
     staleness = range(most + 1)
     plans = search(workload, options.gpus, gpu, constants, staleness=staleness)
-    efficiency = [
-        scaling_efficiency(workload, options.gpus, gpu, constants, plan, staleness=staleness) for plan in plans
-    ]
+    smallest, base = smallest_cluster(workload, options.gpus, gpu, constants, staleness=staleness)
+    per_gpu = base.predicted.tokens_per_second / smallest
+    efficiency = [plan.predicted.tokens_per_second / options.gpus / per_gpu for plan in plans]
     configured = None
     if config.cluster.engines:
         split = split_of(config, options.gpus)
         configured = Plan(split, predict(workload, split, gpu, constants))
     sections = [section_of(plan, config, workload, gpu, constants) for plan in plans]
-    return Report(workload, sources, options.gpus, gpu, constants, fit, configured, plans, efficiency, sections)
+    return Report(
+        workload, sources, options.gpus, gpu, constants, fit, configured, plans, efficiency, smallest, sections
+    )
+
+
+def _workload(config: TrainConfig, **given: float | None) -> tuple[TrainConfig, Workload, dict[str, str]]:
+    """Return ``config`` with a policy for each actor, its workload, and where that has its numbers from."""
+    task, problems = task_of(config), Problems()
+    config, actors = resolve_config(config, task, problems)
+    problems.raise_any()
+    return config, *workload_of(config, partial(tiny_model, config, task), actors, **given)
 
 
 def section_of(plan: Plan, config: TrainConfig, workload: Workload, gpu: GPU, constants: Constants) -> dict[str, Any]:
@@ -134,10 +148,17 @@ def render(report: Report) -> str:
     if report.configured is not None:
         lines += ["", "as configured:", *_describe(report, report.configured)]
     for number, plan in enumerate(report.plans):
-        efficiency, base = report.efficiency[number]
         lines += ["", f"plan {number + 1}:", *_describe(report, plan)]
-        lines += [f"  scaling     {efficiency:.2f} of the throughput per GPU of the best plan for {base} GPUs"]
-        lines += ["", *(f"    {line}".rstrip() for line in tomli_w.dumps(report.sections[number]).splitlines())]
+        lines += [
+            f"  scaling     {report.efficiency[number]:.2f} of the throughput per GPU of the best plan for "
+            f"{report.smallest} GPUs"
+        ]
+        lines += [
+            "",
+            "  merge into the config:",
+            "",
+            *(f"    {line}".rstrip() for line in tomli_w.dumps(report.sections[number]).splitlines()),
+        ]
     lines += ["", "constants:", *(f"  {row}" for row in _constants(report))]
     return "\n".join(lines)
 
@@ -194,8 +215,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "refitted": None if report.fit is None else {"changed": report.fit.changed, "kept": report.fit.kept},
         "configured": None if report.configured is None else plain(report.configured),
         "plans": [
-            {**plain(plan), "scaling_efficiency": efficiency, "against_gpus": base, "settings": section}
-            for plan, (efficiency, base), section in zip(report.plans, report.efficiency, report.sections, strict=True)
+            {**plain(plan), "scaling_efficiency": efficiency, "against_gpus": report.smallest, "settings": section}
+            for plan, efficiency, section in zip(report.plans, report.efficiency, report.sections, strict=True)
         ],
         "constants": constants,
     }

@@ -162,7 +162,7 @@ def predict(workload: Workload, split: Split, gpu: GPU, constants: Constants) ->
         return max((busy, "training"), (sampling + stop, "sampling"), (bound, "latency of a batch"))
 
     low, rows = 0.0, most
-    for _ in range(40):
+    for _ in range(25):
         middle = (low + rows) / 2
         running = workload.episodes * latency_of(middle) / (step_of(middle)[0] * split.engines)
         low, rows = (middle, rows) if running > middle else (low, middle)

@@ -57,7 +57,7 @@ def split_of(config: TrainConfig, gpus: int | None = None) -> Split:
 
 
 def refit(run_dir: Path, config: TrainConfig, workload: Workload, gpu: GPU, constants: Constants) -> Fit:
-    """Fit ``workload`` and ``constants`` to the run in ``run_dir``, whose own settings are ``config``.
+    """Fit ``constants`` to the run in ``run_dir``, whose own settings are ``config`` and ``workload``.
 
     Each number is a median over the steps, without the first one if there are three. The run's GPUs count as ``gpu``:
     on others, efficiencies are those of another kind of GPU. Raises ``FileNotFoundError`` without ``metrics.jsonl``,

@@ -112,20 +112,17 @@ def _counts(most: int) -> Iterator[int]:
     yield from sorted({max(1, round(most * step / SHARES)) for step in range(1, SHARES + 1)})
 
 
-def scaling_efficiency(
-    workload: Workload, gpus: int, gpu: GPU, constants: Constants, plan: Plan, *, staleness: Iterable[int] = range(5)
-) -> tuple[float, int]:
-    """Return the throughput per GPU of ``plan`` for ``gpus`` over that of the smallest cluster, and its GPUs.
+def smallest_cluster(
+    workload: Workload, gpus: int, gpu: GPU, constants: Constants, *, staleness: Iterable[int] = range(5)
+) -> tuple[int, Plan]:
+    """Return the smallest power of two, or ``gpus`` if that is smaller, on which the workload fits, and its best plan.
 
-    That is the smallest power of two on which the workload fits, with its own best plan.
+    Raises :class:`NothingFits` if it doesn't fit on ``gpus``.
     """
-    staleness, base = list(staleness), 2
-    while base < gpus:
+    staleness, count = list(staleness), 2
+    while count < gpus:
         try:
-            smallest = search(workload, base, gpu, constants, staleness=staleness, best=1)[0]
+            return count, search(workload, count, gpu, constants, staleness=staleness, best=1)[0]
         except NothingFits:
-            base *= 2
-            continue
-        per_gpu = smallest.predicted.tokens_per_second / base
-        return plan.predicted.tokens_per_second / gpus / per_gpu, base
-    return 1.0, gpus
+            count *= 2
+    return gpus, search(workload, gpus, gpu, constants, staleness=staleness, best=1)[0]
