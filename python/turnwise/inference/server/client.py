@@ -31,8 +31,8 @@ from turnwise.inference.vllm.lora import Adapter, full_weights, shapes_of
 from turnwise.inference.weights.load import check_weights, collect_weights
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
-from turnwise.inference.weights.sync_gpu import address_towards
 from turnwise.inference.weights.weight_block import WeightHandle
+from turnwise.inference.weights.wire import address_towards
 from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 
 
