@@ -6,6 +6,7 @@ A receiver connects to that address. It gets commands, and answers each: what it
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import secrets
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
@@ -64,7 +66,10 @@ class Receivers:
             self.lines[number].send(("open", handle))
 
     def answer(self, number: int) -> Any:
-        assert self.lines[number].poll(SECONDS), f"receiver {number} said nothing for {SECONDS:g} s"
+        if not self.lines[number].poll(SECONDS):
+            self.kill([number], signal.SIGUSR1)  # it prints where it is
+            time.sleep(0.2)
+            raise AssertionError(f"receiver {number} said nothing for {SECONDS:g} s")
         return self.lines[number].recv()
 
     def open(self, numbers: Sequence[int], handle: Any) -> list[Any]:
@@ -175,6 +180,7 @@ def mishear() -> None:
 
 
 def obey(path: str) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     line = Client(path, "AF_UNIX")
     line.send(os.getpid())
     commands = {"open": opened, "end_at": end_at, "flip": flip_next, "mishear": mishear}

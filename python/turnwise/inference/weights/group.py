@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +110,7 @@ class Group:
     ) -> None:
         limit = timedelta(seconds=seconds)
         self._device = device
+        self._under_way: deque[Any] = deque()
         self._store = store  # kept, as torch's group can't call it once Python has dropped it
         if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
@@ -134,16 +135,19 @@ class Group:
 
     def broadcast(self, buckets: Sequence[Tensor], check: Callable[[], None], each: Callable[[], None] = int) -> None:
         """Broadcast ``buckets`` from rank 0, and call ``each`` after each one. Raises :class:`GroupFailed`."""
-        under_way: deque[Any] = deque()
-        left: Iterator[Tensor] = iter(buckets)
+        under_way, left = self._under_way, iter(buckets)
         try:
             while True:
                 while len(under_way) < AHEAD and (bucket := next(left, None)) is not None:
                     under_way.append(self._group.broadcast(bucket, 0))
                 if not under_way:
                     break
-                _finish(under_way[0], check)
-                under_way.popleft()
+                pause = 1e-4
+                while not under_way[0].is_completed():
+                    check()
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.005)
+                under_way.popleft().wait()
                 each()
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -152,22 +156,14 @@ class Group:
 
     def abandon(self) -> None:
         """Give the group up, also in the middle of a broadcast. It is taken down behind the caller's back."""
-        group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=_take_down, args=([group, self._store],), daemon=True).start()
-            del group
+        threading.Thread(target=_take_down, args=([self._group, self._store], self._under_way), daemon=True).start()
+        self._group = None
 
 
-def _finish(work: Any, check: Callable[[], None]) -> None:
-    pause = 1e-4
-    while not work.is_completed():
-        check()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.005)
-    work.wait()
-
-
-def _take_down(group_and_store: list[Any]) -> None:
-    """Destroy a group, for which gloo waits until its broadcasts have failed, and then its store."""
+def _take_down(group_and_store: list[Any], under_way: deque[Any]) -> None:
+    """Destroy a group, and then its store. All broadcasts must have ended, as gloo waits for them with Python's lock."""
     group_and_store[0].abort()
+    while not all(work.is_completed() for work in under_way):
+        time.sleep(0.1)
+    under_way.clear()
     del group_and_store[0]
