@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise.inference.weights import wire
+from turnwise.inference.weights import publish, wire
 from turnwise.inference.weights.publish import CollectiveTransfer
 from turnwise.inference.weights.sync import open_weights
 from turnwise.inference.weights.weight_block import TransferError
@@ -110,9 +110,8 @@ def test_seventy_receivers(receivers: Receivers) -> None:
     numbers = receivers.start(70)
     with sending() as transfer:
         for seed in range(2):
-            found = receivers.open(numbers, transfer.send(weights_of(seed)))
-            assert found == [described(weights_of(seed))] * 70
-            until(lambda: transfer.stats()["in_groups"] + transfer.stats()["alone"] == 70 * (seed + 1))
+            assert receivers.open(numbers, transfer.send(weights_of(seed))) == [described(weights_of(seed))] * 70
+        until(lambda: transfer.stats()["in_groups"] + transfer.stats()["alone"] == 140)
         until(lambda: transfer.stats()["in_groups"] >= 70)
         until(lambda: transfer.stats()["lost"] == 0)
 
@@ -150,7 +149,10 @@ def test_a_killed_receiver_costs_the_others_one_more_group(stage: str, receivers
 
 
 @pytest.mark.parametrize("stage", ["before", "rehearsed", "between"])
-def test_a_receiver_that_hangs_is_left_behind_at_the_deadline(stage: str, receivers: Receivers) -> None:
+def test_a_receiver_that_hangs_is_left_behind_at_the_deadline(
+    stage: str, receivers: Receivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "ANSWER_SECONDS", 2.0)
     numbers = receivers.start(5)
     victim = drawn(5)
     others = [number for number in numbers if number != victim]
@@ -277,8 +279,9 @@ def test_a_stranger_learns_a_random_number_and_nothing_else(
         with socket.create_connection(("127.0.0.1", handle["port"]), timeout=10) as stranger:
             stranger.sendall(said)
             heard = b""
-            while piece := stranger.recv(4096):
-                heard += piece
+            with suppress(ConnectionResetError):
+                while piece := stranger.recv(4096):
+                    heard += piece
         [length] = struct.unpack("!I", heard[:4])
         first = json.loads(heard[4 : 4 + length])
         assert first.keys() == {"turnwise", "number"}
@@ -294,6 +297,7 @@ def test_a_sender_without_the_key_is_refused() -> None:
     """It says the numbers of the protocol, and even gives back what it hears."""
     with socket.create_server(("127.0.0.1", 0)) as listener, sending() as transfer:
         handle = {**transfer.send(weights_of(0)), "port": listener.getsockname()[1]}
+
         def pretend() -> None:
             connection, _ = listener.accept()
             with connection:
@@ -304,7 +308,10 @@ def test_a_sender_without_the_key_is_refused() -> None:
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(wire.WrongKey, match="the key of this process is not that of the sender"), open_weights(handle):
+        with (
+            pytest.raises(wire.WrongKey, match="the key of this process is not that of the sender"),
+            open_weights(handle),
+        ):
             pass
         thread.join(10)
 

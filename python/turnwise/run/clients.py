@@ -164,7 +164,7 @@ def _group(
     endpoints = {url: _endpoint(url, server, **({"patience": 0.0} if several else {})) for url in urls}
     if not several:
         return VLLMServerClient(endpoints[urls[0]], tokenizer, models, transfer=server.transfer, **how)
-    shared = SharedTransfer(transfer_to(endpoints[urls[0]], server.transfer, server.folder))
+    shared = SharedTransfer(transfer_to([*endpoints.values()], server.transfer, server.folder))
     engines = {
         url: VLLMServerClient(endpoint, tokenizer, models, transfer=shared.lend(), **how)
         for url, endpoint in endpoints.items()

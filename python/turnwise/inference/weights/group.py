@@ -161,7 +161,7 @@ class Group:
 
 
 def _take_down(group_and_store: list[Any], under_way: deque[Any]) -> None:
-    """Destroy a group, and then its store. All broadcasts must have ended, as gloo waits for them with Python's lock."""
+    """Destroy a group, then its store. Its broadcasts must have ended: gloo would wait for them with Python's lock."""
     group_and_store[0].abort()
     while not all(work.is_completed() for work in under_way):
         time.sleep(0.1)

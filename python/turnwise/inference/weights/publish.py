@@ -39,13 +39,13 @@ GATHER = 5.0
 """Seconds that the first receiver of a round waits for those that took the weights before."""
 
 SETTLED = 0.25
-"""Seconds without another receiver after which the first round begins, as no one is known to come."""
+"""Seconds without another receiver after which a round begins in which none is known from the weights before."""
 
 ANSWER_SECONDS = 5.0
 """The most seconds in which a receiver must say that it left a group."""
 
 GRACE_SECONDS = 0.5
-"""Seconds in which a round may end by itself before new weights end it: its receivers may just have got the last byte."""
+"""Seconds in which a round may end by itself before new weights end it: its receivers may just have got all bytes."""
 
 ATTEMPTS = 3
 """Groups that fail, of those that still want the same weights, until each gets them alone."""
@@ -114,6 +114,11 @@ class CollectiveTransfer:
         where = {"host": self._host, "port": self._port, "key": self._told}
         return {"kind": self._backend, **where, **written}
 
+    def expect(self, count: int) -> None:
+        """Let the first round wait for ``count`` receivers, at most ``gather`` seconds. Later ones know theirs."""
+        if self._hub is not None:
+            self._hub.expect(count)
+
     def stats(self) -> dict[str, int]:
         """Totals: ``epoch`` (groups made), ``in_groups`` and ``alone`` (weights that receivers took), ``lost``."""
         return dict(self._hub.counts) if self._hub is not None else {}
@@ -179,7 +184,7 @@ class Hub:
         self._users = 0  # threads that read the block
         self._in_round = False
         self._replaced = self._closed = False
-        self._last_asked = 0.0
+        self._last_asked, self._expected = 0.0, 0
         self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
         self._board: Board = Board()
         self._group: Group | None = None
@@ -214,6 +219,11 @@ class Hub:
                 self._changed.notify_all()
             for member in late:
                 self._refuse(member)
+
+    def expect(self, count: int) -> None:
+        with self._changed:
+            self._expected = count
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -400,7 +410,9 @@ class Hub:
             expected = [member for member in self._members if member.took and member.took == self._before]
             if expected and all(member.wants == self._sequence for member in expected):
                 return waiting
-            until = latest if expected else min(latest, self._last_asked + SETTLED)
+            until = latest
+            if not expected and len(waiting) >= self._expected:
+                until = min(latest, self._last_asked + SETTLED)
             if (left := until - time.monotonic()) <= 0 or self._closed:
                 return waiting
             self._changed.wait(left)
@@ -501,7 +513,7 @@ class Hub:
             with suppress(OSError):  # its own thread notices
                 if not member.lost:
                     member.wire.say(abort=epoch)
-        deadline = Progress(min(ANSWER_SECONDS, self._limits.deadline))
+        deadline = Progress(ANSWER_SECONDS)
 
         def silent() -> list[Member]:
             ends = ("got", "failed")
