@@ -179,11 +179,20 @@ def mishear() -> None:
     group.Group.rehearse = lambda self, number, check: plain(self, number, check)[::-1]  # type: ignore[method-assign]
 
 
+def pretend_gpu() -> None:
+    """Take weights of an nccl handle on the CPU, where gloo moves them."""
+    import torch
+
+    from turnwise.inference.weights import receive
+
+    receive.device_of = lambda kind: torch.device("cpu")
+
+
 def obey(path: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     line = Client(path, "AF_UNIX")
     line.send(os.getpid())
-    commands = {"open": opened, "end_at": end_at, "flip": flip_next, "mishear": mishear}
+    commands = {"open": opened, "end_at": end_at, "flip": flip_next, "mishear": mishear, "pretend_gpu": pretend_gpu}
     while True:
         try:
             command, *arguments = line.recv()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from turnwise.inference.weights import publish, wire
 from turnwise.inference.weights.publish import CollectiveTransfer
@@ -122,6 +123,26 @@ def test_one_receiver_needs_no_group(receivers: Receivers) -> None:
         for seed in range(2):
             assert receivers.open(numbers, transfer.send(weights_of(seed))) == [described(weights_of(seed))]
         until(lambda: transfer.stats() == {"epoch": 0, "in_groups": 0, "alone": 2, "lost": 0})
+
+
+def test_the_messages_of_nccl(receivers: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU gloo moves the bytes. A single receiver has a group too, as that is the way from GPU to GPU."""
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
+    numbers = receivers.start(2)
+    for number in numbers:
+        receivers.do(number, "pretend_gpu")
+    transfer = CollectiveTransfer("nccl", bucket_mib=BUCKET, deadline=20.0)
+    try:
+        assert receivers.open(numbers[:1], transfer.send(weights_of(0))) == [described(weights_of(0))]
+        until(lambda: transfer.stats() == {"epoch": 1, "in_groups": 1, "alone": 0, "lost": 0})
+        handle = transfer.send(weights_of(1))
+        assert handle["kind"] == "nccl"
+        assert (
+            receivers.open(numbers[:1], handle) + receivers.open(numbers[1:], handle) == [described(weights_of(1))] * 2
+        )
+        until(lambda: transfer.stats() == {"epoch": 1, "in_groups": 2, "alone": 1, "lost": 0})
+    finally:
+        transfer.close()
 
 
 # -- members that come and go ------------------------------------------------------------------------------------------

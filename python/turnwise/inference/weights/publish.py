@@ -4,6 +4,10 @@ A receiver connects, proves that it knows the key, and asks for weights by their
 *round*: the sender waits for those that took the weights before, and sends to all that asked by then, in one group. A
 receiver that asks later gets the weights alone, over its own connection. The group of a round serves the next one too
 if its receivers are the same; otherwise the sender makes another, and the *epoch* grows by one.
+
+vLLM 0.32 has a weight transfer of its own over NCCL, which is not used here. Its ranks meet in a ``TCPStore`` without a
+key and unpickle what they find there. Its broadcast has no deadline, so an engine that dies stops all others. And it
+loads bucket by bucket, before any sums are checked.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Receiver:
         self.sender = f"{host}:{port}"
         self._mark, self._key = mark, key
         self._wire = join(host, port, key, mark)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
+        self._device = device_of(kind)
         self._reading = threading.Lock()
         self._orders: deque[Frame] = deque()
         self._answers: dict[int, Any] = {}
@@ -147,6 +147,11 @@ class Receiver:
         block = torch.empty(size, dtype=torch.uint8)
         self._wire.hear_bytes(memoryview(block.numpy()), silence=PATIENCE)
         return block.to(self._device)
+
+
+def device_of(kind: str) -> torch.device:
+    """The device on which weights of a handle of this ``kind`` arrive."""
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
 
 
 class WireStore(distributed.Store):

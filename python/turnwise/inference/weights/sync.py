@@ -243,7 +243,6 @@ class SharedTransfer:
 
     def __init__(self, transfer: WeightTransfer) -> None:
         self._transfer, self._lent = transfer, 0
-        self._asked = 0  # clients that were given the handle
         self._lock = threading.Lock()
         self._weights: dict[str, Tensor] = {}  # kept, so that no others take their addresses
         self._handle: dict[str, Any] = {}
@@ -251,6 +250,8 @@ class SharedTransfer:
     def lend(self) -> WeightTransfer:
         """Return the transfer for one client. The last client that closes its own closes the shared one."""
         self._lent += 1
+        if isinstance(self._transfer, CollectiveTransfer):
+            self._transfer.expect(self._lent)
         return _LentTransfer(self)
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -259,10 +260,7 @@ class SharedTransfer:
             places = {name: storage_key(tensor) for name, tensor in weights.items()}
             if not self._handle or places != {name: storage_key(tensor) for name, tensor in self._weights.items()}:
                 self._handle = {}
-                self._handle, self._weights, self._asked = self._transfer.send(weights), dict(weights), 0
-            self._asked += 1
-            if isinstance(self._transfer, CollectiveTransfer):
-                self._transfer.expect(self._asked)
+                self._handle, self._weights = self._transfer.send(weights), dict(weights)
             return self._handle
 
     def give_back(self) -> None:
