@@ -1,9 +1,10 @@
 """The sender's side of a collective transfer: one broadcast to all receivers, however many there are.
 
 A receiver connects, proves that it knows the key, and asks for weights by their number. The first that asks opens a
-*round*: the sender waits for those that took the weights before, and sends to all that asked by then, in one group. A
-receiver that asks later gets the weights alone, over its own connection. The group of a round serves the next one too
-if its receivers are the same; otherwise the sender makes another, and the *epoch* grows by one.
+*round*: the sender waits for those that took the weights before, and sends to all that asked by then, in one group. Who
+asks during the round gets the weights alone, over its own connection, and so does a single receiver that asks later.
+The group of a round serves the next one too if its receivers are the same; otherwise the sender makes another, and the
+*epoch* grows by one.
 
 vLLM 0.32 has a weight transfer of its own over NCCL, which is not used here. Its ranks meet in a ``TCPStore`` without a
 key and unpickle what they find there. Its broadcast has no deadline, so an engine that dies stops all others. And it
@@ -43,7 +44,7 @@ GATHER = 5.0
 """Seconds that the first receiver of a round waits for those that took the weights before."""
 
 SETTLED = 0.25
-"""Seconds without another receiver after which a round begins in which none is known from the weights before."""
+"""Seconds without another receiver after which a round begins for which no other is known to come."""
 
 ANSWER_SECONDS = 5.0
 """The most seconds in which a receiver must say that it left a group."""
@@ -184,7 +185,7 @@ class Hub:
         self._members: list[Member] = []
         self._block: Tensor | None = None
         self._sequence = self._before = 0  # the weights offered, and the last ones that a receiver took
-        self._round_of = 0  # the weights whose round has begun
+        self._round_of = 0  # the weights of the last round
         self._users = 0  # threads that read the block
         self._in_round = False
         self._replaced = self._closed = False
@@ -298,16 +299,14 @@ class Hub:
             return
         sequence = int(frame["want"])
         with self._changed:
-            # It waits in a round that is yet to begin, or while the next weights are written.
-            member.wants = sequence
-            waits = self._replaced or (sequence == self._sequence and self._round_of != sequence)
-            self._last_asked = time.monotonic()
-            self._changed.notify_all()
-            if waits:
-                return
             known = sequence == self._sequence
+            if self._replaced or (known and not self._in_round):
+                # The next round serves or, after new weights, refuses it.
+                member.wants, self._last_asked = sequence, time.monotonic()
+                self._changed.notify_all()
+                return
         if known:
-            self._send_alone(member)
+            self._send_alone(member, sequence)
         else:
             self._refuse(member)
 
@@ -341,14 +340,11 @@ class Hub:
         with suppress(OSError):  # its own thread notices
             member.wire.say(gone=f"its sender holds weights number {holds}")
 
-    def _send_alone(self, member: Member) -> None:
+    def _send_alone(self, member: Member, sequence: int) -> None:
         """Send the weights to one receiver, for which no other waits."""
         with self._changed:
-            if member.lost or not member.wants:
-                return
-            block, sequence, wanted = self._block, self._sequence, member.wants
-            member.wants = 0
-            if block is not None and not self._replaced and wanted == sequence:
+            block = self._block
+            if block is not None and not self._replaced and sequence == self._sequence:
                 member.sending, member.streaming = sequence, True
                 self._users += 1
         if not member.streaming or block is None:
@@ -391,10 +387,10 @@ class Hub:
                 block, sequence = self._block, self._sequence
                 if not members or block is None:
                     continue
-                self._round_of, self._in_round = sequence, True
+                late, self._round_of, self._in_round = self._round_of == sequence, sequence, True
                 self._users += 1
             try:
-                self._send_to_all(members, block, sequence)
+                self._send_to_all(members, block, sequence, late)
             finally:
                 with self._changed:
                     self._in_round = False
@@ -403,36 +399,37 @@ class Hub:
         self._leave_group()
 
     def _waiting(self) -> list[Member]:
-        if self._replaced or self._round_of == self._sequence:  # both are 0 before the first weights
+        if self._replaced or not self._sequence:
             return []
         return [member for member in self._members if member.wants == self._sequence]
 
     def _gather(self) -> list[Member]:
-        """Wait for the receivers of a round, and return them."""
-        latest = time.monotonic() + self._limits.gather
+        """Wait for the receivers of a round, and return them. Only the first round of weights expects some."""
+        latest, first = time.monotonic() + self._limits.gather, self._round_of != self._sequence
         while waiting := self._waiting():
-            expected = [member for member in self._members if member.took and member.took == self._before]
+            expected = [member for member in self._members if first and member.took and member.took == self._before]
             if expected and all(member.wants == self._sequence for member in expected):
                 return waiting
             until = latest
-            if not expected and len(waiting) >= self._expected:
+            if not expected and (not first or len(waiting) >= self._expected):
                 until = min(latest, self._last_asked + SETTLED)
             if (left := until - time.monotonic()) <= 0 or self._closed:
                 return waiting
             self._changed.wait(left)
         return []
 
-    def _send_to_all(self, members: list[Member], block: Tensor, sequence: int) -> None:
+    def _send_to_all(self, members: list[Member], block: Tensor, sequence: int, late: bool) -> None:
         for attempt in itertools.count(1):
             with self._changed:
                 left = [member for member in members if member.wants == sequence and not member.lost]
                 over = self._replaced or self._closed
             if over or not left:
                 return
-            # One receiver needs no group to get weights that are in host memory.
-            if attempt > ATTEMPTS or (len(left) == 1 and self._backend == "gloo"):
+            # One receiver needs no group for weights in host memory, and a late one must not end that of the others.
+            if attempt > ATTEMPTS or (len(left) == 1 and (late or self._backend == "gloo")):
                 for member in left:
-                    threading.Thread(target=self._send_alone, args=(member,), daemon=True).start()
+                    member.wants = 0
+                    threading.Thread(target=self._send_alone, args=(member, sequence), daemon=True).start()
                 return
             try:
                 self._broadcast(left, block, sequence)
