@@ -8,6 +8,8 @@ import re
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -24,7 +26,7 @@ from turnwise.inference.weights.publish import CollectiveTransfer
 from turnwise.inference.weights.sync import open_weights
 from turnwise.inference.weights.weight_block import TransferError
 
-from .helpers import adapted, build
+from .helpers import adapted, build, weights_at
 from .receiving import Receivers, described
 
 NUMBERS = range(2**31)
@@ -258,6 +260,35 @@ def test_the_same_weights_again_take_the_same_group(receivers: Receivers) -> Non
         until(lambda: transfer.stats() == {"epoch": 1, "in_groups": 6, "alone": 0, "lost": 0})
 
 
+@pytest.mark.slow
+def test_a_sender_that_is_killed_is_told() -> None:
+    sends = """if True:
+        import json, time, torch
+        from turnwise.inference.weights.publish import CollectiveTransfer
+        sender = CollectiveTransfer("gloo")
+        print(json.dumps(sender.send({"layer": torch.ones(3)})), flush=True)
+        time.sleep(600)
+    """
+    process = subprocess.Popen([sys.executable, "-P", "-c", sends], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    handle = json.loads(process.stdout.readline())
+    assert weights_at(handle)["layer"].tolist() == [1, 1, 1]
+    process.kill()
+    process.communicate(timeout=60)
+    for _ in range(2):  # over the line that was open, and over a new one
+        with pytest.raises(TransferError, match="did not arrive"):
+            weights_at(handle)
+
+
+def test_a_sender_that_is_forgotten_ends_its_thread() -> None:
+    sender = CollectiveTransfer("gloo")
+    handle = sender.send(weights_of(0))
+    weights_at(handle)
+    del sender
+    with pytest.raises(TransferError):
+        weights_at(handle)
+
+
 # -- what arrived is not what was sent ---------------------------------------------------------------------------------
 def test_a_flipped_bit_is_noticed_by_its_receiver_alone(receivers: Receivers) -> None:
     numbers = receivers.start(3)
@@ -377,6 +408,11 @@ def test_it_listens_at_its_host_alone() -> None:
             assert described(weights) == described(weights_of(0))
         with pytest.raises(TransferError, match="did not arrive"), open_weights({**handle, "host": "127.0.0.1"}):
             pass
+
+
+def test_the_address_towards_this_machine_is_its_own() -> None:
+    assert wire.address_towards("127.0.0.1") == "127.0.0.1"
+    assert wire.address_towards("localhost") in ("127.0.0.1", "::1")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
