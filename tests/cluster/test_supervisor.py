@@ -54,9 +54,7 @@ class Run:
         self.config: TrainConfig = config_from_dict({"run_dir": str(folder / "run"), "cluster": settings})
         self.backend = LocalBackend(SCRIPT)
         kinds = {kind: (lambda place: command(place.role.name, folder)) for kind in ("rank", "engine", "worker")}
-        self.supervisor = Supervisor(
-            self.config, self.backend, roles_of(self.config.cluster), kinds, self.said.append
-        )  # type: ignore[arg-type]
+        self.supervisor = Supervisor(self.config, self.backend, roles_of(self.config.cluster), kinds, self.said.append)  # type: ignore[arg-type]
 
     def tell(self, role: str, code: int) -> None:
         (self.folder / f"{role}.new").write_text(str(code))
