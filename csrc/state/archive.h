@@ -93,8 +93,8 @@ constexpr uint8_t kBlock = 0;      // a block: kBlock + 4 ArrayType + Shape
 constexpr uint8_t kNode = 16;      // a node: kNode + Kind
 constexpr uint8_t kNodeLike = 24;  // a node that resembles an earlier one: kNodeLike + Kind
 constexpr uint8_t kHeap = 32;      // a heap
-// A relaxed block of values: the same as Inner and InnerLike. Its ends are not written, the reader computes them. Blocks
-// below relaxed ones may have several positions, so the reader ignores the positions of all blocks of values.
+// A relaxed block of values: the same as Inner and InnerLike. Its ends are not written, the reader computes them.
+// Blocks below relaxed ones may have several positions, so the reader ignores the positions of all blocks of values.
 constexpr uint8_t kRelaxed = 33;
 constexpr uint8_t kRelaxedLike = 34;
 
