@@ -66,10 +66,11 @@ struct Blocks {
         return (index >> (kLeafBits + kFanBits * (height - 1))) & (kFan - 1);
     }
     // The first child of a relaxed block that ends after `index`. No child is larger than a full regular tree, so the
-    // search starts where the child would be in a regular block.
+    // search starts where the child would be in a regular block. If blocks are half empty it is further on.
     static size_t relaxed_child_of(Block* block, size_t index, unsigned height) noexcept {
         const uint32_t* ends = block->ends();
         size_t child = index >> (kLeafBits + kFanBits * (height - 1));
+        while (child + 8 < block->used && ends[child + 7] <= index) child += 8;
         while (ends[child] <= index) ++child;
         return child;
     }
@@ -127,11 +128,14 @@ struct Blocks {
     // Returns `block`, or a copy, that carries `epoch` and has room for `extra` more items. Takes over the reference to
     // `block`.
     static Block* own(Block* block, unsigned height, Epoch epoch, size_t extra) {
+        const size_t wanted = block->used + extra;
+        return block->epoch == epoch && wanted <= block->capacity ? block : grow_or_copy(block, height, epoch, extra);
+    }
+    [[gnu::noinline]] static Block* grow_or_copy(Block* block, unsigned height, Epoch epoch, size_t extra) {
         const Shape shape = shape_of(block, height);
         const size_t wanted = block->used + extra;
         // A block of this epoch grows in place.
         if (block->epoch == epoch) {
-            if (wanted <= block->capacity) return block;
             const size_t roomier = roomy(wanted, shape);
             void* memory = host_resize(static_cast<void*>(block), bytes(roomier, shape));
             if (!memory) throw std::bad_alloc();

@@ -109,10 +109,13 @@ class RadixArray {
         assert(start + removed <= size_);
         const size_t kept = std::min(removed, count);
         // Exchange items one for one, then make room for the rest or close the gap.
-        for (size_t i = 0; i < kept; ++i) {
-            Item& item = own(start + i, epoch);
-            out.push_back(item);
-            item = items[i];
+        for (size_t i = 0; i < kept;) {
+            size_t index = start + i;
+            Block* chunk = own_chunk(index, epoch, 0);
+            for (; index < chunk->used && i < kept; ++index, ++i) {
+                out.push_back(chunk->items()[index]);
+                chunk->items()[index] = items[i];
+            }
         }
         const size_t at = start + kept, added = count - kept, gone = removed - kept;
         if (at + gone == size_) {
@@ -122,9 +125,10 @@ class RadixArray {
             return;
         }
         if constexpr (kRelaxes) {
-            // A regular tree moves what follows, a relaxed one is rebuilt first. If that is much, change item by item.
+            // A regular tree moves what follows, a relaxed one is rebuilt first. One item that comes or goes in a
+            // relaxed tree takes the time of about kLeaf moves.
             const size_t moved = relaxed() ? size_ : size_ - at;
-            if (moved > kMoved * (added + gone)) {
+            if (moved > kLeaf * (1 + added + gone)) {
                 for (size_t i = 0; i < added; ++i) insert(at + i, items[kept + i], epoch);
                 for (size_t i = 0; i < gone; ++i) out.push_back(erase(at, epoch));
                 return;
@@ -190,9 +194,6 @@ class RadixArray {
     }
 
   private:
-    // Items that are moved rather than inserting or removing one in a relaxed tree: up to here it is as quick.
-    static constexpr size_t kMoved = 8 * kLeaf;
-
     bool relaxed() const noexcept { return kRelaxes && root_ && root_->relaxed; }
 
     // The chunk that holds `index`, which becomes an index into the chunk.
@@ -216,14 +217,7 @@ class RadixArray {
     Block* own_chunk(size_t& index, Epoch epoch, size_t extra) {
         Block** place = &root_;
         unsigned level = height_;
-        if constexpr (kRelaxes) {
-            for (; level > 0 && (*place)->relaxed; --level) {
-                Block* block = *place = Tree::own(*place, level, epoch, 0);
-                const size_t child = Tree::relaxed_child_of(block, index, level);
-                index -= block->start(child);
-                place = &block->children()[child];
-            }
-        }
+        if (relaxed()) place = own_relaxed(index, epoch, level);
         for (; level > 0; --level) {
             const size_t child = Tree::child_of(index, level);
             const bool at_end = child == (*place)->used;
@@ -237,12 +231,24 @@ class RadixArray {
         return *place = Tree::own(*place, 0, epoch, extra);
     }
 
-    // Inserts or removes one item in logarithmic time.
-    void insert(size_t index, const Item& item, Epoch epoch) {
+    // The part of own_chunk in the relaxed blocks: down to the block at `level`.
+    [[gnu::noinline]] Block** own_relaxed(size_t& index, Epoch epoch, unsigned& level) {
+        Block** place = &root_;
+        for (; level > 0 && (*place)->relaxed; --level) {
+            Block* block = *place = Tree::own(*place, level, epoch, 0);
+            const size_t child = Tree::relaxed_child_of(block, index, level);
+            index -= block->start(child);
+            place = &block->children()[child];
+        }
+        return place;
+    }
+
+    // Inserts or removes one item in logarithmic time. Not inlined, which would slow down regular trees.
+    [[gnu::noinline]] void insert(size_t index, const Item& item, Epoch epoch) {
         RelaxedTree<Tree>(root_, height_, size_, epoch).insert(index, item);
         ++size_;
     }
-    Item erase(size_t index, Epoch epoch) {
+    [[gnu::noinline]] Item erase(size_t index, Epoch epoch) {
         const Item item = RelaxedTree<Tree>(root_, height_, size_, epoch).erase(index);
         if (--size_ == 0) clear();
         return item;
