@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,8 @@ from .engine_server import EngineServers
 from .helpers import requests_of, sent, versions_of
 
 
-def label_of(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/weight_info", timeout=5) as answer:
-        return json.load(answer)["weight_version"]
+def label_of(endpoint: Endpoint) -> str:
+    return endpoint.thread.submit(endpoint.ask("GET", "/weight_info")).result()["weight_version"]
 
 
 @pytest.mark.slow
@@ -36,7 +33,7 @@ async def test_three_engines_one_is_killed_and_one_gets_a_wrong_bit(tmp_path: Pa
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     with EngineServers(tmp_path / "model", 3) as servers:
-        endpoints = [Endpoint(url, patience=0.0, retries=0) for url in servers.urls]
+        endpoints = [servers.endpoint(engine, patience=0.0, retries=0) for engine in range(3)]
         transfer = CollectiveTransfer("gloo", gather=60.0)  # this machine may be busy
         shared = SharedTransfer(transfer)
         engines = {
@@ -53,12 +50,12 @@ async def test_three_engines_one_is_killed_and_one_gets_a_wrong_bit(tmp_path: Pa
                 pool.load_weights("default", sent(model), 3)
             assert versions_of(await pool.generate(requests_of(4))) == {3}
             assert transfer.stats()["epoch"] == 2 and transfer.stats()["in_groups"] == 8
-            label = label_of(servers.urls[1])
+            label = label_of(endpoints[1])
             servers.flip(1)
             with pytest.warns(UserWarning, match=f"engine {servers.urls[1]} failed.*other sums than those"):
                 pool.load_weights("default", sent(model), 4)
             assert pool.serving() == servers.urls[2:]
-            assert label_of(servers.urls[1]) != label and label_of(servers.urls[1]).endswith("-incomplete")
+            assert label_of(endpoints[1]) != label and label_of(endpoints[1]).endswith("-incomplete")
             assert versions_of(await pool.generate(requests_of(2))) == {4}
 
 

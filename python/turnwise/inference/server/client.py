@@ -371,7 +371,7 @@ STATS = {
 
 
 def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
-    """Make the transfer ``name`` to the servers at ``urls``; ``folder`` and ``name`` as in :class:`VLLMServerClient`."""
+    """Make the transfer ``name`` to the servers at ``urls``, with ``folder`` as in :class:`VLLMServerClient`."""
     if folder is not None and name not in ("auto", "safetensors", "gloo", "nccl"):
         raise ValueError(
             f"transfer={name!r}: expected 'auto', 'safetensors', 'gloo' or 'nccl' with folder={str(folder)!r}"
