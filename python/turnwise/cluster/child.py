@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 
@@ -18,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run ``turnwise`` with the arguments of this process, and return its exit code."""
+    """Run ``turnwise`` with the arguments of this process, which exits with its code."""
     arguments, name = sys.argv[1:], None
     if arguments[0] == "--secret":
         name, arguments = arguments[1], arguments[2:]
@@ -30,9 +31,9 @@ def main() -> int:
             return 1
         if name is not None:
             os.environ[name] = sys.stdin.readline().rstrip("\n")
-    from turnwise.cli.main import main as turnwise
-
-    return turnwise(arguments)
+    sys.argv[1:] = arguments
+    runpy.run_module("turnwise", run_name="__main__")
+    return 0
 
 
 if __name__ == "__main__":
