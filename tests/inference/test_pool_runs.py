@@ -201,7 +201,7 @@ def test_a_run_follows_the_members_of_its_cluster(
 
     def move() -> None:
         while client.stats()["requests"] < 15:
-            time.sleep(0.001)
+            time.sleep(0.005)
         write_members(config.run_dir, 5, main={"engine-0": servers.urls[1]})
         while [engine.client._endpoint.url for engine in client._engines.values()] != servers.urls[1:]:
             time.sleep(0.01)
@@ -257,7 +257,7 @@ def test_a_run_behind_a_router_changes_no_bit(
 
     def kill() -> None:
         while pool.stats()["requests"] < 15:
-            time.sleep(0.001)
+            time.sleep(0.005)
         servers.kill(1)
         servers.start(1)
 
