@@ -196,8 +196,8 @@ def page(rows: list[Row]) -> str:
 No cluster ran. These are numbers of a formula and of a simulation of the real loop; their constants are at the end.
 {sum(row["mark"] == "assumed" for row in of["constants"])} of the {len(of["constants"])} constants are assumed.
 
-- With calls of equal length the simulated step is {min(ratios):.3f} to {max(ratios):.3f} of the formula's; with log-normal
-  lengths it is {min(uneven):.2f} to {max(uneven):.2f}, as the formula knows only their mean and the longest one.
+- With calls of equal length the simulated step is {min(ratios):.3f} to {max(ratios):.3f} of the formula's.
+- With log-normal lengths it is {min(uneven):.2f} to {max(uneven):.2f}: the formula knows their mean and the longest.
 - Deaths at {MTBF:,} hours per GPU cost up to {lost:.2%} of the time at 1,024 GPUs.
 - The longest of these simulations took {longest[seconds]:.0f} CPU seconds ({longest["model"]}, {longest["GPUs"]} GPUs).
 
@@ -235,9 +235,9 @@ batches ahead don't fill them. Calls have equal lengths here.
 
 ## Deaths
 
-64 prompts x 16 completions of equal length. GPUs die {OFTEN} times as often as every {MTBF:,} hours; the last column divides by that.
-An engine restarts in {disorder.engine_restart:g} s, the ranks in {disorder.training_restart:g} s, and they repeat the
-updates since a checkpoint of each {disorder.checkpoint_every} steps. These seconds are assumed.
+64 prompts x 16 completions of equal length. GPUs die {OFTEN} times as often as every {MTBF:,} hours; the last column
+divides by that. An engine restarts in {disorder.engine_restart:g} s, the ranks in {disorder.training_restart:g} s. The
+ranks repeat the updates since a checkpoint of each {disorder.checkpoint_every} steps. These seconds are assumed.
 
 {shown("deaths")}
 

@@ -142,7 +142,8 @@ def render(report: Report) -> str:
         f"episodes    {work.episodes} a step: {work.groups} prompts x {work.group_size}",
         f"calls       {work.calls:g} per episode ({told['calls']})",
         f"prompt      {work.prompt:,.0f} tokens ({told['prompt']})",
-        f"completion  {work.response:,.0f} tokens ({told['response']}), the longest {work.longest or work.response:,.0f}",
+        f"completion  {work.response:,.0f} tokens ({told['response']}), the longest "
+        f"{work.longest or work.response:,.0f}",
     ]
     if report.fit is not None:
         lines += ["", "refitted:", *(f"  {line}" for line in report.fit.changed)]

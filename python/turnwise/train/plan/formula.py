@@ -151,7 +151,7 @@ def predict(workload: Workload, split: Split, gpu: GPU, constants: Constants) ->
 
     # As many rows run as start in a latency, so the rows per engine depend on the step, and the step on them.
     most = min(float(split.slots), (ahead + 1) * workload.episodes / split.engines)
-    sampling, busy = sampling_of(most), training + stop
+    sampling, full, busy = sampling_of(most), sampling_of(float(split.slots)), training + stop
 
     def step_of(rows: float) -> tuple[float, str]:
         latency = latency_of(rows)
@@ -160,7 +160,7 @@ def predict(workload: Workload, split: Split, gpu: GPU, constants: Constants) ->
         # Engines stop once a step, so a batch takes latency * bound / (bound - stop): a quadratic equation for bound.
         linear = (ahead + 1) * stop + latency + busy
         bound = (linear + math.sqrt(linear**2 - 4 * (ahead + 1) * busy * stop)) / (2 * (ahead + 1))
-        return max((busy, "training"), (sampling + stop, "sampling"), (bound, "latency of a batch"))
+        return max((busy, "training"), (full + stop, "sampling"), (bound, "latency of a batch"))
 
     low, rows = 0.0, most
     for _ in range(25):

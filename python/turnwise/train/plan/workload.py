@@ -125,8 +125,9 @@ def workload_of(
     ``config`` and ``actors`` are resolved (:func:`turnwise.run.policy_sharing.resolve_policies`); ``tiny`` builds the
     tiny model. ``prompt``, ``response`` and ``calls`` are means: tokens of a prompt and of a completion, and model
     calls of an episode. By default each actor makes one call and its completion reaches the token limit, which is also
-    the longest completion of a step. Reads the models' configurations, no weights. Raises :class:`ConfigError` for policies with several bases, for a mixture of
-    experts, and if no policy is trainable; ``ValueError`` for a number that is not above 0.
+    the longest completion of a step. Reads the models' configurations, no weights. Raises :class:`ConfigError` for
+    policies with several bases, for a mixture of experts, and if no policy is trainable; ``ValueError`` for a number
+    that is not above 0.
     """
     sources = {
         "prompt": "assumed, as the config doesn't say it" if prompt is None else "given",
