@@ -128,15 +128,16 @@ def engine_here(model: Any, **settings: Any) -> Iterator[tuple[Endpoint, Any]]:
 def flip(*signal_and_frame: Any) -> None:
     from turnwise.inference.weights import sync
 
-    opened = sync._OPENERS["shared_memory"]
+    def flip_in(opened: Any) -> Any:
+        @contextmanager
+        def flipped(handle: Any) -> Iterator[Any]:
+            with opened(handle) as weights:
+                next(iter(weights.values())).view(-1)[:1].view(dtype=sync.torch.uint8)[0] ^= 1
+                yield weights
 
-    @contextmanager
-    def flipped(handle: Any) -> Iterator[Any]:
-        with opened(handle) as weights:
-            next(iter(weights.values())).view(-1)[:1].view(dtype=sync.torch.uint8)[0] ^= 1
-            yield weights
+        return flipped
 
-    sync._OPENERS["shared_memory"] = flipped
+    sync._OPENERS.update({kind: flip_in(opened) for kind, opened in sync._OPENERS.items()})
 
 
 if __name__ == "__main__":

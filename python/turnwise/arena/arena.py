@@ -144,6 +144,9 @@ class Arena(ArenaSetup):
         requests = check_requests(requests)
         contexts = [create_context(self, request, parent, seen) for request in requests]
         failures = FailureBudget(len(contexts), self.failure_threshold)
+        if parent is None and self.workers is not None:
+            with self.episode_counter.batch(len(contexts)) as ended:
+                return await self.workers.play(self, requests, contexts, failures, concurrency, ended)
         pairs = zip(requests, contexts, strict=True)
         running = run_limited([partial(run_episode, self, *pair, failures) for pair in pairs], concurrency)
         if parent is None:

@@ -50,6 +50,9 @@ class Episode(ABC):
     """Reward of a completion that is not a valid action, see :class:`~turnwise.arena.InvalidActionError`."""
     mix: RewardMix = RewardMix()
     """Mix of the rewards, where the arena's ``reward`` (``[reward]`` of a config) sets nothing else."""
+    reads_earlier_batches: bool = False
+    """True if other episodes of the same batch don't matter to what the episode reads of stores. A run whose workers
+    play episodes refuses reads that may depend on them."""
 
     @abstractmethod
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:

@@ -32,7 +32,7 @@ from turnwise.types import (
     Tokenizer,
 )
 from turnwise.types.play import MAX_CONCURRENCY
-from turnwise.types.protocols import OpponentAssignment
+from turnwise.types.protocols import EpisodeWorkers, OpponentAssignment
 
 
 class ArenaSetup:
@@ -103,6 +103,8 @@ class ArenaSetup:
         """Record each top episode for ``turnwise replay``."""
         self.opponent_assignment: OpponentAssignment | None = None
         """Replaces the policies of some seats in training batches, as a league does."""
+        self.workers: EpisodeWorkers | None = None
+        """Plays the top episodes in other processes; without it this one plays them."""
 
         # Limits, counters and caches.
         self.episode_counter = EpisodeCounter()
@@ -142,10 +144,14 @@ class ArenaSetup:
         if name in self.episodes:
             raise ValueError(f"episode {name!r} is already registered; choose another name")
         self.episodes[name] = target
-        for store in target.stores():
+        self.add_stores_of(target)
+        return target
+
+    def add_stores_of(self, episode: Episode) -> None:
+        """Register the stores of ``episode`` that the arena lacks."""
+        for store in episode.stores():
             if store.name not in self.stores:
                 self.add_store(store)
-        return target
 
     def add_store(self, store: ArtifactStore | str) -> ArtifactStore:
         """Register a store. A name registers a new store in memory."""

@@ -31,6 +31,7 @@ from turnwise.run.selfplay import build_callbacks
 from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.run.tinker.build import build_remote, export_adapters
 from turnwise.run.tinker.checks import is_remote
+from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -134,8 +135,13 @@ class Run:
 
     def close(self) -> None:
         """Free the client's resources, such as its engines. Nothing can be sampled or trained afterwards."""
-        asyncio.run(self.arena.client.close())
+        asyncio.run(self._close())
         self.trainer.learner.stop()
+
+    async def _close(self) -> None:
+        if self.arena.workers is not None:
+            await self.arena.workers.close()
+        await self.arena.client.close()
 
 
 def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
@@ -206,6 +212,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         arena = arena_for_client(client, config, task, actors, tokenizer, context)
     else:
         learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh)
+    attach_workers(config, task, arena)
     callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
     trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
     return Run(config, task, tokenizer, arena, trainer, held)
@@ -267,11 +274,12 @@ def arena_for_client(
     actors: Sequence[Actor],
     tokenizer: Any,
     max_context: int | None,
+    kind: type[TaskArena] = TaskArena,
 ) -> Arena:
     """Build an arena as :func:`build_arena` does, with ``client`` for models of ``max_context`` tokens of context."""
     # The task's arena with the settings of the config, then the task's actors and episodes.
     rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
-    arena = TaskArena(
+    arena = kind(
         client,
         tokenizer,
         credit=build_credit(config),

@@ -191,7 +191,9 @@ def _group(
     server = config.rollout.server
     if len(urls) > 1 or server.router is not None:
         # A pool asks another server at once, where a single one is waited for.
-        engines = Engines(config, tokenizer, models, partial(_endpoint, server=server, patience=0.0), server.folder)
+        engines = Engines(
+            config, tokenizer, models, partial(_endpoint, server=server, patience=0.0), server.folder, urls
+        )
         return engines.pool({url: engines.connect(url) for url in urls}, server.dead_after)
     how: dict[str, Any] = {"in_flight": config.loop.in_flight_updates, "folder": server.folder, "seed": config.seed}
     return VLLMServerClient(_endpoint(urls[0], server), tokenizer, models, transfer=server.transfer, **how)
@@ -199,7 +201,10 @@ def _group(
 
 # -- pools of engines --------------------------------------------------------------------------------------------------
 class Engines:
-    """Connects to the engines of one pool, which get the same weights by one transfer. ``folder`` may hold them."""
+    """Connects to the engines of one pool, which get the same weights by one transfer. ``folder`` may hold them.
+
+    ``others`` are addresses of engines that may connect later.
+    """
 
     def __init__(
         self,
@@ -208,7 +213,9 @@ class Engines:
         models: Mapping[str, nn.Module],
         endpoint: Callable[[str], Endpoint],
         folder: str | None,
+        others: Sequence[str] = (),
     ) -> None:
+        self._others = others
         self._config, self._tokenizer, self._models = config, tokenizer, models
         self._endpoint, self._folder = endpoint, folder
         self._suffix = secrets.token_hex(4)  # all engines name adapters alike, as a router may choose any
@@ -219,9 +226,9 @@ class Engines:
         endpoint, name = self._endpoint(url), self._config.rollout.server.transfer
         joins = self._transfer is not None
         if self._transfer is None:
-            as_files = name in ("auto", "safetensors") or self._config.rollout.server.folder is not None
+            as_files = name == "safetensors" or self._config.rollout.server.folder is not None
             files = self._folder if as_files else None  # adapters are files in any case
-            self._transfer = SharedTransfer(transfer_to(endpoint, name, files))
+            self._transfer = SharedTransfer(transfer_to([url, *self._others], name, files))
         return VLLMServerClient(
             endpoint,
             self._tokenizer,

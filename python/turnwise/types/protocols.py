@@ -116,6 +116,30 @@ class ArenaRuntime(ArenaForHooks, Protocol):
         ...
 
 
+class EpisodeWorkers(Protocol):
+    """Plays the top episodes of an arena in other processes (:class:`turnwise.workers.remote.RemoteWorkers`)."""
+
+    async def play(
+        self,
+        arena: Any,
+        requests: Sequence[EpisodeRequest],
+        contexts: Sequence[Any],
+        failures: Any,
+        concurrency: int | None,
+        ended: Callable[[], None],
+    ) -> list[GenerateResult]:
+        """Return one result per request, in order, and apply changes to the arena's stores.
+
+        ``contexts`` are the arena's, one per request. ``failures`` counts failed episodes and raises if there are too
+        many. Call ``ended`` each time an episode ends.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free all resources. May be called again."""
+        ...
+
+
 class OpponentAssignment(Protocol):
     """Assigns other policies to seats of a batch through ``EpisodeRequest.policies``, as a league does.
 

@@ -33,14 +33,7 @@ async def score_groups(
     At the top level, the group's first rollout also records the functions' calls of judges and tools
     (:func:`recorded_calls`). These calls never train.
     """
-    # Form the groups, continuations included.
-    groups: dict[Hashable, list[tuple[int, GenerateResult]]] = {}
-    for place, head in enumerate(results):
-        for result in with_continuations(head):
-            rollout = result.rollout
-            played = rollout.error is None and "dropped" not in rollout.meta and rollout.meta.get("ended") != INVALID
-            if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
-                groups.setdefault((rollout.episode_type, result.group_id), []).append((place, result))
+    groups = scored_groups(arena, results)
     running = []
     for members in groups.values():
         place, first = members[0]
@@ -54,6 +47,23 @@ async def score_groups(
             )
         running.append(_score(arena, [result for _, result in members], part, parent, failures))
     await gather_or_cancel(running)
+
+
+def scored_groups(
+    arena: ArenaRuntime, results: Sequence[GenerateResult]
+) -> dict[Hashable, list[tuple[int, GenerateResult]]]:
+    """Return the groups that group functions score, continuations included: by type and question, results with places.
+
+    A place is the index in ``results`` of the episode itself, or of the one that it continues.
+    """
+    groups: dict[Hashable, list[tuple[int, GenerateResult]]] = {}
+    for place, head in enumerate(results):
+        for result in with_continuations(head):
+            rollout = result.rollout
+            played = rollout.error is None and "dropped" not in rollout.meta and rollout.meta.get("ended") != INVALID
+            if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
+                groups.setdefault((rollout.episode_type, result.group_id), []).append((place, result))
+    return groups
 
 
 def with_continuations(head: GenerateResult) -> list[GenerateResult]:

@@ -102,8 +102,8 @@ class LoopThread:
 class Endpoint:
     """The server at ``url``, with key, timeout and retries. All coroutines run in ``thread``'s loop.
 
-    - ``api_key_env``, ``api_key_file``: the environment variable or the file with the key. Without either, the endpoint
-      looks for the key that ``turnwise serve`` wrote for this user on this host.
+    - ``api_key_env``, ``api_key_file``: the environment variable or the file with the key, or ``api_key`` itself.
+      Without any, the endpoint looks for the key that ``turnwise serve`` wrote for this user on this host.
     - ``timeout``: seconds for one attempt. An attempt that takes longer is not repeated.
     - ``retries``: further attempts after one that was cut off, or that got a status of :data:`RETRIED`.
     - ``wait``: seconds to keep trying a server that has never answered.
@@ -121,6 +121,7 @@ class Endpoint:
         *,
         api_key_env: str | None = None,
         api_key_file: str | Path | None = None,
+        api_key: str | None = None,
         timeout: float = 600.0,
         retries: int = 5,
         wait: float = 0.0,
@@ -133,14 +134,21 @@ class Endpoint:
             raise ValueError(f"retries={retries!r}: expected a count >= 0")
         if not wait >= 0:
             raise ValueError(f"wait={wait!r}: expected seconds >= 0")
-        if api_key_env is not None and api_key_file is not None:
-            raise ValueError(f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}: expected one of them")
+        if sum(given is not None for given in (api_key_env, api_key_file, api_key)) > 1:
+            raise ValueError(
+                f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}, "
+                f"api_key={None if api_key is None else '...'}: expected one of them"
+            )
         self.timeout, self.retries, self.wait = timeout, retries, wait
         self.patience = timeout if patience is None else patience
         self.api_key_env, self.api_key_file = api_key_env, api_key_file
         self.retried = 0
         self._answered = False
-        self._key = key_from_environment(api_key_env) if api_key_env is not None else self._key_on_disk()
+        self._fixed = api_key_env is not None or api_key is not None
+        if api_key is not None:
+            self._key: str | None = checked_key(api_key, "api_key")
+        else:
+            self._key = key_from_environment(api_key_env) if api_key_env is not None else self._key_on_disk()
         self._random = random.Random()  # the global generator belongs to the run
         self._session: Any = None
         self._aiohttp = aiohttp_or_raise()
@@ -247,7 +255,7 @@ class Endpoint:
 
     def _has_new_key(self) -> bool:
         """Read the key file again. True if it holds another key, as after a restart of the server."""
-        if self.api_key_env is not None:
+        if self._fixed:
             return False
         before, self._key = self._key, self._key_on_disk()
         return self._key not in (None, before)

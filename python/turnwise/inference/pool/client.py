@@ -160,6 +160,11 @@ class PoolClient(ClientBase):
         """The names of the engines that serve now."""
         return [name for name, engine in list(self._engines.items()) if engine.serving]
 
+    def versions(self) -> dict[str, dict[str, int]]:
+        """For each engine that serves now, the version of each policy that it acknowledged last."""
+        serving = [engine for engine in list(self._engines.values()) if engine.serving]
+        return {e.name: {policy: known[-1] for policy, known in e.versions.items()} for e in serving}
+
     def stats(self) -> dict[str, float]:
         """Sum the totals of all engines, with the pool's ``retries`` (requests asked elsewhere) and ``restarts``
         (engines that serve again). Each engine adds ``engines/<name>/`` with ``requests``, ``retries``, ``deaths``."""

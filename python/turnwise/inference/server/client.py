@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,8 +33,8 @@ from turnwise.inference.vllm.lora import Adapter, full_weights, shapes_of
 from turnwise.inference.weights.load import check_weights, collect_weights
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
-from turnwise.inference.weights.sync_gpu import address_towards
 from turnwise.inference.weights.weight_block import WeightHandle
+from turnwise.inference.weights.wire import LOOPBACK, address_towards
 from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 
 
@@ -65,10 +66,11 @@ class VLLMServerClient(ClientBase):
       several.
     - ``in_flight``: loads weights between two tokens, and ``policy_versions`` tells which weights sampled which tokens.
       Else weights wait until the server is idle. The server holds requests back while it loads weights.
-    - ``transfer``: the way weights travel. ``"auto"``: memory that the server's process reads, or files in ``folder``,
-      which a server on another host must see under the same path. ``"nccl"`` between GPUs and ``"gloo"`` over TCP reach
-      other hosts without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one,
-      by ``SharedTransfer(transfer_to(...)).lend()``.
+    - ``folder``: a folder that the server sees under the same path, for adapters, which always travel as files.
+    - ``transfer``: the way weights travel. ``"auto"``: files in ``folder`` if that is given, else memory that a server
+      at a loopback address reads, else ``"gloo"``. ``"gloo"`` over TCP and ``"nccl"`` between GPUs reach other hosts
+      without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
+      ``SharedTransfer(transfer_to(...)).lend()``.
     - ``suffix``: the end of the names that the server has for adapters, by default a random one. The clients of servers
       behind one router share it.
 
@@ -109,7 +111,7 @@ class VLLMServerClient(ClientBase):
         place = Path(folder or self._temporary.name).absolute()  # type: ignore[union-attr]  # one of them is there
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         named = isinstance(transfer, str)
-        self._transfer: WeightTransfer = transfer_to(self._endpoint, transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
+        self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
         self._policies, base = _describe(models, place, self._mark, self._mark if suffix is None else suffix)
         self._server = RemoteServer(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
@@ -368,15 +370,27 @@ STATS = {
 """The totals of :meth:`VLLMServerClient.stats`."""
 
 
-def transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> WeightTransfer:
-    """Make the transfer ``name`` to a server, through ``folder`` if that is given."""
-    if folder is not None and name not in ("auto", "safetensors"):
-        raise ValueError(f"transfer={name!r}: expected 'auto' or 'safetensors' with folder={str(folder)!r}")
-    if folder is not None:
+def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
+    """Make the transfer ``name`` to the servers at ``urls``, with ``folder`` as in :class:`VLLMServerClient`."""
+    if folder is not None and name not in ("auto", "safetensors", "gloo", "nccl"):
+        raise ValueError(
+            f"transfer={name!r}: expected 'auto', 'safetensors', 'gloo' or 'nccl' with folder={str(folder)!r}"
+        )
+    if folder is not None and name in ("auto", "safetensors"):
         return SafetensorsTransfer(folder)
-    if name in ("nccl", "gloo"):
-        return make_transfer(name, address_towards(urlsplit(endpoint.url).hostname or ""))
-    return make_transfer(name)
+    hosts = [urlsplit(url).hostname or "" for url in urls]
+    others = [host for host in hosts if not _is_loopback(host)]
+    if name == "auto" and others:
+        name = "gloo"
+    # The address towards another host is one that this host's own servers reach too.
+    return make_transfer(name, address_towards([*others, *hosts][0]) if name in ("gloo", "nccl") else LOOPBACK)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _describe(

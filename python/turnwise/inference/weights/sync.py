@@ -25,13 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from turnwise.inference.weights.sync_gpu import (
-    LOOPBACK,
-    CudaIPCTransfer,
-    ProcessGroupTransfer,
-    open_group,
-    open_ipc,
-)
+from turnwise.inference.weights.publish import CollectiveTransfer
+from turnwise.inference.weights.receive import open_group
+from turnwise.inference.weights.sync_gpu import CudaIPCTransfer, open_ipc
 from turnwise.inference.weights.weight_block import (
     BlockWriter,
     TransferError,
@@ -42,6 +38,7 @@ from turnwise.inference.weights.weight_block import (
     storage_key,
     sums_of,
 )
+from turnwise.inference.weights.wire import LOOPBACK
 
 _HAS_MEMORY = hasattr(os, "memfd_create")
 
@@ -257,6 +254,8 @@ class SharedTransfer:
         no room, and does not replace theirs.
         """
         self._lent += 1
+        if isinstance(self._transfer, CollectiveTransfer):
+            self._transfer.expect(self._lent)
         return _LentTransfer(self, joins)
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -304,8 +303,8 @@ TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
     "shared_memory": lambda host: SharedMemoryTransfer(),
     "safetensors": lambda host: SafetensorsTransfer(),
     "ipc": lambda host: CudaIPCTransfer(),
-    "nccl": lambda host: ProcessGroupTransfer("nccl", host),
-    "gloo": lambda host: ProcessGroupTransfer("gloo", host),
+    "nccl": lambda host: CollectiveTransfer("nccl", host),
+    "gloo": lambda host: CollectiveTransfer("gloo", host),
 }
 """Transfers by the names that clients take as ``transfer``. Each is called with the address at which receivers reach
 this machine."""
@@ -323,8 +322,8 @@ _PLACES: dict[str, dict[str, type]] = {
     "shared_memory": {"pid": int, "descriptor": int},
     "safetensors": {"path": str},
     "ipc": {"device": str, "handle": list},
-    "nccl": {"host": str, "port": int},
-    "gloo": {"host": str, "port": int},
+    "nccl": {"host": str, "port": int, "key": str},
+    "gloo": {"host": str, "port": int, "key": str},
 }
 """The fields of each kind of handle that locate its weights."""
 

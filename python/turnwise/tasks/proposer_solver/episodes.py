@@ -62,6 +62,7 @@ class ProposeEpisode(MultiTurnEpisode):
 
     episode_type = PROPOSE
     mix = RewardMix(invalid_cost=0.25)
+    reads_earlier_batches = True
     actors = (PROPOSER,)
 
     def __init__(

@@ -46,9 +46,9 @@ class ServerConfig(Section):
     dead_after: float = Field(default=30.0, gt=0)
     """Seconds without an answer after which one of several servers must prove its health, or its requests move."""
     folder: str | None = None
-    """Folder for weights that other hosts see too; by default weights pass through this host's memory."""
+    """Folder that other hosts see too, for adapters, and for weights unless ``transfer`` is gloo or nccl."""
     transfer: str = "auto"
-    """Transport of weights to the server; ``gloo`` and ``nccl`` reach other hosts."""
+    """Transport of weights: auto (this host's memory, gloo to others), shared_memory, safetensors, gloo, nccl, ipc."""
 
 
 def _share(value: Any) -> float | list[float]:

@@ -1,0 +1,151 @@
+"""Give a run's arena its workers, and refuse settings under which they could not give the same results."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from turnwise.arena import Arena, ArtifactStore
+from turnwise.inference.common.keys import checked_key
+from turnwise.tasks import Task
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.workers.engines import engines_of
+from turnwise.workers.members import Members, WatchedMembers, fixed_members
+from turnwise.workers.messages import PROTOCOL, Setup
+from turnwise.workers.remote import RemoteWorkers
+from turnwise.workers.secrets import KEY_VARIABLE
+
+MEMBERS = "cluster/members.json"
+"""File in the run folder with the present processes of the run."""
+
+DECIDES = ("task", "task_options", "gateway", "seed", "policy_sharing", "actors", "policies", "reward", "filter")
+"""Sections and keys of a config that decide an episode, besides those of :data:`ROLLOUT`."""
+
+ROLLOUT = ("branches", "tree", "temperature", "max_tokens", "timeout", "check_private")
+"""Keys of ``[rollout]`` that decide an episode."""
+
+
+def worker_count(config: TrainConfig) -> int:
+    """Return the number of workers that ``config`` asks for; 0 plays the episodes in the process of the loop."""
+    arena = config.cluster.arena
+    return 0 if config.cluster.backend == "embedded" else max(arena.count, len(arena.addresses))
+
+
+def check_workers(config: TrainConfig, task: Task, arena: Arena) -> list[str]:
+    """Return one line for each setting of the run that its workers can't serve."""
+    count, told = worker_count(config), "workers that play episodes"
+    lines = []
+    if config.checkpoint.save_running_episodes:
+        lines.append(
+            f"config key 'checkpoint.save_running_episodes' = true: expected false with {told}, as only the process of "
+            "the loop writes into the run folder. A worker that dies plays its episodes again from their start"
+        )
+    limits = {"rollout.max_concurrency": config.rollout.max_concurrency}
+    limits |= {
+        f"rollout.max_concurrency_per_actor.{actor.id}": actor.max_concurrency
+        for actor in arena.actors.values()
+        if actor.max_concurrency is not None
+    }
+    lines += [
+        f"config key {key!r} = {limit}: expected at least {count}, as each of the {told} gets an equal part"
+        for key, limit in limits.items()
+        if limit < count
+    ]
+    if config.loop.deterministic and config.loop.max_staleness and arena.stores:
+        lines.append(
+            f"config key 'loop.max_staleness' = {config.loop.max_staleness}: expected 0 with {told} and "
+            f"loop.deterministic, as batches under way change the store {next(iter(arena.stores))!r} when they end"
+        )
+    owners: dict[str, Any] = {f"episode {name!r}": episode for name, episode in arena.episodes.items()}
+    for owner, holder in {**owners, f"task {task.name!r}": task}.items():
+        lines += [
+            f"store {value.name!r}: {owner} holds it in its attribute {name!r}, which would be another store in each "
+            f"worker: expected arena.stores[{value.name!r}] with {told}"
+            for name, value in getattr(holder, "__dict__", {}).items()
+            if isinstance(value, ArtifactStore)
+        ]
+    return lines
+
+
+def attach_workers(config: TrainConfig, task: Task, arena: Arena) -> None:
+    """Let the workers of ``config`` play the episodes of ``arena``, if there are any.
+
+    Raises :class:`ConfigError` with a line for each setting that they can't serve, and without the run's key.
+    """
+    count, asked = worker_count(config), config.cluster.arena
+    if config.cluster.backend == "embedded" and (asked.count or asked.addresses):
+        raise ConfigError(
+            "config section 'cluster.arena': has no effect with cluster.backend = 'embedded', which is one process: "
+            "expected 'ray' or 'static'"
+        )
+    if not count:
+        return
+    lines = check_workers(config, task, arena)
+    try:
+        engines = engines_of(arena.client)
+    except TypeError as error:
+        lines.append(f"config key 'rollout.client' = {config.rollout.client!r}: {error}, with 'vllm-server'")
+    try:
+        key = checked_key(os.environ.get(KEY_VARIABLE, ""), f"the environment variable {KEY_VARIABLE}")
+        members = members_of(config)
+    except ValueError as error:
+        lines.append(str(error))
+    if lines:
+        raise ConfigError("\n".join(lines))
+    faults = config.cluster.faults
+    setup = Setup(
+        versions_here(),
+        deciding(config),
+        arena.max_context,
+        {actor: quota.limit // count for actor, quota in arena.quotas.items()},
+        alive_every=faults.dead_after / 4,
+        engines=engines,
+    )
+    arena.workers = RemoteWorkers(
+        members,
+        key,
+        setup,
+        partial(engines_of, arena.client),
+        own_episodes=arena.episodes,
+        count=count,
+        episodes=config.cluster.arena.episodes,
+        wait=config.cluster.wait,
+        dead_after=faults.dead_after,
+    )
+
+
+def members_of(config: TrainConfig) -> Members:
+    """Return the addresses of the workers: those of the config, or those that the supervisor writes."""
+    addresses = config.cluster.arena.addresses
+    return fixed_members(addresses) if addresses else WatchedMembers(config.run_dir / MEMBERS)
+
+
+def versions_here() -> dict[str, Any]:
+    """Return the versions in which the processes of a run must agree."""
+    return {
+        "protocol": PROTOCOL,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "turnwise": version("turnwise"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def deciding(config: TrainConfig) -> dict[str, Any]:
+    """Return the keys of ``config`` that decide an episode, as plain data."""
+    plain = config.model_dump(mode="json")
+    return {name: plain[name] for name in DECIDES} | {f"rollout.{name}": plain["rollout"][name] for name in ROLLOUT}
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return one line for each key in which two processes differ."""
+    return [
+        f"{key}: {ours.get(key)!r} here, {theirs.get(key)!r} in the process of the loop"
+        for key in dict.fromkeys([*ours, *theirs])
+        if ours.get(key) != theirs.get(key)
+    ]

@@ -1,0 +1,84 @@
+"""The engines of a run: what the loop's process tells about them, and a worker's client that only samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from turnwise.inference import PoolClient, RoutingClient, VLLMServerClient, VLLMServerReader
+from turnwise.inference.common.http import Endpoint
+from turnwise.inference.server.reader import ServedWeights
+from turnwise.types import InferenceClient, Tokenizer
+from turnwise.workers.messages import EnginePool, Engines
+
+
+def engines_of(client: InferenceClient) -> Engines:
+    """Describe the engines behind ``client``, and the weights that each has now.
+
+    Raises ``TypeError`` for a client whose engines other processes can't reach.
+    """
+    if isinstance(client, RoutingClient):
+        pools = {}
+        for policy, inner in client.clients.items():
+            pools.setdefault(id(inner), (inner, []))[1].append(policy)
+        return tuple(_pool(inner, tuple(policies)) for inner, policies in pools.values())
+    return (_pool(client, ()),)
+
+
+def _pool(client: InferenceClient, policies: tuple[str, ...]) -> EnginePool:
+    if isinstance(client, PoolClient):
+        engines = [engine.client for engine in list(client._engines.values())]
+        limits = (client._limits.timeout, client._limits.dead_after)
+    else:
+        engines, limits = [client], (getattr(getattr(client, "_endpoint", None), "timeout", 600.0), 30.0)
+    served: dict[str, ServedWeights] = {}
+    for engine in engines:
+        if not isinstance(engine, VLLMServerClient):
+            raise TypeError(
+                f"{type(engine).__name__} samples in this process: workers need engines that they reach over HTTP"
+            )
+        served[engine._endpoint.url] = ServedWeights.by(engine)
+    names = policies or tuple(next(iter(served.values())).names)
+    return EnginePool(names, served, *limits)
+
+
+class WorkerClient:
+    """Samples from the engines of ``engines``, and takes no weights; :meth:`follow` takes the news about them.
+
+    ``endpoint`` makes the endpoint of a URL, with its key.
+    """
+
+    def __init__(self, engines: Engines, tokenizer: Tokenizer, endpoint: Callable[[str], Endpoint], seed: int) -> None:
+        self._tokenizer, self._endpoint, self._seed = tokenizer, endpoint, seed
+        self._readers: list[dict[str, VLLMServerReader]] = []
+        self._pools: list[PoolClient] = []
+        self._leaving: set[Any] = set()
+        clients: dict[str, InferenceClient] = {}
+        for pool in engines:
+            readers = {url: self._reader(url, served, pool) for url, served in pool.engines.items()}
+            limits = {"timeout": pool.timeout, "dead_after": pool.dead_after, "wait": pool.timeout}
+            self._readers.append(readers)
+            self._pools.append(PoolClient(dict(readers), **limits, seed=seed))
+            clients |= dict.fromkeys(pool.policies, self._pools[-1])
+        self.client = RoutingClient(clients)
+
+    def _reader(self, url: str, served: ServedWeights, pool: EnginePool) -> VLLMServerReader:
+        return VLLMServerReader(self._endpoint(url), self._tokenizer, served, wait=pool.timeout, seed=self._seed)
+
+    def follow(self, engines: Engines) -> None:
+        """Take new labels of engines, engines that joined, and leave those that are gone."""
+        for known, pool, news in zip(self._readers, self._pools, engines, strict=True):
+            for url, served in news.engines.items():
+                if url in known:
+                    known[url].follow(served)
+                else:
+                    known[url] = self._reader(url, served, news)
+                    pool.join(url, known[url])
+            for url in [url for url in known if url not in news.engines]:
+                del known[url]
+                self._leaving.add(task := asyncio.ensure_future(pool.leave(url)))
+                task.add_done_callback(self._leaving.discard)
+
+    async def close(self) -> None:
+        await self.client.close()

@@ -1,0 +1,217 @@
+"""The worker's process: it listens for the loop's process, checks it, and plays the jobs that it sends.
+
+Connections run in a thread with its own event loop, so a worker gives signs of life while the code of an episode
+computes. Episodes run in the main thread's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from turnwise.arena import Arena, ArtifactStore
+from turnwise.inference.common.http import LoopThread
+from turnwise.workers.engines import WorkerClient
+from turnwise.workers.messages import (
+    ALIVE,
+    CANCEL,
+    ENGINES,
+    FAILED,
+    PLAY,
+    PLAYED,
+    READY,
+    REFUSED,
+    SETUP,
+    STORES,
+    Engines,
+    Job,
+    Outcome,
+    Setup,
+)
+from turnwise.workers.play import Lineups, play
+from turnwise.workers.stores import read_snapshots
+from turnwise.workers.wire import Channel, KeyRefused, accept
+
+MOST_SNAPSHOTS = 16
+"""Snapshots of stores that a worker keeps; several batches and evaluations may be under way."""
+
+
+class Plays(Protocol):
+    """What a worker needs to know of the run."""
+
+    lineups: Lineups
+
+    def client(self, engines: Engines) -> WorkerClient:
+        """Return the client of the run's engines."""
+        ...
+
+    def arena(self, setup: Setup, client: Any) -> Arena:
+        """Return the run's arena. Raises ``ValueError`` if this process can't play what ``setup`` asks for."""
+        ...
+
+
+@dataclass(slots=True)
+class _Session:
+    """One connection of the loop's process, after its setup."""
+
+    channel: Channel
+    arena: Arena
+    client: WorkerClient
+    stores: dict[int, dict[str, ArtifactStore]] = field(default_factory=dict)
+    jobs: dict[int, Future[Outcome]] = field(default_factory=dict)
+    answers: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Listener:
+    """Listens on ``host`` and ``port`` (0: a free one) for a process that has the run's ``key``.
+
+    A new connection takes the place of the one before, as after a restart of the loop's process.
+
+    Example: ``await Listener(run, "127.0.0.1", 0, key, announce=print, say=print).serve()``
+    """
+
+    def __init__(
+        self, run: Plays, host: str, port: int, key: str, *, announce: Callable[[str], Any], say: Callable[[str], Any]
+    ) -> None:
+        self._run, self._host, self._port, self._key = run, host, port, key
+        self._announce, self._say = announce, say
+        self._session: _Session | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def serve(self) -> None:
+        """Serve until the task is cancelled. Calls ``announce`` with the address once it listens."""
+        self._main = asyncio.get_running_loop()
+        thread = LoopThread("turnwise-listener")
+        try:
+            address = await asyncio.wrap_future(thread.submit(self._listen()))
+            self._announce(address)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.to_thread(thread.stop)
+
+    async def _listen(self) -> str:
+        server = await asyncio.start_server(self._connected, self._host, self._port, limit=2**20)
+        host, port = server.sockets[0].getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    # -- one connection, in the listener's thread ----------------------------------------------------------------------
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        try:
+            channel = await accept(reader, writer, self._key)
+        except (KeyRefused, ConnectionError, TimeoutError) as error:
+            self._say(f"refused a connection from {peer}: {str(error) or 'it did not answer in time'}")
+            writer.close()
+            return
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+        self._serving = asyncio.ensure_future(self._serve(channel))
+        with suppress(asyncio.CancelledError):
+            await self._serving
+
+    async def _serve(self, channel: Channel) -> None:
+        session, alive = None, None
+        try:
+            [kind, setup] = await channel.receive()
+            if kind != SETUP:
+                raise ConnectionError(f"the first message is {kind!r}, expected {SETUP!r}")
+            session = await self._set_up(channel, setup)
+            if session is None:
+                return
+            alive = asyncio.ensure_future(_stay_alive(channel, setup.alive_every))
+            while True:
+                self._take(session, *await channel.receive())
+        except ConnectionError as error:
+            self._say(f"the run's process is gone: {error}")
+        finally:
+            channel.close()
+            for task in [alive] if alive is not None else []:
+                task.cancel()
+            for job in list(session.jobs.values()) if session is not None else []:
+                job.cancel()
+            if session is not None:
+                await session.client.close()
+
+    async def _set_up(self, channel: Channel, setup: Setup) -> _Session | None:
+        """Build client and arena, in the main thread. Tell the peer if that fails."""
+        client = self._run.client(setup.engines)
+        try:
+            arena = await asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(_called(lambda: self._run.arena(setup, client.client)), self._main)
+            )
+        except Exception as error:
+            await client.close()
+            await channel.send(REFUSED, f"{error}")
+            self._say(f"refused the run: {error}")
+            return None
+        await channel.send(READY)
+        return _Session(channel, arena, client)
+
+    def _take(self, session: _Session, kind: str, *content: Any) -> None:
+        if kind == PLAY:
+            number, stores, job = content
+            future = asyncio.run_coroutine_threadsafe(self._play(session, session.stores[stores], job), self._main)
+            session.jobs[number] = future
+            task = asyncio.ensure_future(self._answer(session, number, future))
+            session.answers.add(task)
+            task.add_done_callback(session.answers.discard)
+        elif kind == CANCEL:
+            if (running := session.jobs.get(content[0])) is not None:
+                running.cancel()
+        elif kind == ENGINES:
+            session.client.follow(content[0])
+        elif kind == STORES:
+            session.stores[content[0]] = read_snapshots(content[1])
+            while len(session.stores) > MOST_SNAPSHOTS:
+                del session.stores[next(iter(session.stores))]
+        elif kind != ALIVE:
+            raise ConnectionError(f"a message is {kind!r}, which this worker does not know")
+
+    async def _play(self, session: _Session, stores: dict[str, ArtifactStore], job: bytes) -> Outcome:
+        asked: Job = pickle.loads(job)
+        return await play(session.arena, asked, stores, self._run.lineups)
+
+    async def _answer(self, session: _Session, number: int, future: Future[Outcome]) -> None:
+        try:
+            outcome = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            return
+        except Exception as error:
+            await _send_quietly(session.channel, FAILED, number, *_portable(error))
+        else:
+            await _send_quietly(session.channel, PLAYED, number, outcome)
+        finally:
+            session.jobs.pop(number, None)
+
+
+async def _called(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+async def _stay_alive(channel: Channel, every: float) -> None:
+    with suppress(ConnectionError):
+        while True:
+            await channel.send(ALIVE)
+            await asyncio.sleep(every)
+
+
+async def _send_quietly(channel: Channel, *message: Any) -> None:
+    with suppress(ConnectionError):  # nobody waits for the answer any more
+        await channel.send(*message)
+
+
+def _portable(error: Exception) -> tuple[bytes | None, str]:
+    """Return the pickle of ``error``, ``None`` if it has none, and its text."""
+    text = f"{type(error).__name__}: {error}"
+    try:
+        content = pickle.dumps(error)
+        pickle.loads(content)
+    except Exception:
+        return None, text
+    return content, text

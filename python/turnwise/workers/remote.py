@@ -1,0 +1,520 @@
+"""The side of the loop: sends groups of episodes to the workers, and puts their results together.
+
+A group is the episodes of one question. Its worker is the group's index modulo the number of workers. If a worker dies,
+its unfinished groups are played again from the same contexts, on the others or on the same one once it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.arena import Arena
+from turnwise.arena.runtime.concurrency import FailureBudget
+from turnwise.arena.runtime.context import EpisodeContext
+from turnwise.inference.common.http import LoopThread
+from turnwise.types import EpisodeRequest, GenerateResult
+from turnwise.workers.members import Members, by_number, parse_address
+from turnwise.workers.messages import (
+    ALIVE,
+    CANCEL,
+    ENGINES,
+    FAILED,
+    PLAY,
+    PLAYED,
+    READY,
+    REFUSED,
+    SETUP,
+    STORES,
+    Engines,
+    Job,
+    Outcome,
+    Setup,
+)
+from turnwise.workers.stores import apply_outcomes, share_artifacts, snapshots
+from turnwise.workers.wire import Channel, KeyRefused, connect
+
+MOST_DEATHS = 5
+"""Workers that may die while they play one group, before the group counts as the reason."""
+
+LOOK_SECONDS = 0.2
+"""Seconds between two looks at the members and at the labels of the engines."""
+
+SETUP_SECONDS = 120.0
+"""The most seconds that a worker may take to build its arena."""
+
+
+class WorkersLostError(RuntimeError):
+    """No worker is left to play episodes, or a group of episodes ends every worker that plays it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of ``generate_rollouts``: its limits, and the episodes that run now."""
+
+    most_episodes: float
+    """Most episodes at once, over all workers."""
+    most_workers: int
+    stores: tuple[int, bytes]
+    """Number and content of the snapshot of the stores."""
+    running: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The episodes of one question; ``places`` are their indices in the call's requests."""
+
+    call: _Call
+    number: int
+    home: int
+    places: list[int]
+    job: bytes
+    first: str
+    """Id of the first episode, for messages."""
+    outcome: Future[Outcome] = field(default_factory=Future)
+    link: _Link | None = None
+    sent_as: int = -1
+    """Number of the latest message with this group. Answers to earlier ones don't count."""
+    deaths: list[str] = field(default_factory=list)
+
+    @property
+    def is_suspect(self) -> bool:
+        return len(self.deaths) > 1
+
+
+class RemoteWorkers:
+    """Plays the top episodes of an arena in the processes of ``members``, as :attr:`Arena.workers`.
+
+    - ``setup``: what each worker must agree to; ``engines`` returns the present engines.
+    - ``own_episodes``: the episodes that the workers have too. Others are those of some actors of the task.
+    - ``count``: workers that the run has in the end; limits are divided by it.
+    - ``episodes``: the most episodes that one worker plays at the same time.
+    - ``wait``: seconds without any worker after which waiting calls raise :class:`WorkersLostError`.
+    - ``dead_after``: seconds without a sign of life after which a worker counts as dead.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        key: str,
+        setup: Setup,
+        engines: Callable[[], Engines],
+        *,
+        own_episodes: Mapping[str, Any],
+        count: int,
+        episodes: int = 64,
+        wait: float = 180.0,
+        dead_after: float = 30.0,
+    ) -> None:
+        self._members, self._key, self._setup, self._engines = members, key, setup, engines
+        self.count, self._episodes, self._wait, self._dead_after = count, episodes, wait, dead_after
+        self._own_episodes = dict(own_episodes)
+        self._links: dict[str, _Link] = {}
+        self._pending: list[_Group] = []
+        self._numbers, self._messages, self._snapshots = itertools.count(), itertools.count(), itertools.count()
+        self._alone_since = time.monotonic()
+        self._looking: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self.deaths = 0
+        """Workers that died while they had episodes."""
+        self._thread = LoopThread("turnwise-workers")
+        self._thread.call(self._begin)
+
+    # -- called by the arena -------------------------------------------------------------------------------------------
+    async def play(
+        self,
+        arena: Arena,
+        requests: Sequence[EpisodeRequest],
+        contexts: Sequence[EpisodeContext],
+        failures: FailureBudget,
+        concurrency: int | None,
+        ended: Callable[[], None],
+    ) -> list[GenerateResult]:
+        """Return one result per request, as the arena itself would play ``contexts``, and apply changes to its stores.
+
+        Raises ``BatchFailedError`` by ``failures``, :class:`WorkersLostError`, ``TypeError`` for requests that can't be
+        pickled, and ``RuntimeError`` if workers can't give the same results as one arena.
+        """
+        if self._closed:
+            raise RuntimeError("the workers' connections are closed")
+        if concurrency is not None and concurrency < 1:
+            raise ValueError(f"concurrency={concurrency!r}: expected at least 1, or None")
+        groups = self._groups(arena, requests, contexts, concurrency)
+        try:
+            self._thread.call(lambda: self._submit(groups))
+            outcomes = await _all_outcomes(groups, failures, ended)
+        except BaseException:
+            self._thread.call(lambda: self._forget(groups))
+            raise
+        _refuse_divided(outcomes)
+        declared = {name: episode.reads_earlier_batches for name, episode in arena.episodes.items()}
+        results: dict[int, GenerateResult] = {}
+        stores = {} if arena.is_evaluation else arena.stores
+        for group, played in zip(groups, apply_outcomes(stores, outcomes, declared), strict=True):
+            results |= zip(group.places, played, strict=True)
+        share_artifacts(stores, results.values())
+        return [results[place] for place in range(len(requests))]
+
+    def _groups(
+        self,
+        arena: Arena,
+        requests: Sequence[EpisodeRequest],
+        contexts: Sequence[EpisodeContext],
+        concurrency: int | None,
+    ) -> list[_Group]:
+        """Divide the episodes into the groups of one question, and pickle what decides each."""
+        places: dict[Hashable, list[int]] = {}
+        for place, context in enumerate(contexts):
+            places.setdefault(context.group_id, []).append(place)
+        # A call that may make fewer model calls at once than there are workers uses only as many workers.
+        workers = max(1, min(self.count, arena.budget.limit))
+        stores = (next(self._snapshots), snapshots(arena.stores, evaluation=arena.is_evaluation))
+        call = _Call(float("inf") if concurrency is None else concurrency, workers, stores)
+        lineup = None if _same(arena.episodes, self._own_episodes) else tuple(arena.actors)
+        groups = []
+        for home, own in enumerate(places.values()):
+            job = Job(
+                [requests[place] for place in own],
+                [contexts[place] for place in own],
+                lineup,
+                arena.is_evaluation,
+                arena._evaluation_sampling,
+                arena.sampling,
+                arena.started,
+                arena.batches,
+                episodes=int(min(call.most_episodes, self._episodes)),
+                calls=max(1, arena.budget.limit // workers),
+            )
+            first = contexts[own[0]].rollout
+            try:
+                content = pickle.dumps(job, protocol=5)
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                raise TypeError(
+                    f"request {first.id!r} of episode {first.episode_type!r} can't be sent to a worker: {error}; "
+                    "artifacts and meta must be picklable"
+                ) from error
+            groups.append(_Group(call, next(self._numbers), home, own, content, first.id))
+        return groups
+
+    async def close(self) -> None:
+        """End the connections, not the workers. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._thread.call(self._end)
+            await asyncio.to_thread(self._thread.stop)
+
+    def playing(self) -> list[str]:
+        """The names of the workers that can play now."""
+        return [name for name, link in list(self._links.items()) if link.ready]
+
+    # -- in the thread of the connections ------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        self._looking = asyncio.ensure_future(self._look())
+
+    def _submit(self, groups: Iterable[_Group]) -> None:
+        if not self._pending:  # the wait for a worker begins with the first group that needs one
+            self._alone_since = time.monotonic()
+        self._pending += groups
+        self._dispatch()
+
+    def _forget(self, groups: Iterable[_Group]) -> None:
+        """Drop groups whose call has ended, and cancel those that run."""
+        gone = set(groups)
+        self._pending = [group for group in self._pending if group not in gone]
+        for group in gone:
+            group.outcome.cancel()
+            if (link := group.link) is not None:
+                link.release(group)
+                self._start(link.send(CANCEL, group.sent_as))
+        self._dispatch()
+
+    async def _look(self) -> None:
+        """Follow members and engines for good, and end calls for which no worker is left."""
+        while True:
+            members = dict(self._members())
+            for name, link in list(self._links.items()):
+                if members.get(name) != link.address:
+                    link.end("it left, or it is at another address")
+                    del self._links[name]
+            for name, address in members.items():
+                if name not in self._links:
+                    self._links[name] = _Link(self, name, address)
+            if any(link.ready for link in self._links.values()):
+                self._alone_since = time.monotonic()
+            engines = self._engines()
+            for link in self._links.values():
+                if link.ready and link.engines != engines:
+                    self._start(link.send_engines(engines))
+            self._dispatch()
+            if self._pending and (error := self._lost()) is not None:
+                waiting, self._pending = self._pending, []
+                for group in waiting:
+                    _fail(group, error)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _lost(self) -> WorkersLostError | None:
+        """Return the error of calls that no worker can play, or ``None`` while there is hope."""
+        links = list(self._links.values())
+        if any(link.ready for link in links):
+            return None
+        refused = bool(links) and all(link.refused for link in links)
+        alone = time.monotonic() - self._alone_since
+        if not refused and alone < self._wait:
+            return None
+        said = "; ".join(f"{link.name} at {link.address}: {link.error}" for link in links) or "none has an address"
+        return WorkersLostError(
+            f"no worker can play this run: {said}" if refused else f"no worker for {alone:.0f} seconds: {said}"
+        )
+
+    def _dispatch(self) -> None:
+        """Send waiting groups, in order, to workers that have room."""
+        names = sorted(self._links, key=by_number)
+        ready = [self._links[name] for name in names if self._links[name].ready]
+        left = []
+        for index, group in enumerate(self._pending):
+            if not any(link.running < self._episodes for link in ready):
+                left += self._pending[index:]
+                break
+            size = len(group.places)
+            home = self._links[names[group.home % min(len(names), group.call.most_workers)]]
+            link = home if home.ready else min(ready, key=lambda link: link.running)
+            # A group whose workers died twice plays alone, so that others don't die with it.
+            shares = not group.is_suspect and not any(other.is_suspect for other in link.groups.values())
+            fits = not link.running or (shares and link.running + size <= self._episodes)
+            allowed = not group.call.running or group.call.running + size <= group.call.most_episodes
+            if not (fits and allowed):
+                left.append(group)
+                continue
+            link.take(group, next(self._messages))
+            self._start(link.send_group(group, self._engines()))
+        self._pending = left
+
+    def lost(self, link: _Link) -> None:
+        """Play the unfinished groups of a worker that died again."""
+        groups = list(link.groups.values())
+        if groups:
+            self.deaths += 1
+            warnings.warn(f"{link.name} is lost, and others get its episodes: {link.error}", stacklevel=2)
+        for group in groups:
+            link.release(group)
+            group.deaths.append(f"{link.name}: {link.error}")
+            if len(group.deaths) >= MOST_DEATHS:
+                said = "; ".join(group.deaths)
+                _fail(group, WorkersLostError(f"{MOST_DEATHS} workers died while they played {group.first}: {said}"))
+            else:
+                bisect.insort(self._pending, group, key=lambda group: group.number)
+        self._dispatch()
+
+    def answered(self, link: _Link, number: int) -> _Group | None:
+        """Take the group that message ``number`` sent off its worker; ``None`` if nobody waits for it any more."""
+        group = link.groups.get(number)
+        if group is not None:
+            link.release(group)
+            self._dispatch()
+        return group
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    def _end(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        waiting, self._pending = self._pending, []
+        for link in self._links.values():
+            waiting += link.groups.values()
+            link.end("the run has ended")
+        for group in waiting:
+            _fail(group, RuntimeError("the workers' connections were closed before this call was done"))
+
+
+class _Link:
+    """The connection to one worker, which is made again when it ends."""
+
+    def __init__(self, workers: RemoteWorkers, name: str, address: str) -> None:
+        self.workers, self.name, self.address = workers, name, address
+        self.ready = self.refused = False
+        self.error = "it has not answered yet"
+        self.engines: Engines | None = None
+        self.groups: dict[int, _Group] = {}
+        self.running = 0
+        """Episodes that it has."""
+        self._snapshots: set[int] = set()
+        self._channel: Channel | None = None
+        self._lock = asyncio.Lock()
+        self._task = asyncio.ensure_future(self._run())
+
+    def end(self, reason: str) -> None:
+        self.error = reason
+        self._task.cancel()
+        self._drop()
+
+    async def _run(self) -> None:
+        pause = LOOK_SECONDS
+        while True:
+            try:
+                await self._connect()
+                pause = LOOK_SECONDS
+                await self._receive()
+            except (OSError, EOFError, TimeoutError) as error:
+                self.error = str(error) or f"it gave no sign of life for {self.workers._dead_after:g} seconds"
+                self.refused = isinstance(error, KeyRefused)
+            except _Refused as error:
+                self.error, self.refused = str(error), True
+            except Exception as error:  # such as a message that does not unpickle here
+                self.error = f"{type(error).__name__}: {error}"
+            self._drop()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+    async def _connect(self) -> None:
+        workers = self.workers
+        self._channel = await connect(*parse_address(self.address), workers._key)
+        self.engines = workers._engines()
+        self._snapshots = set()
+        setup = Setup(**{**_fields(workers._setup), "engines": self.engines})
+        await self._channel.send(SETUP, setup)
+        async with asyncio.timeout(SETUP_SECONDS):
+            kind, *told = await self._channel.receive()
+        if kind == REFUSED:
+            raise _Refused(told[0])
+        if kind != READY:
+            raise ConnectionError(f"it answered {kind!r} to the setup")
+        self.ready, self.refused = True, False
+        workers._dispatch()
+
+    async def _receive(self) -> None:
+        assert self._channel is not None
+        while True:
+            async with asyncio.timeout(self.workers._dead_after):
+                kind, *content = await self._channel.receive()
+            if kind == ALIVE:
+                continue
+            group = self.workers.answered(self, content[0])
+            if group is None or group.outcome.done():
+                continue
+            if kind == PLAYED:
+                with suppress(InvalidStateError):  # its call was cancelled just now
+                    group.outcome.set_result(content[1])
+            elif kind == FAILED:
+                _fail(group, _error(self.name, *content[1:]))
+
+    def _drop(self) -> None:
+        """End the connection. What it had goes to others."""
+        self.ready = False
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self.workers.lost(self)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+    def take(self, group: _Group, number: int) -> None:
+        group.link, group.sent_as = self, number
+        group.call.running += len(group.places)
+        self.running += len(group.places)
+        self.groups[number] = group
+
+    def release(self, group: _Group) -> None:
+        del self.groups[group.sent_as]
+        group.link = None
+        group.call.running -= len(group.places)
+        self.running -= len(group.places)
+
+    async def send_group(self, group: _Group, engines: Engines) -> None:
+        """Send a group, after what it needs: the engines' present labels, and the stores of its batch."""
+        number, content = group.call.stores
+        async with self._lock:
+            if self.engines != engines:
+                self.engines = engines
+                await self._send(ENGINES, engines)
+            if number not in self._snapshots:
+                self._snapshots.add(number)
+                await self._send(STORES, number, content)
+            if self.groups.get(group.sent_as) is group:
+                await self._send(PLAY, group.sent_as, number, group.job)
+
+    async def send_engines(self, engines: Engines) -> None:
+        async with self._lock:
+            if self.engines != engines:
+                self.engines = engines
+                await self._send(ENGINES, engines)
+
+    async def send(self, *message: Any) -> None:
+        async with self._lock:
+            await self._send(*message)
+
+    async def _send(self, *message: Any) -> None:
+        if self._channel is not None:
+            with suppress(ConnectionError):  # the receiving side notices it too
+                await self._channel.send(*message)
+
+
+class _Refused(Exception):
+    """The worker refused the setup."""
+
+
+async def _all_outcomes(groups: Sequence[_Group], failures: FailureBudget, ended: Callable[[], None]) -> list[Outcome]:
+    """Wait for all groups, and count their failures. Raises the first error."""
+    waiting = {asyncio.wrap_future(group.outcome): group for group in groups}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                outcome, group = future.result(), waiting.pop(future)
+                failures.total += outcome.continuations
+                for _ in range(outcome.failed):
+                    failures.add(outcome.first_error)
+                for _ in group.places:
+                    ended()
+    finally:
+        for future in waiting:
+            future.cancel()
+    return [group.outcome.result() for group in groups]
+
+
+def _refuse_divided(outcomes: Sequence[Outcome]) -> None:
+    """Raise ``RuntimeError`` if group functions saw parts of one group on several workers, through continuations."""
+    seen: set[Hashable] = set()
+    for outcome in outcomes:
+        if divided := seen & outcome.scored_groups:
+            kind, question = next(iter(divided))  # type: ignore[misc]
+            raise RuntimeError(
+                f"episode {kind!r} has group functions, and its group {str(question)[:80]!r} holds episodes that "
+                "continue episodes of other groups, which other workers played: give the requests of both the same "
+                "group_id, or play in the process of the loop (cluster.arena.count = 0)"
+            )
+        seen |= outcome.scored_groups
+
+
+def _same(episodes: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    return episodes.keys() == own.keys() and all(episodes[name] is own[name] for name in own)
+
+
+def _fields(setup: Setup) -> dict[str, Any]:
+    return {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
+
+
+def _fail(group: _Group, error: BaseException) -> None:
+    with suppress(InvalidStateError):  # its call has ended
+        group.outcome.set_exception(error)
+
+
+def _error(worker: str, content: bytes | None, text: str) -> Exception:
+    """Return the exception that a worker sent, with a note of its name."""
+    try:
+        error: Exception = RuntimeError(text) if content is None else pickle.loads(content)
+    except Exception:
+        error = RuntimeError(text)
+    error.add_note(f"raised in {worker}")
+    return error

@@ -1,0 +1,286 @@
+"""Stores in a worker: episodes see a store as their batch found it, and the loop's process applies their changes.
+
+An episode sees the store of the moment at which its batch began, and its own changes. Its changes arrive with its
+result, and are applied in the order of the batch's requests, so they don't depend on which worker was faster. An
+artifact gets its id only then. Until then it has a :class:`PendingId`, which travels with the results and becomes the
+id when they are unpickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from turnwise.arena import ArtifactStore
+from turnwise.arena.runtime.context import current_context
+from turnwise.arena.stores.holdout import HashSplit
+from turnwise.arena.stores.store import FrozenStore
+from turnwise.types import Artifact, GenerateResult
+from turnwise.utils.copies import Pickler
+from turnwise.workers.messages import Outcome, StoreWrite
+
+_REMEDY = (
+    "If the episode uses only what earlier batches left there, set reads_earlier_batches = True on its class; else "
+    "play in the process of the loop (cluster.arena.count = 0)"
+)
+
+
+class PendingId(str):
+    """The id of an artifact that the loop's process has not added yet. Its text never becomes an id."""
+
+    __slots__ = ("key",)
+    key: tuple[str, int, int]
+    """Store, top episode, and number among its artifacts."""
+
+    def __new__(cls, store: str, root: int, number: int) -> PendingId:
+        made = super().__new__(cls, f"{store}-pending-{root}.{number}")
+        made.key = (store, root, number)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingId:
+        return self
+
+    def __copy__(self) -> PendingId:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{self}: the store has not given this artifact an id yet")
+
+
+class _PendingPickler(Pickler):
+    def persistent_id(self, value: Any) -> tuple[str, int, int] | None:
+        return value.key if type(value) is PendingId else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, ids: Mapping[tuple[str, int, int], str]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._ids = ids
+
+    def persistent_load(self, key: tuple[str, int, int]) -> str:
+        return self._ids[key]
+
+
+def dumps_pending(value: Any) -> bytes:
+    """Return the pickle of ``value``, in which pending ids stay open."""
+    stream = io.BytesIO()
+    _PendingPickler(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
+class BatchStore(FrozenStore):
+    """A store as the training episodes of one batch see it. It keeps their changes and reads.
+
+    Only a top episode and those below it see their own changes. Draws inside episodes use the episode's generator, as
+    in any store.
+    """
+
+    def __init__(self, store: ArtifactStore) -> None:
+        super().__init__(store)
+        self._split = shared_split(store._split)
+        self.writes: list[StoreWrite] = []
+        self.reads: set[tuple[int, str, str]] = set()
+        self._made: Counter[int] = Counter()
+
+    def begin(self, roots: Iterable[int]) -> None:
+        """Forget what these top episodes did before, in an attempt that was lost."""
+        gone = set(roots)
+        for root in gone:
+            self._layers.pop(root, None)
+            self._made.pop(root, None)
+        self.writes = [write for write in self.writes if write.root not in gone]
+        self.reads = {read for read in self.reads if read[0] not in gone}
+
+    def take(self, roots: Iterable[int]) -> tuple[list[StoreWrite], set[tuple[int, str, str]]]:
+        """Return the changes and reads of these top episodes, and forget them."""
+        own = set(roots)
+        writes = [write for write in self.writes if write.root in own]
+        reads = {read for read in self.reads if read[0] in own}
+        self.begin(own)
+        return writes, reads
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+    def add(self, data: Any, **options: Any) -> Artifact | None:
+        artifact = super().add(data, **options)
+        if artifact is not None:
+            self._keep("add", artifact)
+        return artifact
+
+    def remove(self, id: str) -> None:
+        super().remove(id)
+        self._keep("remove", id)
+
+    def set_weight(self, id: str, weight: float) -> None:
+        super().set_weight(id, weight)
+        self._keep("set_weight", id, weight)
+
+    def record(self, id: str, reward: float | None = None, **options: Any) -> Any:
+        self._catch_up()  # the statistics count the attempts of all episodes
+        told = super().record(id, reward, **options)
+        self._keep("record", id, reward, options)
+        return told
+
+    def split(self, side: str, **options: Any) -> Any:
+        made = super().split(side, **options)
+        if self._split is not None and current_context() is not None:
+            self._keep("split", self._split.share)
+        return made
+
+    def _keep(self, method: str, *arguments: Any) -> None:
+        context = current_context()
+        if context is None:
+            raise RuntimeError(f"store {self.name!r}: a worker changes stores inside episodes only, not in {method}()")
+        content = dumps_pending((method, arguments))
+        self.writes.append(StoreWrite(context.root, context.rollout.episode_type, self.name, content))
+
+    def _free_id(self) -> str:
+        context = current_context()
+        if context is None:
+            return super()._free_id()
+        self._made[context.root] += 1
+        return PendingId(self.name, context.root, self._made[context.root])
+
+    def _catch_up(self) -> None:
+        """Note a read: every method that reads a store's content calls this first."""
+        if (context := current_context()) is not None:
+            self.reads.add((context.root, self.name, context.rollout.episode_type))
+
+
+def shared_split(split: HashSplit | None) -> HashSplit | None:
+    """Return ``split`` without its function, which need not be picklable; an episode gives it again."""
+    return None if split is None else HashSplit(split.share, None, any_key=True)
+
+
+def snapshots(stores: Mapping[str, ArtifactStore], *, evaluation: bool) -> bytes:
+    """Return the pickle of the stores as they are now, for the workers.
+
+    Raises ``TypeError`` that names a store whose content or sampling rule can't be pickled.
+    """
+    made: dict[str, bytes] = {}
+    for name, store in stores.items():
+        if evaluation:
+            sent: FrozenStore = copy.copy(store if isinstance(store, FrozenStore) else store.frozen())  # type: ignore[assignment]
+            sent._layers, sent._split, sent._drawn = {}, shared_split(sent._split), None
+        else:
+            sent = BatchStore(store)
+        try:
+            made[name] = pickle.dumps(sent, protocol=5)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise TypeError(f"store {name!r} can't be sent to the workers: {error}") from error
+    return pickle.dumps(made, protocol=5)
+
+
+def read_snapshots(content: bytes) -> dict[str, ArtifactStore]:
+    """Return the stores of :func:`snapshots`."""
+    return {name: pickle.loads(store) for name, store in pickle.loads(content).items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the process of the loop
+# ---------------------------------------------------------------------------------------------------------------------
+def apply_outcomes(
+    stores: Mapping[str, ArtifactStore], outcomes: Sequence[Outcome], reads_earlier_batches: Mapping[str, bool]
+) -> list[list[Any]]:
+    """Apply the changes of a batch to ``stores`` in the order of its requests, and return the unpickled results.
+
+    ``reads_earlier_batches`` tells for each episode type if other episodes of its batch don't matter to what it reads.
+    Raises ``RuntimeError`` that names the store if one arena might have had another result.
+    """
+    writes = sorted((write for outcome in outcomes for write in outcome.writes), key=lambda write: write.root)
+    _refuse_reads(outcomes, writes, reads_earlier_batches)
+    ids: dict[tuple[str, int, int], str] = {}
+    with ExitStack() as joined:
+        for name in dict.fromkeys(write.store for write in writes):
+            joined.enter_context(stores[name].transaction())
+        for write in writes:
+            _apply(stores[write.store], write, ids, strict=not reads_earlier_batches.get(write.episode_type, False))
+    # An id that the episode put into another text is lost: that text is wrong.
+    pending = {f"{store}-pending-{root}.{number}".encode(): store for store, root, number in ids}
+    results = []
+    for outcome in outcomes:
+        for text, store in pending.items():
+            if text in outcome.results:
+                raise RuntimeError(
+                    f"store {store!r}: an episode wrote the id of an artifact that it added into a text. On workers an "
+                    "artifact gets its id when the batch is whole: pass store.add(..., id=...) an id of your own, or "
+                    "play in the process of the loop (cluster.arena.count = 0)"
+                )
+        results.append(_Unpickler(outcome.results, ids).load())
+    return results
+
+
+def share_artifacts(stores: Mapping[str, ArtifactStore], results: Iterable[GenerateResult]) -> None:
+    """Let rollouts hold the stores' own artifacts, as in one arena: their weights may change later."""
+    for rollout in (node.rollout for top in results for node in top.walk()):
+        if isinstance(rollout.artifact, Artifact):
+            rollout.artifact = _own(stores, rollout.artifact)
+
+
+def _own(stores: Mapping[str, ArtifactStore], artifact: Artifact) -> Artifact:
+    """Return the artifact of which ``artifact`` is a copy, if a store still has it."""
+    for store in stores.values():
+        held = store._contents.artifacts.get(artifact.id)
+        if held is not None and (held.source, held.run) == (artifact.source, artifact.run):
+            return held
+    return artifact
+
+
+def _refuse_reads(outcomes: Sequence[Outcome], writes: Sequence[StoreWrite], declared: Mapping[str, bool]) -> None:
+    writers: dict[str, set[int]] = {}
+    for write in writes:
+        writers.setdefault(write.store, set()).add(write.root)
+    for root, store, kind in sorted(read for outcome in outcomes for read in outcome.reads):
+        if not declared.get(kind, False) and writers.get(store, set()) - {root}:
+            raise RuntimeError(
+                f"store {store!r}: episode {kind!r} reads it while others of its batch change it, so its result would "
+                f"depend on which is first. {_REMEDY}"
+            )
+
+
+def _apply(store: ArtifactStore, write: StoreWrite, ids: dict[tuple[str, int, int], str], *, strict: bool) -> None:
+    """Apply one change. ``ids`` maps pending ids to real ones, and gets those of new artifacts."""
+    method, arguments = _Unpickler(write.content, _Open(ids)).load()
+    try:
+        if method == "add":
+            _add(store, arguments[0], ids, write.episode_type if strict else None)
+        elif method == "record":
+            store.record(arguments[0], arguments[1], **arguments[2])
+        elif method == "split":
+            if store._split is None:
+                store._split = HashSplit(arguments[0], None, any_key=True)
+        else:
+            getattr(store, method)(*arguments)
+    except (KeyError, ValueError) as error:
+        raise RuntimeError(
+            f"store {store.name!r}: {method}() of episode e{write.root} does not fit the changes by episodes before "
+            f"it in the same batch, which it did not see in its worker: {error}"
+        ) from error
+
+
+class _Open(dict[tuple[str, int, int], Any]):
+    """Ids so far; a pending one that has none stays pending."""
+
+    def __missing__(self, key: tuple[str, int, int]) -> PendingId:
+        return PendingId(*key)
+
+
+def _add(store: ArtifactStore, artifact: Artifact, ids: dict[tuple[str, int, int], str], strict: str | None) -> None:
+    """Add ``artifact``. ``strict`` is the type of an episode to which it matters that the store accepts it."""
+    if pending := type(artifact.id) is PendingId:
+        options = {"weight": artifact.weight, "source": artifact.source, "parents": artifact.parents}
+        made = store.add(artifact.data, **options, meta=artifact.meta)
+    else:
+        made = store.add(artifact)
+    if made is None and strict is not None:
+        raise RuntimeError(
+            f"store {store.name!r}: episode {strict!r} added what another episode of its batch added too, which dedup "
+            f"refuses, so its result would depend on which is first. {_REMEDY}"
+        )
+    if pending:  # what was added before is the artifact of both
+        held = store._contents
+        ids[artifact.id.key] = held._id_of[held.key(artifact)] if made is None else made.id

@@ -1,0 +1,225 @@
+"""Whole runs whose episodes are played by ``turnwise worker`` processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from turnwise.run.build import Run, build_run
+from turnwise.run.checks import task_of, tiny_model
+from turnwise.run.workers.attach import MEMBERS
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError, to_toml
+from turnwise.train.validate import config_from_dict
+from turnwise.workers.secrets import KEY_VARIABLE
+
+from ..inference.engine_server import EngineServers
+
+KEY = "a-key-of-the-whole-run"
+SPY = '''
+"""A task that writes down what its process shows of keys: when it is imported, and in an episode."""
+
+import os
+from pathlib import Path
+
+from turnwise.tasks.sudoku.team import SudokuTask
+
+FILE = Path(__file__).parent / f"seen-{os.getpid()}.txt"
+
+
+def look():
+    block = Path("/proc/self/environ")
+    shown = block.read_text() if block.exists() else ""
+    with FILE.open("a") as file:
+        file.write(f"{dict(os.environ)}\\n{shown}\\n{open('/proc/self/cmdline').read()}\\n")
+
+
+look()
+
+
+class SpyTask(SudokuTask):
+    name = "spy"
+
+    def episodes(self, tree=None):
+        found = super().episodes(tree)
+        [(_, episode)] = found.items()
+        whole = episode.get_extras
+
+        def get_extras(state):
+            look()
+            return whole(state)
+
+        episode.get_extras = get_extras
+        return {"spy": episode}
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workers")
+    config = config_from_dict({"run_dir": str(folder / "unused")})
+    for part in tiny_model(config, task_of(config)):
+        part.save_pretrained(folder / "model")
+    return folder
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    rollout = changes.pop("rollout", {})
+    return config_from_dict(
+        {
+            "run_dir": str(folder / name),
+            "steps": 2,
+            "threads": 1,
+            "device": "cpu",
+            "health": {"start_questions": 0},
+            "rollout": {"prompts_per_step": 3, "branches": 2, **rollout},
+            "policies": {"default": {"path": str(folder / "model")}},
+            "credit": {"rule": "constant"},
+            "update": {"lr": 1e-3},
+            "eval": {"num_prompts": 3, "every": 2},
+            **changes,
+        }
+    )
+
+
+@contextmanager
+def workers(config: TrainConfig, path: Path, count: int, **environment: str) -> Iterator[list[str]]:
+    """Start ``turnwise worker`` processes with ``config``, and give their addresses."""
+    path.write_text(to_toml(config))
+    secrets = {KEY_VARIABLE: KEY, "AWS_SECRET_ACCESS_KEY": "an-aws-key", "HF_TOKEN": "a-hub-token"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "turnwise", "worker", str(path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **secrets, **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(count)
+    ]
+    try:
+        told = [json.loads(process.stdout.readline()) for process in processes]
+        assert [one["pid"] for one in told] == [process.pid for process in processes]
+        yield [one["address"] for one in told]
+    finally:
+        for process in processes:
+            process.terminate()
+        assert [process.wait(30) for process in processes] == [0] * count
+        for process in processes:
+            process.stdout.close()
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.trainer.policies["default"].weights()}
+
+
+def lines_of(config: TrainConfig) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = ("seconds", "inference/", "tokens_per_second")
+    return [{key: value for key, value in line.items() if not key.startswith(told)} for line in lines]
+
+
+def test_a_run_with_two_workers_and_two_engines_has_the_weights_of_one_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """User code in the workers finds no key, neither when it is imported nor in an episode."""
+    (folder / "spying.py").write_text(SPY)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    alone = config_of(folder, "alone", task="spying:SpyTask", rollout={"max_batch_rows": 1})
+    run = build_run(alone)
+    before = weights_of(run)
+    run.train()
+    expected = weights_of(run)
+    run.close()
+    assert any(not torch.equal(expected[name], before[name]) for name in before)
+
+    with EngineServers(folder / "model") as engines:
+        rollout = {"client": "vllm-server", "server": {"url": engines.urls}}
+        plain = config_of(folder, "cluster", task="spying:SpyTask", rollout=rollout)
+        with workers(plain, folder / "run.toml", 2, PYTHONPATH=path) as addresses:
+            cluster = {"backend": "static", "arena": {"count": 2, "addresses": addresses}, "wait": 60.0}
+            config = config_of(folder, "cluster", task="spying:SpyTask", rollout=rollout, cluster=cluster)
+            run = build_run(config)
+            run.train()
+            assert run.arena.workers.playing() == ["worker-0", "worker-1"] and run.arena.workers.deaths == 0
+            found = weights_of(run)
+            run.close()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert lines_of(config) == lines_of(alone)
+    seen = [path for path in folder.glob("seen-*.txt") if path.name != f"seen-{os.getpid()}.txt"]
+    texts = [path.read_text() for path in seen]
+    assert len(texts) == 2 and all(text.count("PATH") > 3 for text in texts)
+    assert not any(secret in text for text in texts for secret in (KEY, "an-aws-key", "a-hub-token"))
+    assert KEY in (folder / f"seen-{os.getpid()}.txt").read_text(), "the spy would find it"
+
+
+def test_workers_are_found_in_the_file_of_the_supervisor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of another config is refused with the key in which they differ."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with EngineServers(folder / "model", 1) as engines:
+        rollout = {"client": "vllm-server", "server": {"url": engines.urls[0]}}
+        cluster = {"backend": "static", "arena": {"count": 1}, "wait": 30.0}
+        config = config_of(folder, "watched", rollout=rollout, cluster=cluster, seed=1)
+        run = build_run(config)
+        members = config.run_dir / MEMBERS
+        members.parent.mkdir(parents=True)
+        with workers(config_of(folder, "watched", rollout=rollout), folder / "other.toml", 1) as [address]:
+            members.write_text(json.dumps({"epoch": 1, "workers": {"worker-0": address}}))
+            with pytest.raises(RuntimeError, match=r"no worker can play this run: worker-0.*seed: 0 here, 1 in the"):
+                run.train()
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"checkpoint": {"save_running_episodes": True}}, "'checkpoint.save_running_episodes' = true: expected false"),
+        ({"rollout": {"max_concurrency": 1}}, "'rollout.max_concurrency' = 1: expected at least 2"),
+        (
+            {"rollout": {"max_concurrency_per_actor": {"proposer": 1}}},
+            "'rollout.max_concurrency_per_actor.proposer' = 1: expected at least 2",
+        ),
+        ({}, "'rollout.client' = 'transformers': .* samples in this process.*'vllm-server'"),
+    ],
+)
+def test_what_workers_can_not_serve(
+    changes: dict[str, Any], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    cluster = {"backend": "static", "arena": {"addresses": ["127.0.0.1:9", "127.0.0.1:10"]}}
+    with pytest.raises(ConfigError, match=said):
+        build_run(config_of(folder, "refused", cluster=cluster, **changes))
+
+
+def test_one_process_has_no_workers(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'cluster\.arena': has no effect with cluster\.backend = 'embedded'"):
+        build_run(config_of(folder, "refused", cluster={"arena": {"count": 1}}))
+
+
+def test_a_run_with_workers_needs_a_key_and_addresses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    cluster = {"backend": "static", "arena": {"addresses": ["somewhere"]}}
+    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} does not exist or is empty"):
+        build_run(config_of(folder, "refused", cluster=cluster))
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with pytest.raises(ConfigError, match="address='somewhere': expected host:port"):
+        build_run(config_of(folder, "refused", cluster=cluster))
+
+
+def test_the_command_needs_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from turnwise.cli.main import main
+
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    (folder / "run.toml").write_text("")
+    assert main(["worker", str(folder / "run.toml")]) == 2
+    assert f"the environment variable {KEY_VARIABLE} does not exist" in capsys.readouterr().err

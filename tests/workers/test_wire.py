@@ -1,0 +1,115 @@
+"""Connections between processes that share a key."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from turnwise.workers import wire
+from turnwise.workers.wire import Channel, KeyRefused, accept, connect
+
+
+class Bomb:
+    """Fails the test where it is unpickled."""
+
+    gone_off = False
+
+    def __reduce__(self) -> Any:
+        return (setattr, (Bomb, "gone_off", True))
+
+
+@asynccontextmanager
+async def listening(key: str) -> AsyncIterator[tuple[int, asyncio.Queue[Any]]]:
+    """A port at which a peer with ``key`` accepts, and what it makes of connections: channels and errors."""
+    made: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            made.put_nowait(await accept(reader, writer, key))
+        except Exception as error:
+            made.put_nowait(error)
+            writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], made
+
+
+async def test_messages_arrive_in_order_both_ways() -> None:
+    async with listening("k") as (port, made):
+        one = await connect("127.0.0.1", port, "k")
+        other: Channel = await made.get()
+        sent = [("a", 1, b"x" * 3_000_000), ("b",), ("c", {"d": [1.5]})]
+        for message in sent:
+            await asyncio.gather(one.send(*message), other.send(*message))
+            assert await other.receive() == await one.receive() == message
+        one.close()
+        with pytest.raises(ConnectionError, match="closed"):
+            await other.receive()
+        other.close()
+
+
+async def test_another_key_is_refused_on_both_sides() -> None:
+    async with listening("k") as (port, made):
+        with pytest.raises(KeyRefused, match="refuses this run's key"):
+            await connect("127.0.0.1", port, "other")
+        assert isinstance(await made.get(), KeyRefused)
+
+
+async def test_a_listener_without_the_key_is_refused() -> None:
+    """It accepts everybody, and answers with what it has."""
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(wire.HELLO + bytes(wire.NONCE))
+        proof = await reader.readexactly(2 * wire.NONCE)
+        writer.write(proof[wire.NONCE :])
+
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(KeyRefused, match="does not have this run's key"):
+            await connect("127.0.0.1", server.sockets[0].getsockname()[1], "k")
+
+
+async def test_nothing_else_listens_there() -> None:
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(other, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(ConnectionError, match="no turnwise worker"):
+            await connect("127.0.0.1", server.sockets[0].getsockname()[1], "k")
+
+
+@pytest.mark.parametrize("attack", ["before the handshake", "after it", "of the other direction", "repeated"])
+async def test_a_message_without_the_signature_is_never_unpickled(attack: str) -> None:
+    Bomb.gone_off = False
+    async with listening("k") as (port, made):
+        if attack == "before the handshake":
+            _reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(pickle.dumps(Bomb()) * 4)
+            assert isinstance(await made.get(), KeyRefused)
+            writer.close()
+        else:
+            one = await connect("127.0.0.1", port, "k")
+            other: Channel = await made.get()
+            payload = pickle.dumps((Bomb(),))
+            if attack == "after it":
+                signature = bytes(32)
+            else:
+                direction = b"accepts" if attack == "of the other direction" else b"connects"
+                signature = wire._sign(one._key, direction, (0).to_bytes(8, "big"), payload)
+            if attack == "repeated":
+                await one.send("first")
+                assert await other.receive() == ("first",)
+            one._writer.write(wire._HEADER.pack(len(payload), signature) + payload)
+            with pytest.raises(ConnectionError, match="signature"):
+                await other.receive()
+            one.close()
+            other.close()
+    assert not Bomb.gone_off

@@ -1,0 +1,204 @@
+"""Changes to stores that episodes make in workers, applied in the order of the requests."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from turnwise.arena import ArtifactStore
+from turnwise.arena.runtime.context import EpisodeContext, use_context
+from turnwise.arena.runtime.rng import LazyRandom
+from turnwise.types import EpisodeState, Rollout
+from turnwise.workers.messages import Outcome
+from turnwise.workers.stores import BatchStore, PendingId, apply_outcomes, dumps_pending, read_snapshots, snapshots
+
+DECLARED = {"ask": True}
+
+
+def store_of(*texts: str, **options: Any) -> ArtifactStore:
+    store = ArtifactStore("s", **options)
+    for text in texts:
+        store.add(text)
+    return store
+
+
+def worker_of(store: ArtifactStore) -> BatchStore:
+    [sent] = read_snapshots(snapshots({"s": store}, evaluation=False)).values()
+    assert isinstance(sent, BatchStore)
+    return sent
+
+
+def episode(root: int) -> Any:
+    rollout = Rollout(f"e{root}", "ask", None)
+    return use_context(EpisodeContext(rollout, EpisodeState(), LazyRandom(root), root=root))
+
+
+def outcome_of(worker: BatchStore, root: int, told: Any = None) -> Outcome:
+    """The outcome of the group that is the episode ``root``, with the result ``told``."""
+    writes, reads = worker.take([root])
+    return Outcome(dumps_pending([told]), 0, "", 0, frozenset(), writes, frozenset(reads))
+
+
+def applied(store: ArtifactStore, told: list[Outcome], declared: Any = DECLARED) -> list[list[Any]]:
+    return apply_outcomes({"s": store}, told, declared)
+
+
+def contents(store: ArtifactStore) -> list[tuple[str, Any, float, str | None, tuple[str, ...]]]:
+    return [(item.id, item.data, item.weight, item.source, item.parents) for item in store]
+
+
+def test_a_worked_example() -> None:
+    """Episode 1 ends before episode 0, in another worker. One arena would number the artifacts by their requests."""
+    store = store_of("old")
+    one, other = worker_of(store), worker_of(store)
+    with episode(1):
+        later = other.add("later", weight=2.0)
+        assert later is not None and type(later.id) is PendingId and [item.data for item in other] == ["old", "later"]
+    with episode(0):
+        first = one.add("first")
+        assert first is not None
+        second = one.add("second", parents=[first.id, "s-0"])
+        one.set_weight(first.id, 7.0)
+        one.record("s-0", 1.0)
+    told = [
+        outcome_of(one, 0, {"ids": [first.id, second.id], "group": ("artifact", first.id)}),
+        outcome_of(other, 1, later),
+    ]
+    [[ids], [artifact]] = applied(store, told)
+    assert ids == {"ids": ["s-1", "s-2"], "group": ("artifact", "s-1")} and type(ids["ids"][0]) is str
+    assert artifact.id == "s-3"
+    assert contents(store) == [
+        ("s-0", "old", 1.0, None, ()),
+        ("s-1", "first", 7.0, "e0", ()),
+        ("s-2", "second", 1.0, "e0", ("s-1", "s-0")),
+        ("s-3", "later", 2.0, "e1", ()),
+    ]
+    assert store.outcome("s-0").attempts == 1
+
+
+def test_episodes_see_the_start_of_the_batch_and_their_own_changes() -> None:
+    worker = worker_of(store_of("old"))
+    with episode(0):
+        worker.add("mine")
+    with episode(1):
+        assert [item.data for item in worker] == ["old"]
+        worker.remove("s-0")
+        assert worker.count() == 0
+    with episode(0):
+        assert [item.data for item in worker] == ["old", "mine"]
+
+
+def test_an_attempt_that_was_lost_leaves_nothing() -> None:
+    worker = worker_of(store_of())
+    with episode(0):
+        worker.add("lost")
+    worker.begin([0])
+    with episode(0):
+        assert worker.count() == 0
+        again = worker.add("kept")
+    assert again is not None and again.id == "s-pending-0.1"
+    assert len(worker.take([0])[0]) == 1 and worker.take([0]) == ([], set())
+
+
+def test_two_episodes_that_add_the_same_share_one_artifact() -> None:
+    store = store_of(dedup=True)
+    worker = worker_of(store)
+    made = []
+    for root in range(2):
+        with episode(root):
+            made.append(worker.add("same", weight=root + 1.0))
+    told = [outcome_of(worker, root, made[root].id) for root in range(2)]
+    assert applied(store, told) == [["s-0"], ["s-0"]]
+    assert contents(store) == [("s-0", "same", 1.0, "e0", ())]
+
+
+# -- what depends on who is first --------------------------------------------------------------------------------------
+def test_a_read_of_what_others_change_is_refused() -> None:
+    store = store_of("old")
+    worker = worker_of(store)
+    with episode(0):
+        worker.sample_one()
+    with episode(1):
+        worker.add("new")
+    told = [outcome_of(worker, root) for root in range(2)]
+    with pytest.raises(RuntimeError, match=r"store 's': episode 'ask' reads it while others.*reads_earlier_batches"):
+        applied(store, told, {"ask": False})
+    assert store.count() == 1, "nothing of the batch was applied"
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_reads_and_changes_of_one_episode_alone_are_fine(both: bool) -> None:
+    store = store_of("old")
+    worker = worker_of(store)
+    with episode(0):
+        worker.get("s-0")
+        worker.add("new")
+    if both:
+        with episode(1):
+            worker.get("s-0")
+    told = [outcome_of(worker, root) for root in range(2)]
+    if both:
+        with pytest.raises(RuntimeError, match="store 's'"):
+            applied(store, told, {})
+    else:
+        applied(store, told, {})
+        assert store.count() == 2
+
+
+def test_the_same_addition_twice_is_refused_where_it_matters() -> None:
+    store = store_of(dedup=True)
+    worker = worker_of(store)
+    for root in range(2):
+        with episode(root):
+            worker.add("same")
+    told = [outcome_of(worker, root) for root in range(2)]
+    with pytest.raises(RuntimeError, match=r"store 's': episode 'ask' added what another episode.*dedup"):
+        applied(store, told, {"ask": False})
+
+
+def test_a_change_of_what_an_earlier_episode_removed_is_refused() -> None:
+    store = store_of("old")
+    worker = worker_of(store)
+    for root in range(2):
+        with episode(root):
+            worker.remove("s-0")
+    told = [outcome_of(worker, root) for root in range(2)]
+    with pytest.raises(RuntimeError, match=r"store 's': remove\(\) of episode e1 does not fit"):
+        applied(store, told)
+
+
+def test_an_id_in_a_text_is_refused() -> None:
+    store = store_of()
+    worker = worker_of(store)
+    with episode(0):
+        text = f"<{worker.add('new').id}>"
+    with pytest.raises(RuntimeError, match=r"store 's': an episode wrote the id.*id=\.\.\."):
+        applied(store, [outcome_of(worker, 0, text)])
+
+
+def test_a_pending_id_is_pickled_by_no_other_way() -> None:
+    with pytest.raises(TypeError, match="has not given this artifact an id"):
+        pickle.dumps(PendingId("s", 0, 1))
+
+
+def test_outside_of_episodes_nothing_changes() -> None:
+    with pytest.raises(RuntimeError, match="inside episodes only"):
+        worker_of(store_of()).add("new")
+
+
+def test_a_split_is_the_same_in_a_worker() -> None:
+    store = store_of(*map(str, range(40)))
+    sides = [item.data for item in store.split("eval", share=0.3, key=str)]
+    worker = worker_of(store)
+    with episode(0):
+        assert [item.data for item in worker.split("eval", share=0.3, key=str)] == sides
+        with pytest.raises(ValueError, match=r"share=0\.5"):
+            worker.split("eval", share=0.5)
+    fresh = store_of(*map(str, range(40)))
+    worker = worker_of(fresh)
+    with episode(0):
+        worker.split("eval", share=0.3)
+    applied(fresh, [outcome_of(worker, 0)])
+    assert fresh.state_dict()["split"] == 0.3
