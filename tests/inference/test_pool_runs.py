@@ -190,13 +190,14 @@ def test_a_run_follows_the_members_of_its_cluster(
     """The run waits for its first engine, which then has another address. The old one still answers: nobody asks it."""
     monkeypatch.setenv("TURNWISE_CLUSTER_KEY", os.environ[KEY_VARIABLE])
     pool = {"count": 1, "engine": "transformers", "options": {"max_batch_rows": 1}}
-    config = config_of(folder, cluster={"backend": "ray", "address": "auto", "engines": {"main": pool}, "wait": 60.0})
+    cluster = {"backend": "ray", "address": "auto", "engines": {"main": pool}, "wait": 60.0}
+    config = config_of(folder, cluster, server={"transfer": "safetensors"})
     late = threading.Timer(0.5, write_members, [config.run_dir, 4], {"main": {"engine-0": servers.urls[0]}})
     late.start()
     run = build_run(config)
     client: Any = run.arena.client
     weights = config.run_dir / "cluster" / "weights"
-    assert list(weights.glob("*.safetensors")), "engines may be on other hosts"
+    assert list(weights.glob("*.safetensors")), "a folder that other hosts see too"
     labels: list[str] = []
 
     def move() -> None:
