@@ -6,7 +6,6 @@ import asyncio
 import random
 import signal
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from turnwise.workers.remote import MOST_DEATHS, WorkersLostError
 
 from .playing import Workers, attach, build, difference, until
 from .test_workers import OneByOne, plain, requests_of
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as workers:
-        yield workers
 
 
 async def steps(name: str, arena: Any, count: int) -> list[Any]:
@@ -116,4 +109,4 @@ async def test_all_workers_gone(workers: Workers) -> None:
         with pytest.raises(WorkersLostError, match=r"no worker for \d seconds: worker-0 at .*; worker-1 at "):
             await call
     assert arena.stores["said"].count() == 0, "nothing of a batch that failed is kept"
-    await asyncio.to_thread(workers.start)
+    await asyncio.to_thread(workers.start, 0, 1)

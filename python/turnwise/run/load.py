@@ -9,6 +9,7 @@ from turnwise.run.checks import task_of
 from turnwise.run.tinker.checks import is_remote
 from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints, load_weights
 from turnwise.train.checkpoint.progress import START, find_checkpoint
+from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import Trainer
@@ -25,7 +26,10 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     chosen = _chosen_checkpoint(config, checkpoint)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
         refuse_own_arena(config, task_of(config).episodes())
-    run = build_run(config.model_copy(update={"resume": False}), warm=chosen is None, log=log)
+    # The workers of a run play for the process that trains it alone.
+    run = build_run(
+        config.model_copy(update={"resume": False, "cluster": ClusterConfig()}), warm=chosen is None, log=log
+    )
     if chosen is not None:
         try:
             chosen = _load(config, checkpoint, run.trainer)
