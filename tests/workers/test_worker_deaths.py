@@ -100,8 +100,9 @@ async def test_episodes_that_kill_every_worker(workers: Workers) -> None:
 async def test_all_workers_gone(workers: Workers) -> None:
     arena = build("stores", TaskArena)
     remote = attach(arena, "stores", workers.members(2), wait=0.5)
+    await until(lambda: len(remote.playing()) == 2)
     call = asyncio.ensure_future(arena.generate_rollouts(requests_of("stores", arena, 1) * 10))
-    await until(lambda: remote._links and all(link.groups for link in remote._links.values()))
+    await until(lambda: all(link.groups for link in remote._links.values()))
     for number in range(2):
         workers.kill(number)
     with warnings.catch_warnings():

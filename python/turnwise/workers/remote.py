@@ -496,7 +496,8 @@ def _refuse_divided(outcomes: Sequence[Outcome]) -> None:
     seen: set[Hashable] = set()
     for outcome in outcomes:
         if divided := seen & outcome.scored_groups:
-            kind, question = next(iter(divided))  # type: ignore[misc]
+            group: Any = next(iter(divided))
+            kind, question = group
             raise RuntimeError(
                 f"episode {kind!r} has group functions, and its group {str(question)[:80]!r} holds episodes that "
                 "continue episodes of other groups, which other workers played: give the requests of both the same "
