@@ -186,6 +186,23 @@ def test_a_key_in_a_file(tmp_path: Path) -> None:
         Endpoint("http://localhost", api_key_file=tmp_path / "key")
 
 
+def test_a_key_that_is_given_itself() -> None:
+    """It is not looked for again, wherever a server leaves another one."""
+    with faking({"/x": [Say({}), Say({}, 401)]}) as server:
+        write_key(key_file(server.url), "another")
+        try:
+            ask(server, api_key="sesame")
+            assert server.headers[0]["Authorization"] == "Bearer sesame"
+            with pytest.raises(EndpointError, match=r"401.*look at the key in api_key"):
+                ask(server, api_key="sesame")
+        finally:
+            key_file(server.url).unlink()
+    with pytest.raises(ValueError, match=r"api_key=\.\.\.: expected it alone"):
+        Endpoint("http://localhost", api_key="sesame", api_key_env="A")
+    with pytest.raises(ValueError, match="api_key holds a key whose character 2 of 6"):
+        Endpoint("http://localhost", api_key="sésame")
+
+
 def test_the_key_of_a_server_that_was_started_again_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     refused = Say({"error": "no"}, 401)

@@ -9,20 +9,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from turnwise.run.build import Run, build_run
+from turnwise.arena import ArtifactStore
+from turnwise.run.build import Run, TaskArena, build_run
 from turnwise.run.checks import task_of, tiny_model
-from turnwise.run.workers.attach import MEMBERS
+from turnwise.run.workers.attach import MEMBERS, check_workers
+from turnwise.train.config.sampling import LoopConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict
 from turnwise.workers.secrets import KEY_VARIABLE
 
 from ..inference.engine_server import EngineServers
+from .playing import Keep, Try, own_arena
 
 KEY = "a-key-of-the-whole-run"
 SPY = '''
@@ -199,6 +203,22 @@ def test_what_workers_can_not_serve(
     cluster = {"backend": "static", "arena": {"addresses": ["127.0.0.1:9", "127.0.0.1:10"]}}
     with pytest.raises(ConfigError, match=said):
         build_run(config_of(folder, "refused", cluster=cluster, **changes))
+
+
+def test_stores_that_workers_can_not_share(folder: Path) -> None:
+    arena = own_arena(TaskArena, Keep(), Try())
+    arena.episodes["keep"].held = ArtifactStore("mine")
+    cluster = {"backend": "static", "arena": {"count": 2}}
+    config = config_of(folder, "refused", cluster=cluster)
+    task = SimpleNamespace(name="t", own=ArtifactStore("yours"))
+    lines = check_workers(config, task, arena)
+    assert len(lines) == 2
+    assert "store 'mine': episode 'keep' holds it in its attribute 'held'" in lines[0]
+    assert "store 'yours': task 't' holds it in its attribute 'own'" in lines[1]
+    ahead = config.model_copy(update={"loop": LoopConfig(max_staleness=1, deterministic=True)})
+    del arena.episodes["keep"].held
+    [line] = check_workers(ahead, SimpleNamespace(name="t"), arena)
+    assert "'loop.max_staleness' = 1: expected 0" in line and "store 'said'" in line
 
 
 def test_one_process_has_no_workers(folder: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import random
 import signal
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from turnwise.workers.remote import MOST_DEATHS, WorkersLostError
 
 from .playing import Workers, attach, build, difference, until
 from .test_workers import OneByOne, plain, requests_of
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2) as workers:
-        yield workers
 
 
 async def steps(name: str, arena: Any, count: int) -> list[Any]:
@@ -107,8 +100,9 @@ async def test_episodes_that_kill_every_worker(workers: Workers) -> None:
 async def test_all_workers_gone(workers: Workers) -> None:
     arena = build("stores", TaskArena)
     remote = attach(arena, "stores", workers.members(2), wait=0.5)
+    await until(lambda: len(remote.playing()) == 2)
     call = asyncio.ensure_future(arena.generate_rollouts(requests_of("stores", arena, 1) * 10))
-    await until(lambda: remote._links and all(link.groups for link in remote._links.values()))
+    await until(lambda: all(link.groups for link in remote._links.values()))
     for number in range(2):
         workers.kill(number)
     with warnings.catch_warnings():
@@ -116,4 +110,4 @@ async def test_all_workers_gone(workers: Workers) -> None:
         with pytest.raises(WorkersLostError, match=r"no worker for \d seconds: worker-0 at .*; worker-1 at "):
             await call
     assert arena.stores["said"].count() == 0, "nothing of a batch that failed is kept"
-    await asyncio.to_thread(workers.start)
+    await asyncio.to_thread(workers.start, 0, 1)

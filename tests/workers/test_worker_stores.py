@@ -190,10 +190,10 @@ def test_outside_of_episodes_nothing_changes() -> None:
 
 def test_a_split_is_the_same_in_a_worker() -> None:
     store = store_of(*map(str, range(40)))
-    sides = [item.data for item in store.split("eval", share=0.3, key=str)]
+    sides = [item.data for item in store.split("eval", share=0.3, key=lambda text: text)]
     worker = worker_of(store)
     with episode(0):
-        assert [item.data for item in worker.split("eval", share=0.3, key=str)] == sides
+        assert [item.data for item in worker.split("eval", share=0.3, key=lambda text: text)] == sides
         with pytest.raises(ValueError, match=r"share=0\.5"):
             worker.split("eval", share=0.5)
     fresh = store_of(*map(str, range(40)))

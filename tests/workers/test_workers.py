@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from .playing import KEY, Leave, Try, Workers, attach, build, difference, own_ar
 SEQUENTIAL = {"nested", "stores"}
 """Arenas whose stores one arena changes in the order of time. Workers change them in the order of the requests, which
 is one arena's order if its episodes run one after the other."""
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(3) as workers:
-        yield workers
 
 
 def requests_of(name: str, arena: Arena, step: int) -> list[EpisodeRequest]:
@@ -208,6 +201,16 @@ async def test_no_worker_is_left(workers: Workers) -> None:
         attach(arena, "own", members, wait=0.3)
         with pytest.raises(RuntimeError, match=said):
             await arena.generate_rollouts([EpisodeRequest("leave", "x")])
+
+
+async def test_an_error_of_the_members_reaches_the_caller(workers: Workers) -> None:
+    def members() -> Any:
+        raise OSError("the shared folder is gone")
+
+    arena = build("own", TaskArena)
+    attach(arena, "own", members)
+    with pytest.raises(OSError, match="the shared folder is gone"):
+        await arena.generate_rollouts([EpisodeRequest("leave", "x")])
 
 
 async def test_another_key_is_refused(workers: Workers) -> None:

@@ -19,7 +19,7 @@ def engines_of(client: InferenceClient) -> Engines:
     Raises ``TypeError`` for a client whose engines other processes can't reach.
     """
     if isinstance(client, RoutingClient):
-        pools = {}
+        pools: dict[int, tuple[InferenceClient, list[str]]] = {}
         for policy, inner in client.clients.items():
             pools.setdefault(id(inner), (inner, []))[1].append(policy)
         return tuple(_pool(inner, tuple(policies)) for inner, policies in pools.values())
@@ -57,10 +57,12 @@ class WorkerClient:
         clients: dict[str, InferenceClient] = {}
         for pool in engines:
             readers = {url: self._reader(url, served, pool) for url, served in pool.engines.items()}
-            limits = {"timeout": pool.timeout, "dead_after": pool.dead_after, "wait": pool.timeout}
+            joined = PoolClient(
+                dict(readers), timeout=pool.timeout, dead_after=pool.dead_after, wait=pool.timeout, seed=seed
+            )
             self._readers.append(readers)
-            self._pools.append(PoolClient(dict(readers), **limits, seed=seed))
-            clients |= dict.fromkeys(pool.policies, self._pools[-1])
+            self._pools.append(joined)
+            clients |= dict.fromkeys(pool.policies, joined)
         self.client = RoutingClient(clients)
 
     def _reader(self, url: str, served: ServedWeights, pool: EnginePool) -> VLLMServerReader:

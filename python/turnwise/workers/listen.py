@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from turnwise.workers.messages import (
     Outcome,
     Setup,
 )
-from turnwise.workers.play import Lineups, play
+from turnwise.workers.play import play
 from turnwise.workers.stores import read_snapshots
 from turnwise.workers.wire import Channel, KeyRefused, accept
 
@@ -44,7 +44,9 @@ MOST_SNAPSHOTS = 16
 class Plays(Protocol):
     """What a worker needs to know of the run."""
 
-    lineups: Lineups
+    def lineups(self, actors: tuple[str, ...]) -> Mapping[str, Any]:
+        """Return the episodes that some of the task's actors play, by type."""
+        ...
 
     def client(self, engines: Engines) -> WorkerClient:
         """Return the client of the run's engines."""

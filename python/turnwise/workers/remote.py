@@ -241,26 +241,34 @@ class RemoteWorkers:
     async def _look(self) -> None:
         """Follow members and engines for good, and end calls for which no worker is left."""
         while True:
-            members = dict(self._members())
-            for name, link in list(self._links.items()):
-                if members.get(name) != link.address:
-                    link.end("it left, or it is at another address")
-                    del self._links[name]
-            for name, address in members.items():
-                if name not in self._links:
-                    self._links[name] = _Link(self, name, address)
-            if any(link.ready for link in self._links.values()):
-                self._alone_since = time.monotonic()
-            engines = self._engines()
-            for link in self._links.values():
-                if link.ready and link.engines != engines:
-                    self._start(link.send_engines(engines))
-            self._dispatch()
-            if self._pending and (error := self._lost()) is not None:
+            error: Exception | None
+            try:
+                self._follow()
+                error = self._lost() if self._pending else None
+            except Exception as failed:  # of the members or the client: whoever waits must hear of it
+                error = failed
+            if error is not None:
                 waiting, self._pending = self._pending, []
                 for group in waiting:
                     _fail(group, error)
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _follow(self) -> None:
+        members = dict(self._members())
+        for name, link in list(self._links.items()):
+            if members.get(name) != link.address:
+                link.end("it left, or it is at another address")
+                del self._links[name]
+        for name, address in members.items():
+            if name not in self._links:
+                self._links[name] = _Link(self, name, address)
+        if any(link.ready for link in self._links.values()):
+            self._alone_since = time.monotonic()
+        engines = self._engines()
+        for link in self._links.values():
+            if link.ready and link.engines != engines:
+                self._start(link.send_engines(engines))
+        self._dispatch()
 
     def _lost(self) -> WorkersLostError | None:
         """Return the error of calls that no worker can play, or ``None`` while there is hope."""
@@ -488,7 +496,8 @@ def _refuse_divided(outcomes: Sequence[Outcome]) -> None:
     seen: set[Hashable] = set()
     for outcome in outcomes:
         if divided := seen & outcome.scored_groups:
-            kind, question = next(iter(divided))  # type: ignore[misc]
+            group: Any = next(iter(divided))
+            kind, question = group
             raise RuntimeError(
                 f"episode {kind!r} has group functions, and its group {str(question)[:80]!r} holds episodes that "
                 "continue episodes of other groups, which other workers played: give the requests of both the same "

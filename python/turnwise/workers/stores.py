@@ -271,16 +271,22 @@ class _Open(dict[tuple[str, int, int], Any]):
 
 def _add(store: ArtifactStore, artifact: Artifact, ids: dict[tuple[str, int, int], str], strict: str | None) -> None:
     """Add ``artifact``. ``strict`` is the type of an episode to which it matters that the store accepts it."""
-    if pending := type(artifact.id) is PendingId:
-        options = {"weight": artifact.weight, "source": artifact.source, "parents": artifact.parents}
-        made = store.add(artifact.data, **options, meta=artifact.meta)
-    else:
+    pending = artifact.id if type(artifact.id) is PendingId else None
+    if pending is None:
         made = store.add(artifact)
+    else:
+        made = store.add(
+            artifact.data,
+            weight=artifact.weight,
+            source=artifact.source,
+            parents=artifact.parents,
+            meta=artifact.meta,
+        )
     if made is None and strict is not None:
         raise RuntimeError(
             f"store {store.name!r}: episode {strict!r} added what another episode of its batch added too, which dedup "
             f"refuses, so its result would depend on which is first. {_REMEDY}"
         )
-    if pending:  # what was added before is the artifact of both
+    if pending is not None:  # what was added before is the artifact of both
         held = store._contents
-        ids[artifact.id.key] = held._id_of[held.key(artifact)] if made is None else made.id
+        ids[pending.key] = held._id_of[held.key(artifact)] if made is None else made.id

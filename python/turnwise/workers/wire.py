@@ -19,6 +19,9 @@ HELLO = b"turnwise workers 1\n"
 NONCE = 32
 """Bytes of a random number, and of an HMAC-SHA256."""
 
+_NO = bytes(NONCE)
+"""Answer to a peer without the key."""
+
 HANDSHAKE_SECONDS = 10.0
 _HEADER = struct.Struct("!Q32s")
 """Length and HMAC of a message."""
@@ -75,6 +78,7 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key
         theirs = await _read(reader, NONCE)
         proof = await _read(reader, NONCE)
         if not hmac.compare_digest(proof, _sign(key.encode(), b"connects", nonce, theirs)):
+            writer.write(_NO)
             raise KeyRefused("a peer connected without this run's key")
         writer.write(_sign(key.encode(), b"accepts", nonce, theirs))
         await writer.drain()
@@ -91,10 +95,9 @@ async def connect(host: str, port: int, key: str) -> Channel:
                 raise ConnectionError("no turnwise worker of this version listens there")
             theirs, nonce = await _read(reader, NONCE), secrets.token_bytes(NONCE)
             writer.write(nonce + _sign(key.encode(), b"connects", theirs, nonce))
-            try:
-                proof = await _read(reader, NONCE)
-            except ConnectionError as error:
-                raise KeyRefused("it refuses this run's key") from error
+            proof = await _read(reader, NONCE)
+            if proof == _NO:
+                raise KeyRefused("it refuses this run's key")
             if not hmac.compare_digest(proof, _sign(key.encode(), b"accepts", theirs, nonce)):
                 raise KeyRefused("it does not have this run's key")
         except BaseException:

@@ -134,11 +134,10 @@ class Endpoint:
             raise ValueError(f"retries={retries!r}: expected a count >= 0")
         if not wait >= 0:
             raise ValueError(f"wait={wait!r}: expected seconds >= 0")
-        if sum(given is not None for given in (api_key_env, api_key_file, api_key)) > 1:
-            raise ValueError(
-                f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}, "
-                f"api_key={None if api_key is None else '...'}: expected one of them"
-            )
+        if api_key_env is not None and api_key_file is not None:
+            raise ValueError(f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}: expected one of them")
+        if api_key is not None and (api_key_env or api_key_file) is not None:
+            raise ValueError("api_key=...: expected it alone, without api_key_env and api_key_file")
         self.timeout, self.retries, self.wait = timeout, retries, wait
         self.patience = timeout if patience is None else patience
         self.api_key_env, self.api_key_file = api_key_env, api_key_file
@@ -230,7 +229,7 @@ class Endpoint:
         if status < 400:
             said = f"it redirects to {headers.get('Location', '')[:200]!r}, which is not followed; give the final url"
         if status == 401:
-            source = self.api_key_env or self.api_key_file
+            source = self.api_key_env or self.api_key_file or ("api_key" if self._fixed else None)
             said += f"; look at the key in {source}" if source else f"; expected a key: {self._how_to_give_one()}"
         raise EndpointError(f"{where} answered {status}: {said}", status)
 
