@@ -196,7 +196,8 @@ def page(rows: list[Row]) -> str:
 No cluster ran. These are numbers of a formula and of a simulation of the real loop; their constants are at the end.
 {sum(row["mark"] == "assumed" for row in of["constants"])} of the {len(of["constants"])} constants are assumed.
 
-- With calls of equal length the simulated step is {min(ratios):.3f} to {max(ratios):.3f} of the formula's.
+- With calls of equal length the simulated step is {min(ratios):.3f} to {max(ratios):.3f} of the formula's. The rest is
+  how rows spread over engines and slots, which only the simulation knows.
 - With log-normal lengths it is {min(uneven):.2f} to {max(uneven):.2f}: the formula knows their mean and the longest.
 - Deaths at {MTBF:,} hours per GPU cost up to {lost:.2%} of the time at 1,024 GPUs.
 - The longest of these simulations took {longest[seconds]:.0f} CPU seconds ({longest["model"]}, {longest["GPUs"]} GPUs).
@@ -267,8 +268,9 @@ def draw(rows: list[Row]) -> None:
             points = [row for row in rows if row["table"] == "scaling" and row["model"] == model]
             gpus = [row["GPUs"] for row in points]
             for key, label, color, line, marker in LINES:
-                axis.plot(gpus, [row[key] for row in points], line or "None", marker=marker, color=color, label=label)
-            axis.set(title=model, xlabel="GPUs", ylim=(0, 1.2), xscale="log", facecolor=paper)
+                style = {"linestyle": line or "none", "marker": marker, "color": color, "label": label}
+                axis.plot(gpus, [row[key] for row in points], **style)
+            axis.set(title=model, xlabel="GPUs", ylim=(0, 1.2), xscale="log", xlim=(7, 1200), facecolor=paper)
             axis.set_xticks(SIZES, [f"{size:,}" for size in SIZES])
             axis.minorticks_off()
             axis.grid(color=grid, lw=0.5)

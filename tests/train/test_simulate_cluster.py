@@ -114,7 +114,7 @@ def test_more_engines_are_never_slower(ahead):
         simulate_cluster(
             workload(groups=32), Split(count, 1, 64, 128, ahead), H100, CONSTANTS, Disorder(0.5), rounds=2
         ).tokens_per_second
-        for count in (2, 4, 8, 16, 32)
+        for count in (2, 4, 8, 32)
     ]
     assert rates == sorted(rates) and rates[-1] > 1.5 * rates[0]
 

@@ -92,9 +92,12 @@ def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> di
         first = next(iter(policies.values()))
         folder = folders[name] = (config.run_dir / FOLDER / "models" / name).absolute()
         tokenizer = check_models(policies, partial(tiny_model, config, task))
-        model_config = (
-            tiny_model(config, task)[1].config if first.path == TINY else AutoConfig.from_pretrained(first.path)
-        )
+        if first.path == TINY:
+            model = tiny_model(config, task)[1]
+            model_config = model.config
+            model_config.architectures = [type(model).__name__]  # vLLM asks for it
+        else:
+            model_config = AutoConfig.from_pretrained(first.path)
         model_config.dtype = first.dtype
         model_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
