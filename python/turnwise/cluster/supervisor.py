@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +98,12 @@ class Supervisor:
         self.run_dir = config.run_dir
         self._processes = {role.name: _Process(role) for role in roles}
         self._ranks = [each for each in self._processes.values() if each.role.kind == "rank"]
-        self._left: Counter[Kind] = Counter(
-            rank=config.cluster.faults.learner_restarts,
-            engine=config.cluster.faults.engine_restarts,
-            worker=config.cluster.faults.worker_restarts,
-        )
+        faults = config.cluster.faults
+        self._left: dict[Kind, int] = {
+            "rank": faults.learner_restarts,
+            "engine": faults.engine_restarts,
+            "worker": faults.worker_restarts,
+        }
         self._members = Members(epoch=self._last_epoch())
         self._stopping = False
         log = log_file(self.run_dir, "rank-0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,9 @@ def _bytes_of(config: TrainConfig) -> dict[str, str]:
         workload, _ = workload_of(resolved, partial(tiny_model, config, task), actors)
     except ConfigError as error:  # of models for which nothing is planned
         return dict.fromkeys(("rank", *config.cluster.engines), f"bytes unknown: {error}")
-    none = replace(Constants(), activation_memory=0.0)
-    told = {"rank": f"{_mib(training_bytes(workload, config.cluster.learner.count, none))} of weights, gradients, Adam"}
+    constants = Constants()
+    states = training_bytes(workload, config.cluster.learner.count, constants) - constants.activation_memory
+    told = {"rank": f"{_mib(states)} of weights, gradients, Adam"}
     for name, pool in config.cluster.engines.items():
         parts = int(max(pool.gpus, 1))
         cache = "" if pool.engine == "transformers" else f", {pool.options.get('kv_cache_gb', 1.0)} GiB of cache"
