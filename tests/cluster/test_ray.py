@@ -139,6 +139,29 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.slow
+def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None:
+    """On a Ray of its own. Whoever has no token is refused there."""
+    short = {
+        "steps": 3, "threads": 1, "health.start_questions": 0, "warm_start.steps": 4, "warm_start.batch_size": 8,
+        "rollout.prompts_per_step": 3, "rollout.branches": 4, "eval.every": 0, "eval.num_prompts": 4,
+        "checkpoint.every": 2, "checkpoint.keep_best": False, "credit.rule": "episodic", "run_dir": tmp_path / "run",
+    }  # fmt: skip
+    words = [word for key, value in short.items() for word in (f"--{key}", str(value).lower())]
+    example = Path(__file__).parents[2] / "examples" / "cluster.toml"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "turnwise", "train", str(example), *words],
+        env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["updates"] for row in rows)
+    assert {("ended", "worker-0"), ("ended", "engine-main-1")} <= set(events(tmp_path / "run"))
+    assert [row["cluster/engines_serving"] for row in rows] == [2, 2, 2]
+    assert "report: " in ran.stdout
+
+
+@pytest.mark.slow
 def test_two_ranks_as_ray_actors(tmp_path: Path, address: str, alone: Path) -> None:
     folder = tmp_path / "run"
     cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": {**RANK, "count": 2}}

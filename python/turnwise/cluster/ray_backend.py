@@ -22,6 +22,9 @@ from turnwise.train.config.toml import ConfigError
 ANSWER = 30.0
 """Seconds that a host has to answer a question, other than the regular one whether its process runs."""
 
+LOOPBACK = "127.0.0.1"
+"""Address of all processes of a run on this machine alone."""
+
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 _SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 """Ray's defaults tell its makers of each cluster, hide repeated lines, and start workers with uv's other Python."""
@@ -98,7 +101,7 @@ class RayBackend:
         actor = self._host.options(
             num_cpus=takes.pop("CPU", 0.0), num_gpus=takes.pop("GPU", 0.0), resources=takes, **how
         ).remote()
-        return RayHost(role.name, actor)
+        return RayHost(role.name, actor, LOOPBACK if self._settings.address == "local" else None)
 
     def check(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise :class:`ConfigError` if the Ray of a node checks no tokens, unless the network is trusted."""
@@ -112,16 +115,17 @@ class RayBackend:
 
 
 class RayHost:
-    """The supervisor's side of a host."""
+    """The supervisor's side of a host. ``address`` replaces the one that Ray uses."""
 
-    def __init__(self, role: str, actor: Any) -> None:
-        self._role, self._actor = role, actor
+    def __init__(self, role: str, actor: Any, address: str | None = None) -> None:
+        self._role, self._actor, self._address = role, actor, address
         self._asked: tuple[Any, float] | None = None
         self._came = actor.facts.remote()
 
     def came(self) -> dict[str, Any] | None:
         """Return what the host says of its node once it is there, ``None`` until then. Raises :class:`HostLost`."""
-        return self._answer(self._came)
+        facts = self._answer(self._came)
+        return facts if facts is None or self._address is None else {**facts, "address": self._address}
 
     def poll(self, dead_after: float) -> Ended | None:
         """Return how the process ended, ``None`` if it runs or the host has not answered yet.
@@ -214,4 +218,4 @@ def _where(address: str) -> dict[str, Any]:
         )
     if address != "local":
         return {"address": address}
-    return {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    return {"address": "local", "include_dashboard": False}
