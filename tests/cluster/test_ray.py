@@ -171,6 +171,23 @@ def test_two_ranks_as_ray_actors(tmp_path: Path, address: str, alone: Path) -> N
     assert max(float((found[name] - value).abs().max()) for name, value in want.items()) <= 1e-6
 
 
+def test_a_signal_lets_the_run_save_and_end(tmp_path: Path, address: str) -> None:
+    folder = tmp_path / "run"
+    cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": RANK}
+    process = start(folder, cluster=cluster, steps=1000)
+    try:
+        while not (folder / "metrics.jsonl").is_file():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 130, told
+    assert "run the same command again to go on" in told.replace("\n", " ")
+    assert events(folder)[-1] == ("ended", "rank-0") and list((folder / "checkpoints").glob("step_*"))
+
+
 def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, address: str) -> None:
     ask = {"main": {**ENGINES["main"], "resources": {"sim_gpu": 3}}}
     cluster = {"backend": "ray", "address": address, "trust_network": True, "wait": 5, "learner": RANK, "engines": ask}

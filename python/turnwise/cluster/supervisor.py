@@ -307,7 +307,8 @@ class Supervisor:
         for process in self._processes.values():
             if process.host is not None:
                 process.host.stop()
-                record(self.run_dir, "ended", process.role.name, pid=process.pid, detail=process.last)
+                how = "was stopped" if process.ended is None else process.ended.how
+                record(self.run_dir, "ended", process.role.name, pid=process.pid, detail=how)
         self._members = Members(self._members.epoch + 1)
         self._write_members()
         self._show()
