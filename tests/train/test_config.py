@@ -107,7 +107,7 @@ def test_toml_round_trip():
         ("update.lrr", "unknown config key 'update.lrr'; did you mean 'lr'?"),
         ("stepz", "unknown config key 'stepz'; did you mean 'steps'?"),
         ("policies.default.dtyp", "unknown config key 'policies.default.dtyp'; did you mean 'dtype'?"),
-        ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, credit"),
+        ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, cluster, credit"),
     ],
 )
 def test_unknown_keys_name_the_nearest(key, message):
@@ -184,7 +184,7 @@ def test_missing_and_malformed_files(tmp_path):
 def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [
-        "actors", "checkpoint", "credit", "device", "eval", "filter", "gateway", "health", "league", "learner", "log",
+        "actors", "checkpoint", "cluster", "credit", "device", "eval", "filter", "gateway", "health", "league", "learner", "log",
         "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies", "policy_sharing", "resume", "reward",
         "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options", "threads", "update", "warm_start",
     ]  # fmt: skip
