@@ -26,10 +26,8 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     chosen = _chosen_checkpoint(config, checkpoint)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
         refuse_own_arena(config, task_of(config).episodes())
-    # The workers of a run play for the process that trains it alone.
-    run = build_run(
-        config.model_copy(update={"resume": False, "cluster": ClusterConfig()}), warm=chosen is None, log=log
-    )
+    alone = {"resume": False, "cluster": ClusterConfig()}  # also the weights of a cluster's run
+    run = build_run(config.model_copy(update=alone), warm=chosen is None, log=log)
     if chosen is not None:
         try:
             chosen = _load(config, checkpoint, run.trainer)
