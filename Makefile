@@ -18,7 +18,7 @@ INSTALL := $(PIP) install $(if $(shell test -t 2 && echo tty),,-qq) -c constrain
 ONE_THREAD := OMP_NUM_THREADS=1
 
 # What the vLLM tests need beside vLLM and what it brings.
-VLLM_TESTS := accelerate execnet hypothesis iniconfig peft pluggy pytest pytest-asyncio pytest-xdist sortedcontainers tomli-w
+VLLM_TESTS := accelerate execnet hypothesis iniconfig msgpack peft pluggy pytest pytest-asyncio pytest-xdist ray sortedcontainers tomli-w
 
 # Where vLLM's CPU build can be had and is the right one.
 VLLM_HERE := [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null

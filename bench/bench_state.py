@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import state_lists
 from common import arguments, finish, statements
 from state_cases import (
     FIRST_WRITE,
@@ -217,16 +218,18 @@ def main() -> None:
         verify(size, ways)
         copied += copies(size, ways, options.rounds)
     written = [row for size in sizes for row in first_writes(size, options.rounds)]
-    read = [*reads(ways, options.rounds), *steps(options.rounds)]
+    listed = state_lists.writes(options.rounds)
+    read = [*reads(ways, options.rounds), *state_lists.reads(options.rounds), *steps(options.rounds)]
     replayed = rollouts(ways, options.rounds, documents=200 if options.quick else 3_000)
     grown = trees(sizes, ways, options.quick)
     finish("state", "state: what is copied", [described(size) for size in sizes], options)
     finish("state", "state: forks and writes", copied, options)
     finish("state", "state: the first write to a fork", written, options)
+    finish("state", f"state: the first write to a list of {state_lists.ENTRIES:,} entries of a fork", listed, options)
     finish("state", "state: reads and owned writes of a fork", read, options)
     finish("state", "state: a tree of versions, all kept", grown, options)
     finish("state", f"state: rollout of {BRANCHES} branches × {TURNS} turns replayed", replayed, options)
-    finish("state", "state: goals", goals(copied, written, read, grown), options)
+    finish("state", "state: goals", goals(copied, written, read, grown, listed), options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from state_cases import SIZES
+from state_lists import HISTORIES
 
 Row = dict[str, Any]
 
@@ -19,15 +20,17 @@ AT_LEAST = {  # by size
 TREE = "64 branches × 32 turns, in deepcopies"
 AT_MOST = {TREE: (400, 200, 50, 70)}
 FLAT, FIRST_WRITE, PRUNE, COLLECT = 2.0, 3.0, 10.0, 2.0
+LIST_WRITES, LIST_WRITE, LIST_BYTES = ("insert(0)", "pop(0)", "del [0]"), 5.0, 4_096.0
 READS = {  # at most, × plain
     **{"held key": 1.3, "random paths": 1.3, "three-hop chain": 2.0, "int list element": 3.5},
     **{"traversal of messages": 1.3, "traversal with isinstance": 1.3},
     **{"owned write, dict": 1.5, "owned write, list": 1.5},
+    **{f"int list element, {history}": 3.5 for history in HISTORIES},
     **{"FrozenLake step": 1.15, "Blackjack step": 1.15, "Warehouse step": 1.15},
 }
 
 
-def goals(copied: list[Row], written: list[Row], read: list[Row], grown: list[Row]) -> list[Row]:
+def goals(copied: list[Row], written: list[Row], read: list[Row], grown: list[Row], listed: list[Row]) -> list[Row]:
     """Return a row per goal and size, except for figures that are unknown without a peer or with a small tree."""
     return [
         {
@@ -38,13 +41,13 @@ def goals(copied: list[Row], written: list[Row], read: list[Row], grown: list[Ro
             "wanted": f"{'≥' if least else '≤'} {wanted:,}",
             "met": "yes" if (figure >= wanted if least else figure <= wanted) else "NO",
         }
-        for goal, state, figure, least, wanted in _figures(copied, written, read, grown)
+        for goal, state, figure, least, wanted in _figures(copied, written, read, grown, listed)
         if figure is not None
     ]
 
 
 def _figures(
-    copied: list[Row], written: list[Row], read: list[Row], grown: list[Row]
+    copied: list[Row], written: list[Row], read: list[Row], grown: list[Row], listed: list[Row]
 ) -> Iterator[tuple[str, str, float | None, bool, float]]:
     """Yield ``(goal, state, figure, at least?, wanted)``."""
     forks = {(row["state"], row["method"]): row for row in copied}
@@ -60,6 +63,10 @@ def _figures(
         yield "fork of XL / fork of S", "", largest / smallest, False, FLAT
     for row in written:
         yield f"first write, {row['first write']}, µs", row["state"], row["µs"], False, FIRST_WRITE
+    for row in listed:
+        if row["method"] == "turnwise" and row["write"] in LIST_WRITES:
+            yield f"{row['write']} of a long list, µs", "", row["µs"], False, LIST_WRITE
+            yield f"{row['write']} of a long list, bytes un-shared", "", row["bytes un-shared"], False, LIST_BYTES
     for size, row in tree.items():
         yield "prune, µs per version", size, row["prune, µs"], False, PRUNE
         yield "gc.collect, × of the process without a tree", size, row["× empty"], False, COLLECT

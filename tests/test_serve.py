@@ -5,6 +5,8 @@ A small program stands for vLLM's, whose own server the tests of the clients sta
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import socket
@@ -16,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from turnwise.cli import main as cli
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.server import server as serve
 from turnwise.inference.server.server import Server, ServerFailed, serving
 from turnwise.inference.server.settings import ServeSettings, server_command
+from turnwise.inference.transformers_server.launch import EngineSettings, build_model
 
 PROGRAM = """
 import http.server, os, pathlib, subprocess, sys, threading, time
@@ -88,7 +92,7 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(stand_in: Any, tmp_pat
     said: list[str] = []
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
         with stand_in(said=said) as server:
-            assert serve._is_well(server.url, 5.0)
+            assert serve.is_well(server.url, 5.0)
             [[leader, helper]] = started(tmp_path)
             assert server.pid == leader
             assert not gone(helper)
@@ -109,7 +113,7 @@ def test_a_server_that_dies_is_started_again_at_its_address(stand_in: Any, tmp_p
     with stand_in(said=said) as server:
         before = started(tmp_path)[0]
         os.kill(before[0], (signal.SIGKILL, signal.SIGTERM)[victim])
-        until(lambda: len(started(tmp_path)) == 2 and serve._is_well(server.url, 1.0))
+        until(lambda: len(started(tmp_path)) == 2 and serve.is_well(server.url, 1.0))
         assert all(gone(pid) for pid in before)
         assert server.restarts == 1
     all_gone(tmp_path)
@@ -122,7 +126,7 @@ def test_a_server_that_hangs_is_started_again(stand_in: Any, tmp_path: Path, mon
     said: list[str] = []
     with stand_in(said=said) as server:
         os.kill(started(tmp_path)[0][0], signal.SIGSTOP)
-        until(lambda: len(started(tmp_path)) == 2 and serve._is_well(server.url, 1.0))
+        until(lambda: len(started(tmp_path)) == 2 and serve.is_well(server.url, 1.0))
     assert any("did not answer for 0.5 s" in line for line in said)
     all_gone(tmp_path)
 
@@ -145,7 +149,7 @@ def test_a_server_that_dies_too_often_is_given_up(stand_in: Any, tmp_path: Path)
 
 
 def test_one_that_takes_too_long_is_ended(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_is_well", lambda url, timeout: False)
+    monkeypatch.setattr(serve, "is_well", lambda url, timeout: False)
     with pytest.raises(ServerFailed, match=r"longer than start_timeout=0.5 s"):
         stand_in(start_timeout=0.5).start()
     all_gone(tmp_path)
@@ -155,7 +159,7 @@ async def test_serving_ends_with_the_block(stand_in: Any, tmp_path: Path) -> Non
     stand_in()
     with pytest.raises(RuntimeError, match="mine"):
         async with serving("some/model", restarts=0) as server:
-            assert serve._is_well(server.url, 5.0)
+            assert serve.is_well(server.url, 5.0)
             raise RuntimeError("mine")
     all_gone(tmp_path)
     stand_in("fails")
@@ -283,9 +287,36 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
     assert "--dtype=bfloat16" in plain and "--enable-lora" not in plain
 
 
+def test_what_the_transformers_engine_is_told(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 20}')
+    sizes = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    how: dict[str, Any] = {"max_batch_rows": 1, "adapter_slots": 2, "adapter_rank": 8, "dummy_weights": True}
+    settings = ServeSettings(
+        str(tmp_path), engine="transformers", adapters={"critic": tmp_path}, engine_args={"device": "cpu"}, **how
+    )
+    *words, options = server_command(settings, 8123)
+    assert words == [sys.executable, "-P", "-m", "turnwise.inference.transformers_server.launch"]
+    told = EngineSettings(**json.loads(options))
+    expected = {"model": str(tmp_path), "host": "127.0.0.1", "port": 8123, "device": "cpu", "dtype": None, **how}
+    assert dataclasses.asdict(told) == {**expected, "adapters": {"critic": str(tmp_path)}}
+    model = build_model(dataclasses.replace(told, dtype="float16"))
+    assert (model.dtype, build_model(told).dtype) == (torch.float16, torch.bfloat16)
+    assert "--load-format=dummy" in server_command(ServeSettings(str(tmp_path), dummy_weights=True), 1)
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [
+        ({"engine": "tgi"}, "engine='tgi': expected one of vllm, transformers"),
+        ({"engine": "transformers", "kv_cache_gb": 2}, "kv_cache_gb=2: expected engine='vllm', got 'transformers'"),
+        ({"max_batch_rows": 4}, "max_batch_rows=4: expected engine='transformers', got 'vllm'"),
+        ({"engine": "transformers", "max_batch_rows": 0}, "max_batch_rows=0: expected more than 0"),
+        (
+            {"engine": "transformers", "engine_args": {"seed": 1}},
+            r"engine_args\['seed'\]: expected one of device, dtype",
+        ),
         ({"port": 70000}, "port=70000"),
         ({"kv_cache_gb": 0}, "kv_cache_gb=0"),
         ({"restarts": -1}, "restarts=-1"),
@@ -324,6 +355,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert cli.main(words) == 0
     given = {"max_model_len": 64, "enforce_eager": True}
     assert seen == [ServeSettings("m", kv_cache_gb=2.0, engine_args=given, allowed_hosts=("gpu1",))]
+    assert cli.main(["serve", "m", "--engine", "transformers", "--max-batch-rows", "2", "--dummy-weights"]) == 0
+    assert seen[1:] == [ServeSettings("m", engine="transformers", max_batch_rows=2, dummy_weights=True)]
     assert cli.main(["serve", "m", "--host", "0.0.0.0", "--api-key-env", "NO_SUCH_KEY"]) == 2
     assert "api_key_env" in capsys.readouterr().err
     assert cli.main(["serve", "m", "--adapters", "critic"]) == 2

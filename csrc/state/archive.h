@@ -67,8 +67,10 @@ Restored read_archive(const uint8_t* bytes, size_t size, LeafReader& leaves);
 // ---- the format
 namespace archive {
 
-constexpr uint8_t kFormat = 1;      // the first byte
-constexpr unsigned kMaxHeight = 6;  // largest height of a tree
+// The first byte. Format 1 has no relaxed blocks, and all blocks have one position.
+constexpr uint8_t kFormat = 2;
+constexpr unsigned kMaxHeight = 6;          // largest height of a regular tree
+constexpr unsigned kMaxRelaxedHeight = 11;  // and of a relaxed one, whose blocks may be partly empty
 // Follow the format at the start of the archive. Blocks are restored unchanged, so reader and writer must have the same
 // block sizes.
 constexpr size_t kBlockSizes[] = {Values::kLeaf, decltype(DictNode::entries)::kLeaf,
@@ -91,6 +93,10 @@ constexpr uint8_t kBlock = 0;      // a block: kBlock + 4 ArrayType + Shape
 constexpr uint8_t kNode = 16;      // a node: kNode + Kind
 constexpr uint8_t kNodeLike = 24;  // a node that resembles an earlier one: kNodeLike + Kind
 constexpr uint8_t kHeap = 32;      // a heap
+// A relaxed block of values: the same as Inner and InnerLike. Its ends are not written, the reader computes them.
+// Blocks below relaxed ones may have several positions, so the reader ignores the positions of all blocks of values.
+constexpr uint8_t kRelaxed = 33;
+constexpr uint8_t kRelaxedLike = 34;
 
 // The two low bits of a value in the archive; the bits above them are the payload.
 enum Tag : uint8_t {

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <iterator>
 #include <unordered_map>
 
 #include "state/archive.h"
@@ -9,6 +11,35 @@ using namespace archive;
 
 [[noreturn]] void damaged(const char* what) {
     throw Damaged(what);
+}
+
+// Calls f(items, count, true) for the chunks that only `a` has, and f(items, count, false) for those that only `b` has.
+// The position of a chunk does not matter.
+template <class Array, class Function>
+void each_unshared(const Array& a, const Array& b, Function&& f) {
+    using Block = typename Array::Block;
+    std::vector<Block*> ours, theirs;
+    // From the top level of both trees down: drop the blocks that both have, and look into the others.
+    for (unsigned height = std::max(a.height(), b.height());; --height) {
+        if (a.root() && a.height() == height) ours.push_back(a.root());
+        if (b.root() && b.height() == height) theirs.push_back(b.root());
+        std::vector<Block*> only_ours, only_theirs;
+        std::sort(ours.begin(), ours.end());
+        std::sort(theirs.begin(), theirs.end());
+        std::set_difference(ours.begin(), ours.end(), theirs.begin(), theirs.end(), std::back_inserter(only_ours));
+        std::set_difference(theirs.begin(), theirs.end(), ours.begin(), ours.end(), std::back_inserter(only_theirs));
+        if (height == 0) {
+            for (Block* block : only_ours) f(block->items(), size_t{block->used}, true);
+            for (Block* block : only_theirs) f(block->items(), size_t{block->used}, false);
+            return;
+        }
+        ours.clear();
+        theirs.clear();
+        for (Block* block : only_ours) ours.insert(ours.end(), block->children(), block->children() + block->used);
+        for (Block* block : only_theirs) {
+            theirs.insert(theirs.end(), block->children(), block->children() + block->used);
+        }
+    }
 }
 
 // Checks, heap after heap, that every slot that is referred to holds a container. It looks only at the differences from
@@ -74,11 +105,10 @@ class Checker {
                 return;
             }
             if (now->kind == Kind::List) {
-                Values::compare(static_cast<const ListNode*>(now)->items, static_cast<const ListNode*>(before)->items,
-                                [&](size_t, const Value* a, const Value* b) {
-                                    if (a) add(*a);
-                                    if (b) remove(*b);
-                                });
+                each_unshared(static_cast<const ListNode*>(now)->items, static_cast<const ListNode*>(before)->items,
+                              [&](const Value* values, size_t count, bool ours) {
+                                  for (size_t i = 0; i < count; ++i) ours ? add(values[i]) : remove(values[i]);
+                              });
                 return;
             }
         }
@@ -126,7 +156,7 @@ class Checker {
 
 // All blocks of one array type, in the order of the archive.
 template <class Array>
-struct Blocks {
+struct ReadBlocks {
     using Block = typename Array::Block;
     struct Info {
         Block* block;       // holds a reference
@@ -135,8 +165,8 @@ struct Blocks {
         size_t size;        // items in it and below
         size_t living;      // entries in it and below that were not erased; 0 for other arrays
     };
-    ~Blocks() {
-        for (const Info& info : infos) Array::drop(info.block, info.height);
+    ~ReadBlocks() {
+        for (const Info& info : infos) Array::Tree::drop(info.block, info.height);
     }
     std::vector<Info> infos;  // each holds a reference to its block
 };
@@ -158,7 +188,8 @@ class Reader {
     }
 
     Restored read() {
-        if (byte() != kFormat) damaged("an unknown format");
+        format_ = byte();
+        if (format_ < 1 || format_ > kFormat) damaged("an unknown format");
         for (size_t size : kBlockSizes) {
             if (number() != size) damaged("blocks of another size: a turnwise of another version wrote it");
         }
@@ -180,6 +211,8 @@ class Reader {
                 return block<Heap::Table>(op % 4);
         }
         if (op == kHeap) return heap();
+        if (format_ > 1 && op == kRelaxed) return block<Values>(Inner, true);
+        if (format_ > 1 && op == kRelaxedLike) return block<Values>(InnerLike, true);
         const bool like = op >= kNodeLike;
         const unsigned kind = op - (like ? kNodeLike : kNode);
         if (kind > static_cast<unsigned>(Kind::Opaque)) damaged("an unknown record");
@@ -270,29 +303,38 @@ class Reader {
     using Tokens = decltype(TokensNode::tokens);
 
     template <class Array>
-    void block(unsigned shape) {
+    void block(unsigned shape, bool relaxed = false) {
         auto& infos = std::get<type_of<Array>()>(blocks_).infos;
-        typename Blocks<Array>::Info info{nullptr, 0, 0, 0, 0};
-        const typename Blocks<Array>::Info* like = nullptr;
+        typename ReadBlocks<Array>::Info info{nullptr, 0, 0, 0, 0};
+        const typename ReadBlocks<Array>::Info* like = nullptr;
         if (shape == LeavesLike || shape == InnerLike) {
             like = &earlier(infos);
             if ((like->height > 0) != (shape == InnerLike)) damaged("a block like one of another height");
             info.height = like->height;
             info.position = like->position;
         } else {
-            if (shape == Inner) info.height = static_cast<unsigned>(number(1, kMaxHeight, "a tree that is too high"));
+            if (shape == Inner) {
+                const unsigned highest = relaxed ? kMaxRelaxedHeight : kMaxHeight;
+                info.height = static_cast<unsigned>(number(1, highest, "a tree that is too high"));
+            }
             info.position = number(0, uint64_t{1} << 40, "a block too far out");
         }
         if (info.height == 0)
             leaves<Array>(info, like);
         else
-            inner<Array>(info, like, infos);
+            inner<Array>(info, like, infos, relaxed);
         try {
             infos.push_back(info);
         } catch (...) {
-            Array::drop(info.block, info.height);
+            Array::Tree::drop(info.block, info.height);
             throw;
         }
+    }
+
+    // Whether each block of such arrays has one position. No tree has a block twice then.
+    template <class Array>
+    bool positioned() const {
+        return format_ == 1 || !std::is_same_v<Array, Values>;
     }
 
     template <class Array, class Info>
@@ -320,26 +362,27 @@ class Reader {
             items.push_back(item);
         }
         info.size = count;
+        if constexpr (std::is_same_v<Array, Values>) values_ += count;
         if constexpr (std::is_same_v<Item, Entry>) {
             for (const Entry& entry : items) info.living += entry.key != nullptr;
         }
-        info.block = Array::make_leaf(items.data(), count);
+        info.block = Array::Tree::make_leaf(items.data(), count);
         items.clear();  // the block has their references now
     }
 
     template <class Array, class Info>
-    void inner(Info& info, const Info* like, const std::vector<Info>& infos) {
+    void inner(Info& info, const Info* like, const std::vector<Info>& infos, bool relaxed) {
         using Block = typename Array::Block;
         Block* blocks[32];
+        uint32_t ends[32];
         const size_t count = number(1, 32, "a block of an impossible size");
         // Start with the children of the earlier block, replace those that changed, then read the rest.
         const size_t common = like ? std::min<size_t>(count, like->block->used) : 0;
         for (size_t i = 0; i < common; ++i) blocks[i] = like->block->children()[i];
         const auto read_one = [&](size_t i) {
             const Info& child = earlier(infos);
-            if (child.height != info.height - 1 || child.position != info.position * 32 + i) {
-                damaged("a block at another's place");
-            }
+            if (child.height != info.height - 1) damaged("a block of another height");
+            if (positioned<Array>() && child.position != info.position * 32 + i) damaged("a block at another's place");
             blocks[i] = child.block;
         };
         if (like) each_change(common, read_one);
@@ -348,11 +391,17 @@ class Reader {
         auto& known = sizes_[type_of<Array>()];
         for (size_t i = 0; i < count; ++i) {
             const auto [size, living] = known_size(known, blocks[i], infos);
-            if (i + 1 < count && size != Array::capacity(info.height - 1)) damaged("a block that is not full");
+            if (!relaxed && i + 1 < count && size != Array::Tree::full_size(info.height - 1)) {
+                damaged("a block that is not full");
+            }
+            if (!relaxed && blocks[i]->relaxed) damaged("a relaxed block below a regular one");
             info.size += size;
             info.living += living;
+            // No chunk is twice in a tree. Otherwise a few bytes could make a tree that is too large to walk.
+            if (!positioned<Array>() && info.size > values_) damaged("a list of more items than there are");
+            ends[i] = static_cast<uint32_t>(info.size);
         }
-        info.block = Array::make_inner(blocks, count);
+        info.block = Array::Tree::make_inner(blocks, count, relaxed ? ends : nullptr);
     }
     using Sizes = std::unordered_map<const void*, std::pair<size_t, size_t>>;
     struct KnownSizes {
@@ -387,7 +436,7 @@ class Reader {
         if (back == 0) return Array();
         const auto& info = infos[infos.size() - back];
         if (info.size > 0xffffffff) damaged("an array that is too large");
-        if (info.position != 0) damaged("an array that starts in its middle");
+        if (positioned<Array>() && info.position != 0) damaged("an array that starts in its middle");
         if (living) *living = info.living;
         return Array::of(info.block, info.size, info.height);
     }
@@ -473,8 +522,10 @@ class Reader {
     const uint8_t* at_;   // the next byte
     const uint8_t* end_;  // the end of the archive
     LeafReader& leaves_;
+    uint8_t format_ = 0;       // the first byte
     uint64_t leaf_count_ = 0;  // leaves that were used so far
-    std::tuple<Blocks<Values>, Blocks<Entries>, Blocks<Tokens>, Blocks<Heap::Table>> blocks_;
+    uint64_t values_ = 0;      // items of all chunks of values so far
+    std::tuple<ReadBlocks<Values>, ReadBlocks<Entries>, ReadBlocks<Tokens>, ReadBlocks<Heap::Table>> blocks_;
     KnownSizes sizes_[4];       // by ArrayType
     std::vector<Node*> nodes_;  // in the order of the archive; each holds a reference
     Checker checker_;

@@ -124,19 +124,21 @@ class Writer {
             }
         } else {
             // An inner block: first its children, each with its own model.
+            const bool relaxed = block->relaxed;
             uint64_t children[32];
             for (size_t i = 0; i < block->used; ++i) {
                 auto* below = like ? (i < like->used ? model->children()[i] : nullptr) : i == 0 ? model : nullptr;
-                children[i] = this->block<Array>(block->children()[i], height - 1, position * 32 + i, below,
+                const uint64_t place = relaxed ? 0 : position * 32 + i;
+                children[i] = this->block<Array>(block->children()[i], height - 1, place, below,
                                                  like ? height - 1 : model_height);
             }
             const auto put_child = [&](size_t i) { number(known.size() - children[i]); };
             if (like) {
                 items_like(
-                    op + InnerLike, known.size() - known.at(like), block->used, like->used,
+                    relaxed ? kRelaxedLike : op + InnerLike, known.size() - known.at(like), block->used, like->used,
                     [&](size_t i) { return block->children()[i] == model->children()[i]; }, put_child);
             } else {
-                byte(op + Inner);
+                byte(relaxed ? kRelaxed : op + Inner);
                 number(height);
                 number(position);
                 number(block->used);

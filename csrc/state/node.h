@@ -67,7 +67,7 @@ struct Node {
     ~Node() = default;
 };
 
-using Values = RadixArray<Value, 4>;
+using Values = RadixArray<Value, 4, true>;
 using Released = std::vector<Value>;
 
 struct ListNode : Node {

@@ -1,51 +1,22 @@
 // A persistent array: chunks of items under a radix tree. Copies of the array share the tree. A write copies the chunk
 // and the few blocks above it, unless they already carry the writer's epoch.
 //
-// Items are moved by memcpy. `ItemPolicy<Item>` takes and drops the references that an item holds.
+// With `kRelaxes`, inserting or removing a few items far from the end makes the blocks above them relaxed, instead of
+// moving all items that follow.
 #pragma once
 
-#include <algorithm>
-#include <cassert>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <new>
-#include <type_traits>
 #include <utility>
 
-#include "state/counted.h"
+#include "state/relaxed_tree.h"
 
 namespace turnwise::state {
 
-// The default, for plain numbers: they hold no references.
-template <class Item>
-struct ItemPolicy {
-    static constexpr bool counted = false;  // items hold references
-    static void take(const Item&) noexcept {}
-    static void drop(const Item&) noexcept {}
-};
-
-template <class Item, unsigned kLeafBits>
+template <class Item, unsigned kLeafBits, bool kRelaxes = false>
 class RadixArray {
-    static_assert(std::is_trivially_copyable_v<Item>);
-    static constexpr unsigned kFanBits = 5;
-    static constexpr size_t kFan = size_t{1} << kFanBits;  // most children of an inner block
-    using Policy = ItemPolicy<Item>;
-
   public:
-    static constexpr size_t kLeaf = size_t{1} << kLeafBits;  // items of a full chunk
-
-    // A chunk of items (height 0) or an inner block; the items or children follow it in memory.
-    struct Block {
-        Count count;        // references from arrays and inner blocks
-        uint16_t used;      // number of items or children
-        uint16_t capacity;  // items or children that fit
-        Epoch epoch;        // of the heap that may write to it
-
-        Item* items() noexcept { return reinterpret_cast<Item*>(this + 1); }
-        Block** children() noexcept { return reinterpret_cast<Block**>(this + 1); }
-    };
-    static_assert(sizeof(Block) % alignof(Item) == 0);
+    using Tree = Blocks<Item, kLeafBits>;
+    using Block = typename Tree::Block;
+    static constexpr size_t kLeaf = Tree::kLeaf;  // items of a full chunk
 
     RadixArray() noexcept = default;
     RadixArray(const RadixArray& other) noexcept : root_(other.root_), size_(other.size_), height_(other.height_) {
@@ -59,7 +30,7 @@ class RadixArray {
         swap(other);
         return *this;
     }
-    ~RadixArray() { drop(root_, height_); }
+    ~RadixArray() { Tree::drop(root_, height_); }
     void swap(RadixArray& other) noexcept {
         std::swap(root_, other.root_);
         std::swap(size_, other.size_);
@@ -73,9 +44,7 @@ class RadixArray {
 
     const Item& operator[](size_t index) const noexcept {
         assert(index < size_);
-        Block* block = root_;
-        for (unsigned level = height_; level > 0; --level) block = block->children()[child_of(index, level)];
-        return block->items()[index & (kLeaf - 1)];
+        return chunk_of(index)->items()[index];
     }
 
     // The items from `index` to the end of its chunk.
@@ -84,45 +53,50 @@ class RadixArray {
         size_t count;       // number of items
     };
     Run run(size_t index) const noexcept {
-        const Item* first = &(*this)[index];
-        return {first, std::min(kLeaf - (index & (kLeaf - 1)), size_ - index)};
+        assert(index < size_);
+        Block* chunk = chunk_of(index);
+        return {chunk->items() + index, chunk->used - index};
     }
 
     // The item, for writing. Afterwards its chunk carries `epoch`.
     Item& own(size_t index, Epoch epoch) {
         assert(index < size_);
-        return own_leaf(index, epoch, 0)->items()[index & (kLeaf - 1)];
+        return own_chunk(index, epoch, 0)->items()[index];
     }
 
     // The item for writing if its chunk already carries `epoch`, else null.
     Item* owned(size_t index, Epoch epoch) const noexcept {
-        Block* block = root_;
-        for (unsigned level = height_; level > 0; --level) block = block->children()[child_of(index, level)];
-        return block->epoch == epoch ? &block->items()[index & (kLeaf - 1)] : nullptr;
+        Block* chunk = chunk_of(index);
+        return chunk->epoch == epoch ? &chunk->items()[index] : nullptr;
     }
 
     // Appends an item and takes over the references that it holds.
     void push_back(const Item& item, Epoch epoch) {
+        if (relaxed()) return insert(size_, item, epoch);
         // An empty array gets its first chunk, a full tree another level.
         if (size_ == 0 && root_ == nullptr) {
-            root_ = allocate(epoch, roomy(1, true), true);
+            root_ = Tree::allocate(epoch, 2, Tree::Chunk);
             height_ = 0;
-        } else if (size_ == capacity(height_)) {
-            Block* above = allocate(epoch, 2, false);
+        } else if (size_ == Tree::full_size(height_)) {
+            Block* above = Tree::allocate(epoch, 2, Tree::Regular);
             above->children()[0] = root_;
             above->used = 1;
             root_ = above;
             ++height_;
         }
-        Block* leaf = own_leaf(size_, epoch, 1);
-        leaf->items()[leaf->used++] = item;
+        size_t index = size_;
+        Block* chunk = own_chunk(index, epoch, 1);
+        chunk->items()[chunk->used++] = item;
         ++size_;
     }
 
     // Removes the last item. The caller gets its references.
     Item pop_back(Epoch epoch) {
-        Item item = own(size_ - 1, epoch);
-        own_leaf(size_ - 1, epoch, 0)->used--;
+        if (relaxed()) return erase(size_ - 1, epoch);
+        size_t index = size_ - 1;
+        Block* chunk = own_chunk(index, epoch, 0);
+        const Item item = chunk->items()[index];
+        --chunk->used;
         --size_;
         shrink();
         return item;
@@ -135,21 +109,38 @@ class RadixArray {
         assert(start + removed <= size_);
         const size_t kept = std::min(removed, count);
         // Exchange items one for one, then make room for the rest or close the gap.
-        for (size_t i = 0; i < kept; ++i) {
-            Item& item = own(start + i, epoch);
-            out.push_back(item);
-            item = items[i];
-        }
-        if (count > removed) {
-            if (start + kept == size_) {
-                for (size_t i = kept; i < count; ++i) push_back(items[i], epoch);
-            } else {
-                open_gap(start + kept, count - removed, epoch);
-                for (size_t i = kept; i < count; ++i) own(start + i, epoch) = items[i];
+        for (size_t i = 0; i < kept;) {
+            size_t index = start + i;
+            Block* chunk = own_chunk(index, epoch, 0);
+            for (; index < chunk->used && i < kept; ++index, ++i) {
+                out.push_back(chunk->items()[index]);
+                chunk->items()[index] = items[i];
             }
-        } else if (removed > count) {
-            for (size_t i = kept; i < removed; ++i) out.push_back(own(start + i, epoch));
-            close_gap(start + kept, removed - count, epoch);
+        }
+        const size_t at = start + kept, added = count - kept, gone = removed - kept;
+        if (at + gone == size_) {
+            for (size_t i = at; i < size_; ++i) out.push_back((*this)[i]);
+            while (size_ > at) pop_back(epoch);
+            for (size_t i = 0; i < added; ++i) push_back(items[kept + i], epoch);
+            return;
+        }
+        if constexpr (kRelaxes) {
+            // A regular tree moves what follows, a relaxed one is rebuilt first. One item that comes or goes in a
+            // relaxed tree takes the time of about kLeaf moves.
+            const size_t moved = relaxed() ? size_ : size_ - at;
+            if (moved > kLeaf * (1 + added + gone)) {
+                for (size_t i = 0; i < added; ++i) insert(at + i, items[kept + i], epoch);
+                for (size_t i = 0; i < gone; ++i) out.push_back(erase(at, epoch));
+                return;
+            }
+            if (relaxed()) flatten(epoch);
+        }
+        if (added > 0) {
+            open_gap(at, added, epoch);
+            for (size_t i = 0; i < added; ++i) own(at + i, epoch) = items[kept + i];
+        } else if (gone > 0) {
+            for (size_t i = 0; i < gone; ++i) out.push_back((*this)[at + i]);
+            close_gap(at, gone, epoch);
         }
     }
 
@@ -161,54 +152,37 @@ class RadixArray {
     // Calls f(const Item*, count) for each chunk in order.
     template <class Function>
     void for_each_chunk(Function&& f) const {
-        for (size_t index = 0; index < size_; index += kLeaf) {
+        for (size_t index = 0; index < size_;) {
             const Run items = run(index);
             f(items.items, items.count);
+            index += items.count;
         }
     }
 
     // Calls f(Item*, count) for the chunks that carry `epoch`. The other chunks were written before the last fork.
     template <class Function>
     void for_each_owned_chunk(Epoch epoch, Function&& f) const {
-        if (root_) visit_owned(root_, height_, epoch, f);
+        if (root_) Tree::visit_owned(root_, height_, epoch, f);
     }
 
     // The bytes of the tree plus of(const Item&) for each item. `seen` remembers each block: `learn(block, sum, own)`
     // stores its bytes with and without what is below it, and `known(block)` returns a pointer to `sum`, or null.
     template <class Seen, class Of>
     size_t bytes(Seen& seen, Of&& of) const {
-        return root_ ? sum_bytes(root_, height_, seen, of) : 0;
+        return root_ ? Tree::sum_bytes(root_, height_, seen, of) : 0;
     }
 
     // Calls f(index, ours, theirs) for each index of the chunks that `a` and `b` don't share. A pointer is null if that
     // array has no such item.
     template <class Function>
     static void compare(const RadixArray& a, const RadixArray& b, Function&& f) {
+        static_assert(!kRelaxes, "items of relaxed trees have no fixed places");
         compare_blocks(a.root_, a.height_, b.root_, b.height_, 0, f);
     }
 
-    // ---- for files: building arrays block by block. These blocks have epoch 0, which no heap has, and belong to the
-    // caller.
+    // ---- for files: building arrays block by block; see Blocks
     unsigned height() const noexcept { return height_; }
     Block* root() const noexcept { return root_; }
-    static constexpr size_t capacity(unsigned height) noexcept { return kLeaf << (kFanBits * height); }
-    // Makes a chunk and takes over the references of the items.
-    static Block* make_leaf(const Item* items, size_t count) {
-        Block* block = allocate(0, count, true);
-        block->used = static_cast<uint16_t>(count);
-        std::memcpy(static_cast<void*>(block->items()), items, count * sizeof(Item));
-        return block;
-    }
-    // Makes an inner block, which takes its own references to the children.
-    static Block* make_inner(Block* const* children, size_t count) {
-        Block* block = allocate(0, count, false);
-        block->used = static_cast<uint16_t>(count);
-        for (size_t i = 0; i < count; ++i) {
-            block->children()[i] = children[i];
-            children[i]->count.up();
-        }
-        return block;
-    }
     // An array of `size` items under `root`, to which it takes its own reference.
     static RadixArray of(Block* root, size_t size, unsigned height) noexcept {
         RadixArray array;
@@ -218,82 +192,77 @@ class RadixArray {
         if (root) root->count.up();
         return array;
     }
-    static void drop(Block* block, unsigned height) noexcept {
-        if (!block || !block->count.down()) return;
-        if (height > 0) {
-            for (size_t i = 0; i < block->used; ++i) drop(block->children()[i], height - 1);
-        } else if constexpr (Policy::counted) {
-            for (size_t i = 0; i < block->used; ++i) Policy::drop(block->items()[i]);
-        }
-        host_free(block);
-    }
 
   private:
-    static constexpr size_t child_of(size_t index, unsigned level) noexcept {
-        return (index >> (kLeafBits + kFanBits * (level - 1))) & (kFan - 1);
-    }
-    // A capacity of at least `wanted` items or children: the next power of two, so that blocks grow rarely.
-    static size_t roomy(size_t wanted, bool leaf) noexcept {
-        size_t capacity = 2;
-        while (capacity < wanted) capacity *= 2;
-        return std::min(capacity, leaf ? kLeaf : kFan);
-    }
+    bool relaxed() const noexcept { return kRelaxes && root_ && root_->relaxed; }
 
-    static size_t block_bytes(size_t capacity, bool leaf) noexcept {
-        return sizeof(Block) + capacity * (leaf ? sizeof(Item) : sizeof(Block*));
-    }
-    static Block* allocate(Epoch epoch, size_t capacity, bool leaf) {
-        void* memory = host_allocate(block_bytes(capacity, leaf));
-        if (!memory) throw std::bad_alloc();
-        Block* block = new (memory) Block;
-        block->used = 0;
-        block->capacity = static_cast<uint16_t>(capacity);
-        block->epoch = epoch;
+    // The chunk that holds `index`, which becomes an index into the chunk.
+    Block* chunk_of(size_t& index) const noexcept {
+        Block* block = root_;
+        unsigned level = height_;
+        if constexpr (kRelaxes) {
+            for (; level > 0 && block->relaxed; --level) {
+                const size_t child = Tree::relaxed_child_of(block, index, level);
+                index -= block->start(child);
+                block = block->children()[child];
+            }
+        }
+        for (; level > 0; --level) block = block->children()[Tree::child_of(index, level)];
+        index &= kLeaf - 1;
         return block;
     }
 
-    // Returns `block`, or a copy, that carries `epoch` and has room for `extra` more items. Takes over the reference to
-    // `block`.
-    static Block* own_block(Block* block, unsigned height, Epoch epoch, size_t extra) {
-        const bool leaf = height == 0;
-        const size_t wanted = block->used + extra;
-        // A block of this epoch grows in place.
-        if (block->epoch == epoch) {
-            if (wanted <= block->capacity) return block;
-            const size_t roomier = roomy(wanted, leaf);
-            void* memory = host_resize(static_cast<void*>(block), block_bytes(roomier, leaf));
-            if (!memory) throw std::bad_alloc();
-            block = static_cast<Block*>(memory);
-            block->capacity = static_cast<uint16_t>(roomier);
-            return block;
-        }
-        // Any other block is copied; the copy takes references to what it holds.
-        Block* copy = allocate(epoch, extra ? roomy(wanted, leaf) : wanted, leaf);
-        copy->used = block->used;
-        if (!leaf) {
-            std::memcpy(copy->children(), block->children(), block->used * sizeof(Block*));
-            for (size_t i = 0; i < copy->used; ++i) copy->children()[i]->count.up();
-        } else {
-            std::memcpy(static_cast<void*>(copy->items()), block->items(), block->used * sizeof(Item));
-            if constexpr (Policy::counted) {
-                for (size_t i = 0; i < copy->used; ++i) Policy::take(copy->items()[i]);
-            }
-        }
-        drop(block, height);
-        return copy;
-    }
-
-    // The chunk of `index`, carrying `epoch`, with room for `extra` more items. Adds a chunk if `index` is the size.
-    Block* own_leaf(size_t index, Epoch epoch, size_t extra) {
+    // The same, for writing: carrying `epoch`, with room for `extra` more items. In a regular tree it adds a chunk if
+    // `index` is the size.
+    Block* own_chunk(size_t& index, Epoch epoch, size_t extra) {
         Block** place = &root_;
-        for (unsigned level = height_; level > 0; --level) {
-            const size_t child = child_of(index, level);
+        unsigned level = height_;
+        if (relaxed()) place = own_relaxed(index, epoch, level);
+        for (; level > 0; --level) {
+            const size_t child = Tree::child_of(index, level);
             const bool at_end = child == (*place)->used;
-            Block* block = *place = own_block(*place, level, epoch, at_end);
-            if (at_end) block->children()[block->used++] = allocate(epoch, 2, level == 1);
+            Block* block = *place = Tree::own(*place, level, epoch, at_end);
+            if (at_end) {
+                block->children()[block->used++] = Tree::allocate(epoch, 2, level == 1 ? Tree::Chunk : Tree::Regular);
+            }
             place = &block->children()[child];
         }
-        return *place = own_block(*place, 0, epoch, extra);
+        index &= kLeaf - 1;
+        return *place = Tree::own(*place, 0, epoch, extra);
+    }
+
+    // The part of own_chunk in the relaxed blocks: down to the block at `level`.
+    [[gnu::noinline]] Block** own_relaxed(size_t& index, Epoch epoch, unsigned& level) {
+        Block** place = &root_;
+        for (; level > 0 && (*place)->relaxed; --level) {
+            Block* block = *place = Tree::own(*place, level, epoch, 0);
+            const size_t child = Tree::relaxed_child_of(block, index, level);
+            index -= block->start(child);
+            place = &block->children()[child];
+        }
+        return place;
+    }
+
+    // Inserts or removes one item in logarithmic time. Not inlined, which would slow down regular trees.
+    [[gnu::noinline]] void insert(size_t index, const Item& item, Epoch epoch) {
+        RelaxedTree<Tree>(root_, height_, size_, epoch).insert(index, item);
+        ++size_;
+    }
+    [[gnu::noinline]] Item erase(size_t index, Epoch epoch) {
+        const Item item = RelaxedTree<Tree>(root_, height_, size_, epoch).erase(index);
+        if (--size_ == 0) clear();
+        return item;
+    }
+    // Rebuilds the tree as a regular one.
+    void flatten(Epoch epoch) {
+        RadixArray flat;
+        for_each_chunk([&](const Item* items, size_t count) {
+            for (size_t i = 0; i < count; ++i) {
+                flat.push_back(items[i], epoch);
+                ItemPolicy<Item>::take(items[i]);
+            }
+        });
+        swap(flat);
     }
 
     // Moves the items from `start` on to the right by `by`. The items left in the gap hold no references.
@@ -338,7 +307,7 @@ class RadixArray {
         while (height_ > 0 && root_->used == 1) {
             Block* child = root_->children()[0];
             child->count.up();
-            drop(root_, height_);
+            Tree::drop(root_, height_);
             root_ = child;
             --height_;
         }
@@ -347,7 +316,7 @@ class RadixArray {
         if (height == 0) return block->used == 0;
         Block*& last = block->children()[block->used - 1];
         if (!prune_edge(last, height - 1)) return false;
-        drop(last, height - 1);
+        Tree::drop(last, height - 1);
         return --block->used == 0;
     }
 
@@ -367,34 +336,13 @@ class RadixArray {
             if (!block || (at < height && i > 0)) return nullptr;
             return at < height ? block : i < block->used ? block->children()[i] : nullptr;
         };
-        for (size_t i = 0; i < kFan; ++i) {
+        for (size_t i = 0; i < Tree::kFan; ++i) {
             Block* ours = child(a, height_a, i);
             Block* theirs = child(b, height_b, i);
             if (!ours && !theirs) break;
             compare_blocks(ours, std::min(height_a, height - 1), theirs, std::min(height_b, height - 1),
-                           start + i * capacity(height - 1), f);
+                           start + i * Tree::full_size(height - 1), f);
         }
-    }
-
-    template <class Function>
-    static void visit_owned(Block* block, unsigned height, Epoch epoch, Function& f) {
-        if (block->epoch != epoch) return;
-        if (height == 0) {
-            f(block->items(), size_t{block->used});
-            return;
-        }
-        for (size_t i = 0; i < block->used; ++i) visit_owned(block->children()[i], height - 1, epoch, f);
-    }
-    template <class Seen, class Of>
-    static size_t sum_bytes(Block* block, unsigned height, Seen& seen, Of& of) {
-        if (const size_t* known = seen.known(block)) return *known;
-        const size_t own = block_bytes(block->capacity, height == 0);
-        size_t sum = own;
-        for (size_t i = 0; i < block->used; ++i) {
-            sum += height == 0 ? of(block->items()[i]) : sum_bytes(block->children()[i], height - 1, seen, of);
-        }
-        seen.learn(block, sum, own);
-        return sum;
     }
 
     Block* root_ = nullptr;  // null if nothing was ever added

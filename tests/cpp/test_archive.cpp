@@ -1,4 +1,5 @@
 // Versions as bytes and back, without Python: what comes back, what it shares, and bytes that are damaged.
+#include <algorithm>
 #include <map>
 #include <string>
 #include <vector>
@@ -76,6 +77,20 @@ static Node* fresh_node(Random& random, Heap& heap, Leaves& leaves) {
     }
 }
 
+// Items come and go one by one at the front or in the middle, so that the tree of a long list becomes relaxed.
+static void write_inside(Random& random, Values& items, Epoch epoch, Leaves& leaves) {
+    const size_t place = random() % 3 ? 0 : below(random, items.size());
+    for (size_t times = 1 + below(random, 40); times-- > 0;) {
+        const bool adds = random() % 3 > 0;
+        const size_t at = place == 0 ? 0 : below(random, items.size());
+        const Value item = Value::of(leaves[random() % kLeaves]);
+        if (adds) item.take();
+        Released out;
+        items.splice(at, !adds, &item, adds, epoch, out);
+        for (Value gone : out) gone.drop();
+    }
+}
+
 // Some writes to random containers; new ones go into old ones.
 static void write(Random& random, Heap& heap, Leaves& leaves) {
     for (size_t step = 1 + below(random, 12); step-- > 0;) {
@@ -90,6 +105,7 @@ static void write(Random& random, Heap& heap, Leaves& leaves) {
             }();
             if (node->kind == Kind::List) {
                 auto& items = heap.own<ListNode>(slot)->items;
+                if (items.size() > 200 && random() % 8 == 0) write_inside(random, items, heap.epoch(), leaves);
                 if (!items.empty() && random() % 3 == 0)
                     std::exchange(items.own(below(random, items.size()), heap.epoch()), value).drop();
                 else
@@ -119,6 +135,12 @@ static Heaps make(Random& random, Leaves& leaves, size_t count) {
     heaps.push_back(std::make_unique<Heap>());
     heaps[0]->exchange_root(Value::of(heaps[0]->add(new DictNode(heaps[0]->epoch())))).drop();
     heaps[0]->add(new ListNode(heaps[0]->epoch()));
+    auto* list = new ListNode(heaps[0]->epoch());
+    for (size_t i = 400 + below(random, 800); i-- > 0;) {
+        list->items.push_back(Value::of(leaves.taken(random() % kLeaves)), list->epoch);
+    }
+    DictNode* root = heaps[0]->own<DictNode>(0);
+    root->insert(hash_of(leaves[0]), leaves.taken(0), Value::of(heaps[0]->add(list)));
     write(random, *heaps[0], leaves);
     while (heaps.size() < count) {
         auto child = std::make_unique<Heap>();
@@ -126,6 +148,8 @@ static Heaps make(Random& random, Leaves& leaves, size_t count) {
         write(random, *child, leaves);
         heaps.push_back(std::move(child));
     }
+    // A file may have a fork before what it was forked from.
+    if (random() % 2) std::reverse(heaps.begin(), heaps.end());
     return heaps;
 }
 
@@ -181,10 +205,19 @@ static Restored read(const std::string& bytes, Table& table) {
     return read_archive(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size(), table);
 }
 
+static int relaxed_lists = 0;  // that test_round_trip met
+
 static void test_round_trip() {
     Random random(seed);
     Leaves leaves(kLeaves);
     const Heaps before = make(random, leaves, 8);
+    for (const auto& heap : before) {
+        for (SlotIndex slot = 0; slot < heap->table().size(); ++slot) {
+            if (!heap->at(slot) || heap->at(slot)->kind != Kind::List) continue;
+            const Values& items = static_cast<ListNode*>(heap->at(slot))->items;
+            relaxed_lists += items.root() && items.root()->relaxed;
+        }
+    }
     Numbered numbers;
     const std::string bytes = written(before, numbers);
     Table table(numbers.order, leaves);
@@ -301,8 +334,9 @@ static void test_damage(int rounds) {
 static void test_nonsense() {
     Leaves leaves(kLeaves);
     const std::vector<Leaf*> order{leaves[1]};
+    uint8_t format = 1;
     const auto accepts = [&](std::vector<uint8_t> records) {
-        std::vector<uint8_t> bytes{1, 16, 32, 0x80, 4, 8};  // the head
+        std::vector<uint8_t> bytes{format, 16, 32, 0x80, 4, 8};  // the head
         bytes.insert(bytes.end(), records.begin(), records.end());
         Table table(order, leaves);
         try {
@@ -362,11 +396,41 @@ static void test_nonsense() {
     for (const uint8_t unknown : {21, 22, 23, 29, 31, 33, 255}) EXPECT(!accepts({unknown, 0, 0}));
     EXPECT(!accepts({kList, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1}));
     EXPECT(!accepts({kList, 0, kTable, 0, 1, 2, kVersion, 1, kSlot0}));  // cut off
+
+    // Relaxed blocks: they need format 2, in which a block of values has no certain position.
+    constexpr uint8_t kRelaxed = 33, kRelaxedLike = 34, kInner = 2;
+    const auto with_two = [&](std::vector<uint8_t> rest) {
+        std::vector<uint8_t> records{0, 0, 1, kOne, 0, 5, 2, kOne, kOne};  // a chunk of one and a chunk of two
+        const std::vector<uint8_t> end{kList, 1, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0};
+        records.insert(records.end(), rest.begin(), rest.end());
+        records.insert(records.end(), end.begin(), end.end());
+        return records;
+    };
+    EXPECT(!accepts(with_two({kRelaxed, 1, 0, 2, 2, 1})));
+    for (format = 0; format < 5; ++format) {
+        EXPECT(accepts({kList, 0, kTable, 0, 1, 2, kVersion, 1, kSlot0, 0}) == (format == 1 || format == 2));
+    }
+    format = 2;
+    EXPECT(accepts(with_two({kRelaxed, 1, 0, 2, 2, 1})));
+    EXPECT(accepts(with_two({kRelaxed, 1, 0, 2, 2, 1, kRelaxedLike, 1, 2, 0})));      // like another
+    EXPECT(accepts(with_two({kInner, 1, 0, 1, 1, kRelaxedLike, 1, 2, 1, 0, 3, 2})));  // like a regular one
+    EXPECT(!accepts(with_two({kRelaxedLike, 1, 2, 0})));                              // like a chunk
+    EXPECT(!accepts(with_two({kInner, 1, 0, 2, 2, 1})));                              // regular, but not full
+    EXPECT(!accepts(with_two({kRelaxed, 1, 0, 2, 2, 1, kInner, 2, 0, 1, 1})));        // a regular one above it
+    EXPECT(!accepts(with_two({kRelaxed, 2, 0, 2, 2, 1})));                            // of the wrong height
+    EXPECT(!accepts(with_two({kRelaxed, 12, 0, 2, 2, 1})));                           // too high
+    EXPECT(!accepts(with_two({kRelaxed, 1, 0, 0})));                                  // a block of nothing
+    EXPECT(!accepts(with_two({kRelaxed, 1, 0, 2, 1, 1})));                            // more items than there are
+    EXPECT(!accepts(with_two({kRelaxed, 1, 0, 2, 2, 1, kRelaxed, 2, 0, 3, 1, 1, 1})));
+    EXPECT(!accepts(with_sixteen({2, 1, 0, 2, 1, 1})));
+    EXPECT(!accepts(with_sixteen({0, 1, 1, kOne, 2, 1, 0, 2, 1, 2})));
+    EXPECT(accepts(with_sixteen({0, 1, 1, kOne})));  // at any position
 }
 
 int main() {
     test_nonsense();
     for (seed = 1; seed <= 25; ++seed) test_round_trip();
+    EXPECT(relaxed_lists > 50);
     for (seed = 1; seed <= 10; ++seed) test_damage(12);
     if (failures) std::printf("%d failures\n", failures.load());
     return failures != 0;

@@ -16,9 +16,29 @@
 #include "state_leaves.h"
 
 // ---- RadixArray -----------------------------------------------------------------------------------------------------
-template <unsigned kBits>
+// The number of items below a block. A regular block has regular children, all full but the last. A relaxed one has
+// the right ends, and no child is empty.
+template <class Tree>
+static size_t checked_size(typename Tree::Block* block, unsigned height) {
+    EXPECT(block->used > 0 && block->used <= block->capacity && block->capacity <= Tree::most(height));
+    if (height == 0) return block->used;
+    size_t size = 0;
+    for (size_t i = 0; i < block->used; ++i) {
+        auto* child = block->children()[i];
+        const size_t part = checked_size<Tree>(child, height - 1);
+        size += part;
+        if (block->relaxed) {
+            EXPECT(block->ends()[i] == size);
+        } else {
+            EXPECT(!child->relaxed && (i + 1 == block->used || part == Tree::full_size(height - 1)));
+        }
+    }
+    return size;
+}
+
+template <unsigned kBits, bool kRelaxes>
 struct Copies {
-    using Array = RadixArray<Value, kBits>;
+    using Array = RadixArray<Value, kBits, kRelaxes>;
     struct Copy {
         Array array;
         std::vector<Leaf*> model;
@@ -29,6 +49,10 @@ struct Copies {
     void check() const {
         for (const Copy& copy : copies) {
             EXPECT(copy.array.size() == copy.model.size());
+            if (!copy.array.empty()) {
+                const size_t size = checked_size<typename Array::Tree>(copy.array.root(), copy.array.height());
+                EXPECT(size == copy.model.size());
+            }
             size_t at = 0;
             copy.array.for_each_chunk([&](const Value* values, size_t count) {
                 for (size_t i = 0; i < count; ++i, ++at) EXPECT(values[i].leaf() == copy.model[at]);
@@ -39,16 +63,48 @@ struct Copies {
     }
 };
 
-template <unsigned kBits>
+// Single items come and go at a place: the front, the back, one in the middle, or others each time.
+template <class Copy>
+static void write_singly(Random& random, Leaves& leaves, Copy& copy, size_t times) {
+    auto& [array, model, epoch] = copy;
+    const size_t place = random() % 5, mostly = random() % 3;
+    const size_t middle = random();
+    for (; times > 0; --times) {
+        const size_t size = model.size();
+        const bool adds = size == 0 || (mostly == 2 ? random() % 2 : mostly);
+        const size_t bound = size + adds;
+        const size_t at = place == 0 ? 0 : place == 1 ? bound - 1 : place == 2 ? middle % bound : below(random, bound);
+        const size_t which = random();
+        const Value item = Value::of(leaves[which]);
+        if (adds) item.take();
+        Released out;
+        array.splice(at, !adds, &item, adds, epoch, out);
+        EXPECT(out.size() == size_t(!adds));
+        for (Value gone : out) {
+            EXPECT(gone.leaf() == model[at]);
+            gone.drop();
+        }
+        const auto position = model.begin() + std::ptrdiff_t(at);
+        adds ? void(model.insert(position, leaves[which])) : void(model.erase(position));
+    }
+}
+
+template <unsigned kBits, bool kRelaxes>
 static void test_array(int steps, size_t most) {
     Random random(seed);
     Leaves leaves(50);
-    Copies<kBits> all;
+    Copies<kBits, kRelaxes> all;
+    bool met_relaxed = false;
+    unsigned highest = 0;
     all.copies.push_back({{}, {}, next_epoch()});
     for (int step = 0; step < steps; ++step) {
         auto& [array, model, epoch] = all.copies[below(random, all.copies.size())];
         const size_t size = model.size();
-        switch (random() % 8) {
+        switch (random() % 10) {
+            case 8:
+            case 9:
+                write_singly(random, leaves, all.copies[below(random, all.copies.size())], below(random, most / 4));
+                break;
             case 0:
             case 1:
                 for (size_t i = below(random, most / 4); i-- > 0;) {
@@ -120,6 +176,11 @@ static void test_array(int steps, size_t most) {
             copy.model.clear();
         }
         all.check();
+        for (auto& copy : all.copies) {
+            const bool relaxed = copy.array.root() && copy.array.root()->relaxed;
+            met_relaxed = met_relaxed || relaxed;
+            if (relaxed) highest = std::max(highest, copy.array.height());
+        }
         // No chunk that bears an epoch is reached from a copy of another.
         for (auto& copy : all.copies) {
             size_t owned = 0;
@@ -127,6 +188,7 @@ static void test_array(int steps, size_t most) {
             EXPECT(owned <= copy.model.size());
         }
     }
+    EXPECT(met_relaxed == kRelaxes && (!kRelaxes || highest >= 2 || most < 2000));
     size_t held = 0;
     std::map<const void*, size_t> chunks;
     for (auto& copy : all.copies) {
@@ -461,9 +523,12 @@ static void test_threads() {
 
 int main() {
     for (seed = 1; seed <= 12; ++seed) {
-        test_array<2>(300, 200);
-        test_array<3>(200, 3000);
-        test_array<7>(60, 9000);
+        test_array<2, false>(300, 200);
+        test_array<3, false>(200, 3000);
+        test_array<7, false>(60, 9000);
+        test_array<1, true>(250, 5000);
+        test_array<2, true>(300, 600);
+        test_array<4, true>(120, 20000);
         test_dict(120, 12);
         test_dict(150, 60);
         test_dict(60, 1500);

@@ -1,7 +1,7 @@
-"""An engine in a process of its own without vLLM: a TransformersClient behind the routes of ``turnwise serve``.
+"""Engines without vLLM, and what tests do to them: kill, stop, and falsify weights.
 
-``python engine_server.py FOLDER PORT`` serves the model and tokenizer in FOLDER until its standard input ends. Each row
-is computed alone, so an answer doesn't depend on its batch. :class:`EngineServers` starts several and kills them.
+``python engine_server.py SETTINGS`` is the server of ``turnwise serve --engine transformers``, except that SIGUSR1 lets
+one bit of all weights that arrive from then on be another.
 """
 
 from __future__ import annotations
@@ -13,27 +13,45 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from turnwise.inference.common.http import Endpoint
+from turnwise.inference.server.launch import HOSTS, KEY
+from turnwise.inference.server.settings import ServeSettings, server_command
+from turnwise.utils.processes import end_group
+
+KEY_VARIABLE = "TURNWISE_TEST_ENGINE_KEY"
+"""The variable of this process with the engines' key."""
 
 
 class EngineServers:
-    """``count`` engines of the model in ``folder``, each at one of ``urls`` for good."""
+    """``count`` transformers engines of the model in ``folder``, each at one of ``urls`` for good.
 
-    def __init__(self, folder: Path, count: int = 2) -> None:
-        self.folder = folder
-        self.ports = [_free_port() for _ in range(count)]
+    Each row is computed alone, so an answer doesn't depend on its batch. ``settings`` are further ones of
+    :class:`ServeSettings`.
+    """
+
+    def __init__(self, folder: Path, count: int = 2, **settings: Any) -> None:
+        self.settings = {"model": str(folder), "engine": "transformers", "max_batch_rows": 1, **settings}
+        self.ports = [free_port() for _ in range(count)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.processes: list[Any] = [None] * count
+        os.environ.setdefault(KEY_VARIABLE, "sesame")
 
     def start(self, *engines: int) -> None:
         """Start these engines (all, unless some are named), and return once they answer."""
         chosen = engines or range(len(self.urls))
         for engine in chosen:
+            *_, options = server_command(ServeSettings(**self.settings), self.ports[engine])
             self.processes[engine] = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(self.folder), str(self.ports[engine])],
+                [sys.executable, "-P", __file__, options],
                 stdin=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", KEY: os.environ[KEY_VARIABLE], HOSTS: ""},
+                start_new_session=True,
             )
         for engine in chosen:
             while not self.is_well(engine):
@@ -47,6 +65,10 @@ class EngineServers:
         except OSError:
             return False
 
+    def endpoint(self, engine: int, **settings: Any) -> Endpoint:
+        """An endpoint with the engines' key. ``settings`` are arguments of :class:`Endpoint`."""
+        return Endpoint(self.urls[engine], api_key_env=KEY_VARIABLE, **settings)
+
     def kill(self, engine: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.processes[engine].send_signal(how)
         if how == signal.SIGKILL:
@@ -54,137 +76,72 @@ class EngineServers:
 
     def flip(self, engine: int) -> None:
         """Let one bit of all weights that arrive from now on be another."""
-        urllib.request.urlopen(f"{self.urls[engine]}/flip", timeout=5).close()
+        self.kill(engine, signal.SIGUSR1)
+        time.sleep(0.1)  # a signal takes a moment
 
     def __enter__(self) -> EngineServers:
         self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for engine, process in enumerate(self.processes):
-            self.kill(engine)
-            process.stdin.close()
+        for process in self.processes:
+            if process is not None and process.returncode is None:
+                end_group(process, patience=0.0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
+@contextmanager
+def engine_here(model: Any, **settings: Any) -> Iterator[tuple[Endpoint, Any]]:
+    """Serve ``model`` from a thread of this process: an endpoint with the key, and the engine behind it."""
+    from aiohttp import web
+
+    from turnwise.inference.common.http import LoopThread
+    from turnwise.inference.transformers_server.engine import Engine
+    from turnwise.inference.transformers_server.routes import Routes
+
+    os.environ.setdefault(KEY_VARIABLE, "sesame")
+    engine, port, thread = Engine(model, "tiny", **settings), free_port(), LoopThread("engine")
+
+    async def serve() -> web.AppRunner:
+        runner = web.AppRunner(Routes(engine).app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner
+
+    with patch.dict(os.environ, {KEY: os.environ[KEY_VARIABLE], HOSTS: ""}):
+        runner = thread.submit(serve()).result()
+    thread.at_end += [engine.go_on, runner.cleanup]
+    endpoint = Endpoint(f"http://127.0.0.1:{port}", api_key_env=KEY_VARIABLE, timeout=30.0)
+    try:
+        yield endpoint, engine
+    finally:
+        endpoint.close()
+        thread.stop()
+
+
 # -- in the engine's process -------------------------------------------------------------------------------------------
-class Engine:
-    """Answers requests as a vLLM server with turnwise's worker does. ``labels`` has the label of each reload."""
+def flip(*signal_and_frame: Any) -> None:
+    from turnwise.inference.weights import sync
 
-    def __init__(self, folder: str) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from turnwise.inference import TransformersClient
-        from turnwise.inference.common.http import LoopThread
-
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        self.client = TransformersClient(model, AutoTokenizer.from_pretrained(folder), max_batch_rows=1)
-        self.config = model.config
-        self.labels, self.label = {0: "default"}, "default"
-        self.thread = LoopThread("engine")
-
-    def script(self) -> Any:
-        from fake_server import Say
-
-        models = {"data": [{"id": "tiny", "max_model_len": self.config.max_position_embeddings}]}
-        return {
-            "/health": Say({}),
-            "/v1/models": Say(models),
-            "/weight_info": lambda body: Say({"weight_version": self.label}),
-            "/update_weight_version": self.set_label,
-            "/collective_rpc": self.call,
-            "/pause": lambda body: self.run(self.client.pause()) or Say({}),
-            "/resume": lambda body: self.run(self.client.resume()) or Say({}),
-            "/reset_prefix_cache": Say({"success": True}),
-            "/inference/v1/generate": self.generate,
-            "/flip": self.flip,
-        }
-
-    def run(self, work: Any) -> Any:
-        return self.thread.submit(work).result()
-
-    def set_label(self, body: Any) -> Any:
-        from fake_server import Say
-
-        self.label = body["new_version"]
-        self.labels[self.client.version("default")] = self.label
-        return Say({"success": True})
-
-    def call(self, body: Any) -> Any:
-        from fake_server import Say
-
-        from turnwise.inference.weights.sync import TransferError, open_weights
-
-        if body["method"] == "turnwise_describe":
-            model = {"vocabulary": self.config.vocab_size, "dtype": "float32", "model": {}, "adapters": []}
-            return Say({"results": [model]})
-        try:
-            with open_weights(body["args"][0]) as weights:
-                self.client.load_weights("default", weights.items(), len(self.labels))
-        except TransferError as error:
-            return Say({"error": {"message": str(error)}}, 500)
-        return Say({"results": [None]})
-
-    def flip(self, body: Any) -> Any:
-        from contextlib import contextmanager
-
-        from fake_server import Say
-
-        from turnwise.inference.weights import sync
-
-        opened = sync._OPENERS["shared_memory"]
-
+    def flip_in(opened: Any) -> Any:
         @contextmanager
-        def flipped(handle: Any) -> Any:
+        def flipped(handle: Any) -> Iterator[Any]:
             with opened(handle) as weights:
                 next(iter(weights.values())).view(-1)[:1].view(dtype=sync.torch.uint8)[0] ^= 1
                 yield weights
 
-        sync._OPENERS["shared_memory"] = flipped
-        return Say({})
+        return flipped
 
-    def generate(self, body: Any) -> Any:
-        from fake_server import Say
-
-        from turnwise.types import ModelRequest, Sampling
-
-        asked = body["sampling_params"]
-        sampling = Sampling(
-            temperature=asked["temperature"],
-            max_tokens=asked["max_tokens"],
-            stop_token_ids=tuple(asked["stop_token_ids"]),
-            seed=asked["seed"],
-        )
-        [response] = self.run(self.client.generate([ModelRequest(body["token_ids"], sampling)]))
-        ids = response.completion_token_ids
-        content = [
-            {"token_id": token, "logprob": logprob} for token, logprob in zip(ids, response.logprobs, strict=True)
-        ]
-        [(_, version)] = response.policy_versions
-        choice = {
-            "token_ids": ids,
-            "logprobs": {"content": content},
-            "finish_reason": response.finish_reason,
-            "weight_versions": [{"start": 0, "end": len(ids), "version": self.labels[version]}],
-        }
-        return Say({"choices": [choice]})
-
-
-def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    import torch
-    from fake_server import FakeServer
-
-    torch.set_num_threads(1)
-    server = FakeServer(Engine(sys.argv[1]).script(), int(sys.argv[2]))
-    sys.stdin.read()
-    server.close()
+    sync._OPENERS.update({kind: flip_in(opened) for kind, opened in sync._OPENERS.items()})
 
 
 if __name__ == "__main__":
+    from turnwise.inference.transformers_server.launch import main
+
+    signal.signal(signal.SIGUSR1, flip)
     main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +17,16 @@ from turnwise.inference import (
     VLLMProcessClient,
     VLLMServerClient,
 )
+from turnwise.inference.common.http import Endpoint
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling
 
+from .engine_server import engine_here
 from .helpers import CONTEXT, build
 
 STOPS = tuple(range(100, 256))  # half of what a random model says, and the letters d to z of a script
 
-CLIENTS: dict[str, Callable[[Callable[[], Any]], InferenceClient]] = {
+CLIENTS: dict[str, Callable[[Callable[[str], Any]], InferenceClient]] = {
     "scripted": lambda servers: ScriptedClient(
         lambda request: "a big answer",
         versions={"default": 0, "other": 0},
@@ -51,20 +53,29 @@ CLIENTS: dict[str, Callable[[Callable[[], Any]], InferenceClient]] = {
         ByteTokenizer(),
         kv_cache_bytes=2**25,
     ),
-    # a server has one base, so two full policies take two
-    "vllm-server": lambda servers: RoutingClient(
-        {
-            name: VLLMServerClient(
-                server.endpoint(),
-                ByteTokenizer(),
-                {name: build("served", seed=seed)},
-            )
-            for seed, (name, server) in enumerate(zip(("default", "other"), servers(), strict=True))
-        }
-    ),
+    "vllm-server": lambda servers: _of_servers([server.endpoint() for server in servers("vllm_servers")]),
+    "transformers-server": lambda servers: _of_servers(servers("engines_here")),
 }
+
+
+def _of_servers(endpoints: list[Endpoint]) -> RoutingClient:
+    """A server has one base, so two full policies take two."""
+    return RoutingClient(
+        {
+            name: VLLMServerClient(endpoint, ByteTokenizer(), {name: build("served", seed=seed)})
+            for seed, (name, endpoint) in enumerate(zip(("default", "other"), endpoints, strict=True))
+        }
+    )
+
+
 KEPT = {"vllm-process"}
 """Clients that take long to start: one serves all tests until one of them closes it."""
+
+
+@pytest.fixture
+def engines_here() -> Iterator[list[Endpoint]]:
+    with engine_here(build("served", seed=5)) as (one, _), engine_here(build("served", seed=6)) as (other, _):
+        yield [one, other]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +88,7 @@ def kept() -> Any:
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.vllm if "vllm" in n else ()) for n in CLIENTS])
 async def client(request: pytest.FixtureRequest, kept: dict[str, Any]) -> Any:
-    make, servers = CLIENTS[request.param], lambda: request.getfixturevalue("vllm_servers")
+    make, servers = CLIENTS[request.param], request.getfixturevalue
     if request.param in KEPT:
         if request.param not in kept:
             kept[request.param] = make(servers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import signal
 import threading
@@ -16,20 +18,24 @@ import pytest
 import torch
 
 from turnwise.inference import PoolClient, VLLMServerClient
-from turnwise.inference.common.http import Endpoint
+from turnwise.inference.scripted import ByteTokenizer
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of, tiny_model
+from turnwise.run.clients import build_client, check_client
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
+from turnwise.types import ModelError
 
-from .engine_server import EngineServers
+from .engine_server import KEY_VARIABLE, EngineServers
 from .helpers import requests_of, sent, versions_of
+from .test_routed import Proxy
 
 
-def config_of(folder: Path, **rollout: Any) -> TrainConfig:
+def config_of(folder: Path, cluster: Any = None, **rollout: Any) -> TrainConfig:
     return config_from_dict(
         {
+            "cluster": cluster or {},
             "run_dir": str(folder / f"run-{time.monotonic_ns()}"),
             "steps": 2,
             "threads": 1,
@@ -84,7 +90,7 @@ def test_a_killed_engine_changes_no_bit(
     """One of two engines is killed at a random request, and comes back at another time of its own."""
     draw = random.Random(seed)
     victim, at = draw.randrange(2), draw.randrange(5, 35)
-    run = build_run(config_of(folder, client="vllm-server", server={"url": servers.urls}))
+    run = build_run(config_of(folder, client="vllm-server", server={"url": servers.urls, "api_key_env": KEY_VARIABLE}))
     pool, killed = run.arena.client, []
 
     def kill() -> None:
@@ -119,7 +125,7 @@ def test_a_killed_engine_changes_no_bit(
 def test_an_engine_that_stands_still_changes_no_bit(
     folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    server = {"url": servers.urls, "dead_after": 0.5}
+    server = {"url": servers.urls, "api_key_env": KEY_VARIABLE, "dead_after": 0.5}
     run = build_run(config_of(folder, client="vllm-server", server=server))
     pool = run.arena.client
 
@@ -146,7 +152,10 @@ async def test_weights_that_change_on_the_way_are_refused(folder: Path, servers:
     config = config_of(folder)
     tokenizer, model = tiny_model(config, task_of(config))
     servers.flip(1)
-    engines = {url: VLLMServerClient(Endpoint(url, patience=0.0, retries=0), tokenizer, model) for url in servers.urls}
+    engines = {
+        url: VLLMServerClient(servers.endpoint(number, patience=0.0, retries=0), tokenizer, model)
+        for number, url in enumerate(servers.urls)
+    }
     async with PoolClient(engines) as pool:
         with pytest.warns(UserWarning, match=f"engine {servers.urls[1]} failed.*other sums than those that were sent"):
             pool.load_weights("default", sent(model), 1)
@@ -160,11 +169,120 @@ async def test_weights_that_change_on_the_way_are_refused(folder: Path, servers:
         assert versions_of(await pool.generate(requests_of(6))) == {1}
 
 
+def write_members(run_dir: Path, epoch: int, **engines: str) -> None:
+    """Write the members of a run as the supervisor of a cluster does."""
+    file = run_dir / "cluster" / "members.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    listed = {name.replace("_", "-"): url for name, url in engines.items()}
+    file.with_suffix(".new").write_text(json.dumps({"epoch": epoch, "engines": {"main": listed}, "workers": {}}))
+    file.with_suffix(".new").rename(file)
+
+
+def label_of(servers: EngineServers, engine: int) -> str:
+    endpoint = servers.endpoint(engine)
+    label = endpoint.thread.submit(endpoint.ask("GET", "/weight_info")).result()["weight_version"]
+    endpoint.close()
+    return label
+
+
+def test_a_run_follows_the_members_of_its_cluster(
+    folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run waits for its first engine, which then has another address. The old one still answers: nobody asks it."""
+    monkeypatch.setenv("TURNWISE_CLUSTER_KEY", os.environ[KEY_VARIABLE])
+    pool = {"count": 1, "engine": "transformers", "options": {"max_batch_rows": 1}}
+    config = config_of(folder, cluster={"backend": "ray", "address": "auto", "engines": {"main": pool}, "wait": 60.0})
+    late = threading.Timer(0.5, write_members, [config.run_dir, 4], {"engine_0": servers.urls[0]})
+    late.start()
+    run = build_run(config)
+    client: Any = run.arena.client
+    weights = config.run_dir / "cluster" / "weights"
+    assert list(weights.glob("*.safetensors")), "engines may be on other hosts"
+    labels: list[str] = []
+
+    def move() -> None:
+        while client.stats()["requests"] < 15:
+            time.sleep(0.001)
+        write_members(config.run_dir, 5, engine_0=servers.urls[1])
+        while [engine.client._endpoint.url for engine in client._engines.values()] != servers.urls[1:]:
+            time.sleep(0.01)
+        labels.append(label_of(servers, 0))
+
+    thread = threading.Thread(target=move, daemon=True)
+    thread.start()
+    run.train()
+    thread.join(60)
+    assert client.serving() == ["engine-0"] and client.stats()["engines/engine-0/requests"] >= 5
+    run.close()
+    assert same(weights_of(run), undisturbed)
+    assert labels == [label_of(servers, 0)], "the engine of before got weights of the run"
+    assert label_of(servers, 1) not in labels
+    assert not list(weights.iterdir())
+
+
+def test_a_run_behind_a_router_changes_no_bit(
+    folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    """One engine is killed and comes back with weights of its own, which the router does not know."""
+    proxy = Proxy(servers.urls)
+    server = {"url": servers.urls, "api_key_env": KEY_VARIABLE, "router": proxy.url}
+    run = build_run(config_of(folder, client="vllm-server", server=server))
+    pool = run.arena.client
+
+    def kill() -> None:
+        while pool.stats()["requests"] < 15:
+            time.sleep(0.001)
+        servers.kill(1)
+        servers.start(1)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        run.train()
+    thread.join(60)
+    run.close()
+    proxy.close()
+    assert same(weights_of(run), undisturbed)
+    assert {url for url, _ in proxy.asked} == {*servers.urls} and pool.stats()["retries"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cluster": {"engines": {"a": {}, "b": {}}}}, r"'cluster.engines': policy 'default' is in 'a' and 'b'"),
+        ({"cluster": {"engines": {"a": {"policies": ["other"]}}}}, r"policy '(other|default)' is in"),
+        ({"loop": {"deterministic": True}, "cluster": {"engines": {"a": {}}}}, r"'loop.deterministic'.*engines 'a'"),
+        (
+            {
+                "rollout": {"server": {"router": "http://r"}},
+                "policies": {"one": {}, "two": {}},
+                "cluster": {"engines": {"a": {"policies": ["one"]}, "b": {"policies": ["two"]}}},
+            },
+            r"'rollout.server.router' = 'http://r': expected one pool, got \['a', 'b'\]",
+        ),
+        ({"cluster": {"engines": {"a": {}}, "wait": 0.1}}, r"no engine of pool 'a' was well within cluster.wait = 0.1"),
+    ],
+)
+def test_clusters_that_can_not_be(
+    change: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURNWISE_CLUSTER_KEY", "sesame")
+    change = {**change, "cluster": {"backend": "ray", **change["cluster"]}}
+    config = config_from_dict({"run_dir": str(tmp_path), **change})
+    with pytest.raises((ConfigError, ModelError), match=said):
+        check_client(config)
+        build_client(config, ByteTokenizer(), dict.fromkeys(config.policies))
+
+
 def test_refusals(folder: Path) -> None:
     twice = "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match=rf"'rollout.server.url'.*expected each server once.*got '{twice}' again"):
         build_run(config_of(folder, client="vllm-server", server={"url": [twice, twice]}))
     with pytest.raises(ConfigError, match=r"'rollout.server'.*can't be reached"):
         build_run(config_of(folder, client="vllm-server", server={"url": [twice, "http://127.0.0.1:2"]}))
+    router = {"url": {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}, "router": "http://127.0.0.1:3"}
+    with pytest.raises(ConfigError, match=r"'rollout.server.router': expected one group of servers behind it, got 2"):
+        build_client(config_of(folder, client="vllm-server", server=router), ByteTokenizer(), {"a": None, "b": None})
     with pytest.raises(ConfigError, match=r"rollout\.server\.url"):
         config_of(folder, client="vllm-server", server={"url": []})

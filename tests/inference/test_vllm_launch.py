@@ -158,10 +158,10 @@ STARTER = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-P", "-c", '''
 import subprocess, sys, threading, time
-from turnwise.inference.server.launch import _end_with_starter
+from turnwise.inference.server.launch import end_with_starter
 grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(grandchild.pid, flush=True)
-threading.Thread(target=_end_with_starter, daemon=True).start()
+threading.Thread(target=end_with_starter, daemon=True).start()
 time.sleep(60)
 '''], stdin=subprocess.PIPE, start_new_session=True)
 print(child.pid, flush=True)
@@ -214,7 +214,7 @@ def test_the_version_of_vllm_tells_what_it_computes_on(monkeypatch: pytest.Monke
 def test_arguments_reach_vllm_and_the_users_go_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(vllm_launch, "_on_cpu", lambda: True)
-    monkeypatch.setattr(vllm_launch, "_end_with_starter", lambda: None)
+    monkeypatch.setattr(vllm_launch, "end_with_starter", lambda: None)
     monkeypatch.setattr(vllm_launch.runpy, "run_module", lambda *a, **k: ran.append((a, list(sys.argv))))
     monkeypatch.setattr(sys, "argv", ["launch", "--model=m", "--block-size=16"])
     monkeypatch.setitem(os.environ, "TORCHDYNAMO_DISABLE", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from turnwise.train.log.run_log import RunLog
@@ -72,3 +73,31 @@ def hand_made(folder: Path, step: int) -> None:
     rollout = Rollout("r9", "duel", {"deal": HOSTILE}, steps, rewards, seed=2**62 + 1)
     result = GenerateResult(rollout, children=[GenerateResult(failed, parent_id="r9")])
     RunLog(folder, step, tokenizer=words).step(step, {"reward": float("nan"), "loss": 0.5}, [result])
+
+
+def cluster_run(folder: Path, start: float) -> None:
+    """Write the files of a run on two nodes: three steps, an engine that died and came back, one that left and died."""
+    log = RunLog(folder, 5)
+    for step, began, rollout, update, sync in [(1, 10, 6, 4, 1), (2, 22, 30, 4, 0.5), (3, 60, 8, 2, 0)]:
+        log.step(
+            step,
+            {"cluster/time": start + began, "seconds_rollout": rollout, "seconds_update": update,
+             "cluster/sync_seconds": sync, "cluster/version/engine-main-0/default": step,
+             "cluster/version_min/default": max(step - 2, 0), "cluster/version_max/default": step,
+             "cluster/version/engine-main-1/default": max(step - 2, 0)},
+        )  # fmt: skip
+    events = [
+        (0, "started", "rank-0", "n1", ""), (2, "started", "engine-main-0", "n1", ""),
+        (30, "died", "engine-main-0", "n1", "exit code -9"), (45, "restarted", "engine-main-0", "n2", ""),
+        (50, "joined", "engine-main-1", "n2", ""), (90, "removed", "engine-main-1", "n2", ""),
+        (100, "joined", "engine-main-1", "n2", ""), (105, "died", "engine-main-1", "n2", HOSTILE),
+        (110, "started", "worker-0", "n2", ""),
+    ]  # fmt: skip
+    (folder / "cluster").mkdir()
+    lines = [
+        json.dumps({"time": start + at, "event": event, "role": role, "node": node, "pid": 10 + at, "detail": detail})
+        for at, event, role, node, detail in events
+    ]
+    (folder / "cluster" / "events.jsonl").write_text("\n".join(lines) + "\n")
+    members = {"epoch": 6, "engines": {"main": {"engine-main-0": "http://10.0.0.2:41231"}}, "workers": {}, "ranks": 1}
+    (folder / "cluster" / "members.json").write_text(json.dumps(members))

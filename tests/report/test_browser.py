@@ -12,7 +12,7 @@ import pytest
 
 from turnwise.report import write_report
 
-from .hand_made import HOSTILE
+from .hand_made import HOSTILE, cluster_run
 
 pytestmark = pytest.mark.slow
 
@@ -211,6 +211,8 @@ def test_a_run_that_has_only_begun_opens(browser, tmp_path):
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(write_report(tmp_path).as_uri())
     assert "No step has been logged yet" in page.inner_text("main")
+    tabs = page.locator("[data-tab]").evaluate_all("tabs => tabs.map(tab => tab.dataset.tab)")
+    assert tabs == ["curves", "episodes", "config"], "a run without a cluster has no lanes"
     page.click("[data-tab=episodes]")
     assert "No episode has been recorded yet" in page.inner_text("main")
     page.close()
@@ -238,3 +240,83 @@ def test_what_each_actor_adds_is_a_table_of_text(page):
         ["proposer", "–", "–", "100.0%", "–"],
     ]
     assert page.evaluate("contributionTable({ contributions: null })") is None
+
+
+# ---- the processes of a cluster --------------------------------------------------------------------------------------
+START = 1_700_000_000.0
+
+
+@pytest.fixture(params=["light", "dark"])
+def lanes_page(request, browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    """The lanes of a run on a cluster, in both colour schemes."""
+    cluster_run(tmp_path / "run", START)
+    page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=request.param)
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(write_report(tmp_path / "run", tmp_path / "report.html").as_uri())
+    page.click("[data-tab=processes]")
+    yield page
+    assert complaints == []
+    page.close()
+
+
+def bars(page: Page, role: str, kind: str) -> list[tuple[float, float]]:
+    """Begin and end of the bars of a lane, in seconds of the run: 110 are as wide as all lanes."""
+    found = page.locator(f".lane[data-role='{role}'] {kind}").evaluate_all(
+        "nodes => nodes.map(node => [Number(node.getAttribute('x')), Number(node.getAttribute('width'))])"
+    )
+    second = (1100 - 150 - 16) / 110
+    return [(round((x - 150) / second, 1), round((x - 150 + width) / second, 1)) for x, width in found]
+
+
+def test_each_process_has_a_lane_over_time(lanes_page):
+    page = lanes_page
+    names = page.locator(".lane").evaluate_all("lanes => lanes.map(lane => lane.dataset.role)")
+    assert names == ["loop", "rank-0", "engine-main-0", "engine-main-1", "worker-0"]
+    assert bars(page, "loop", "[data-part=rollout]") == [(10.0, 16.0), (22.0, 52.0), (60.0, 68.0)]
+    assert bars(page, "loop", "[data-part=update]") == [(16.0, 19.0), (52.0, 55.5), (68.0, 70.0)]
+    assert bars(page, "loop", "[data-part=sync]") == [(19.0, 20.0), (55.5, 56.0)], "the last step sent nothing"
+    assert bars(page, "rank-0", ".ran") == [(0.0, 110.0)]
+    assert bars(page, "engine-main-0", ".ran") == [(2.0, 30.0), (45.0, 110.0)]
+    marks = page.locator(".lane[data-role=engine-main-0] .mark")
+    assert marks.evaluate_all("all => all.map(mark => mark.dataset.event)") == ["started", "died", "restarted"]
+    # What ran, and each mark, can be told from the paper.
+    colours = page.locator(".lane .mark, .lane rect").evaluate_all("all => all.map(one => getComputedStyle(one).fill)")
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper not in colours and len(set(colours)) >= 6
+
+
+def test_a_death_tells_its_cause_as_text(lanes_page):
+    page = lanes_page
+    page.locator(".lane[data-role=engine-main-1] [data-event=died]").hover()
+    tip = page.locator("#tip").inner_text()
+    assert "engine-main-1 died" in tip and "2023-11-14 22:15:05 UTC" in tip and HOSTILE.strip() in tip
+    assert page.locator("#injected").count() == 0
+    page.locator(".lane[data-role=loop] [data-step='2'][data-part=update]").hover()
+    assert (
+        page.locator("#tip").inner_text().split("\n")[0] == "step 2: update"
+        and "3.5" in page.locator("#tip").inner_text()
+    )
+
+
+def test_the_newest_steps_can_be_looked_at(lanes_page):
+    page = lanes_page
+    page.evaluate(
+        """() => {
+          const { lanes } = JSON.parse(document.getElementById("data").textContent);
+          lanes.left_out = 7;
+          document.getElementById("main").replaceChildren(lanesTab(lanes), lanesPicture(lanes, 1));
+        }"""
+    )
+    assert "7 earlier ones are left out" in page.inner_text("main .note")
+    newest = page.locator("main > svg")
+    assert newest.locator(".lane[data-role=loop] rect").count() == 2
+    assert newest.locator(".lane[data-role=engine-main-0] .ran").get_attribute("x") == "150.00", "cut at the left edge"
+    assert newest.locator(".lane[data-role=engine-main-0] .mark").count() == 0
+
+
+@pytest.mark.parametrize("width", [390, 1600])
+def test_lanes_fit_their_window(lanes_page, width):
+    lanes_page.set_viewport_size({"width": width, "height": 800})
+    assert lanes_page.evaluate("document.documentElement.scrollWidth") <= width

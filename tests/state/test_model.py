@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -435,6 +436,42 @@ class Histories(RuleBasedStateMachine):
             items[at:at] = range(size)
             del items[at + 2 : at + 2 + cut]
             items.insert(at // 2, "here")
+
+    @rule(
+        v=st.integers(0, 9),
+        longest=st.booleans(),
+        n=st.integers(0, 60),
+        place=st.sampled_from(["front", "inside", "anywhere", "back"]),
+        adds=st.sampled_from([0.0, 0.5, 1.0]),
+        times=st.sampled_from([1, 8, 70, 400]),
+        seed=st.integers(0, 99),
+    )
+    def many_singles(self, v: int, longest: bool, n: int, place: str, adds: float, times: int, seed: int) -> None:
+        """Items come and go one by one, also in lists that are long enough for a tree of several levels."""
+        version = self.version(v)
+        found = self.target(version, n, list)
+        if found is None:
+            return
+        if longest:
+            found = max((pair for pair in version.pairs() if isinstance(pair[1], list)), key=lambda pair: len(pair[1]))
+        rng = random.Random(seed)
+        inside = rng.random()
+        for turn in range(times):
+            count = len(found[1])
+            add = rng.random() < adds or count == 0
+            chosen = {"front": 0, "inside": int(inside * count), "anywhere": rng.randrange(count + 1), "back": count}
+            at = chosen[place] if add else min(chosen[place], count - 1)
+            pops = rng.random() < 0.5
+            results = []
+            for items in found:
+                if add:
+                    items.insert(at, [turn] if turn % 60 == 1 else turn)
+                elif pops:
+                    results.append(items.pop(at))
+                else:
+                    del items[at]
+            if results:
+                check_same(*results)
 
     # ---- versions
     @precondition(lambda self: len(self.versions) < MOST_VERSIONS)

@@ -208,10 +208,18 @@ int list_set_slice(Proxy* self, PyObject* slice, PyObject* objects) {
             range.start += (range.count - 1) * range.step;
             range.step = -range.step;
         }
-        // Move the items that stay forward, in one pass. The items left at the end were moved, so they hold no
-        // references.
         Released gone;
         gone.reserve(size_t(range.count));
+        // A few of many items go one by one.
+        if ((size - range.start) / 64 > range.count) {
+            for (Py_ssize_t i = 0; i < range.count; ++i) {
+                node->items.splice(size_t(range.start + i * (range.step - 1)), 1, nullptr, 0, node->epoch, gone);
+            }
+            for (Value item : gone) item.drop();
+            return 0;
+        }
+        // Otherwise move the items that stay forward, in one pass. The items left at the end were moved, so they hold
+        // no references.
         Py_ssize_t to = range.start;
         for (Py_ssize_t from = range.start; range.count && from < size; ++from) {
             const Value item = node->items.own(size_t(from), node->epoch);

@@ -1,7 +1,7 @@
-"""Writes a run as one HTML file: curves, config, and the tree of each recorded episode.
+"""Writes a run as one HTML file (curves, config, episodes, processes), and tells its status.
 
-Read in this order: page, read, credit.
-May import: types, utils, samples, credit, train.log.
+Read in this order: page, read, cluster, status, credit.
+May import: types, utils, samples, credit, train, train.log, train.checkpoint.
 """
 
 from turnwise.report.page import write_report

@@ -15,7 +15,7 @@ from typing import Any
 from turnwise.report.read import Limits, read_run
 from turnwise.utils.files import replace_text
 
-SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "main.js")
+SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "lanes.js", "main.js")
 """Scripts in page order: each uses those before it."""
 
 

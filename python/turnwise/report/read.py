@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.report.cluster import lanes
+from turnwise.train.log.cluster_metrics import TIME
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import parse_line
 
@@ -39,6 +41,7 @@ class Limits:
 def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
     """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``contributions``, ``warnings``,
     ``actors``, ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all recorded episodes.
+    ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`), ``None`` for others.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
@@ -61,6 +64,7 @@ def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
         "config": config,
         "planned": settings.get("steps"),
         "curves": curves(rows, limits.points),
+        "lanes": lanes(folder, rows, limits.points),
         "contributions": contributions(rows),
         "warnings": read_metrics(folder, "warnings.jsonl"),
         "actors": names([actor_of(name) for row in rows for name in row], [step["actor"] for step in calls]),
@@ -109,7 +113,7 @@ def curves(rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any]:
     series: dict[str, list[float | None]] = {}
     for index, row in enumerate(kept):
         for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)):
+            if name not in ("step", TIME) and isinstance(value, (int, float)):
                 series.setdefault(name, [None] * len(kept))[index] = float(value) if math.isfinite(value) else None
     return {"rows": len(rows), "step": [row["step"] for row in kept], "series": series}
 

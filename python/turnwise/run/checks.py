@@ -14,6 +14,7 @@ from turnwise.arena.setup import mix_of, reward_problems
 from turnwise.credit import build_rule
 from turnwise.run.ablations import ablations_of
 from turnwise.run.clients import check_client
+from turnwise.run.clusters.settings import cluster_problems
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.selfplay import Measure, check_selfplay
 from turnwise.run.tinker.checks import check_tinker, is_remote
@@ -80,6 +81,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     with problems.gathered():
         actors = with_quotas(config, actors, task)
     problems.lines += check_tinker(resolved)
+    problems.lines += cluster_problems(resolved)
     problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
     if config.eval.exploitability_every and exploitability_of(task) is not None:
         with problems.gathered():

@@ -57,6 +57,6 @@ def check_selfplay(
     key = f"config key 'eval.exploitability_every' = {config.eval.exploitability_every}"
     if config.eval.exploitability_every and measure is None:
         problems.append(f"{key}: task {task!r} is not solved exactly; expected kuhn_poker or tic_tac_toe")
-    elif config.eval.exploitability_every and config.rollout.client != "transformers":
-        problems.append(f"{key}: needs rollout.client = 'transformers', which can score")
+    elif config.eval.exploitability_every and (config.rollout.client != "transformers" or config.cluster.has_engines):
+        problems.append(f"{key}: needs rollout.client = 'transformers', which can score, and no cluster.engines")
     return problems

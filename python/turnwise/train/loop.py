@@ -45,6 +45,7 @@ from turnwise.train.interrupt import StopRequest
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.client_metrics import ClientMetrics
+from turnwise.train.log.cluster_metrics import ClusterMetrics
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.step_metrics import staleness, summarize
 from turnwise.train.model.policy import Policy
@@ -118,6 +119,7 @@ class Trainer:
         self.log.tokenizer = self.log.tokenizer or arena.tokenizer
         arena.episode_counter.show = self.log.rollouts
         self.client_metrics = ClientMetrics(arena.client)
+        self.cluster_metrics = ClusterMetrics(config, arena.client)
         self.watch = Watch(self)
 
         # Settings of the arena: recordings, saved episodes, the KL penalty on rewards.
@@ -179,6 +181,7 @@ class Trainer:
         finished batches in front of the first unfinished one.
         """
         self._started = time.perf_counter()
+        self.cluster_metrics.begin()
         self.start_rollouts()
         try:
             results = await self._stop.unless_requested(self.rollouts.get_oldest())
@@ -236,18 +239,19 @@ class Trainer:
 
         A deterministic run first waits until nothing is being sampled, so that no batch mixes versions by chance.
         """
-        if self.config.loop.deterministic:
-            await self.rollouts.wait_idle()
-        for name, policy in self.policies.items():
-            if self._published.get(name) != policy.version:
-                await self.send_weights(policy)
-                self._published[name] = policy.version
+        with self.cluster_metrics.syncing():
+            if self.config.loop.deterministic:
+                await self.rollouts.wait_idle()
+            for name, policy in self.policies.items():
+                if self._published.get(name) != policy.version:
+                    await self.send_weights(policy)
+                    self._published[name] = policy.version
 
     async def send_weights(self, policy: Policy) -> None:
         """Send the weights of ``policy`` to the client; the first call also sends the base of an adapter."""
 
         def load(weights: Weights) -> None:
-            self.arena.client.load_weights(policy.name, weights, policy.version)
+            self.arena.client.load_weights(policy.name, self.cluster_metrics.counted(weights), policy.version)
 
         base = policy.name not in self._published
         await self.run_off_event_loop(partial(self.learner.send, base=base), policy.name, load)
@@ -263,11 +267,12 @@ class Trainer:
             self.start_rollouts()
         # Collect the metrics of the batch, the timings and the callbacks.
         metrics |= summarize(batch, results, getattr(self.validation, "metric", None), self.arena.episodes)
+        seconds = {"seconds_rollout": self._sampled - self._started, "seconds_update": updated - self._sampled}
         metrics |= {
-            "seconds_rollout": self._sampled - self._started,
-            "seconds_update": updated - self._sampled,
+            **seconds,
             "tokens_per_second": batch.metrics["sampled_tokens"] / (updated - self._started),
             **self.client_metrics.take(),
+            **self.cluster_metrics.take(seconds, waiting=len(self.rollouts.pending().batches)),
         }
         for callback in self.callbacks.values():
             metrics |= await callback.after_step(self, results)

@@ -81,6 +81,17 @@ class RunLock:
         self._file = file
 
 
+def lock_holder(folder: Path) -> dict[str, Any] | None:
+    """Return ``pid``, ``host`` and ``since`` of the process that writes ``folder``; ``None`` if none says so.
+
+    A process that was killed still stands there. The lock is not taken.
+    """
+    try:
+        return _holder((folder / LOCK).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
 def _holder(content: bytes) -> dict[str, Any] | None:
     """Return the contents of a lock file, or ``None`` if it is empty or half written."""
     try:

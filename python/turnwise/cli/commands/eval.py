@@ -114,7 +114,8 @@ def _evaluated(
     except ValueError as error:
         raise ValueError(f"--ablate {','.join(ablate)}: {error}") from None
     quiet = RunLog(config.run_dir, 0, writers=[], console=Console(stderr=True), progress=False)
-    run, chosen = load_run(config, checkpoint, None if verbose else quiet)
+    unserved = config.log.model_copy(update={"prometheus": None})  # the run itself may hold the port
+    run, chosen = load_run(config.model_copy(update={"log": unserved}), checkpoint, None if verbose else quiet)
     with closing(run):
         sampling = run.arena.sampling.with_(temperature=temperature)
         result, additions = run.ablate(ablations, sampling, samples=samples)

@@ -1,4 +1,4 @@
-"""``turnwise serve``: serve a model with vLLM, or the actors of a run, until Ctrl-C."""
+"""``turnwise serve``: serve a model with vLLM or transformers, or the actors of a run, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from turnwise.train.validate import read_config
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import announce_code
 
-OF_VLLM = {
-    "adapters": [], "adapter_slots": 0, "adapter_rank": 16, "kv_cache_gb": 1.0, "max_num_seqs": 256, "engine_arg": [],
-    "restarts": 5,
+OF_MODEL = {
+    "engine": "vllm", "dummy_weights": False, "adapters": [], "adapter_slots": 0, "adapter_rank": 16,
+    "kv_cache_gb": 1.0, "max_num_seqs": 256, "max_batch_rows": 512, "engine_arg": [], "restarts": 5,
 }  # fmt: skip
-"""Options of vLLM's server, and their defaults."""
+"""Options of a model's server, and their defaults."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,8 +49,11 @@ def run(options: argparse.Namespace) -> int:
             adapters=parse_pairs("--adapters", options.adapters, str),
             adapter_slots=options.adapter_slots,
             adapter_rank=options.adapter_rank,
+            engine=options.engine,
+            dummy_weights=options.dummy_weights,
             kv_cache_gb=options.kv_cache_gb,
             max_num_seqs=options.max_num_seqs,
+            max_batch_rows=options.max_batch_rows,
             engine_args=parse_pairs("--engine-arg", options.engine_arg, literal),
             restarts=options.restarts,
         )
@@ -65,9 +68,9 @@ def say(line: str) -> None:
 # ---- a run's actors --------------------------------------------------------------------------------------------------
 def serve_run(options: argparse.Namespace) -> int:
     """Serve the actors of a run, sampled by the client in its config, until Ctrl-C (which raises) or SIGTERM."""
-    for name, default in OF_VLLM.items():
+    for name, default in OF_MODEL.items():
         if getattr(options, name) != default:
-            raise ValueError(f"--{name.replace('_', '-')}: is of vLLM's server; a run is served as its config says")
+            raise ValueError(f"--{name.replace('_', '-')}: is of a model's server; a run is served as its config says")
     key = secrets.token_urlsafe(32) if options.api_key_env is None else key_from_environment(options.api_key_env)
     folder = Path(options.model)
     announce_code(raw_settings(folder / CONFIG_FILE, {}))
@@ -116,7 +119,7 @@ def _kept(key: str, url: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-# ---- a model, by vLLM ------------------------------------------------------------------------------------------------
+# ---- a model ---------------------------------------------------------------------------------------------------------
 def serve_until_stopped(settings: ServeSettings) -> None:
     """Serve in the foreground until Ctrl-C (which raises), SIGTERM or SIGHUP; logs go to stderr.
 

@@ -8,6 +8,7 @@ from turnwise.cli.options import EXIT_INTERRUPTED, EXIT_OK
 from turnwise.report import write_report
 from turnwise.run.build import follow_config, train_from_config
 from turnwise.run.checks import dry_run
+from turnwise.run.clusters.start import is_supervised, placement_lines, train_on_cluster
 from turnwise.run.ranks import join_ranks, leave_ranks
 from turnwise.tasks import task_type
 from turnwise.train.config.toml import raw_settings
@@ -16,6 +17,8 @@ from turnwise.utils.registry import announce_code
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.cluster is not None:
+        options.overrides |= {"cluster.backend": "ray", "cluster.address": options.cluster}
     imports = options.import_code or not options.dry_run
     if options.dry_run:
         what = "is imported" if imports else "is not imported"
@@ -23,7 +26,11 @@ def run(options: argparse.Namespace) -> int:
     config = read_config(options.config, options.overrides, task_type=task_type, import_code=imports)
     if options.dry_run:
         print(dry_run(config, import_code=options.import_code), end="")
+        if is_supervised(config):
+            print(*(f"# {line}" for line in placement_lines(config)), sep="\n")
         return EXIT_OK
+    if is_supervised(config):
+        return train_on_cluster(config)
 
     mesh = join_ranks(config)
     if mesh is not None and mesh.get_rank():

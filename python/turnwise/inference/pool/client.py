@@ -89,6 +89,11 @@ class PoolClient(ClientBase):
         """True if an engine samples with the trainer's own modules."""
         return any(getattr(engine.client, "shares_weights", False) for engine in self._engines.values())
 
+    @property
+    def closed(self) -> bool:
+        """True once :meth:`close` was called."""
+        return self._closed
+
     # -- the client protocol -------------------------------------------------------------------------------------------
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order.
@@ -115,10 +120,11 @@ class PoolClient(ClientBase):
         self._thread.submit(self._publish(new)).result()
 
     def version(self, policy: str) -> int:
-        """The version that was last published, or else that of the engines."""
+        """The version that was last published, or else that of the engines, 0 without any."""
         if policy in self._published:
             return self._published[policy].version
-        return next(iter(self._engines.values())).client.version(policy)
+        engines = list(self._engines.values())
+        return engines[0].client.version(policy) if engines else 0
 
     async def pause(self) -> None:
         """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""
@@ -143,13 +149,21 @@ class PoolClient(ClientBase):
         """Add an engine. It serves once it has acknowledged the published weights, for which the others don't wait."""
         self._thread.submit(self._join(name, client)).result()
 
-    async def leave(self, name: str) -> None:
-        """Remove an engine: it gets no new requests, and its client is closed once it has answered the others."""
-        await asyncio.wrap_future(self._thread.submit(self._leave(name)))
+    async def leave(self, name: str, at_once: bool = False) -> None:
+        """Remove an engine: it gets no new requests, and its client is closed once it has answered the others.
+
+        With ``at_once`` other engines get those too, and no answer of the removed one counts any more.
+        """
+        await asyncio.wrap_future(self._thread.submit(self._leave(name, at_once)))
 
     def serving(self) -> list[str]:
         """The names of the engines that serve now."""
         return [name for name, engine in list(self._engines.items()) if engine.serving]
+
+    def versions(self) -> dict[str, dict[str, int]]:
+        """For each engine that serves now, the version of each policy that it acknowledged last."""
+        serving = [engine for engine in list(self._engines.values()) if engine.serving]
+        return {e.name: {policy: known[-1] for policy, known in e.versions.items()} for e in serving}
 
     def stats(self) -> dict[str, float]:
         """Sum the totals of all engines, with the pool's ``retries`` (requests asked elsewhere) and ``restarts``
@@ -191,8 +205,7 @@ class PoolClient(ClientBase):
 
     async def _one(self, request: ModelRequest) -> ModelResponse:
         """Ask one engine after the other, with the same seed, until one answers."""
-        if request.sampling.seed is None:
-            request = replace(request, sampling=request.sampling.with_(seed=int(self._seeds.integers(2**63))))
+        request = self._seeded(request)
         failed: dict[str, str] = {}
         for _ in range(self._attempts):
             engine = await self._choose(request, failed)
@@ -203,6 +216,11 @@ class PoolClient(ClientBase):
                 engine.counts["retries"] += 1
                 self._exclude(engine, str(error), error.lost)
         raise ModelError(f"a request failed {self._attempts} times: {_list(failed)}")
+
+    def _seeded(self, request: ModelRequest) -> ModelRequest:
+        if request.sampling.seed is not None:
+            return request
+        return replace(request, sampling=request.sampling.with_(seed=int(self._seeds.integers(2**63))))
 
     async def _choose(self, request: ModelRequest, failed: Mapping[str, str]) -> PoolEngine:
         """Choose among the engines that serve, those that ``failed`` on the request last."""
@@ -254,6 +272,8 @@ class PoolClient(ClientBase):
             except Exception as error:  # whatever it is, the engine doesn't serve, and the error is kept
                 engine.error = str(error) or type(error).__name__
             await asyncio.sleep(min(FIRST_WAIT * 2 ** min(attempt, 16), LONGEST_WAIT))
+        if self._engines.get(engine.name) is not engine:
+            return False
         engine.begin()
         self._joined.set()
         return True
@@ -264,11 +284,11 @@ class PoolClient(ClientBase):
         engine = self._engines[name] = PoolEngine(name, client, self._limits)
         self._start(self._admit(engine))
 
-    async def _leave(self, name: str) -> None:
+    async def _leave(self, name: str, at_once: bool) -> None:
         if name not in self._engines:
             raise ValueError(f"name={name!r}: expected one of {sorted(self._engines)}")
         engine = self._engines.pop(name)
-        engine.end("it left the pool", lost=False)
+        engine.end("it left the pool", lost=at_once)
         while engine.outstanding:
             await asyncio.sleep(0.01)
         self._left.update(getattr(engine.client, "stats", dict)())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,16 +92,13 @@ class PoolEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
     async def ask(self, request: ModelRequest) -> ModelResponse:
         """Return the engine's answer. Raises :class:`EngineFailed`, and the client's errors that the request caused."""
-        first = max(len(self.versions.get(request.policy, ())) - 1, 0)
+        first = self.first_version(request.policy)
         self.counts["requests"] += 1
         self.outstanding += 1
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
         try:
             response = await self._answer(request)
-            if not self._vouches(request.policy, response, first):
-                async with self._loading:  # these may be weights that the engine is about to acknowledge
-                    pass
-            if not self._vouches(request.policy, response, first):
+            if not await self.vouches(request.policy, response, first):
                 raise EngineFailed(
                     f"it answered with versions {response.policy_versions} of {request.policy!r}: expected "
                     f"{self.versions[request.policy][first:]}, which it acknowledged"
@@ -116,11 +114,21 @@ class PoolEngine:
             self.outstanding -= 1
         return response
 
-    def _vouches(self, policy: str, response: ModelResponse, first: int) -> bool:
+    def first_version(self, policy: str) -> int:
+        """The place in ``versions`` of the first version of ``policy`` that the answer to a new request may have."""
+        return max(len(self.versions.get(policy, ())) - 1, 0)
+
+    async def vouches(self, policy: str, response: ModelResponse, first: int) -> bool:
         """True if the engine acknowledged all versions of ``response``, from the ``first`` one on, or was sent none."""
-        acknowledged = self.versions.get(policy)
         sampled = {version for count, version in response.policy_versions if count}
-        return acknowledged is None or sampled <= set(acknowledged[first:])
+        if policy in self.versions and not sampled <= set(self.versions[policy][first:]):
+            async with self.loaded():  # these may be weights that the engine is about to acknowledge
+                pass
+        return policy not in self.versions or sampled <= set(self.versions[policy][first:])
+
+    def loaded(self) -> AbstractAsyncContextManager[None]:
+        """A block in which the engine loads no weights; it waits for those that it loads now."""
+        return self._loading
 
     async def _answer(self, request: ModelRequest) -> ModelResponse:
         answer = asyncio.ensure_future(self.client.generate([request]))
@@ -130,11 +138,10 @@ class PoolEngine:
                 while not answer.done():
                     either: set[asyncio.Future[Any]] = {answer, lost}
                     await asyncio.wait(either, timeout=self._limits.dead_after, return_when=asyncio.FIRST_COMPLETED)
-                    if answer.done():
-                        break
                     if self._lost.is_set():
                         raise EngineFailed(self.error, lost=True)
-                    await self.check_health()
+                    if not answer.done():
+                        await self.check_health()
                 [response] = answer.result()
                 return response
         except TimeoutError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,8 +33,8 @@ from turnwise.inference.vllm.lora import Adapter, full_weights, shapes_of
 from turnwise.inference.weights.load import check_weights, collect_weights
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
-from turnwise.inference.weights.sync_gpu import address_towards
 from turnwise.inference.weights.weight_block import WeightHandle
+from turnwise.inference.weights.wire import LOOPBACK, address_towards
 from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 
 
@@ -64,10 +66,13 @@ class VLLMServerClient(ClientBase):
       several.
     - ``in_flight``: loads weights between two tokens, and ``policy_versions`` tells which weights sampled which tokens.
       Else weights wait until the server is idle. The server holds requests back while it loads weights.
-    - ``transfer``: the way weights travel. ``"auto"``: memory that the server's process reads, or files in ``folder``,
-      which a server on another host must see under the same path. ``"nccl"`` between GPUs and ``"gloo"`` over TCP reach
-      other hosts without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one,
-      by ``SharedTransfer(transfer_to(...)).lend()``.
+    - ``folder``: a folder that the server sees under the same path, for adapters, which always travel as files.
+    - ``transfer``: the way weights travel. ``"auto"``: files in ``folder`` if that is given, else memory that a server
+      at a loopback address reads, else ``"gloo"``. ``"gloo"`` over TCP and ``"nccl"`` between GPUs reach other hosts
+      without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
+      ``SharedTransfer(transfer_to(...)).lend()``.
+    - ``suffix``: the end of the names that the server has for adapters, by default a random one. The clients of servers
+      behind one router share it.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted. The client then sends its weights and the request again, with the same seed. So the client
@@ -93,6 +98,7 @@ class VLLMServerClient(ClientBase):
         in_flight: bool = False,
         folder: str | Path | None = None,
         transfer: str | WeightTransfer = "auto",
+        suffix: str | None = None,
         seed: int = 0,
     ) -> None:
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
@@ -105,8 +111,8 @@ class VLLMServerClient(ClientBase):
         place = Path(folder or self._temporary.name).absolute()  # type: ignore[union-attr]  # one of them is there
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         named = isinstance(transfer, str)
-        self._transfer: WeightTransfer = transfer_to(self._endpoint, transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
-        self._policies, base = _describe(models, place, self._mark)
+        self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
+        self._policies, base = _describe(models, place, self._mark, self._mark if suffix is None else suffix)
         self._server = RemoteServer(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
@@ -166,6 +172,11 @@ class VLLMServerClient(ClientBase):
         """Let waiting requests run."""
         self._endpoint.thread.call(self._open.set)
 
+    @property
+    def ready(self) -> bool:
+        """True once the client has connected to the server, and has sent it weights if it sends any."""
+        return self._server.info is not None and (self._synced or not self._sends)
+
     async def check_health(self) -> None:
         """Raise ``ModelError`` if the server can't be reached, or says that it is not well."""
         asked = self._endpoint.ask("GET", "/health", once=True, reads=False)
@@ -176,6 +187,9 @@ class VLLMServerClient(ClientBase):
         self._closed = True
         await asyncio.to_thread(self._endpoint.close)
         self._transfer.close()
+        for held in self._policies.values():
+            if held.adapter is not None:
+                shutil.rmtree(held.adapter.folder, ignore_errors=True)
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -278,7 +292,7 @@ class VLLMServerClient(ClientBase):
     # -- weights, in the endpoint's thread -----------------------------------------------------------------------------
     async def _ready(self) -> None:
         """Connect to the server, and send it this client's weights, unless that happened before."""
-        if self._server.info is not None and (self._synced or not self._sends):
+        if self.ready:
             return
         async with self._lock:
             await self._connect()
@@ -356,19 +370,33 @@ STATS = {
 """The totals of :meth:`VLLMServerClient.stats`."""
 
 
-def transfer_to(endpoint: Endpoint, name: str, folder: str | Path | None) -> WeightTransfer:
-    """Make the transfer ``name`` to a server, through ``folder`` if that is given."""
-    if folder is not None and name not in ("auto", "safetensors"):
-        raise ValueError(f"transfer={name!r}: expected 'auto' or 'safetensors' with folder={str(folder)!r}")
-    if folder is not None:
+def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
+    """Make the transfer ``name`` to the servers at ``urls``, with ``folder`` as in :class:`VLLMServerClient`."""
+    if folder is not None and name not in ("auto", "safetensors", "gloo", "nccl"):
+        raise ValueError(
+            f"transfer={name!r}: expected 'auto', 'safetensors', 'gloo' or 'nccl' with folder={str(folder)!r}"
+        )
+    if folder is not None and name in ("auto", "safetensors"):
         return SafetensorsTransfer(folder)
-    if name in ("nccl", "gloo"):
-        return make_transfer(name, address_towards(urlsplit(endpoint.url).hostname or ""))
-    return make_transfer(name)
+    hosts = [urlsplit(url).hostname or "" for url in urls]
+    others = [host for host in hosts if not _is_loopback(host)]
+    if name == "auto" and others:
+        name = "gloo"
+    # The address towards another host is one that this host's own servers reach too.
+    return make_transfer(name, address_towards([*others, *hosts][0]) if name in ("gloo", "nccl") else LOOPBACK)
 
 
-def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
-    """Describe the policies of ``models``, and write their adapters to files below ``place``.
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _describe(
+    models: Mapping[str, Any], place: Path, mark: str, suffix: str
+) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
+    """Describe the policies of ``models``, and write their adapters to files below ``place``, in folders with ``mark``.
 
     Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
     """
@@ -387,9 +415,9 @@ def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[s
         held = policies[name] = _Policy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
         held.base = shapes[id(plain)]
         if isinstance(model, AdaptedModel) and model.name is not None:
-            held.served = f"{name}-{mark}"
+            held.served = f"{name}-{suffix}"
             held.own = shapes_of(model.state_dict())
-            held.adapter = Adapter(held.served, 0, place / held.served, model.shared.configs[model.name])
+            held.adapter = Adapter(held.served, 0, place / f"{name}-{mark}", model.shared.configs[model.name])
             held.adapter.write(model.state_dict())
     if len(bases) > 1:
         own = [name for name, policy in policies.items() if policy.base]

@@ -55,32 +55,18 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class Gate:
-    """Middleware that admits requests with the key, to the routes of :data:`ROUTES` and methods of :data:`REMOTE`.
+class Admission:
+    """Admits requests with the key, to the routes of :data:`ROUTES`. Only ``/health`` needs no key.
 
-    Only ``/health`` needs no key. vLLM by itself asks no key on the routes that load weights. The ``Host`` header must
-    be an address or one of the names in :data:`HOSTS`. Else a web page could reach the server under its own name, by
-    pointing that name to this machine (DNS rebinding).
+    The ``Host`` header must be an address or one of the names in :data:`HOSTS`. Else a web page could reach the server
+    under its own name, by pointing that name to this machine (DNS rebinding).
     """
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._app = app
+    def __init__(self) -> None:
         self._expected = f"Bearer {os.environ[KEY]}".encode()
         self._hosts = {"localhost", *os.environ.get(HOSTS, "").lower().split(",")} - {""}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted, so the answer is 403
-        elif (refusal := self._refusal(scope)) is not None:
-            await _answer(send, *refusal)
-        elif scope["path"] != RPC:
-            await self._app(scope, receive, send)
-        else:
-            await self._call(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+    def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Status and message for a request that is refused; ``None`` for one that may pass."""
         if not self._knows_host(_values(scope, b"host")):
             return 400, "the Host header names another server: use its address, or start it with this --allowed-host"
@@ -104,6 +90,28 @@ class Gate:
         except ValueError:
             return name in self._hosts
         return True
+
+
+class Gate:
+    """Middleware that passes on what :class:`Admission` admits, and calls of the worker's methods in :data:`REMOTE`.
+
+    vLLM by itself asks no key on the routes that load weights.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app, self._admission = app, Admission()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted, so the answer is 403
+        elif (refusal := self._admission.refusal(scope)) is not None:
+            await _answer(send, *refusal)
+        elif scope["path"] != RPC:
+            await self._app(scope, receive, send)
+        else:
+            await self._call(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a call of a worker's method, and pass it on if the method may be called."""
@@ -145,7 +153,7 @@ async def _answer(send: Send, status: int, message: str) -> None:
 
 def main() -> None:
     """Run vLLM's API server in this process, with the arguments of the command line."""
-    threading.Thread(target=_end_with_starter, name="turnwise-starter", daemon=True).start()
+    threading.Thread(target=end_with_starter, name="turnwise-starter", daemon=True).start()
     arguments = sys.argv[1:]
     if _on_cpu():
         # Without this, vLLM compiles its sampler for 10 seconds.
@@ -156,7 +164,8 @@ def main() -> None:
     runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
 
 
-def _end_with_starter() -> None:
+def end_with_starter() -> None:
+    """Kill this process's group once its standard input ends."""
     while os.read(0, 4096):
         pass
     os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -191,7 +191,7 @@ class Server:
         while not self._stopping.wait(0.2):
             if has_ended(process):
                 return how_it_ended(process)
-            if _is_well(self.url, 2.0):
+            if is_well(self.url, 2.0):
                 return None
             if time.monotonic() > deadline:
                 return f"took longer than start_timeout={self.settings.start_timeout:g} s"
@@ -204,7 +204,7 @@ class Server:
                 return how_it_ended(process)
             if time.monotonic() - asked < PROBED[0]:
                 continue
-            if _is_well(self.url, PROBED[1]):
+            if is_well(self.url, PROBED[1]):
                 seen = time.monotonic()
             elif time.monotonic() - seen > HUNG:
                 return f"did not answer for {HUNG:g} s"
@@ -267,7 +267,8 @@ def _free_port(settings: ServeSettings) -> int:
         return probe.getsockname()[1]
 
 
-def _is_well(url: str, timeout: float) -> bool:
+def is_well(url: str, timeout: float) -> bool:
+    """True if the server at ``url`` answers within ``timeout`` seconds that it is healthy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/health", timeout=timeout) as answer:

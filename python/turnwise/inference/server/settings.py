@@ -1,15 +1,16 @@
-"""Settings of a served model, and the command that starts vLLM's server for it."""
+"""Settings of a served model, and the command that starts its server: vLLM's, or that of the transformers engine."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from turnwise.inference.common.http import aiohttp_or_raise
 from turnwise.inference.common.keys import key_from_environment
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -20,6 +21,15 @@ RESERVED = {
     "max_loras", "max_num_seqs", "middleware", "model", "port", "worker_extension_cls",
 }  # fmt: skip
 """Options of vLLM's server that :class:`ServeSettings` decides."""
+
+OF_ENGINE: dict[str, dict[str, Any]] = {
+    "vllm": {"kv_cache_gb": 1.0, "max_num_seqs": 256},
+    "transformers": {"max_batch_rows": 512},
+}
+"""Settings that one engine alone takes, and their defaults."""
+
+TRANSFORMERS_ARGS = ("device", "dtype")
+"""Names in ``engine_args`` that the transformers engine takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +58,21 @@ class ServeSettings:
     """Further adapters, of rank up to ``adapter_rank``, that clients can load."""
 
     adapter_rank: int = 16
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """What computes. The transformers engine needs no further package than aiohttp."""
+
+    dummy_weights: bool = False
+    """Start with random weights, for a client that sends its own. ``model`` then needs no weights."""
+
     kv_cache_gb: float = 1.0
     max_num_seqs: int = 256
+    max_batch_rows: int = 512
+    """The most completions that the transformers engine computes at the same time. With 1 an answer does not depend on
+    its batch."""
+
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of vLLM's server, such as ``dtype`` (by default the dtype of the model's files)."""
+    """Further options of vLLM's server, such as ``dtype`` (by default the dtype of the model's files). The transformers
+    engine takes ``dtype`` and ``device``."""
 
     restarts: int = 5
     """The most restarts in a row of a server that dies."""
@@ -62,7 +83,13 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port!r}: expected 0 to 65535")
-        for name in ("kv_cache_gb", "max_num_seqs", "start_timeout", "adapter_rank"):
+        if self.engine not in OF_ENGINE:
+            raise ValueError(f"engine={self.engine!r}: expected one of {', '.join(OF_ENGINE)}")
+        for engine, only in OF_ENGINE.items():
+            for name, default in only.items():
+                if engine != self.engine and getattr(self, name) != default:
+                    raise ValueError(f"{name}={getattr(self, name)!r}: expected engine={engine!r}, got {self.engine!r}")
+        for name in ("kv_cache_gb", "max_num_seqs", "max_batch_rows", "start_timeout", "adapter_rank"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected more than 0")
         for name in ("restarts", "adapter_slots"):
@@ -70,6 +97,8 @@ class ServeSettings:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a count >= 0")
         if taken := sorted(RESERVED & {name.replace("-", "_") for name in self.engine_args}):
             raise ValueError(f"engine_args[{taken[0]!r}]: the server sets this one itself")
+        if self.engine == "transformers" and (unknown := sorted(self.engine_args.keys() - {*TRANSFORMERS_ARGS})):
+            raise ValueError(f"engine_args[{unknown[0]!r}]: expected one of {', '.join(TRANSFORMERS_ARGS)}")
         for name, folder in self.adapters.items():
             if not (Path(folder) / "adapter_config.json").is_file():
                 raise ValueError(f"adapters[{name!r}]={str(folder)!r}: expected a folder with adapter_config.json")
@@ -81,7 +110,21 @@ class ServeSettings:
 
 
 def server_command(settings: ServeSettings, port: int) -> list[str]:
-    """The command that starts vLLM's server with the options that turnwise's clients need."""
+    """The command that starts the server of ``settings``."""
+    return COMMANDS[settings.engine](settings, port)
+
+
+def _transformers_command(settings: ServeSettings, port: int) -> list[str]:
+    aiohttp_or_raise()
+    names = ("model", "host", "max_batch_rows", "dummy_weights", "adapter_slots", "adapter_rank")
+    given = {name: getattr(settings, name) for name in names}
+    adapters = {name: str(folder) for name, folder in settings.adapters.items()}
+    options = json.dumps({**given, "port": port, "adapters": adapters, **settings.engine_args})
+    return [sys.executable, "-P", "-m", "turnwise.inference.transformers_server.launch", options]
+
+
+def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
+    """vLLM's server, with the options that turnwise's clients need."""
     from turnwise.inference.vllm.engine_process import EXTENSION
 
     options: dict[str, Any] = {
@@ -97,6 +140,7 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
         "max_num_seqs": settings.max_num_seqs,
         **_dtype_option(settings.model),
+        **({"load_format": "dummy"} if settings.dummy_weights else {}),
         "disable_uvicorn_access_log": True,
         "middleware": "turnwise.inference.server.launch.Gate",
         **_lora_options(settings),
@@ -106,6 +150,13 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
     adapters = [f"{name}={folder}" for name, folder in settings.adapters.items()]
     words += ["--lora-modules", *adapters] if adapters else []
     return [sys.executable, "-P", "-m", "turnwise.inference.server.launch", *words]
+
+
+COMMANDS: dict[str, Callable[[ServeSettings, int], list[str]]] = {
+    "vllm": _vllm_command,
+    "transformers": _transformers_command,
+}
+"""The command of each engine's server, for a port."""
 
 
 def _dtype_option(model: str) -> dict[str, str]:

@@ -45,6 +45,7 @@ class SharedBase:
         self.active: str | None = None
         self.configs: dict[str, LoraConfig] = {}
         self._layers: list[Any] = []
+        self._added = 0
 
     def add_adapter(self, name: str, config: LoraConfig, seed: int) -> AdaptedModel:
         """Add an adapter in float32, and return the base with it. Its ``B`` is 0, so it has no effect yet.
@@ -56,7 +57,8 @@ class SharedBase:
             raise ValueError(f"adapter {name!r} exists already; adapters: {sorted(self.configs)}")
         peft = peft_or_raise()
         # peft's adapter names become parts of parameter names, where a policy's name may be invalid ("a.b").
-        key = f"adapter{len(self.configs)}"
+        key = f"adapter{self._added}"
+        self._added += 1
         device = self.model.get_input_embeddings().weight.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -71,6 +73,13 @@ class SharedBase:
         self.model.eval()  # peft's new modules start in training mode, whatever mode the model has
         self.activate(None, training=False)
         return adapted
+
+    def remove_adapter(self, adapted: AdaptedModel) -> None:
+        """Remove an adapter, and free its memory. ``adapted`` can't be used afterwards."""
+        self.activate(None, training=False)
+        for layer in self._layers:
+            layer.delete_adapter(adapted.key)
+        del self.configs[adapted.name]  # type: ignore[arg-type]  # the base alone, without a name, is no adapter
 
     def plain(self) -> AdaptedModel:
         """Return the base with all adapters off."""

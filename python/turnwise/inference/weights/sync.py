@@ -25,13 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from turnwise.inference.weights.sync_gpu import (
-    LOOPBACK,
-    CudaIPCTransfer,
-    ProcessGroupTransfer,
-    open_group,
-    open_ipc,
-)
+from turnwise.inference.weights.publish import CollectiveTransfer
+from turnwise.inference.weights.receive import open_group
+from turnwise.inference.weights.sync_gpu import CudaIPCTransfer, open_ipc
 from turnwise.inference.weights.weight_block import (
     BlockWriter,
     TransferError,
@@ -42,6 +38,7 @@ from turnwise.inference.weights.weight_block import (
     storage_key,
     sums_of,
 )
+from turnwise.inference.weights.wire import LOOPBACK
 
 _HAS_MEMORY = hasattr(os, "memfd_create")
 
@@ -250,10 +247,16 @@ class SharedTransfer:
         self._weights: dict[str, Tensor] = {}  # kept, so that no others take their addresses
         self._handle: dict[str, Any] = {}
 
-    def lend(self) -> WeightTransfer:
-        """Return the transfer for one client. The last client that closes its own closes the shared one."""
+    def lend(self, joins: bool = False) -> WeightTransfer:
+        """Return the transfer for one client. The last client that closes its own closes the shared one.
+
+        A client that ``joins`` others starts with the weights that they were sent last. What it would start with takes
+        no room, and does not replace theirs.
+        """
         self._lent += 1
-        return _LentTransfer(self)
+        if isinstance(self._transfer, CollectiveTransfer):
+            self._transfer.expect(self._lent)
+        return _LentTransfer(self, joins)
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         """Store ``weights``, unless they are stored already, and return their handle."""
@@ -263,6 +266,13 @@ class SharedTransfer:
                 self._handle = {}
                 self._handle, self._weights = self._transfer.send(weights), dict(weights)
             return self._handle
+
+    def latest(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the handle of what is stored. Stores ``weights`` if that has other names, or if there is nothing."""
+        with self._lock:
+            if self._handle and self._weights.keys() == weights.keys():
+                return self._handle
+        return self.send(weights)
 
     def give_back(self) -> None:
         """Count one client less."""
@@ -274,9 +284,13 @@ class SharedTransfer:
 
 
 class _LentTransfer:
-    def __init__(self, shared: SharedTransfer) -> None:
-        self.send = shared.send
+    def __init__(self, shared: SharedTransfer, joins: bool) -> None:
+        self._shared, self._joins = shared, joins
         self._give_back: Callable[[], None] | None = shared.give_back
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        first, self._joins = self._joins, False
+        return self._shared.latest(weights) if first else self._shared.send(weights)
 
     def close(self) -> None:
         give_back, self._give_back = self._give_back, None
@@ -289,8 +303,8 @@ TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
     "shared_memory": lambda host: SharedMemoryTransfer(),
     "safetensors": lambda host: SafetensorsTransfer(),
     "ipc": lambda host: CudaIPCTransfer(),
-    "nccl": lambda host: ProcessGroupTransfer("nccl", host),
-    "gloo": lambda host: ProcessGroupTransfer("gloo", host),
+    "nccl": lambda host: CollectiveTransfer("nccl", host),
+    "gloo": lambda host: CollectiveTransfer("gloo", host),
 }
 """Transfers by the names that clients take as ``transfer``. Each is called with the address at which receivers reach
 this machine."""
@@ -308,8 +322,8 @@ _PLACES: dict[str, dict[str, type]] = {
     "shared_memory": {"pid": int, "descriptor": int},
     "safetensors": {"path": str},
     "ipc": {"device": str, "handle": list},
-    "nccl": {"host": str, "port": int},
-    "gloo": {"host": str, "port": int},
+    "nccl": {"host": str, "port": int, "key": str},
+    "gloo": {"host": str, "port": int, "key": str},
 }
 """The fields of each kind of handle that locate its weights."""
 

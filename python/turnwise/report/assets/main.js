@@ -28,6 +28,7 @@ function configTab(run) {
 function start() {
   const run = JSON.parse(document.getElementById("data").textContent);
   const tabs = { curves: () => curvesTab(run), episodes: (first) => episodesTab(run, first), config: () => configTab(run) };
+  if (run.lanes) tabs.processes = () => lanesTab(run.lanes);
   const main = document.getElementById("main");
   const nav = document.getElementById("tabs");
   const show = (name, detail) => {

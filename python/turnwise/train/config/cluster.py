@@ -91,3 +91,8 @@ class ClusterConfig(Section):
     """Processes that play episodes."""
     faults: FaultsConfig = FaultsConfig()
     """What happens if a process dies."""
+
+    @property
+    def has_engines(self) -> bool:
+        """True if engines of the cluster sample, in place of ``rollout.client``."""
+        return self.backend != "embedded" and bool(self.engines)

@@ -31,6 +31,8 @@ class ServerConfig(Section):
 
     url: str | Urls | dict[str, str | Urls] = "http://127.0.0.1:8000"
     """Address, or a list of those of servers that share the requests; by policy where policies have no common base."""
+    router: str | None = None
+    """Address of a router, such as vLLM's, that shares requests out over the servers; weights go to them directly."""
     api_key_env: str | None = None
     """Environment variable with the key; a key file of this user on this host is found without it."""
     api_key_file: str | None = None
@@ -44,9 +46,9 @@ class ServerConfig(Section):
     dead_after: float = Field(default=30.0, gt=0)
     """Seconds without an answer after which one of several servers must prove its health, or its requests move."""
     folder: str | None = None
-    """Folder for weights that other hosts see too; by default weights pass through this host's memory."""
+    """Folder that other hosts see too, for adapters, and for weights unless ``transfer`` is gloo or nccl."""
     transfer: str = "auto"
-    """Transport of weights to the server; ``gloo`` and ``nccl`` reach other hosts."""
+    """Transport of weights: auto (this host's memory, gloo to others), shared_memory, safetensors, gloo, nccl, ipc."""
 
 
 def _share(value: Any) -> float | list[float]:

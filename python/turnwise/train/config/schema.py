@@ -6,10 +6,11 @@ Defaults are the vetted settings. The string below a field is its entry in ``tur
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from turnwise.train.config.base import Section
 from turnwise.train.config.cluster import ClusterConfig
@@ -76,6 +77,18 @@ class LogConfig(Section):
     """Record in those episodes everything that ``turnwise replay`` needs."""
     progress: bool = True
     """Show progress bars on a terminal."""
+    prometheus: str | None = None
+    """Serve the newest metrics to Prometheus on this address, such as ``127.0.0.1:9400``; a port alone is loopback."""
+
+    @field_validator("prometheus")
+    @classmethod
+    def _an_address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        host, _, port = value.rpartition(":")
+        if not (port.isdecimal() and 0 < int(port) < 2**16) or (":" in host and not re.fullmatch(r"\[.+\]", host)):
+            raise ValueError(f"expected host:port, such as 127.0.0.1:9400 or [::1]:9400, got {value!r}")
+        return f"{host or '127.0.0.1'}:{port}"
 
 
 class ShardingConfig(Section):

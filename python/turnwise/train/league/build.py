@@ -67,11 +67,13 @@ def _lacks_of_client(config: TrainConfig) -> list[str]:
     if kind not in CLIENTS:
         able = ", ".join(map(repr, CLIENTS))
         return [f"rollout.client = {kind!r} serves the live policies alone; past ones play with {able}"]
+    engines = config.cluster.has_engines
+    sampler = "cluster.engines" if engines else f"rollout.client = {kind!r}"
     return [
-        f"with rollout.client = {kind!r} past policies are adapters, and policies.{name} is a whole model: give it a "
-        "lora section, or set rollout.client = 'transformers'"
+        f"with {sampler} past policies are adapters, and policies.{name} is a whole model: give it a lora section, or "
+        f"set rollout.client = 'transformers'{' without engines' if engines else ''}"
         for name, settings in config.policies.items()
-        if settings.trainable and settings.lora is None and not CLIENTS[kind]
+        if settings.trainable and settings.lora is None and (engines or not CLIENTS[kind])
     ]
 
 

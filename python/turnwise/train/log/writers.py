@@ -1,4 +1,5 @@
-"""Metric writers, each a :class:`MetricWriter`: ``metrics.jsonl`` always, TensorBoard and Weights & Biases on request.
+"""Metric writers, each a :class:`MetricWriter`: ``metrics.jsonl`` always, TensorBoard, Weights & Biases and Prometheus
+on request.
 
 A writer opens its log when the first step is logged, so inspecting a run creates no empty log.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.prometheus import Prometheus
 from turnwise.utils.files import replace_text, replacing
 
 if TYPE_CHECKING:
@@ -36,13 +38,16 @@ class MetricWriter(Protocol):
 
 
 def open_writers(config: TrainConfig) -> list[MetricWriter]:
-    """Return the writers that ``config.log`` selects. Raises ``ImportError`` naming the extra of a missing package."""
+    """Return the writers that ``config.log`` selects. Raises ``ImportError`` naming the extra of a missing package,
+    and ``ConfigError`` if the port for Prometheus is in use."""
     writers: list[MetricWriter] = [JsonLines(config.run_dir / "metrics.jsonl")]
     if config.log.tensorboard:
         writers.append(TensorBoard(config.run_dir / "tensorboard"))
     if config.log.wandb is not None:
         settings = config.model_dump(mode="json")
         writers.append(WandB(config.run_dir, config.log.wandb, mode=config.log.wandb_mode, config=settings))
+    if config.log.prometheus is not None:
+        writers.append(Prometheus(config))
     return writers
 
 

@@ -222,10 +222,17 @@ class SimulatedTrainer(Trainer):
     """The trainer, with updates and weight transfers that only take time, and no files except metrics."""
 
     def __init__(
-        self, latency: LatencyModel, config: TrainConfig, *, episodes: int, turns: int, max_concurrency: int
+        self,
+        latency: LatencyModel,
+        config: TrainConfig,
+        *,
+        episodes: int,
+        turns: int,
+        max_concurrency: int,
+        client: Any = None,
     ) -> None:
         self.latency = latency
-        self.client = SimulatedClient(latency)
+        self.client = SimulatedClient(latency) if client is None else client
         self.policy = SimulatedPolicy()
         self.trained: list[list[str]] = []
         self.lags: Counter[int] = Counter()

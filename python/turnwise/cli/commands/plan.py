@@ -1,0 +1,222 @@
+"""``turnwise plan``: predict the seconds of a step on a cluster, and find the best split of its GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import tomli_w
+
+from turnwise.cli.options import EXIT_OK
+from turnwise.run.checks import resolve_config, task_of, tiny_model
+from turnwise.tasks import task_type
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import CONFIG_FILE, Problems, raw_settings
+from turnwise.train.plan.constants import GPU, GPUS, Constants
+from turnwise.train.plan.formula import Prediction, predict
+from turnwise.train.plan.memory import cache_bytes, engine_weight_bytes, training_bytes
+from turnwise.train.plan.refit import Fit, refit, split_of
+from turnwise.train.plan.search import Plan, search, smallest_cluster
+from turnwise.train.plan.workload import Workload, workload_of
+from turnwise.train.validate import read_config
+from turnwise.utils.registry import announce_code
+
+WORKER_LOAD = 0.5
+"""Share of a core that the calls of one arena worker may take, or of the loop's process before it needs workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that the command prints."""
+
+    workload: Workload
+    sources: dict[str, str]
+    gpus: int
+    gpu: GPU
+    constants: Constants
+    fit: Fit | None
+    configured: Plan | None
+    plans: Sequence[Plan]
+    efficiency: Sequence[float]
+    """Throughput per GPU of each plan, over that of the best plan for ``smallest`` GPUs."""
+    smallest: int
+    sections: Sequence[dict[str, Any]]
+
+
+def run(options: argparse.Namespace) -> int:
+    announce_code(raw_settings(options.config, options.overrides))
+    config = read_config(options.config, options.overrides, task_type=task_type)
+    report = make_report(options, config)
+    print(json.dumps(to_json(report), indent=1) if options.json else render(report))
+    return EXIT_OK
+
+
+def make_report(options: argparse.Namespace, config: TrainConfig) -> Report:
+    """Search the plans for ``config``."""
+    if options.max_staleness is not None and options.max_staleness < 0:
+        raise ValueError(f"--max-staleness={options.max_staleness!r}: expected a count >= 0")
+    given = {name: getattr(options, f"{name}_tokens") for name in ("prompt", "response")} | {"calls": options.calls}
+    config, workload, sources = _workload(config, **given)
+    gpu, constants, fit = GPUS[options.gpu], Constants(), None
+    if options.run is not None:
+        announce_code(raw_settings(options.run / CONFIG_FILE))
+        own, steps, _ = _workload(read_config(options.run / CONFIG_FILE, task_type=task_type))
+        fit = refit(options.run, own, steps, gpu, constants)
+        constants = fit.constants
+        # The run tells the tokens and calls that the user doesn't.
+        told = [name for name, value in given.items() if value is None] if fit.measured_workload else []
+        workload = replace(workload, **{name: getattr(fit.workload, name) for name in told})
+        sources |= dict.fromkeys(told, f"measured in {options.run}")
+    most = max(4, config.loop.max_staleness) if options.max_staleness is None else options.max_staleness
+    staleness = range(most + 1)
+    plans = search(workload, options.gpus, gpu, constants, staleness=staleness)
+    smallest, base = smallest_cluster(workload, options.gpus, gpu, constants, staleness=staleness)
+    per_gpu = base.predicted.tokens_per_second / smallest
+    efficiency = [plan.predicted.tokens_per_second / options.gpus / per_gpu for plan in plans]
+    configured = None
+    if config.cluster.engines:
+        split = split_of(config, options.gpus)
+        configured = Plan(split, predict(workload, split, gpu, constants))
+    sections = [section_of(plan, config, workload, gpu, constants) for plan in plans]
+    return Report(
+        workload, sources, options.gpus, gpu, constants, fit, configured, plans, efficiency, smallest, sections
+    )
+
+
+def _workload(config: TrainConfig, **given: float | None) -> tuple[TrainConfig, Workload, dict[str, str]]:
+    """Return ``config`` with a policy for each actor, its workload, and where that has its numbers from."""
+    task, problems = task_of(config), Problems()
+    config, actors = resolve_config(config, task, problems)
+    problems.raise_any()
+    return config, *workload_of(config, partial(tiny_model, config, task), actors, **given)
+
+
+def section_of(plan: Plan, config: TrainConfig, workload: Workload, gpu: GPU, constants: Constants) -> dict[str, Any]:
+    """Return the settings of ``plan``, to be merged into the config file."""
+    split, tensor_parallel, ahead = plan.split, plan.split.tensor_parallel, plan.split.max_staleness or 0
+    pool = next(iter(config.cluster.engines), "main")
+    # vLLM gets the memory that weights leave, but no more than its rows can fill.
+    left = constants.engine_memory_share * gpu.memory - engine_weight_bytes(workload, tensor_parallel)
+    cache = min(left, cache_bytes(workload, tensor_parallel, split.slots, full_length=True))
+    options: dict[str, Any] = {"max_num_seqs": split.slots, "kv_cache_gb": round(cache / 2**30, 1) or 0.1}
+    if tensor_parallel > 1:
+        options["engine_args"] = {"tensor_parallel_size": tensor_parallel}
+    settings: dict[str, Any] = {
+        "cluster": {
+            "backend": "ray",
+            "learner": {"count": split.training, "gpus": 1.0},
+            "engines": {pool: {"count": split.engines, "gpus": float(tensor_parallel), "options": options}},
+        },
+        "loop": {"max_staleness": ahead, "in_flight_updates": ahead > 0},
+    }
+    # The loop's own process plays the episodes until their calls take too much of a core.
+    load = workload.rows / plan.predicted.step * constants.seconds_per_call
+    running = math.ceil((ahead + 1) * workload.episodes)
+    if load > WORKER_LOAD:
+        workers = math.ceil(load / WORKER_LOAD)
+        settings["cluster"]["arena"] = {"count": workers, "episodes": math.ceil(running / workers)}
+    if running > config.rollout.max_concurrency:
+        settings["rollout"] = {"max_concurrency": running}
+    return settings
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+# ---------------------------------------------------------------------------------------------------------------------
+def render(report: Report) -> str:
+    """Write the report as text."""
+    work, model, told = report.workload, report.workload.model, report.sources
+    trained = f"adapters of {model.adapter_parameters:,.0f}" if model.adapter_parameters else "all"
+    lines = [
+        f"modelled, not measured: a step on {report.gpus} {report.gpu.name}",
+        "",
+        f"model       {model.parameters:,.0f} parameters, {trained} trained; a token's cache has "
+        f"{model.kv_bytes:,.0f} bytes",
+        f"episodes    {work.episodes} a step: {work.groups} prompts x {work.group_size}",
+        f"calls       {work.calls:g} per episode ({told['calls']})",
+        f"prompt      {work.prompt:,.0f} tokens ({told['prompt']})",
+        f"completion  {work.response:,.0f} tokens ({told['response']})",
+    ]
+    if report.fit is not None:
+        lines += ["", "refitted:", *(f"  {line}" for line in report.fit.changed)]
+        lines += ["not refitted:", *(f"  {line}" for line in report.fit.kept)] if report.fit.kept else []
+    if report.configured is not None:
+        lines += ["", "as configured:", *_describe(report, report.configured)]
+    for number, plan in enumerate(report.plans):
+        lines += ["", f"plan {number + 1}:", *_describe(report, plan)]
+        lines += [
+            f"  scaling     {report.efficiency[number]:.2f} of the throughput per GPU of the best plan for "
+            f"{report.smallest} GPUs"
+        ]
+        lines += [
+            "",
+            "  merge into the config:",
+            "",
+            *(f"    {line}".rstrip() for line in tomli_w.dumps(report.sections[number]).splitlines()),
+        ]
+    lines += ["", "constants:", *(f"  {row}" for row in _constants(report))]
+    return "\n".join(lines)
+
+
+def _describe(report: Report, plan: Plan) -> list[str]:
+    split, found = plan.split, plan.predicted
+    idle = report.gpus - split.gpus
+    engines = f"{split.engines} engines of {split.tensor_parallel} GPU{'s' * (split.tensor_parallel > 1)}"
+    weights = engine_weight_bytes(report.workload, split.tensor_parallel)
+    cache = cache_bytes(report.workload, split.tensor_parallel, found.rows_per_engine)
+    train = training_bytes(report.workload, split.training, report.constants)
+    return [
+        f"  split       {engines}, {split.training} GPUs train{f', {idle} idle' if idle else ''}",
+        f"  settings    {split.slots} rows per engine, max_staleness {split.max_staleness}",
+        f"  step        {found.step:,.1f} s: {_parts(found)}",
+        f"  throughput  {found.tokens_per_second:,.0f} sampled tokens/s",
+        f"  bottleneck  {found.bottleneck}",
+        f"  memory      engine {weights / 1e9:.1f} + {cache / 1e9:.1f} GB (cache), training {train / 1e9:.1f} GB a GPU",
+    ]
+
+
+def _parts(found: Prediction) -> str:
+    return (
+        f"sampling {found.sampling:,.1f}, one batch {found.latency:,.1f}, training {found.training:,.1f}, "
+        f"sync {found.sync:,.1f} s"
+    )
+
+
+def _constants(report: Report) -> list[str]:
+    gpu = [(f"{report.gpu.name}.{name}", getattr(report.gpu, name)) for name in ("memory", "memory_bandwidth", "flops")]
+    rows = [*gpu, *report.constants.rows()]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value:<8.4g} {value.unit:<14} {value.mark}: {value.source}" for name, value in rows]
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Return the report as plain data."""
+    gpu = {name: getattr(report.gpu, name) for name in ("memory", "memory_bandwidth", "flops")}
+    constants = [
+        {"name": name, "value": float(value), "unit": value.unit, "mark": value.mark, "source": value.source}
+        for name, value in (*((f"{report.gpu.name}.{key}", value) for key, value in gpu.items()),
+                            *report.constants.rows())
+    ]  # fmt: skip
+
+    def plain(plan: Plan) -> dict[str, Any]:
+        return {"split": asdict(plan.split), "predicted": asdict(plan.predicted)}
+
+    return {
+        "modelled": True,
+        "gpus": report.gpus,
+        "gpu": report.gpu.name,
+        "workload": asdict(report.workload),
+        "sources": report.sources,
+        "refitted": None if report.fit is None else {"changed": report.fit.changed, "kept": report.fit.kept},
+        "configured": None if report.configured is None else plain(report.configured),
+        "plans": [
+            {**plain(plan), "scaling_efficiency": efficiency, "against_gpus": report.smallest, "settings": section}
+            for plan, efficiency, section in zip(report.plans, report.efficiency, report.sections, strict=True)
+        ],
+        "constants": constants,
+    }

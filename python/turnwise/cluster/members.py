@@ -1,0 +1,67 @@
+"""The files by which the processes of a run find each other, and by which others see what happened to them.
+
+The supervisor alone writes them, in the folder ``cluster`` of the run, which all nodes share.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.utils.files import replace_text
+
+FOLDER = "cluster"
+"""Folder of the run with these files."""
+
+Event = Literal["started", "died", "restarted", "removed", "joined", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Addresses of the processes that serve others. ``epoch`` grows with every change.
+
+    ``engines`` has for each pool the addresses of its engines by name, ``workers`` those of the arena workers.
+
+    Example: ``Members(3, {"main": {"engine-main-0": "http://10.0.0.2:41231"}}, {"worker-0": "10.0.0.2:40001"})``
+    """
+
+    epoch: int = 0
+    engines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    workers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Members:
+        """Read the members of the run in ``run_dir``. Raises ``FileNotFoundError`` if it has no supervisor yet."""
+        found = json.loads(members_file(run_dir).read_text(encoding="utf-8"))
+        return cls(found["epoch"], found["engines"], found["workers"])
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file in ``run_dir``, whole or not at all."""
+        held = {"epoch": self.epoch, "engines": self.engines, "workers": self.workers}
+        replace_text(members_file(run_dir), json.dumps(held, indent=1) + "\n")
+
+
+def members_file(run_dir: Path) -> Path:
+    """The file that :class:`Members` is in."""
+    return run_dir / FOLDER / "members.json"
+
+
+def events_file(run_dir: Path) -> Path:
+    """The file with a line of JSON for each event."""
+    return run_dir / FOLDER / "events.jsonl"
+
+
+def log_file(run_dir: Path, role: str) -> Path:
+    """The file that the process ``role`` writes its output to. Restarts append."""
+    return run_dir / "logs" / f"{role}.log"
+
+
+def record(run_dir: Path, event: Event, role: str, **about: Any) -> None:
+    """Append an event of ``role`` to the run's events."""
+    line = {"time": time.time(), "event": event, "role": role, **about}
+    with events_file(run_dir).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")

@@ -1,0 +1,217 @@
+"""A Ray cluster as the place of a run's processes. Ray finds room, starts hosts and tells which of them are gone.
+
+No token and no weight passes through Ray: a host starts one ordinary process, and answers the supervisor's questions.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from turnwise.cluster.backend import HostLost
+from turnwise.cluster.host import Command, Ended, ProcessHost
+from turnwise.cluster.placement import Node, NoRoom, Role, shortage
+from turnwise.train.config.cluster import ClusterConfig
+from turnwise.train.config.toml import ConfigError
+
+ANSWER = 30.0
+"""Seconds that a host has to answer a question, other than the regular one whether its process runs."""
+
+_TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
+_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+"""Ray's defaults tell its makers of each cluster, hide repeated lines, and start workers with uv's other Python."""
+
+
+class RayBackend:
+    """A Ray cluster that this process joins, or starts for itself: ``with RayBackend(config.cluster) as backend``.
+
+    Raises ``ImportError`` without ray, and :class:`ConfigError` for an address that can't be joined.
+    """
+
+    def __init__(self, settings: ClusterConfig) -> None:
+        self._settings = settings
+        self._group: Any = None
+        self._bundles: dict[str, int] = {}
+
+    def __enter__(self) -> RayBackend:
+        ray = _ray(self._settings)
+        try:
+            ray.init(**_where(self._settings.address), log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"config key 'cluster.address' = {self._settings.address!r}: no Ray cluster can be joined there: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+        self._host = ray.remote(num_cpus=0, max_restarts=0)(ProcessHost)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def nodes(self) -> list[Node]:
+        """The nodes that are alive."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        free, alive = available_resources_per_node(), [found for found in ray.nodes() if found["Alive"]]
+        names = Counter(found["NodeName"] for found in alive)
+        return [
+            Node(
+                found["NodeName"] if names[found["NodeName"]] == 1 else f"{found['NodeName']}/{found['NodeID'][:6]}",
+                found["NodeManagerAddress"],
+                found["Resources"],
+                free.get(found["NodeID"], {}),
+            )
+            for found in alive
+        ]
+
+    def place(self, roles: Sequence[Role], wait: float) -> None:
+        """Keep room for the roles that must be there. The others get theirs when their host is asked for.
+
+        Raises :class:`NoRoom` after ``wait`` seconds, with what is missing.
+        """
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        must = [role for role in roles if role.must]
+        self._bundles = {role.name: i for i, role in enumerate(must)}
+        self._group = placement_group([_bundle(role) for role in must], strategy="PACK")
+        if not self._group.wait(wait):
+            found = self.nodes()
+            remove_placement_group(self._group)
+            raise NoRoom(f"after cluster.wait = {wait:g} s: {shortage(must, found, free=True)}")
+
+    def host(self, role: Role) -> RayHost:
+        """Ask for a host of ``role``: at its place, or wherever there is room. It may take time to come."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        how: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
+        if role.name in self._bundles:
+            how["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, self._bundles[role.name])
+        takes = dict(role.resources)
+        actor = self._host.options(
+            num_cpus=takes.pop("CPU", 0.0), num_gpus=takes.pop("GPU", 0.0), resources=takes, **how
+        ).remote()
+        return RayHost(role.name, actor)
+
+    def check(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise :class:`ConfigError` if the Ray of a node checks no tokens, unless the network is trusted."""
+        open_to_all = [node for node, each in facts.items() if not each["checks_tokens"]]
+        if open_to_all and not self._settings.trust_network:
+            raise ConfigError(
+                f"config key 'cluster.address' = {self._settings.address!r}: the Ray of {', '.join(open_to_all)} "
+                "checks no token, so whoever reaches its ports runs code as you. Start it with RAY_AUTH_MODE=token "
+                "on every node, or set cluster.trust_network = true if nobody else is in that network"
+            )
+
+
+class RayHost:
+    """The supervisor's side of a host."""
+
+    def __init__(self, role: str, actor: Any) -> None:
+        self._role, self._actor = role, actor
+        self._asked: tuple[Any, float] | None = None
+        self._came = actor.facts.remote()
+
+    def came(self) -> dict[str, Any] | None:
+        """Return what the host says of its node once it is there, ``None`` until then. Raises :class:`HostLost`."""
+        return self._answer(self._came)
+
+    def poll(self, dead_after: float) -> Ended | None:
+        """Return how the process ended, ``None`` if it runs or the host has not answered yet.
+
+        Raises :class:`HostLost` if the host is gone, or has not answered for ``dead_after`` seconds.
+        """
+        if self._asked is None:
+            self._asked = (self._actor.poll.remote(), time.monotonic())
+        question, since = self._asked
+        ended: Ended | None = None
+        if _ready(question):
+            self._asked = None
+            ended = self._answer(question)
+        elif time.monotonic() - since > dead_after:
+            raise HostLost(f"{self._role}: its host did not answer for {dead_after:g} s")
+        return ended
+
+    def free_port(self, address: str) -> int:
+        """A port of ``address`` that is free on the host's node."""
+        return self._ask("free_port", address)
+
+    def start(self, command: Command) -> int:
+        """Start the host's process, and return its id on the node."""
+        return self._ask("start", command)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it still runs."""
+        self._ask("signal", number)
+
+    def stop(self) -> None:
+        """End the process and the host at once. Does nothing if they are gone."""
+        import ray
+        from ray.exceptions import RayError
+
+        with suppress(RayError):  # a host that never came
+            ray.kill(self._actor)  # its process dies with it
+
+    def _ask(self, method: str, *arguments: Any, timeout: float = ANSWER) -> Any:
+        return self._answer(getattr(self._actor, method).remote(*arguments), timeout)
+
+    def _answer(self, question: Any, timeout: float = 0.0) -> Any:
+        """Return the answer to ``question``; without a ``timeout`` ``None`` if there is none yet."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+        if not timeout and not _ready(question):
+            return None
+        try:
+            return ray.get(question, timeout=timeout or ANSWER)
+        except GetTimeoutError:
+            raise HostLost(f"{self._role}: its host did not answer for {timeout:g} s") from None
+        except RayActorError as error:
+            raise HostLost(f"{self._role}: its host is gone: {str(error).strip().splitlines()[0]}") from error
+        except RayError as error:
+            if isinstance(error, ray.exceptions.RayTaskError):
+                raise error.as_instanceof_cause() from error
+            raise
+
+
+def _ready(question: Any) -> bool:
+    import ray
+
+    return bool(ray.wait([question], timeout=0)[0])
+
+
+def _bundle(role: Role) -> dict[str, float]:
+    # A bundle may not be empty.
+    return {name: amount for name, amount in role.resources.items() if amount} or {"CPU": 0.001}
+
+
+def _ray(settings: ClusterConfig) -> Any:
+    """Import ray with the settings that it reads then."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if settings.address == "local" and os.environ.setdefault(_MODE, "token") == "token":
+        os.environ.setdefault(_TOKEN, secrets.token_hex(32))
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("config key 'cluster.backend' = 'ray' needs ray: pip install 'turnwise[ray]'") from error
+    return ray
+
+
+def _where(address: str) -> dict[str, Any]:
+    """Return the arguments of ``ray.init`` that name the cluster."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"config key 'cluster.address' = {address!r}: expected a cluster that this machine is part of: run "
+            "turnwise on a node of it, or submit it with `ray job submit`"
+        )
+    if address != "local":
+        return {"address": address}
+    return {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}

@@ -1,0 +1,367 @@
+"""Starts the processes of a run on a cluster, restarts those that die, and ends them all with the first one's end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.cluster.backend import Backend, Host, HostLost
+from turnwise.cluster.host import Command, Ended
+from turnwise.cluster.members import FOLDER, Members, log_file, record
+from turnwise.cluster.placement import Kind, NoRoom, Role, shortage
+from turnwise.cluster.versions import compare
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+
+TAIL = 50
+"""Lines of a dead process's log that an error quotes."""
+
+PAUSE = 0.2
+"""Seconds between two looks at all processes."""
+
+FIRST_PAUSE = 1.0
+"""Seconds until a process that died is started again; each further time waits twice as long."""
+
+RETRY = 5.0
+"""Seconds after which a host that was lost before it came is asked for again."""
+
+PATIENCE = 30.0
+"""Seconds that a process has to end by itself."""
+
+LONGEST_PAUSE = 30.0
+"""The most seconds of such a pause."""
+
+WRONG = 2
+"""Exit code of a process that was given wrong settings: starting it again would not help."""
+
+FINAL = (0, WRONG, 130)
+"""Exit codes of the first rank that end the run: it is done, its settings are wrong, or it was interrupted."""
+
+Commands = Callable[["Place"], Command]
+
+
+class RunFailed(RuntimeError):
+    """Raised if a process of the run died too often, or can't start: with the end of what it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process is to start: its role, its node's address, a free port there, and how often it was restarted."""
+
+    role: Role
+    address: str
+    port: int
+    restarts: int
+
+
+@dataclass(slots=True)
+class _Process:
+    """One process under supervision. ``facts`` are its host's, once that is there; ``pid`` once it was started."""
+
+    role: Role
+    host: Host | None = None
+    since: float = 0.0
+    facts: dict[str, Any] | None = None
+    pid: int | None = None
+    port: int = 0
+    deaths: int = 0
+    again: float = 0.0
+    ended: Ended | None = None
+    last: str = ""
+    code: int | None = None
+
+    @property
+    def address(self) -> str:
+        assert self.facts is not None
+        return self.facts["address"]
+
+
+class Supervisor:
+    """Looks after the processes of the run of ``config`` on ``backend``, until its first rank ends.
+
+    ``roles`` are those of :func:`~turnwise.cluster.placement.roles_of`. ``commands`` make the command of a process.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        backend: Backend,
+        roles: Sequence[Role],
+        commands: Mapping[Kind, Commands],
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ) -> None:
+        self.config, self.backend, self.commands, self.say = config, backend, commands, say
+        self.run_dir = config.run_dir
+        self._processes = {role.name: _Process(role) for role in roles}
+        self._ranks = [each for each in self._processes.values() if each.role.kind == "rank"]
+        self._left: Counter[Kind] = Counter(
+            rank=config.cluster.faults.learner_restarts,
+            engine=config.cluster.faults.engine_restarts,
+            worker=config.cluster.faults.worker_restarts,
+        )
+        self._members = Members(epoch=self._last_epoch())
+        self._stopping = False
+        log = log_file(self.run_dir, "rank-0")
+        self._shown = log.stat().st_size if log.is_file() else 0
+
+    def run(self) -> int:
+        """Run until the first rank ends, and return its exit code.
+
+        Raises :class:`~turnwise.cluster.placement.NoRoom` if the cluster can't hold the run, :class:`ConfigError` if
+        its nodes differ, and :class:`RunFailed` if a process died too often.
+        """
+        (self.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.backend.place([process.role for process in self._processes.values()], self.config.cluster.wait)
+            self._first_hosts()
+            self._write_members()
+            while (code := self._step()) is None:
+                time.sleep(PAUSE)
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._end()
+
+    # -- the start -----------------------------------------------------------------------------------------------------
+    def _first_hosts(self) -> None:
+        """Wait for the hosts that must be there, and compare their nodes."""
+        deadline = time.monotonic() + self.config.cluster.wait
+        for process in self._processes.values():
+            self._ask_for_host(process)
+        waiting = [process for process in self._processes.values() if process.role.must]
+        while waiting := [process for process in waiting if not self._came(process)]:
+            if time.monotonic() > deadline:
+                raise NoRoom(shortage([each.role for each in waiting], self.backend.nodes(), free=True))
+            time.sleep(PAUSE)
+        facts = {p.facts["node"]: p.facts for p in self._processes.values() if p.facts is not None}
+        self.backend.check(facts)
+        if different := compare({node: each["versions"] for node, each in facts.items()}):
+            raise ConfigError(f"the nodes of the cluster differ, and would compute differently:\n{different}")
+
+    def _ask_for_host(self, process: _Process) -> None:
+        process.host, process.since = self.backend.host(process.role), time.monotonic()
+        process.facts = process.pid = process.ended = None
+
+    def _came(self, process: _Process) -> bool:
+        """True if the host of ``process`` is there. A host that was lost on the way is asked for again."""
+        if process.facts is None and process.host is not None:
+            try:
+                process.facts = process.host.came()
+            except HostLost as error:
+                process.last = str(error)
+                if time.monotonic() - process.since > RETRY:
+                    self._ask_for_host(process)
+        return process.facts is not None
+
+    # -- one look at all processes -------------------------------------------------------------------------------------
+    def _step(self) -> int | None:
+        """Look at every process once. Return the exit code of the run when it is over."""
+        self._show()
+        now = time.monotonic()
+        for process in self._processes.values():
+            if process.role.kind != "rank":
+                self._look_after(process, now)
+        return self._look_after_ranks(now)
+
+    def _look_after(self, process: _Process, now: float) -> None:
+        """Start, or start again, an engine or an arena worker."""
+        if process.pid is None:
+            if now < process.again:
+                return
+            if process.host is None:
+                self._ask_for_host(process)
+            if self._came(process):
+                self._start(process)
+            elif process.role.must and now - process.since > self.config.cluster.wait:
+                raise NoRoom(
+                    f"{process.role.name} found no place again within cluster.wait = {self.config.cluster.wait:g} s: "
+                    f"{shortage([process.role], self.backend.nodes(), free=True)}"
+                )
+            return
+        why = self._problem(process)
+        if why is not None and not self._stopping:
+            self._died(process, why)
+            self._leave(process)
+            self._spend(process.role.kind, process, why)
+            process.again = now + min(FIRST_PAUSE * 2.0 ** (process.deaths - 1), LONGEST_PAUSE)
+
+    def _look_after_ranks(self, now: float) -> int | None:
+        """Start all ranks together, and start all again if one dies. Return the exit code when the first one ends."""
+        if any(rank.pid is None for rank in self._ranks):
+            if now < max(rank.again for rank in self._ranks):
+                return None
+            for rank in self._ranks:
+                if rank.host is None:
+                    self._ask_for_host(rank)
+            if all([self._came(rank) for rank in self._ranks]):
+                for rank in self._ranks:
+                    self._start(rank)
+            elif now - max(rank.since for rank in self._ranks) > self.config.cluster.wait:
+                missing = [rank.role for rank in self._ranks if rank.facts is None]
+                raise NoRoom(
+                    f"{', '.join(role.name for role in missing)} found no place again within cluster.wait = "
+                    f"{self.config.cluster.wait:g} s: {shortage(missing, self.backend.nodes(), free=True)}"
+                )
+            return None
+        problems = {rank.role.name: self._problem(rank) for rank in self._ranks}
+        first = self._ranks[0]
+        if first.ended is not None and (first.ended.code in FINAL or self._stopping):
+            return first.ended.code
+        failed = [
+            rank for rank in self._ranks
+            if problems[rank.role.name] is not None and (rank.ended is None or rank.ended.code != 0)
+        ]  # fmt: skip
+        if not failed:
+            return None
+        if self._stopping:
+            return 1
+        # The peers of a dead rank raise errors of their own: give them the time, and quote the one that died first.
+        culprit = min(failed, key=lambda rank: rank.ended is not None and rank.ended.code >= 0)
+        why = problems[culprit.role.name] or ""
+        quoted = self._quoted(culprit)
+        for rank in self._ranks:
+            self._died(rank, why if rank is culprit else f"stopped, as {culprit.role.name} {why}")
+        self._spend("rank", culprit, why, quoted)
+        pause = min(FIRST_PAUSE * 2.0 ** (culprit.deaths - 1), LONGEST_PAUSE)
+        for rank in self._ranks:
+            rank.again = now + pause
+        return None
+
+    def _problem(self, process: _Process) -> str | None:
+        """Return what is wrong with a process that was started, as the rest of a sentence; ``None`` if it runs."""
+        if process.ended is not None:
+            return process.ended.how
+        assert process.host is not None
+        try:
+            process.ended = process.host.poll(self.config.cluster.faults.dead_after)
+        except HostLost as error:
+            return f"is gone with its host ({error})"
+        if process.ended is None:
+            return None
+        process.last = process.ended.how
+        return process.last
+
+    # -- starts and ends -----------------------------------------------------------------------------------------------
+    def _start(self, process: _Process) -> None:
+        assert process.host is not None
+        address = self._ranks[0].address if process.role.kind == "rank" else process.address
+        port = self._ranks[0].port if process.role.kind == "rank" and process is not self._ranks[0] else 0
+        try:
+            process.port = port or process.host.free_port(process.address)
+            command = self.commands[process.role.kind](Place(process.role, address, process.port, process.deaths))
+            process.pid = process.host.start(command)
+        except HostLost as error:
+            process.last = str(error)
+            self._ask_for_host(process)
+            return
+        event = "restarted" if process.deaths else "started"
+        record(self.run_dir, event, process.role.name, node=process.address, pid=process.pid, detail="")  # type: ignore[arg-type]
+        if process.role.kind != "rank":
+            self._join(process)
+
+    def _died(self, process: _Process, why: str) -> None:
+        """Write down the death of ``process``, and end what is left of it."""
+        process.last, process.deaths = why, process.deaths + 1
+        process.code = None if process.ended is None else process.ended.code
+        node = "" if process.facts is None else process.address
+        record(self.run_dir, "died", process.role.name, node=node, pid=process.pid, detail=why)
+        if process.host is not None:
+            process.host.stop()
+        process.host = process.facts = process.pid = process.ended = None
+
+    def _spend(self, kind: Kind, process: _Process, why: str, quoted: str | None = None) -> None:
+        """Count one restart. Raises :class:`RunFailed` if none is left."""
+        key = {"rank": "learner"}.get(kind, kind)
+        if process.code == WRONG:
+            raise RunFailed(f"{process.role.name} {why}{quoted or self._quoted(process)}")
+        if not self._left[kind]:
+            raise RunFailed(
+                f"{process.role.name} {why}, and no restart is left (cluster.faults.{key}_restarts = "
+                f"{getattr(self.config.cluster.faults, f'{key}_restarts')}){quoted or self._quoted(process)}"
+            )
+        self._left[kind] -= 1
+        self.say(f"turnwise: {process.role.name} {why}; starting it again ({self._left[kind]} restarts left)")
+
+    def _quoted(self, process: _Process) -> str:
+        path = log_file(self.run_dir, process.role.name)
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        except OSError as error:
+            return f"; its log can't be read: {error}"
+        return "\n".join([f"; the last lines of {path}:", *lines])
+
+    def _end(self) -> None:
+        """End all processes, the ranks first: they end by themselves after the first one."""
+        deadline = time.monotonic() + PATIENCE
+        done = self._ranks[0].ended is not None and self._ranks[0].ended.code == 0
+        while done and time.monotonic() < deadline and any(self._running(rank) for rank in self._ranks):
+            time.sleep(PAUSE)
+        for process in self._processes.values():
+            if process.host is not None:
+                process.host.stop()
+                record(self.run_dir, "ended", process.role.name, pid=process.pid, detail=process.last)
+        self._members = Members(self._members.epoch + 1)
+        self._write_members()
+        self._show()
+
+    def _running(self, process: _Process) -> bool:
+        return process.pid is not None and self._problem(process) is None
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        """Let the first rank save and end, as after Ctrl-C. A second signal ends everything at once."""
+        if self._stopping:
+            raise KeyboardInterrupt
+        self._stopping = True
+        self.say("turnwise: the run saves and stops; once more ends it at once")
+        first = self._ranks[0]
+        if first.host is None or first.pid is None:
+            raise KeyboardInterrupt
+        first.host.signal(signal.SIGINT)
+
+    # -- what others see -----------------------------------------------------------------------------------------------
+    def _join(self, process: _Process) -> None:
+        role, held = process.role, self._members
+        engines = {name: dict(each) for name, each in held.engines.items()}
+        workers = dict(held.workers)
+        if role.kind == "engine":
+            engines.setdefault(role.pool, {})[role.name] = f"http://{process.address}:{process.port}"
+        else:
+            workers[role.name] = f"{process.address}:{process.port}"
+        self._members = Members(held.epoch + 1, engines, workers)
+        self._write_members()
+
+    def _leave(self, process: _Process) -> None:
+        held, name = self._members, process.role.name
+        engines = {pool: {n: url for n, url in each.items() if n != name} for pool, each in held.engines.items()}
+        workers = {n: address for n, address in held.workers.items() if n != name}
+        self._members = Members(held.epoch + 1, engines, workers)
+        self._write_members()
+
+    def _write_members(self) -> None:
+        self._members.write(self.run_dir)
+
+    def _last_epoch(self) -> int:
+        try:
+            return Members.read(self.run_dir).epoch + 1
+        except (OSError, ValueError, KeyError):
+            return 0
+
+    def _show(self) -> None:
+        """Print what the first rank has written since the last time, whole lines only."""
+        path = log_file(self.run_dir, "rank-0")
+        if not path.is_file():
+            return
+        with path.open("rb") as stream:
+            stream.seek(self._shown)
+            written = stream.read()
+        whole = written[: written.rfind(b"\n") + 1]
+        self._shown += len(whole)
+        sys.stdout.write(whole.decode(errors="replace"))
+        sys.stdout.flush()

@@ -1,0 +1,117 @@
+"""Reads what happened to the processes of a run on a cluster, and when its steps took place.
+
+The supervisor writes ``cluster/events.jsonl`` and ``cluster/members.json``, and the training loop ``metrics.jsonl``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.train.log.cluster_metrics import EVENTS, TIME
+
+BEGINS = ("started", "joined", "restarted")
+"""Events after which a process runs."""
+
+ENDS = ("died", "removed", "ended")
+"""Events after which it does not."""
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of the run in ``folder``, in order of time; none without a cluster.
+
+    Each has ``time`` (Unix seconds), ``event`` and ``role``, and may have ``node``, ``pid`` and ``detail``. An
+    unfinished last line is left out. Raises ``ValueError`` naming any other bad line.
+    """
+    path = folder / EVENTS
+    if not path.is_file():
+        return []
+    events = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            event = json.loads(line)
+            events.append({**event, "time": float(event["time"]), "event": event["event"], "role": event["role"]})
+        except (ValueError, KeyError, TypeError) as error:
+            if line.endswith(b"\n"):
+                raise ValueError(
+                    f"{path}, line {number}: expected a JSON object with time, event and role, got {line[:40]!r}"
+                ) from error
+    return sorted(events, key=lambda event: event["time"])
+
+
+def read_members(folder: Path) -> dict[str, Any]:
+    """Return ``epoch``, ``engines`` and ``workers`` of the run; empty without a cluster."""
+    path = folder / EVENTS.parent / "members.json"
+    if not path.is_file():
+        return {}
+    try:
+        members: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return members
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON ({error})") from error
+
+
+def parts_of_step(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a step's ``rollout``, ``update`` and ``sync``, as far as ``row`` of the metrics has them.
+
+    ``seconds_update`` includes the sync, which runs on a cluster log by itself.
+    """
+    parts = {"rollout": row.get("seconds_rollout"), "update": row.get("seconds_update")}
+    found = {name: float(value) for name, value in parts.items() if value is not None}
+    if "update" in found and (sync := row.get("cluster/sync_seconds")) is not None:
+        found |= {"update": max(found["update"] - sync, 0.0), "sync": float(sync)}
+    return found
+
+
+def lanes(folder: Path, rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any] | None:
+    """Return the data of the swim-lanes; ``None`` for a run without events or without steps that tell their time.
+
+    ``start`` and ``end`` are in Unix seconds, all other times in seconds since the start. ``steps`` has the newest
+    ``points`` steps, each as ``[step, begin, rollout, update, sync]``; ``left_out`` counts the others. ``roles`` have
+    a ``name``, the ``spans`` in which they ran (``[begin, end, node]``), and ``events`` (``[time, event, detail]``).
+    """
+    events = read_events(folder)
+    if not events:
+        return None
+    timed = [row for row in rows if TIME in row]
+    ends = [row[TIME] + sum(parts_of_step(row).values()) for row in timed]
+    start = min([events[0]["time"], *(row[TIME] for row in timed)])
+    end = max([events[-1]["time"], *ends])
+    steps = []
+    for row in timed[-points:]:
+        parts = parts_of_step(row)
+        seconds = [parts.get(name, 0.0) for name in ("rollout", "update", "sync")]
+        steps.append([row["step"], *(round(value, 3) for value in (row[TIME] - start, *seconds))])
+    roles: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        roles.setdefault(event["role"], []).append(event)
+    return {
+        "start": start,
+        "end": end,
+        "steps": steps,
+        "left_out": len(timed) - len(steps),
+        "roles": [
+            {
+                "name": name,
+                "spans": _spans(happened, start, end),
+                "events": [[round(e["time"] - start, 3), e["event"], str(e.get("detail") or "")] for e in happened],
+            }
+            for name, happened in roles.items()
+        ],
+    }
+
+
+def _spans(events: Sequence[Mapping[str, Any]], start: float, end: float) -> list[list[Any]]:
+    """Return when a role ran, as ``[begin, end, node]`` in seconds since ``start``. It may run until ``end``."""
+    spans: list[list[Any]] = []
+    begun: Mapping[str, Any] | None = None
+    for event in [*events, {"time": end, "event": "ended"}]:
+        if begun is not None and event["event"] in (*ENDS, "restarted"):
+            node = str(begun.get("node") or "")
+            spans.append([round(begun["time"] - start, 3), round(event["time"] - start, 3), node])
+            begun = None
+        if event["event"] in BEGINS and begun is None:
+            begun = event
+    return spans

@@ -1,0 +1,251 @@
+"""Tells how a run is doing, from the files in its folder alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.report.cluster import BEGINS, parts_of_step, read_events, read_members
+from turnwise.report.read import parse_config, read_config_text
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.log.cluster_metrics import TIME
+from turnwise.train.log.writers import parse_line
+from turnwise.train.run_folder import lock_holder
+
+State = Literal["not started", "running", "killed", "stopped", "finished"]
+
+RECENT = 20
+"""Newest steps from which the usual time of a step is taken."""
+
+LATE = 5.0
+"""Times the usual time of a step after which a step is late."""
+
+SHORTEST = 60.0
+"""Seconds below which no step is late."""
+
+_TAIL = 4 << 20
+"""Bytes of ``metrics.jsonl`` that are read, from its end."""
+
+_LONGEST = 200
+"""Characters of a line that are shown."""
+
+
+@dataclass(slots=True)
+class Role:
+    """One process of a cluster. Ages are in seconds; ``log_age`` is that of the last line that it wrote.
+
+    ``state`` is ``running``, ``died``, ``removed`` or ``ended``, by the last event that says so.
+    """
+
+    name: str
+    state: str = "unknown"
+    node: str | None = None
+    address: str | None = None
+    pid: int | None = None
+    restarts: int = 0
+    last_event: str | None = None
+    event_age: float | None = None
+    detail: str | None = None
+    log_age: float | None = None
+    versions: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Status:
+    """State of a run. Times and ages are in seconds, medians over the newest :data:`RECENT` steps.
+
+    ``parts`` divides ``seconds_per_step``; its ``rest`` is validation, checkpoints and logs.
+    """
+
+    run: str
+    state: State
+    process: str | None
+    step: int
+    steps: int | None
+    step_age: float | None
+    seconds_per_step: float | None
+    parts: dict[str, float]
+    checkpoint: int | None
+    checkpoint_age: float | None
+    epoch: int | None
+    versions: dict[str, tuple[int, int]]
+    roles: list[Role]
+    warnings: list[str]
+
+    def to_json(self) -> str:
+        """Return the status as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def read_status(folder: Path, now: float | None = None) -> Status:
+    """Read the status of the run in ``folder`` at the time ``now``, in Unix seconds. It changes nothing.
+
+    Raises ``ValueError`` for a folder without a run, and naming a bad line of its files.
+    """
+    now = time.time() if now is None else now
+    metrics = folder / "metrics.jsonl"
+    config_text = read_config_text(folder / "config.toml")
+    events = read_events(folder)
+    if config_text is None and not metrics.is_file() and not events:
+        raise ValueError(
+            f"run_dir={str(folder)!r}: no run folder, expected one with config.toml, metrics.jsonl or "
+            "cluster/events.jsonl"
+        )
+    planned = parse_config(config_text).get("steps")
+    rows = _newest(metrics)
+    step = int(rows[-1]["step"]) if rows else 0
+    seconds, parts = _usual(rows[-RECENT:])
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    newest = rows[-1] if rows else {}
+    holder = lock_holder(folder)
+    state = _state(holder, step, planned, begun=bool(rows or events))
+    status = Status(
+        run=folder.resolve().name,
+        state=state,
+        process=None if holder is None else f"process {holder['pid']} on {holder['host']}, since {holder['since']}",
+        step=step,
+        steps=planned,
+        step_age=now - metrics.stat().st_mtime if rows else None,
+        seconds_per_step=seconds,
+        parts=parts,
+        checkpoint=int(checkpoints[-1].name.rpartition("_")[2]) if checkpoints else None,
+        checkpoint_age=now - (checkpoints[-1] / "manifest.json").stat().st_mtime if checkpoints else None,
+        epoch=(members := read_members(folder)).get("epoch"),
+        versions=_served(newest),
+        roles=_roles(folder, events, members, newest, now),
+        warnings=[],
+    )
+    status.warnings = _warnings(status, folder)
+    return status
+
+
+def _newest(path: Path) -> list[dict[str, Any]]:
+    """Return the rows at the end of a file of metrics, without an unfinished last line."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(size - _TAIL, 0))
+        lines = stream.read().splitlines(keepends=True)
+    whole = lines[1:] if size > _TAIL else lines
+    return [parse_line(line, path, place - len(whole)) for place, line in enumerate(whole) if line.endswith(b"\n")]
+
+
+def _usual(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, dict[str, float]]:
+    """Return the median time of a step and of its parts."""
+    parts: dict[str, list[float]] = {}
+    wholes: list[float] = []
+    none: Mapping[str, float] = {}
+    for row, following in itertools.zip_longest(rows, rows[1:], fillvalue=none):
+        measured = parts_of_step(row)
+        if not measured:  # the validation before the first step
+            continue
+        for name, value in measured.items():
+            parts.setdefault(name, []).append(value)
+        whole = sum(measured.values())
+        if TIME in row and TIME in following and following["step"] == row["step"] + 1:
+            parts.setdefault("rest", []).append(max(following[TIME] - row[TIME] - whole, 0.0))
+            whole = max(following[TIME] - row[TIME], whole)
+        wholes.append(whole)
+    return (statistics.median(wholes) if wholes else None), {n: statistics.median(v) for n, v in parts.items()}
+
+
+def _state(holder: Mapping[str, Any] | None, step: int, planned: int | None, *, begun: bool) -> State:
+    if holder is None:
+        if not begun:
+            return "not started"
+        return "finished" if planned is not None and step >= planned else "stopped"
+    if holder["host"] == socket.gethostname():
+        try:
+            os.kill(int(holder["pid"]), 0)
+        except ProcessLookupError:
+            return "killed"
+        except PermissionError:  # it is another user's
+            pass
+    return "running"
+
+
+def _served(row: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Return the oldest and the newest version that engines serve, by policy."""
+    start = "cluster/version_min/"
+    policies = [name.removeprefix(start) for name in row if name.startswith(start)]
+    return {name: (int(row[start + name]), int(row[f"cluster/version_max/{name}"])) for name in policies}
+
+
+def _roles(
+    folder: Path,
+    events: Sequence[Mapping[str, Any]],
+    members: Mapping[str, Any],
+    newest: Mapping[str, float],
+    now: float,
+) -> list[Role]:
+    roles: dict[str, Role] = {}
+    for event in events:
+        role = roles.setdefault(event["role"], Role(event["role"]))
+        role.state = "running" if event["event"] in BEGINS else event["event"]
+        role.restarts += event["event"] == "restarted"
+        role.node, role.pid = event.get("node") or role.node, event.get("pid") or role.pid
+        role.last_event, role.event_age, role.detail = event["event"], now - event["time"], event.get("detail") or None
+    pools = [*members.get("engines", {}).values(), members.get("workers", {})]
+    for name, address in ((name, address) for pool in pools for name, address in pool.items()):
+        roles.setdefault(name, Role(name)).address = address
+    for name, role in roles.items():
+        log = folder / "logs" / f"{name}.log"
+        role.log_age = now - log.stat().st_mtime if log.is_file() else None
+        start = f"cluster/version/{name}/"
+        role.versions = {key.removeprefix(start): int(v) for key, v in newest.items() if key.startswith(start)}
+    return sorted(roles.values(), key=lambda role: _by_number(role.name))
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    kind, _, number = name.rpartition("-")
+    return (kind, int(number)) if number.isdecimal() else (name, -1)
+
+
+def _warnings(status: Status, folder: Path) -> list[str]:
+    """Say what looks wrong."""
+    found = []
+    if status.state == "killed":
+        found.append(f"{status.process}, is gone without having said that it ended: start the run again to resume it")
+    usual, age = status.seconds_per_step, status.step_age
+    if status.state == "running" and usual is not None and age is not None and age > max(LATE * usual, SHORTEST):
+        found.append(f"no step for {duration(age)}, {age / max(usual, 1e-9):.0f} x the usual {duration(usual)}")
+    for role in status.roles:
+        if role.state == "died" and status.state in ("running", "killed"):
+            why = f" ({first_line(role.detail)})" if role.detail else ""
+            found.append(f"{role.name} died {duration(role.event_age or 0.0)} ago and did not come back{why}")
+        for policy, version in role.versions.items() if status.state == "running" else ():
+            latest = status.versions.get(policy, (version, version))[1]
+            if version < latest - 1:
+                found.append(f"{role.name} serves version {version} of {policy}, others {latest}")
+    told = _newest(folder / "warnings.jsonl")
+    if told:
+        text = first_line(str(told[-1]["warning"]))
+        found.append(f"step {told[-1]['step']}: {text} (the newest of {len(told)} in warnings.jsonl)")
+    return found
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a process's own words, short, and without what a terminal would obey."""
+    first = next(iter(text.strip().splitlines()), "")
+    return "".join(char for char in first if char.isprintable())[:_LONGEST].strip()
+
+
+def duration(seconds: float) -> str:
+    """Format seconds for people: ``0.8 s``, ``42 s``, ``3 min 5 s``, ``2 h 7 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, size, below, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size} {unit}" + (f" {rest} {below}" if rest else "")
+    return f"{whole} s"

@@ -1,0 +1,97 @@
+"""Runs a config on a cluster: checks it, prepares what engines start from, and supervises the processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turnwise.cluster.commands import ROLE, commands_of
+from turnwise.cluster.members import FOLDER
+from turnwise.cluster.placement import describe, fit, roles_of
+from turnwise.cluster.ray_backend import RayBackend
+from turnwise.cluster.supervisor import Supervisor
+from turnwise.run.checks import check_config, resolve_config, task_of, tiny_model
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError, Problems
+from turnwise.train.league import plays_past
+from turnwise.train.league.build import groups_of
+from turnwise.train.model.loading import TINY, check_models
+from turnwise.train.plan.constants import Constants
+from turnwise.train.plan.memory import engine_weight_bytes, training_bytes
+from turnwise.train.plan.workload import workload_of
+
+
+def is_supervised(config: TrainConfig) -> bool:
+    """True if this process is to start the run's processes, and is none of them."""
+    return config.cluster.backend == "ray" and ROLE not in os.environ
+
+
+def train_on_cluster(config: TrainConfig) -> int:
+    """Train ``config`` on its Ray cluster, and return the exit code of the run's first process."""
+    task = task_of(config)
+    resolved, *_ = check_config(config, task, warm=False)
+    with RayBackend(config.cluster) as backend:
+        roles = roles_of(config.cluster)
+        fit(roles, backend.nodes())
+        models = _prepare_models(config, resolved, task)
+        return Supervisor(config, backend, roles, commands_of(config, models)).run()
+
+
+def placement_lines(config: TrainConfig) -> Iterator[str]:
+    """Yield one line for each process of the run, with its node and its bytes on each GPU, or in memory without one.
+
+    Raises :class:`~turnwise.cluster.placement.NoRoom` if the cluster can't hold them.
+    """
+    roles = roles_of(config.cluster)
+    with RayBackend(config.cluster) as backend:
+        yield from describe(roles, fit(roles, backend.nodes()), _bytes_of(config))
+
+
+def _bytes_of(config: TrainConfig) -> dict[str, str]:
+    """Describe the bytes of a rank and of an engine of each pool, by the kind or the pool's name."""
+    task, problems = task_of(config), Problems()
+    resolved, actors = resolve_config(config, task, problems)
+    problems.raise_any()
+    try:
+        workload, _ = workload_of(resolved, partial(tiny_model, config, task), actors)
+    except ConfigError as error:  # of models for which nothing is planned
+        return dict.fromkeys(("rank", *config.cluster.engines), f"bytes unknown: {error}")
+    none = replace(Constants(), activation_memory=0.0)
+    told = {"rank": f"{_mib(training_bytes(workload, config.cluster.learner.count, none))} of weights, gradients, Adam"}
+    for name, pool in config.cluster.engines.items():
+        parts = int(max(pool.gpus, 1))
+        cache = "" if pool.engine == "transformers" else f", {pool.options.get('kv_cache_gb', 1.0)} GiB of cache"
+        told[name] = f"{_mib(engine_weight_bytes(workload, parts))} of weights{cache}"
+    return told
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
+def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> dict[str, Path]:
+    """Write a folder with config and tokenizer for each pool; the trainer sends the weights."""
+    from transformers import AutoConfig
+
+    folders = {}
+    for name, pool in config.cluster.engines.items():
+        policies = {each: resolved.policies[each] for each in pool.policies or resolved.policies}
+        first = next(iter(policies.values()))
+        folder = folders[name] = (config.run_dir / FOLDER / "models" / name).absolute()
+        tokenizer = check_models(policies, partial(tiny_model, config, task))
+        model_config = (
+            tiny_model(config, task)[1].config if first.path == TINY else AutoConfig.from_pretrained(first.path)
+        )
+        model_config.dtype = first.dtype
+        model_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        adapters = [each.lora.rank for each in policies.values() if each.lora is not None]
+        if adapters:
+            past = config.league.opponents_per_step * groups_of(config) if plays_past(config) else 0
+            pool.options.setdefault("adapter_slots", len(adapters) * (1 + past))
+            pool.options.setdefault("adapter_rank", max(adapters))
+    return folders

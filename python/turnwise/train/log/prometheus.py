@@ -1,0 +1,155 @@
+"""Serves a run's newest metrics to Prometheus: numbers, and the names of policies, actors and engines as labels."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.log.client_metrics import GROWTH
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+Labels = tuple[tuple[str, str], ...]
+"""Names and values of labels, in order."""
+
+Families = dict[str, tuple[str, str, dict[Labels, float]]]
+"""From the name of a family to its kind, its help, and its samples."""
+
+COUNTED = {
+    *("episodes", "episodes/failed", "episodes/retried", "samples", "sampled_tokens"),
+    *("seconds_rollout", "seconds_update"),
+    *("cluster/sync_seconds", "cluster/sync_bytes", "cluster/restarts"),
+    *(f"inference/{name}" for name in GROWTH),
+    *(f"inference/engines/{name}" for name in ("requests", "retries", "deaths")),
+}
+"""Metrics whose values add up over steps, without their labels. They are counters, all others are gauges."""
+
+DERIVED = {"total_sampled_tokens", "cluster/time"}
+"""Metrics that the counters and ``turnwise_last_step_timestamp_seconds`` tell in Prometheus' way."""
+
+
+class Prometheus:
+    """A :class:`~turnwise.train.log.writers.MetricWriter` that serves ``http://host:port/metrics``.
+
+    The server starts at once, so a port in use is a :class:`ConfigError` before any model is loaded. Counters count
+    from the start of this process.
+
+    Example: ``step_reward/solver`` of ``metrics.jsonl`` is ``turnwise_step_reward{actor="solver"}``.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        try:
+            import prometheus_client  # noqa: F401
+        except ImportError as error:
+            raise ImportError("log.prometheus needs prometheus_client: pip install 'turnwise[metrics]'") from error
+        assert config.log.prometheus is not None
+        self._address, self._planned = config.log.prometheus, config.steps
+        self._policies, self._actors = set(config.policies), set[str]()
+        self._totals: dict[str, float] = {}
+        self._steps = 0
+        self._server: Any = None
+        self._families = self._table(0, {})
+        self._start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._start()
+        self._steps += 1
+        self._families = self._table(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: only the newest step is served."""
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            self._server = None
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of one scrape, in the server's thread."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, (kind, text, samples) in self._families.items():
+            family: Metric = CounterMetricFamily(name, text) if kind == "counter" else GaugeMetricFamily(name, text)
+            for labels, value in samples.items():
+                family.add_sample(f"{name}_total" if kind == "counter" else name, dict(labels), value)
+            yield family
+
+    def _start(self) -> None:
+        if self._server is not None:
+            return
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        host, _, port = self._address.rpartition(":")
+        try:
+            self._server = start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as error:
+            raise ConfigError(
+                f"config key 'log.prometheus' = {self._address!r}: expected a free port of this machine, got: "
+                f"{error.strerror or error}. Choose another one"
+            ) from error
+
+    def _table(self, step: int, metrics: Mapping[str, float]) -> Families:
+        """Return what is served after ``step``."""
+        families: Families = {}
+
+        def put(kind: str, name: str, text: str, value: float, labels: Labels = ()) -> None:
+            # Metrics whose names differ only in characters that Prometheus lacks must not share a sample.
+            while name in families and (families[name][0] != kind or labels in families[name][2]):
+                name += "_"
+            families.setdefault(name, (kind, text, {}))[2][labels] = float(value)
+
+        put("gauge", "turnwise_step", "Number of the newest step.", step)
+        put("gauge", "turnwise_planned_steps", "Steps of the run.", self._planned)
+        put("counter", "turnwise_steps", "Steps that this process has logged.", self._steps)
+        if self._steps:
+            put("gauge", "turnwise_last_step_timestamp_seconds", "Unix time of the newest step.", time.time())
+        self._actors |= {name.partition("/")[2] for name in metrics if name.startswith("completion_tokens/")}
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            bare, labels = self._split(name)
+            if bare in COUNTED:
+                self._totals[name] = self._totals.get(name, 0.0) + value
+            elif name not in DERIVED:
+                put("gauge", _legal(bare), f"{bare} of the newest step.", value, labels)
+        for name, total in self._totals.items():
+            bare, labels = self._split(name)
+            put("counter", _legal(bare), f"Sum of {bare} over the steps of this process.", total, labels)
+        return families
+
+    def _split(self, name: str) -> tuple[str, Labels]:
+        """Return ``name`` without the names of an engine, a policy and an actor in it, and these as labels."""
+        labels: dict[str, str] = {}
+        for start in ("inference/engines/", "cluster/version/"):  # an engine's name may be an address
+            if name.startswith(start):
+                labels["engine"], _, last = name.removeprefix(start).rpartition("/")
+                name = start + last
+        parts, several = name.split("/"), len(self._policies) > 1
+        kept = []
+        for place, part in enumerate(parts):
+            inside = parts[0] == "validation" and 0 < place < len(parts) - 1
+            found = {
+                "policy": part in self._policies and (place > 0 or several),
+                "actor": (part in self._actors and parts[0] != "cluster") or inside,
+            }
+            # A policy's metrics start with its name if there are several; elsewhere the name is that of an actor.
+            order = ("policy", "actor") if place == 0 else ("actor", "policy")
+            label = next((kind for kind in order if found[kind] and kind not in labels and len(parts) > 1), None)
+            if label is None:
+                kept.append(part)
+            else:
+                labels[label] = part
+        return "/".join(kept), tuple(labels.items())
+
+
+def _legal(name: str) -> str:
+    return "turnwise_" + re.sub("[^a-zA-Z0-9_]", "_", name)

@@ -1,0 +1,184 @@
+"""Runs on a real Ray cluster of three nodes with invented resources."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from turnwise.cluster.members import Members, events_file, log_file
+from turnwise.cluster.placement import NoRoom, roles_of
+from turnwise.cluster.ray_backend import RayBackend
+from turnwise.train.config.cluster import ClusterConfig
+from turnwise.train.config.toml import ConfigError, to_toml
+from turnwise.train.validate import config_from_dict
+
+COMMON: dict[str, Any] = {
+    "steps": 2,
+    "threads": 1,
+    "device": "cpu",
+    "health": {"start_questions": 0},
+    "warm_start": {"steps": 3, "batch_size": 8},
+    "rollout": {"prompts_per_step": 2, "branches": 2, "max_batch_rows": 1},
+    "credit": {"rule": "constant"},
+    "update": {"lr": 5e-5},
+    "eval": {"num_prompts": 3},
+    "checkpoint": {"every": 1, "keep_last": 2},
+}
+ENGINES = {
+    "main": {
+        "count": 2, "cpus": 0, "resources": {"sim_gpu": 1}, "engine": "transformers",
+        "options": {"max_batch_rows": 1},
+    }
+}  # fmt: skip
+RANK = {"cpus": 0, "resources": {"learner": 1}}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The address of a cluster of three nodes, of which two have a ``learner`` and two ``sim_gpu``."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    small = {"object_store_memory": 100 * 2**20, "num_cpus": 2}
+    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(**small, resources={"sim_gpu": 2, "learner": 1})
+        cluster.wait_for_nodes()
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def start(folder: Path, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
+    """Start ``turnwise train`` on a config with ``settings``."""
+    config = config_from_dict({**COMMON, "run_dir": str(folder), **settings})
+    file = folder.with_suffix(".toml")
+    file.write_text(to_toml(config))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "turnwise", "train", str(file), "--traceback", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def train(folder: Path, *arguments: str, **settings: Any) -> str:
+    """Run ``turnwise train`` to its end, and return what it prints."""
+    process = start(folder, *arguments, **settings)
+    told, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, told
+    return told
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    [file] = folder.glob("policies/*/model.safetensors")
+    return load_file(file)
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    return [(event["event"], event["role"]) for event in map(json.loads, events_file(folder).read_text().splitlines())]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    train(folder)
+    return folder
+
+
+def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, address: str, alone: Path) -> None:
+    """Bit for bit; and an engine and a worker are killed on the way."""
+    folder = tmp_path / "run"
+    cluster = {
+        "backend": "ray", "address": address, "trust_network": True, "learner": RANK, "engines": ENGINES,
+        "arena": {"count": 2, "cpus": 0}, "faults": {"dead_after": 10.0},
+    }  # fmt: skip
+    process = start(folder, cluster=cluster)
+    try:
+        while not (folder / "metrics.jsonl").is_file():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        started = {e["role"]: e["pid"] for e in map(json.loads, events_file(folder).read_text().splitlines())}
+        assert set(started) == {"rank-0", "engine-main-0", "engine-main-1", "worker-0", "worker-1"}
+        for role in ("engine-main-0", "worker-1"):
+            os.kill(started[role], signal.SIGKILL)
+        told, _ = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 0, told
+    assert "training for 2 steps" in told and "engine-main-0 was killed by SIGKILL; starting it again" in told
+    found, want = weights(folder), weights(alone)
+    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
+    for name in ("rollouts.jsonl",):
+        a, b = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in (folder, alone))
+        assert [row["rewards"] for row in a] == [row["rewards"] for row in b]
+    assert {("restarted", "engine-main-0"), ("ended", "worker-0")} <= set(events(folder))
+    assert Members.read(folder).engines == {}
+    # The secret is in no file.
+    assert not any(runs(pid) for pid in started.values())
+    for role in started:
+        assert log_file(folder, role).is_file()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_two_ranks_as_ray_actors(tmp_path: Path, address: str, alone: Path) -> None:
+    folder = tmp_path / "run"
+    cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": {**RANK, "count": 2}}
+    train(folder, cluster=cluster)
+    found, want = weights(folder), weights(alone)
+    assert found.keys() == want.keys()
+    assert max(float((found[name] - value).abs().max()) for name, value in want.items()) <= 1e-6
+
+
+def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, address: str) -> None:
+    ask = {"main": {**ENGINES["main"], "resources": {"sim_gpu": 3}}}
+    cluster = {"backend": "ray", "address": address, "trust_network": True, "wait": 5, "learner": RANK, "engines": ask}
+    process = start(tmp_path / "run", "--dry-run", cluster=cluster)
+    told, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "Missing: one node with 0 CPU, 3 sim_gpu for engine-main-0" in told.replace("\n", " "), told
+
+
+def test_ray_waits_no_longer_than_asked(address: str) -> None:
+    """Others hold what the cluster has, so the run would fit, but not now."""
+    settings = ClusterConfig.model_validate(
+        {"backend": "ray", "address": address, "trust_network": True, "learner": {"count": 2, **RANK}}
+    )
+    roles = roles_of(settings)
+    with RayBackend(settings) as backend:
+        backend.place(roles, 60)
+        began = time.monotonic()
+        with pytest.raises(NoRoom, match=r"after cluster.wait = 2 s.*Missing: learner \(asked 2, 0 there\)"):
+            RayBackend(settings).place(roles, 2)
+        assert time.monotonic() - began < 30
+
+
+def test_an_open_cluster_is_refused(tmp_path: Path, address: str) -> None:
+    process = start(tmp_path / "run", cluster={"backend": "ray", "address": address, "learner": RANK})
+    told, _ = process.communicate(timeout=100)
+    assert process.returncode, told
+    assert "checks no token" in told and "RAY_AUTH_MODE=token" in told
+
+
+@pytest.mark.parametrize("at", ["127.0.0.1:1", "ray://127.0.0.1:10001"])
+def test_a_cluster_that_cannot_be_joined(at: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.address"), RayBackend(ClusterConfig(backend="ray", address=at)):
+        pass

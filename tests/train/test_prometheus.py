@@ -1,0 +1,250 @@
+"""Metrics for Prometheus: a real scrape, read by the parsers of prometheus_client."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import urllib.request
+
+import pytest
+
+from turnwise.cli import main as cli
+from turnwise.cli.commands import eval as eval_command
+from turnwise.cli.options import EXIT_USAGE
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.log.prometheus import Prometheus
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.log.writers import JsonLines, open_writers
+from turnwise.types import GenerateResult, Rollout, Step
+
+pytest.importorskip("prometheus_client")
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def config(tmp_path, port):
+    policies = {"solver": {}, "critic": {}}
+    log = {"prometheus": f"127.0.0.1:{port}"}
+    return TrainConfig.model_validate({"run_dir": str(tmp_path), "steps": 9, "policies": policies, "log": log})
+
+
+@pytest.fixture
+def server(config):
+    server = Prometheus(config)
+    yield server
+    server.close()
+
+
+def scrape(port, accept="text/plain"):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return response.read().decode()
+
+
+def samples(port):
+    """``{(name, labels): value}`` of a scrape, each read once; both formats must agree."""
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open
+    from prometheus_client.parser import text_string_to_metric_families as read
+
+    found = []
+    for parse, accept in ((read, "text/plain"), (read_open, "application/openmetrics-text; version=1.0.0")):
+        every = [sample for family in parse(scrape(port, accept)) for sample in family.samples]
+        by_name = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in every}
+        assert len(by_name) == len(every), "two samples have one name"
+        found.append(by_name)
+    assert repr(found[0]) == repr(found[1])  # NaN is not equal to itself
+    return found[0]
+
+
+def test_names_labels_and_kinds_by_hand(server, port):
+    assert samples(port) == {
+        ("turnwise_step",): 0,
+        ("turnwise_planned_steps",): 9,
+        ("turnwise_steps_total",): 0,
+    }
+    server.log(
+        4,
+        {
+            "reward": 0.25,
+            "completion_tokens/alice": 7.5,
+            "step_reward/alice": 0.5,
+            "alice/entropy": 2.5,
+            "critic/alice/entropy": 3.5,
+            "solver/loss": 1.5,
+            "critic/loss": -2.0,
+            "sampled_tokens": 100,
+            "total_sampled_tokens": 1000,
+            "seconds_update": 2.0,
+            "validation/bob/changed": 0.125,
+            "inference/queue": 3,
+            "inference/retries": 2,
+            "inference/engines/http://10.0.0.2:80/v1/requests": 5,
+            "inference/engines/http://10.0.0.2:80/v1/outstanding": 6,
+            "cluster/version/engine-main-0/solver": 11,
+            "cluster/version_min/solver": 10,
+            "cluster/time": 1.7e9,
+        },
+    )
+    engine = ("engine", "http://10.0.0.2:80/v1")
+    found = samples(port)
+    assert found.pop(("turnwise_last_step_timestamp_seconds",)) > 1.7e9
+    assert found == {
+        ("turnwise_step",): 4,
+        ("turnwise_planned_steps",): 9,
+        ("turnwise_steps_total",): 1,
+        ("turnwise_reward",): 0.25,
+        ("turnwise_completion_tokens", ("actor", "alice")): 7.5,
+        ("turnwise_step_reward", ("actor", "alice")): 0.5,
+        ("turnwise_entropy", ("actor", "alice")): 2.5,
+        ("turnwise_entropy", ("actor", "alice"), ("policy", "critic")): 3.5,
+        ("turnwise_loss", ("policy", "solver")): 1.5,
+        ("turnwise_loss", ("policy", "critic")): -2.0,
+        ("turnwise_sampled_tokens_total",): 100,
+        ("turnwise_seconds_update_total",): 2.0,
+        ("turnwise_validation_changed", ("actor", "bob")): 0.125,
+        ("turnwise_inference_queue",): 3,
+        ("turnwise_inference_retries_total",): 2,
+        ("turnwise_inference_engines_requests_total", engine): 5,
+        ("turnwise_inference_engines_outstanding", engine): 6,
+        ("turnwise_cluster_version", ("engine", "engine-main-0"), ("policy", "solver")): 11,
+        ("turnwise_cluster_version_min", ("policy", "solver")): 10,
+    }
+
+
+def test_only_the_address_that_is_written_listens(server, port):
+    assert server._server[0].server_address == ("127.0.0.1", port)
+
+
+def test_gauges_are_of_the_newest_step_and_counters_add_up(server, port):
+    server.log(1, {"reward": 0.25, "episodes": 8, "kl": 0.5})
+    server.log(2, {"reward": 0.75, "episodes": 6})
+    found = samples(port)
+    assert found["turnwise_reward",] == 0.75 and found["turnwise_step",] == 2
+    assert found["turnwise_episodes_total",] == 14 and found["turnwise_steps_total",] == 2
+    assert ("turnwise_kl",) not in found, "the newest step did not measure it"
+
+
+def test_an_actor_and_a_policy_of_one_name(server, port):
+    server.log(1, {"completion_tokens/solver": 3, "solver/loss": 1.0, "solver/entropy/solver": 2.0})
+    found = samples(port)
+    assert found["turnwise_loss", ("policy", "solver")] == 1.0
+    assert found["turnwise_completion_tokens", ("actor", "solver")] == 3
+    assert found["turnwise_entropy", ("actor", "solver"), ("policy", "solver")] == 2.0
+
+
+def test_the_only_policy_is_in_no_name_but_those_of_a_cluster(config, port):
+    server = Prometheus(config.model_copy(update={"policies": {"solver": config.policies["solver"]}}))
+    server.log(1, {"completion_tokens/solver": 3, "solver/entropy": 2.0, "cluster/version_min/solver": 7})
+    found = samples(port)
+    server.close()
+    assert found["turnwise_entropy", ("actor", "solver")] == 2.0
+    assert found["turnwise_cluster_version_min", ("policy", "solver")] == 7
+
+
+def test_awkward_names_and_numbers_are_still_a_valid_scrape(server, port):
+    """Two names that are one to Prometheus, quotes and line breaks in labels, and values that are no numbers."""
+    server.log(1, {"metric/a-b": 1.0, "metric/a b": 2.0, 'completion_tokens/x"\n\\': 3.0, "loss": float("nan"),
+                   "ratio": float("inf"), "note": "text", "step": 7.0, "episodes": 1})  # fmt: skip
+    found = samples(port)
+    assert {found["turnwise_metric_a_b",], found["turnwise_metric_a_b_",]} == {1.0, 2.0}
+    assert found["turnwise_completion_tokens", ("actor", 'x"\n\\')] == 3.0
+    assert found["turnwise_loss",] != found["turnwise_loss",] and found["turnwise_ratio",] == float("inf")
+    assert not any("note" in key[0] for key in found)
+    assert (found["turnwise_step",], found["turnwise_step_",]) == (1, 7.0)
+
+
+def test_no_secret_and_no_text_is_served(config, port, monkeypatch):
+    """Only numbers leave the run: neither its episodes nor its environment nor its paths do."""
+    monkeypatch.setenv("TURNWISE_CLUSTER_KEY", "key-7f3a91")
+    prompt = [{"role": "user", "content": "the hidden board"}]
+    step = Step("alice", 0, prompt, "my secret move", [1, 2], [3], [-0.5], [(1, 0)], "stop")
+    result = GenerateResult(Rollout("r1", "duel", "a card", [step], {"alice": 1.0}, error="Boom: key-7f3a91"))
+    with RunLog.from_config(config) as log:
+        log.step(1, {"reward": 0.5}, [result])
+        log.warn(1, "the hidden board again")
+        text = scrape(port)
+    assert "turnwise_reward 0.5" in text
+    assert "my secret move" in (config.run_dir / "rollouts.jsonl").read_text(), "the step has text to keep back"
+    for secret in ("key-7f3a91", "hidden board", "secret move", "a card", str(config.run_dir)):
+        assert secret not in text
+
+
+def test_a_port_in_use_is_a_clear_error(config, port):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(ConfigError) as raised:
+            open_writers(config)
+    message = str(raised.value)
+    assert message.startswith(f"config key 'log.prometheus' = '127.0.0.1:{port}': expected a free port")
+    assert "\n" not in message
+
+
+def test_a_run_is_refused_before_it_trains(tmp_path, port, capsys):
+    (tmp_path / "run.toml").write_text(f'run_dir = "{tmp_path}/run"\nsteps = 1\n[log]\nprometheus = "{port}"\n')
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert cli.main(["train", str(tmp_path / "run.toml")]) == EXIT_USAGE
+    assert "'log.prometheus'" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_evaluation_beside_the_run_takes_no_port(config, server, monkeypatch):
+    """The run holds the port meanwhile."""
+
+    class Loaded(Exception):
+        pass
+
+    def load(config, checkpoint, log):
+        assert [type(writer) for writer in open_writers(config)] == [JsonLines]
+        raise Loaded
+
+    monkeypatch.setattr(eval_command, "load_run", load)
+    with pytest.raises(Loaded):
+        eval_command.evaluate_from_config(config)
+
+
+def test_it_serves_again_after_it_was_closed(config, port):
+    server = Prometheus(config)
+    server.log(1, {"episodes": 2})
+    server.close()
+    server.close()
+    with pytest.raises(OSError):
+        scrape(port)
+    server.log(2, {"episodes": 3})
+    assert samples(port)["turnwise_episodes_total",] == 5
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("9400", "127.0.0.1:9400"),
+        (":9400", "127.0.0.1:9400"),
+        ("0.0.0.0:9400", "0.0.0.0:9400"),
+        ("[::1]:9400", "[::1]:9400"),
+        ("node-3:1", "node-3:1"),
+    ],
+)
+def test_a_port_alone_is_of_this_machine(given, address):
+    assert TrainConfig.model_validate({"log": {"prometheus": given}}).log.prometheus == address
+
+
+@pytest.mark.parametrize("given", ["", "localhost", "0", "127.0.0.1:0", "a:65536", "::1:9400", "a:b", "http://a:80"])
+def test_no_address(given):
+    with pytest.raises(ValueError, match="expected host:port, such as"):
+        TrainConfig.model_validate({"log": {"prometheus": given}})
+
+
+def test_a_missing_package_is_one_sentence(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"turnwise\[metrics\]"):
+        open_writers(config)
