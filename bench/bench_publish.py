@@ -31,7 +31,7 @@ from turnwise.inference.weights.sync import open_weights
 
 LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 COUNTS = (1, 2, 4, 8)
-IN_TURN, TOGETHER = "one after the other", "one broadcast"
+IN_TURN, TOGETHER = "one after the other", "turnwise: one broadcast"
 SECONDS = 120.0
 """In which a receiver must answer."""
 

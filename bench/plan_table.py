@@ -97,7 +97,8 @@ def scaling_rows(sizes: tuple[int, ...]) -> Iterator[Row]:
     constants = Constants()
     equal = replace(constants, tail=constants.tail.measured(1.0, "calls of equal length"))
     for model in MODELS:
-        work, base = work_of(model), None
+        same_length, base = work_of(model), None
+        work = replace(same_length, longest=Disorder().longest * same_length.response)
         for gpus in sizes:
             try:
                 split = search(work, gpus, GPU, constants, staleness=[AHEAD], best=1)[0].split
@@ -108,13 +109,14 @@ def scaling_rows(sizes: tuple[int, ...]) -> Iterator[Row]:
             slower = one_by_one_seconds(work, split, constants) / sync_seconds(work, split.tensor_parallel, constants)
             alone = replace(constants, sync_scale=constants.sync_scale.measured(slower, "one engine after the other"))
             began = time.process_time()
-            same = simulate_cluster(work, split, GPU, constants, rounds=1, skipped_rounds=2)
+            same = simulate_cluster(same_length, split, GPU, constants, rounds=1, skipped_rounds=2)
             seconds = time.process_time() - began
             spread = simulate_cluster(work, split, GPU, constants, Disorder(SIGMA), rounds=1, skipped_rounds=2)
-            predicted = {name: predict(work, split, GPU, c) for name, c in (("tail", constants), ("equal", equal))}
+            found = predict(work, split, GPU, constants)
+            found_same = predict(same_length, split, GPU, equal)
             late = predict(work, split, GPU, alone)
             # Sampled tokens per second and GPU, over those of the smallest cluster.
-            rates = [predicted["tail"].tokens_per_second, spread.tokens_per_second, late.tokens_per_second]
+            rates = [found.tokens_per_second, spread.tokens_per_second, late.tokens_per_second]
             rates = [rate / gpus for rate in rates]
             base = base or rates
             row = {
@@ -124,12 +126,13 @@ def scaling_rows(sizes: tuple[int, ...]) -> Iterator[Row]:
                 "engines": f"{split.engines}x{split.tensor_parallel}",
                 "training GPUs": split.training,
                 "slots": split.slots,
-                "bottleneck": predicted["tail"].bottleneck,
-                "equal lengths: formula s": predicted["equal"].step,
+                "bottleneck": found.bottleneck,
+                "equal lengths: formula s": found_same.step,
                 "simulated s": same.step,
-                "simulated / formula": same.step / predicted["equal"].step,
-                "tail: formula s": predicted["tail"].step,
-                "log-normal: simulated s": spread.step,
+                "simulated / formula": same.step / found_same.step,
+                "log-normal: formula s": found.step,
+                "simulated  s": spread.step,
+                "simulated  / formula": spread.step / found.step,
                 "efficiency, formula": rates[0] / base[0],
                 "efficiency, simulated": rates[1] / base[1],
                 "one by one: efficiency": rates[2] / base[0],
@@ -184,6 +187,7 @@ def page(rows: list[Row]) -> str:
 
     machine = environment(1)
     ratios = [row["simulated / formula"] for row in of["scaling"]]
+    uneven = [row["simulated  / formula"] for row in of["scaling"]]
     first, work, disorder, seconds = rows[0], work_of("7B"), Disorder(), "CPU s of the simulation"
     longest = max(of["scaling"], key=lambda row: row[seconds])
     lost = max(row[f"lost at MTBF {MTBF:,} h"] for row in of["deaths"])
@@ -192,12 +196,14 @@ def page(rows: list[Row]) -> str:
 No cluster ran. These are numbers of a formula and of a simulation of the real loop; their constants are at the end.
 {sum(row["mark"] == "assumed" for row in of["constants"])} of the {len(of["constants"])} constants are assumed.
 
-- With calls of equal length the simulated step is {min(ratios):.3f} to {max(ratios):.3f} of the formula's.
+- With calls of equal length the simulated step is {min(ratios):.3f} to {max(ratios):.3f} of the formula's. The rest is
+  how rows spread over engines and slots, which only the simulation knows.
+- With log-normal lengths it is {min(uneven):.2f} to {max(uneven):.2f}: the formula knows their mean and the longest.
 - Deaths at {MTBF:,} hours per GPU cost up to {lost:.2%} of the time at 1,024 GPUs.
 - The longest of these simulations took {longest[seconds]:.0f} CPU seconds ({longest["model"]}, {longest["GPUs"]} GPUs).
 
 The workload is {work.groups:,} prompts x {work.group_size} completions a step, {work.prompt:,} tokens of prompt and
-{work.response:,} of completion, on {GPU.name.upper()}.
+{work.response:,} of completion in the mean, on {GPU.name.upper()}.
 
 Simulated on {first["machine"]}, {first["cores"]} cores, load {first["load"]}, commit {first["commit"]},
 {first["time"]}. Printed by
@@ -209,8 +215,8 @@ python bench/plan_table.py
 ## Scaling
 
 Each row is the best split of `turnwise plan` with `max_staleness` {AHEAD}. "Efficiency" is sampled tokens per second
-and GPU over those of the first row of the model. "Tail" is the formula with its assumed tail; "log-normal" is the
-simulation with lengths of spread {SIGMA}. "One by one" is a sender that serves one GPU of the engines after the other.
+and GPU over those of the first row of the model, with log-normal lengths. Their spread is {SIGMA}, and the longest is
+{disorder.longest:g} times the mean. "One by one" is a sender that serves one GPU of the engines after the other.
 
 {shown("scaling")}
 
@@ -224,15 +230,15 @@ Efficiency is against 64 GPUs.
 ## The rows that the loop has
 
 The splits of the design's table on 1,024 GPUs. `max_staleness` k gives the engines no more than k + 1 batches, so few
-batches ahead don't fill them.
+batches ahead don't fill them. Calls have equal lengths here.
 
 {shown("staleness")}
 
 ## Deaths
 
-64 prompts x 16 completions. GPUs die {OFTEN} times as often as every {MTBF:,} hours; the last column divides by that.
-An engine restarts in {disorder.engine_restart:g} s, the ranks in {disorder.training_restart:g} s, and they repeat the
-updates since a checkpoint of each {disorder.checkpoint_every} steps. These seconds are assumed.
+64 prompts x 16 completions of equal length. GPUs die {OFTEN} times as often as every {MTBF:,} hours; the last column
+divides by that. An engine restarts in {disorder.engine_restart:g} s, the ranks in {disorder.training_restart:g} s. The
+ranks repeat the updates since a checkpoint of each {disorder.checkpoint_every} steps. These seconds are assumed.
 
 {shown("deaths")}
 
@@ -262,8 +268,9 @@ def draw(rows: list[Row]) -> None:
             points = [row for row in rows if row["table"] == "scaling" and row["model"] == model]
             gpus = [row["GPUs"] for row in points]
             for key, label, color, line, marker in LINES:
-                axis.plot(gpus, [row[key] for row in points], line or "None", marker=marker, color=color, label=label)
-            axis.set(title=model, xlabel="GPUs", ylim=(0, 1.2), xscale="log", facecolor=paper)
+                style = {"linestyle": line or "none", "marker": marker, "color": color, "label": label}
+                axis.plot(gpus, [row[key] for row in points], **style)
+            axis.set(title=model, xlabel="GPUs", ylim=(0, 1.2), xscale="log", xlim=(7, 1200), facecolor=paper)
             axis.set_xticks(SIZES, [f"{size:,}" for size in SIZES])
             axis.minorticks_off()
             axis.grid(color=grid, lw=0.5)

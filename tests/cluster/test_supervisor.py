@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.cluster.backend import ClusterLost
 from turnwise.cluster.members import Members, events_file
 from turnwise.cluster.placement import NoRoom, roles_of
 from turnwise.cluster.supervisor import RunFailed, Supervisor
@@ -243,6 +244,18 @@ def test_an_engine_more_than_must_be_there_joins_when_there_is_room(tmp_path: Pa
 
     run.roles = lambda: ["rank-0", "engine-main-0"]  # type: ignore[method-assign]
     assert run.during(act) == 0
+
+
+def test_a_rank_that_finds_no_place_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, learner={"count": 2}, wait=0.5)
+
+    def act() -> None:
+        until(lambda: ("started", "rank-1") in run.events())
+        run.backend.room = {"rank-0"}
+        run.backend.hosts["rank-1"].lose()
+
+    with pytest.raises(ClusterLost, match=r"rank-1 found no place again within cluster.wait = 0\.5 s"):
+        run.during(act)
 
 
 def test_no_room(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ static void test_array(int steps, size_t most) {
         switch (random() % 10) {
             case 8:
             case 9:
-                write_singly(random, leaves, all.copies[below(random, all.copies.size())], below(random, most / 4));
+                write_singly(random, leaves, all.copies[below(random, all.copies.size())],
+                             below(random, kRelaxes ? most / 4 : 9));  // others move all that follows
                 break;
             case 0:
             case 1:
@@ -526,9 +527,9 @@ int main() {
         test_array<2, false>(300, 200);
         test_array<3, false>(200, 3000);
         test_array<7, false>(60, 9000);
-        test_array<1, true>(250, 5000);
-        test_array<2, true>(300, 600);
-        test_array<4, true>(120, 20000);
+        test_array<1, true>(80, 2500);
+        test_array<2, true>(200, 600);
+        if (seed % 4 == 0) test_array<4, true>(60, 20000);
         test_dict(120, 12);
         test_dict(150, 60);
         test_dict(60, 1500);

@@ -27,8 +27,8 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 from turnwise.types import ModelError
 
-from .engine_server import KEY_VARIABLE, EngineServers
-from .helpers import requests_of, sent, versions_of
+from .engine_server import KEY_VARIABLE, EngineServers, engine_here
+from .helpers import EXACT, build, error_of, requests_of, sent, versions_of
 from .test_routed import Proxy
 
 
@@ -169,12 +169,11 @@ async def test_weights_that_change_on_the_way_are_refused(folder: Path, servers:
         assert versions_of(await pool.generate(requests_of(6))) == {1}
 
 
-def write_members(run_dir: Path, epoch: int, **engines: str) -> None:
-    """Write the members of a run as the supervisor of a cluster does."""
+def write_members(run_dir: Path, epoch: int, **engines: dict[str, str]) -> None:
+    """Write the members of a run, the engines of each pool, as the supervisor of a cluster does."""
     file = run_dir / "cluster" / "members.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    listed = {name.replace("_", "-"): url for name, url in engines.items()}
-    file.with_suffix(".new").write_text(json.dumps({"epoch": epoch, "engines": {"main": listed}, "workers": {}}))
+    file.with_suffix(".new").write_text(json.dumps({"epoch": epoch, "engines": engines, "workers": {}}))
     file.with_suffix(".new").rename(file)
 
 
@@ -191,19 +190,20 @@ def test_a_run_follows_the_members_of_its_cluster(
     """The run waits for its first engine, which then has another address. The old one still answers: nobody asks it."""
     monkeypatch.setenv("TURNWISE_CLUSTER_KEY", os.environ[KEY_VARIABLE])
     pool = {"count": 1, "engine": "transformers", "options": {"max_batch_rows": 1}}
-    config = config_of(folder, cluster={"backend": "ray", "address": "auto", "engines": {"main": pool}, "wait": 60.0})
-    late = threading.Timer(0.5, write_members, [config.run_dir, 4], {"engine_0": servers.urls[0]})
+    cluster = {"backend": "ray", "address": "auto", "engines": {"main": pool}, "wait": 60.0}
+    config = config_of(folder, cluster, server={"transfer": "safetensors"})
+    late = threading.Timer(0.5, write_members, [config.run_dir, 4], {"main": {"engine-0": servers.urls[0]}})
     late.start()
     run = build_run(config)
     client: Any = run.arena.client
     weights = config.run_dir / "cluster" / "weights"
-    assert list(weights.glob("*.safetensors")), "engines may be on other hosts"
+    assert list(weights.glob("*.safetensors")), "a folder that other hosts see too"
     labels: list[str] = []
 
     def move() -> None:
         while client.stats()["requests"] < 15:
-            time.sleep(0.001)
-        write_members(config.run_dir, 5, engine_0=servers.urls[1])
+            time.sleep(0.005)
+        write_members(config.run_dir, 5, main={"engine-0": servers.urls[1]})
         while [engine.client._endpoint.url for engine in client._engines.values()] != servers.urls[1:]:
             time.sleep(0.01)
         labels.append(label_of(servers, 0))
@@ -220,6 +220,33 @@ def test_a_run_follows_the_members_of_its_cluster(
     assert not list(weights.iterdir())
 
 
+async def test_each_pool_has_its_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two policies without a common base, one pool for each; an engine that joins gets its pool's weights."""
+    models = {"solver": build("served", seed=1), "critic": build("served", seed=2)}
+    pools = {name: {"policies": [name], "engine": "transformers"} for name in models}
+    config = config_from_dict(
+        {
+            "run_dir": str(tmp_path),
+            "policies": {name: {} for name in models},
+            "cluster": {"backend": "ray", "engines": pools, "wait": 60.0},
+        }
+    )
+    with engine_here(build("served")) as (one, _), engine_here(build("served")) as (two, _):
+        monkeypatch.setenv("TURNWISE_CLUSTER_KEY", os.environ[KEY_VARIABLE])
+        write_members(tmp_path, 1, solver={"engine-0": one.url}, critic={"engine-1": two.url})
+        check_client(config)
+        async with build_client(config, ByteTokenizer(), models) as client:
+            for name, model in models.items():
+                client.load_weights(name, sent(model), 3)
+            with engine_here(build("served")) as (three, _):
+                write_members(tmp_path, 2, solver={"engine-2": three.url}, critic={"engine-1": two.url})
+                while client.clients["solver"].serving() != ["engine-2"]:
+                    await asyncio.sleep(0.01)
+                for name, model in models.items():
+                    responses = await client.generate(requests_of(3, policy=name))
+                    assert error_of(model, responses) < EXACT and versions_of(responses) == {3}
+
+
 def test_a_run_behind_a_router_changes_no_bit(
     folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor]
 ) -> None:
@@ -231,7 +258,7 @@ def test_a_run_behind_a_router_changes_no_bit(
 
     def kill() -> None:
         while pool.stats()["requests"] < 15:
-            time.sleep(0.001)
+            time.sleep(0.005)
         servers.kill(1)
         servers.start(1)
 

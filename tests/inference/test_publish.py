@@ -216,14 +216,18 @@ def test_a_late_receiver_gets_them_alone_and_belongs_to_the_next_group(receivers
 def test_nobody_waits_for_a_late_receiver_that_hangs(receivers: Receivers) -> None:
     """Also not the trainer, which must replace weights that are on their way to it. They don't fit into buffers."""
     numbers = receivers.start(3)
-    with sending(bucket_mib=16.0) as transfer:
+    handles: list[Any] = []
+    with sending(bucket_mib=16.0, deadline=90.0) as transfer:
         handle = transfer.send(weights_of(0, 2**19))
         receivers.open(numbers[:2], handle)
         receivers.do(numbers[2], "end_at", "alone", signal.SIGSTOP)
         receivers.ask(numbers[2:], handle)
         until(lambda: any(member.streaming for member in transfer._hub._members))  # type: ignore[union-attr]
         with told("was lost"):
-            assert receivers.open(numbers[:2], transfer.send(weights_of(1))) == [described(weights_of(1))] * 2
+            thread = threading.Thread(target=lambda: handles.append(transfer.send(weights_of(1))))
+            thread.start()
+            thread.join(30)
+            assert receivers.open(numbers[:2], handles[0]) == [described(weights_of(1))] * 2
             until(lambda: transfer.stats()["lost"] == 1)
         until(lambda: transfer.stats()["epoch"] == 1)
 

@@ -99,6 +99,11 @@ def test_a_process_that_was_killed_is_told(run_dir):
     assert read_status(run_dir, START + 116).state == "running"
 
 
+def test_a_long_detail_is_cut(run_dir):
+    (run_dir / "warnings.jsonl").write_text(json.dumps({"step": 1, "warning": "w" * 500}) + "\n")
+    assert f"step 1: {'w' * 199}… (the newest of 1 " in read_status(run_dir, START + 120).warnings[-1]
+
+
 def test_an_embedded_run(made_run):
     status = read_status(made_run)
     assert (status.state, status.step, status.steps, status.roles) == ("stopped", 1, None, [])
@@ -148,7 +153,7 @@ def test_the_table_and_the_json(run_dir, capsys):
     assert cli.main(["status", str(run_dir)]) == EXIT_OK
     text = capsys.readouterr().out
     assert "sudoku: running, process 77 on another-host" in text and "step       3 of 5, " in text
-    assert "a step: rollout 8.0 s, update 3.0 s, sync 0.5 s, rest 3.0 s" in text
+    assert "a step: rollout 8.0 s, update 3.0 s, sync 0.50 s, rest 3.0 s" in text
     assert "checkpoint step 3, " in text and "served     default versions 1 to 3" in text
     [row] = [line.split() for line in text.splitlines() if line.strip().startswith("engine-main-0")]
     assert row[1:5] == ["n2", "running", "1", "restarted,"]
@@ -163,7 +168,8 @@ def test_the_table_and_the_json(run_dir, capsys):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.84, "0.8 s"),
+        (0.84, "0.84 s"),
+        (4.21, "4.2 s"),
         (42.4, "42 s"),
         (60, "1 min"),
         (185, "3 min 5 s"),

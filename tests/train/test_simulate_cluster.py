@@ -48,6 +48,16 @@ def test_equal_calls_take_the_seconds_of_the_formula(model, groups, split, bottl
     assert result.staleness_max <= split.max_staleness
 
 
+@pytest.mark.parametrize("split", [Split(32, 1, 32, 128, 0), Split(32, 1, 32, 128, 1), Split(32, 1, 32, 128, 3)])
+def test_the_longest_call_takes_about_as_long_as_the_formula_says(split):
+    """About: in the simulation fewer and fewer rows run beside the longest one."""
+    disorder = Disorder(length_sigma=0.5, longest=3)
+    found = predict(workload(longest=3 * 4096), split, H100, CONSTANTS)
+    result = simulate_cluster(workload(), split, H100, CONSTANTS, disorder, rounds=2, skipped_rounds=2)
+    assert found.bottleneck == "latency of a batch"
+    assert result.step == pytest.approx(found.step, rel=0.2)
+
+
 def test_a_worked_example():
     """Two prompts of two calls on one engine of two slots: 20 tokens with two rows each, twice, one after the other."""
     work, split = workload(groups=2, group_size=2, response=20), Split(1, 1, 1, 2, 0)
@@ -104,7 +114,7 @@ def test_more_engines_are_never_slower(ahead):
         simulate_cluster(
             workload(groups=32), Split(count, 1, 64, 128, ahead), H100, CONSTANTS, Disorder(0.5), rounds=2
         ).tokens_per_second
-        for count in (2, 4, 8, 16, 32)
+        for count in (2, 4, 8, 32)
     ]
     assert rates == sorted(rates) and rates[-1] > 1.5 * rates[0]
 

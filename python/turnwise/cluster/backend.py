@@ -14,6 +14,10 @@ class HostLost(Exception):
     """Raised if a host is gone or doesn't answer, as its process or its node died. The process dies with it."""
 
 
+class ClusterLost(RuntimeError):
+    """Raised if a cluster on which a run was going on is gone, or has no place left for it: the run can go on later."""
+
+
 class Host(Protocol):
     """The supervisor's side of a :class:`~turnwise.cluster.host.ProcessHost`. All methods raise :class:`HostLost`."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from turnwise.cluster.backend import HostLost
+from turnwise.cluster.backend import ClusterLost, HostLost
 from turnwise.cluster.host import Command, Ended, ProcessHost
 from turnwise.cluster.placement import Node, NoRoom, Role, shortage
 from turnwise.train.config.cluster import ClusterConfig
@@ -165,7 +165,7 @@ class RayHost:
     def _answer(self, question: Any, timeout: float = 0.0) -> Any:
         """Return the answer to ``question``; without a ``timeout`` ``None`` if there is none yet."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
         if not timeout and not _ready(question):
             return None
@@ -175,10 +175,10 @@ class RayHost:
             raise HostLost(f"{self._role}: its host did not answer for {timeout:g} s") from None
         except RayActorError as error:
             raise HostLost(f"{self._role}: its host is gone: {str(error).strip().splitlines()[0]}") from error
+        except RayTaskError as error:
+            raise error.as_instanceof_cause() from error
         except RayError as error:
-            if isinstance(error, ray.exceptions.RayTaskError):
-                raise error.as_instanceof_cause() from error
-            raise
+            raise ClusterLost(f"the Ray cluster can't be reached: {str(error).strip().splitlines()[0]}") from error
 
 
 def _ready(question: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.cluster.backend import Backend, Host, HostLost
+from turnwise.cluster.backend import Backend, ClusterLost, Host, HostLost
 from turnwise.cluster.host import Command, Ended
 from turnwise.cluster.members import FOLDER, Members, log_file, record
 from turnwise.cluster.placement import Kind, NoRoom, Role, shortage
@@ -113,7 +113,8 @@ class Supervisor:
         """Run until the first rank ends, and return its exit code.
 
         Raises :class:`~turnwise.cluster.placement.NoRoom` if the cluster can't hold the run, :class:`ConfigError` if
-        its nodes differ, and :class:`RunFailed` if a process died too often.
+        its nodes differ, :class:`RunFailed` if a process died too often, and
+        :class:`~turnwise.cluster.backend.ClusterLost` if the cluster is gone, or no longer has room.
         """
         (self.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
         before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -180,7 +181,7 @@ class Supervisor:
             if self._came(process):
                 self._start(process)
             elif process.role.must and now - process.since > self.config.cluster.wait:
-                raise NoRoom(
+                raise ClusterLost(
                     f"{process.role.name} found no place again within cluster.wait = {self.config.cluster.wait:g} s: "
                     f"{shortage([process.role], self.backend.nodes(), free=True)}"
                 )
@@ -205,7 +206,7 @@ class Supervisor:
                     self._start(rank)
             elif now - max(rank.since for rank in self._ranks) > self.config.cluster.wait:
                 missing = [rank.role for rank in self._ranks if rank.facts is None]
-                raise NoRoom(
+                raise ClusterLost(
                     f"{', '.join(role.name for role in missing)} found no place again within cluster.wait = "
                     f"{self.config.cluster.wait:g} s: {shortage(missing, self.backend.nodes(), free=True)}"
                 )

@@ -236,13 +236,14 @@ def _warnings(status: Status, folder: Path) -> list[str]:
 def first_line(text: str) -> str:
     """Return the first line of a process's own words, short, and without what a terminal would obey."""
     first = next(iter(text.strip().splitlines()), "")
-    return "".join(char for char in first if char.isprintable())[:_LONGEST].strip()
+    shown = "".join(char for char in first if char.isprintable())
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
 
 
 def duration(seconds: float) -> str:
-    """Format seconds for people: ``0.8 s``, ``42 s``, ``3 min 5 s``, ``2 h 7 min``."""
+    """Format seconds for people: ``0.84 s``, ``4.2 s``, ``42 s``, ``3 min 5 s``, ``2 h 7 min``."""
     if seconds < 10:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
     whole = round(seconds)
     for unit, size, below, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:

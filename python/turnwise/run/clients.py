@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import Counter
@@ -14,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from turnwise.cluster.host import KEY
+from turnwise.cluster.members import FOLDER, Members, members_file
 from turnwise.inference import (
     Endpoint,
     PoolClient,
@@ -36,9 +37,6 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import find_device
 from turnwise.types import InferenceClient, ModelError
-
-CLUSTER_KEY = "TURNWISE_CLUSTER_KEY"
-"""The environment variable with the key of a cluster's engines."""
 
 PROCESS_TIMEOUT = 600.0
 """Seconds after which an engine in a child process counts as dead, if ``request_timeout`` is unset."""
@@ -278,17 +276,17 @@ def _followed(
 ) -> PoolClient:
     """Build the client of a pool from its first engine that is well. The others join as the run's members say."""
     cluster, server = config.cluster, config.rollout.server
-    keyed = partial(Endpoint, api_key_env=CLUSTER_KEY, timeout=server.timeout, retries=server.retries, patience=0.0)
-    # On other hosts, engines read weights and adapters from the run's folder, which all of them see.
+    keyed = partial(Endpoint, api_key_env=KEY, timeout=server.timeout, retries=server.retries, patience=0.0)
+    # On other hosts, engines read adapters from the run's folder, which all of them see.
     here = cluster.backend == "ray" and cluster.address == "local"
-    folder = server.folder or (None if here else str(config.run_dir / "cluster" / "weights"))
+    folder = server.folder or (None if here else str(config.run_dir / FOLDER / "weights"))
     engines = Engines(config, tokenizer, models, keyed, folder)
     read = partial(_members, config.run_dir, pool)
     while not (well := {name: url for name, url in read()[1].items() if is_well(url, 2.0)}):
         if time.monotonic() > deadline:
             raise ModelError(
                 f"no engine of pool {pool!r} was well within cluster.wait = {cluster.wait:g} seconds; "
-                f"{config.run_dir / MEMBERS} lists {dict(read()[1]) or 'none'}"
+                f"{members_file(config.run_dir)} lists {dict(read()[1]) or 'none'}"
             )
         time.sleep(0.2)
     client = engines.pool({name: engines.connect(url) for name, url in well.items()}, cluster.faults.dead_after)
@@ -296,17 +294,13 @@ def _followed(
     return client
 
 
-MEMBERS = Path("cluster") / "members.json"
-"""The file in a run's folder with the addresses of its processes, which the cluster's supervisor writes."""
-
-
-def _members(run_dir: Path, pool: str) -> tuple[int, dict[str, str]]:
+def _members(run_dir: Path, pool: str) -> tuple[int, Mapping[str, str]]:
     """Return the epoch of the run's members, -1 before the first one, and the addresses of a pool's engines by name."""
     try:
-        found = json.loads((run_dir / MEMBERS).read_text(encoding="utf-8"))
+        members = Members.read(run_dir)
     except FileNotFoundError:
         return -1, {}
-    return found["epoch"], found["engines"].get(pool, {})
+    return members.epoch, members.engines.get(pool, {})
 
 
 def _pools(config: TrainConfig, names: Iterable[str]) -> dict[str, list[str]]:

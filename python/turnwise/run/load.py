@@ -26,7 +26,8 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     chosen = _chosen_checkpoint(config, checkpoint)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
         refuse_own_arena(config, task_of(config).episodes())
-    alone = {"resume": False, "cluster": ClusterConfig()}  # also the weights of a cluster's run
+    # A cluster's engines and workers serve the process that trains.
+    alone = {"resume": False, "cluster": ClusterConfig()}
     run = build_run(config.model_copy(update=alone), warm=chosen is None, log=log)
     if chosen is not None:
         try:

@@ -70,7 +70,9 @@ def make_report(options: argparse.Namespace, config: TrainConfig) -> Report:
         constants = fit.constants
         # The run tells the tokens and calls that the user doesn't.
         told = [name for name, value in given.items() if value is None] if fit.measured_workload else []
-        workload = replace(workload, **{name: getattr(fit.workload, name) for name in told})
+        measured = {name: getattr(fit.workload, name) for name in told}
+        longest = max(workload.longest or 0.0, measured.get("response", workload.response))
+        workload = replace(workload, **measured, longest=longest)
         sources |= dict.fromkeys(told, f"measured in {options.run}")
     most = max(4, config.loop.max_staleness) if options.max_staleness is None else options.max_staleness
     staleness = range(most + 1)
@@ -140,7 +142,8 @@ def render(report: Report) -> str:
         f"episodes    {work.episodes} a step: {work.groups} prompts x {work.group_size}",
         f"calls       {work.calls:g} per episode ({told['calls']})",
         f"prompt      {work.prompt:,.0f} tokens ({told['prompt']})",
-        f"completion  {work.response:,.0f} tokens ({told['response']})",
+        f"completion  {work.response:,.0f} tokens ({told['response']}), the longest "
+        f"{work.longest or work.response:,.0f}",
     ]
     if report.fit is not None:
         lines += ["", "refitted:", *(f"  {line}" for line in report.fit.changed)]

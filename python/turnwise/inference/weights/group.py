@@ -9,6 +9,7 @@ no number, and no weights are sent. Weights take the same connections as the num
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
@@ -76,12 +77,12 @@ class BoardStore(distributed.Store):
         self._board.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        found: list[bytes] = []
-        there = threading.Event()
-        self._board.when_there(key, lambda value: (found.append(value), there.set())[0])
-        if not there.wait(self._seconds):
-            raise RuntimeError(f"no rank of the group set {key!r} within {self._seconds:g} s")
-        return found[0]
+        found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._board.when_there(key, found.put)
+        try:
+            return found.get(timeout=self._seconds)
+        except queue.Empty:
+            raise RuntimeError(f"no rank of the group set {key!r} within {self._seconds:g} s") from None
 
     def add(self, key: str, value: int) -> int:
         return self._board.add(key, value)
@@ -89,7 +90,7 @@ class BoardStore(distributed.Store):
     def check(self, keys: list[str]) -> bool:
         return self._board.has(keys)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 
@@ -133,7 +134,7 @@ class Group:
         self.broadcast([content], check)
         return content.cpu().numpy().tobytes()
 
-    def broadcast(self, buckets: Sequence[Tensor], check: Callable[[], None], each: Callable[[], None] = int) -> None:
+    def broadcast(self, buckets: Sequence[Tensor], check: Callable[[], None], each: Callable[[], object] = int) -> None:
         """Broadcast ``buckets`` from rank 0, and call ``each`` after each one. Raises :class:`GroupFailed`."""
         under_way, left = self._under_way, iter(buckets)
         try:

@@ -433,7 +433,9 @@ class Hub:
                 return
             try:
                 self._broadcast(left, block, sequence)
-            except (GroupFailed, Lost, OSError) as error:
+            except Exception as error:  # whatever it is, the receivers must not wait for this thread
+                if not isinstance(error, GroupFailed | Lost | OSError):
+                    warnings.warn(f"weights could not be broadcast: {error!r}", stacklevel=2)
                 self._give_up(left, str(error))
 
     def _broadcast(self, members: list[Member], block: Tensor, sequence: int) -> None:

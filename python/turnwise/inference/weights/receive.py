@@ -145,7 +145,8 @@ class Receiver:
 
     def _read_block(self, size: int) -> Tensor:
         block = torch.empty(size, dtype=torch.uint8)
-        self._wire.hear_bytes(memoryview(block.numpy()), silence=PATIENCE)
+        content: Any = block.numpy()
+        self._wire.hear_bytes(memoryview(content), silence=PATIENCE)
         return block.to(self._device)
 
 
@@ -173,7 +174,7 @@ class WireStore(distributed.Store):
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("has", list(keys)))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 

@@ -20,7 +20,7 @@ def cluster_problems(config: TrainConfig) -> list[str]:
             for name in changed
         ]
     if cluster.backend == "static":
-        for name in ("learner", "engines", "address", "wait", "trust_network"):
+        for name in ("learner", "engines", "address", "trust_network"):
             if getattr(cluster, name) != getattr(alone, name):
                 lines.append(
                     f"config key 'cluster.{name}': has no effect with cluster.backend = 'static', which takes the "

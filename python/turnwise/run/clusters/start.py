@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turnwise.cluster.backend import ClusterLost
 from turnwise.cluster.commands import ROLE, commands_of
 from turnwise.cluster.members import FOLDER
 from turnwise.cluster.placement import describe, fit, roles_of
@@ -24,6 +26,9 @@ from turnwise.train.plan.constants import Constants
 from turnwise.train.plan.memory import engine_weight_bytes, training_bytes
 from turnwise.train.plan.workload import workload_of
 
+EXIT_LATER = 75
+"""Exit code of a run that lost its cluster, and can go on on another: EX_TEMPFAIL of sysexits.h."""
+
 
 def is_supervised(config: TrainConfig) -> bool:
     """True if this process is to start the run's processes, and is none of them."""
@@ -31,14 +36,18 @@ def is_supervised(config: TrainConfig) -> bool:
 
 
 def train_on_cluster(config: TrainConfig) -> int:
-    """Train ``config`` on its Ray cluster, and return the exit code of the run's first process."""
+    """Train ``config`` on its Ray cluster, and return the exit code of the run's first rank, or :data:`EXIT_LATER`."""
     task = task_of(config)
     resolved, *_ = check_config(config, task, warm=False)
     with RayBackend(config.cluster) as backend:
         roles = roles_of(config.cluster)
         fit(roles, backend.nodes())
         models = _prepare_models(config, resolved, task)
-        return Supervisor(config, backend, roles, commands_of(config, models)).run()
+        try:
+            return Supervisor(config, backend, roles, commands_of(config, models)).run()
+        except ClusterLost as error:
+            print(f"turnwise: {error}; the same command goes on from the newest checkpoint", file=sys.stderr)
+            return EXIT_LATER
 
 
 def placement_lines(config: TrainConfig) -> Iterator[str]:
@@ -83,9 +92,12 @@ def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> di
         first = next(iter(policies.values()))
         folder = folders[name] = (config.run_dir / FOLDER / "models" / name).absolute()
         tokenizer = check_models(policies, partial(tiny_model, config, task))
-        model_config = (
-            tiny_model(config, task)[1].config if first.path == TINY else AutoConfig.from_pretrained(first.path)
-        )
+        if first.path == TINY:
+            model = tiny_model(config, task)[1]
+            model_config = model.config
+            model_config.architectures = [type(model).__name__]  # vLLM asks for it
+        else:
+            model_config = AutoConfig.from_pretrained(first.path)
         model_config.dtype = first.dtype
         model_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

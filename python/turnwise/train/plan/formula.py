@@ -16,7 +16,7 @@ and no more than ``(k + 1) * R`` rows run at a time. Three things bound a step::
 
     step >= training + stop
     step >= sampling + stop
-    step >= (latency + training + stop) / (k + 1)             latency = tail * calls * L * t(n): one batch, alone
+    step >= (latency + training + stop) / (k + 1)             latency: calls of L tokens, then the longest one
 
 Without the last bound, ``k`` unlimited, this is the design's ``max(sampling, training) + stop``. The model has no
 prefill, no time of environments, and no failures; :mod:`turnwise.train.simulate.cluster` has failures and routing.
@@ -91,7 +91,7 @@ class Prediction:
     stop: float
     """Part of the sync for which trainer and engines wait."""
     latency: float
-    """From the first request of a batch to its last answer."""
+    """From the first request of a batch to its last answer: calls of the mean length, the last one the longest."""
     rows_per_engine: float
     """Mean rows that an engine samples at the same time."""
     tokens_per_second: float
@@ -140,7 +140,8 @@ def predict(workload: Workload, split: Split, gpu: GPU, constants: Constants) ->
         return constants.tail * workload.sampled_tokens * speed.seconds(rows) / (split.engines * rows)
 
     def latency_of(rows: float) -> float:
-        return constants.tail * workload.calls * workload.response * speed.seconds(rows)
+        longest = workload.response if workload.longest is None else workload.longest
+        return ((workload.calls - 1) * workload.response + longest) * speed.seconds(rows)
 
     if ahead is None:
         rows = float(split.slots)
@@ -150,7 +151,7 @@ def predict(workload: Workload, split: Split, gpu: GPU, constants: Constants) ->
 
     # As many rows run as start in a latency, so the rows per engine depend on the step, and the step on them.
     most = min(float(split.slots), (ahead + 1) * workload.episodes / split.engines)
-    sampling, busy = sampling_of(most), training + stop
+    sampling, full, busy = sampling_of(most), sampling_of(float(split.slots)), training + stop
 
     def step_of(rows: float) -> tuple[float, str]:
         latency = latency_of(rows)
@@ -159,12 +160,12 @@ def predict(workload: Workload, split: Split, gpu: GPU, constants: Constants) ->
         # Engines stop once a step, so a batch takes latency * bound / (bound - stop): a quadratic equation for bound.
         linear = (ahead + 1) * stop + latency + busy
         bound = (linear + math.sqrt(linear**2 - 4 * (ahead + 1) * busy * stop)) / (2 * (ahead + 1))
-        return max((busy, "training"), (sampling + stop, "sampling"), (bound, "latency of a batch"))
+        return max((busy, "training"), (full + stop, "sampling"), (bound, "latency of a batch"))
 
     low, rows = 0.0, most
     for _ in range(25):
         middle = (low + rows) / 2
-        running = workload.episodes * latency_of(middle) / (step_of(middle)[0] * split.engines)
+        running = workload.sampled_tokens * speed.seconds(middle) / (step_of(middle)[0] * split.engines)
         low, rows = (middle, rows) if running > middle else (low, middle)
     step, bottleneck = step_of(rows)
     return _prediction(workload, step, sampling, training, sync, stop, latency_of(rows), rows, bottleneck)

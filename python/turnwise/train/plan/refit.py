@@ -83,7 +83,8 @@ def refit(run_dir: Path, config: TrainConfig, workload: Workload, gpu: GPU, cons
         measured = {"prompt": prompt, "response": response, "calls": sampled / (response * workload.episodes)}
         for name, value in measured.items():
             changed.append(f"{name} {getattr(workload, name):.6g} -> {value:.6g}")
-        workload = replace(workload, prompt=prompt, response=response, calls=measured["calls"])
+        longest = None if workload.longest is None else max(workload.longest, response)
+        workload = replace(workload, prompt=prompt, response=response, longest=longest, calls=measured["calls"])
     else:
         kept.append("prompt, response, calls: rollouts.jsonl has no recorded calls")
 

@@ -72,6 +72,8 @@ class Workload:
     """Mean tokens of a prompt."""
     response: float
     """Mean tokens of a completion."""
+    longest: float | None = None
+    """Tokens of the longest completion of a step; ``None``: all have the mean."""
     calls: float = 1.0
     """Model calls of an episode, one after the other."""
     train_flops: float = 8.0
@@ -83,6 +85,10 @@ class Workload:
         for name in ("groups", "group_size", "prompt", "response", "calls", "train_flops"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
+        if self.longest is not None and self.longest < self.response:
+            raise ValueError(
+                f"longest={self.longest:g}: expected at least the mean completion, response={self.response:g}"
+            )
 
     @property
     def episodes(self) -> int:
@@ -118,9 +124,10 @@ def workload_of(
 
     ``config`` and ``actors`` are resolved (:func:`turnwise.run.policy_sharing.resolve_policies`); ``tiny`` builds the
     tiny model. ``prompt``, ``response`` and ``calls`` are means: tokens of a prompt and of a completion, and model
-    calls of an episode. By default each actor makes one call and its completion reaches the token limit. Reads the
-    models' configurations, no weights. Raises :class:`ConfigError` for policies with several bases, for a mixture of
-    experts, and if no policy is trainable; ``ValueError`` for a number that is not above 0.
+    calls of an episode. By default each actor makes one call and its completion reaches the token limit, which is also
+    the longest completion of a step. Reads the models' configurations, no weights. Raises :class:`ConfigError` for
+    policies with several bases, for a mixture of experts, and if no policy is trainable; ``ValueError`` for a number
+    that is not above 0.
     """
     sources = {
         "prompt": "assumed, as the config doesn't say it" if prompt is None else "given",
@@ -135,6 +142,7 @@ def workload_of(
         group_size=config.rollout.group_size * config.rollout.branches,
         prompt=PROMPT_TOKENS if prompt is None else prompt,
         response=sum(limits) / len(limits) if response is None else response,
+        longest=max(limits) if response is None else max(response, *limits),
         calls=float(len(limits)) if calls is None else calls,
         train_flops=_train_flops(config),
         reference=config.loss.kl.coef > 0 and not adapters,  # an adapter's reference is its base
