@@ -207,6 +207,8 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
         parts = [part for part in parts if part[0] != ".recording"]
     elif isinstance(found, dict) and found.keys() == expected.keys():
         parts = [(f"[{key!r}]", found[key], expected[key]) for key in found]
+    elif isinstance(found, dict):
+        return f"{path}: other keys, {sorted(found.keys() ^ expected.keys(), key=str)!r:.400}"
     elif isinstance(found, list | tuple) and len(found) == len(expected):
         parts = [(f"[{place}]", one, other) for place, (one, other) in enumerate(zip(found, expected, strict=True))]
     else:

@@ -77,12 +77,7 @@ def attach_workers(config: TrainConfig, task: Task, arena: Arena) -> None:
 
     Raises :class:`ConfigError` with a line for each setting that they can't serve, and without the run's key.
     """
-    count, asked = worker_count(config), config.cluster.arena
-    if config.cluster.backend == "embedded" and (asked.count or asked.addresses):
-        raise ConfigError(
-            "config section 'cluster.arena': has no effect with cluster.backend = 'embedded', which is one process: "
-            "expected 'ray' or 'static'"
-        )
+    count = worker_count(config)
     if not count:
         return
     lines = check_workers(config, task, arena)
