@@ -184,9 +184,10 @@ def test_missing_and_malformed_files(tmp_path):
 def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [
-        "actors", "checkpoint", "cluster", "credit", "device", "eval", "filter", "gateway", "health", "league", "learner", "log",
-        "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies", "policy_sharing", "resume", "reward",
-        "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options", "threads", "update", "warm_start",
+        "actors", "checkpoint", "cluster", "credit", "device", "eval", "filter", "gateway", "health", "league",
+        "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies", "policy_sharing",
+        "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options", "threads",
+        "update", "warm_start",
     ]  # fmt: skip
 
 

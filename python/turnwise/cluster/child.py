@@ -31,7 +31,7 @@ def main() -> int:
             return 1
         if name is not None:
             os.environ[name] = sys.stdin.readline().rstrip("\n")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # `ray start` blocks SIGINT for all of it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # `ray start` blocks SIGINT
     sys.argv[1:] = arguments
     runpy.run_module("turnwise", run_name="__main__")
     return 0

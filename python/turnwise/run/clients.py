@@ -223,7 +223,7 @@ class Engines:
         """Make the client of the engine at ``url``."""
         endpoint, name = self._endpoint(url), self._config.rollout.server.transfer
         joins = self._transfer is not None
-        if self._transfer is None:
+        if self._transfer is None or self._transfer.closed:  # also if all engines had left
             as_files = name == "safetensors" or self._config.rollout.server.folder is not None
             files = self._folder if as_files else None  # adapters are files in any case
             self._transfer = SharedTransfer(transfer_to([url, *self._others], name, files))

@@ -238,11 +238,13 @@ class AutomaticTransfer:
 class SharedTransfer:
     """Lends one transfer to several clients that send the same weights, so that this host holds them once.
 
-    Weights that a client sends must not change while others send them, as :class:`PoolClient`'s copies don't.
+    It is ``closed`` once all clients have closed theirs. Weights that a client sends must not change while others send
+    them, as :class:`PoolClient`'s copies don't.
     """
 
     def __init__(self, transfer: WeightTransfer) -> None:
         self._transfer, self._lent = transfer, 0
+        self.closed = False
         self._lock = threading.Lock()
         self._weights: dict[str, Tensor] = {}  # kept, so that no others take their addresses
         self._handle: dict[str, Any] = {}
@@ -279,6 +281,7 @@ class SharedTransfer:
         with self._lock:
             self._lent -= 1
             if not self._lent:
+                self.closed = True
                 self._transfer.close()
                 self._handle, self._weights = {}, {}
 
