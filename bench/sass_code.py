@@ -185,10 +185,9 @@ class Kernel:
         return max(ends, default=None)
 
     def hot(self, wanted: Mapping[str, int]) -> int | None:
-        """Return the length of the longest path with these accesses through the innermost loop that has one."""
-        found = [(len(body), self.longest(wanted, header)) for header, body in self.loops.items()]
-        counted = [(size, length) for size, length in found if length is not None]
-        return min(counted)[1] if counted else None
+        """Return the shortest of the loops' longest paths with these accesses: of nested loops that is the inner one's."""
+        found = [self.longest(wanted, header) for header in self.loops]
+        return min((length for length in found if length is not None), default=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

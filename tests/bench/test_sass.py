@@ -36,8 +36,8 @@ LOAD, STORE, SMALL = "LDG.E.EF.128 R4, desc[UR4][R2.64]", "STG.E.EF.128 desc[UR4
 
 
 def test_the_longest_path_through_a_loop_is_counted(kernel: Callable[..., Any]) -> None:
-    """A loop from 0x20 to 0xb0. Tokens come whole, in 6 instructions with the branch at 0x40 taken and 8 without, or one
-    by one."""
+    """A loop from 0x20 to 0xb0. It does tokens in whole packs, in 8 instructions or 6 by the branch at 0x40, or one by
+    one."""
     made = kernel(
         "MOV R1, R2", "MOV R3, R2",
         "@P1 BRA 0x0090",  # 0x20, the header: the tokens at an end, one by one
