@@ -94,7 +94,6 @@ def predicted_share(gpu: GPU, instructions: float, bytes_moved: float) -> float:
 # The assumptions: which path is hot, and how many tokens it does
 # ---------------------------------------------------------------------------------------------------------------------
 ANY = -1
-STREAMS = {"stream16": ANY, "stream8": ANY, "stream4": ANY}  # what whole packs load, and no token by itself
 SHORT = 7  # tokens of a short row
 
 
@@ -103,7 +102,8 @@ class HotPath:
     """The longest path with these accesses (``Instruction.access``): through the innermost loop that has one, or with
     ``loop`` False from the kernel's start to its end. Every branch of the computation is taken, so every token trains.
 
-    ``tokens``: what one warp does on it. The instructions per token are 32 threads times its length over ``tokens``.
+    ``tokens``: what one warp does on it. The instructions per token are 32 threads times its length over ``tokens``; a
+    negative number takes them off, where another path holds this one.
     """
 
     accesses: dict[str, int]
@@ -129,27 +129,49 @@ class Case:
 
 
 FLOATS = {"fp32": ("f", 4), "bf16": (r"N\w*8BFloat16E", 2)}
-# Shared memory of loss_grad_kernel for one actor: the scratch, and 14 columns for each of 8 warps.
+# Shared memory of loss_grad_kernel for one actor: the scratch, 14 columns for each of 8 warps, and their tables of rows
+# with 36 bytes (in full 68) for each of 64 rows, of 128 in bf16 that is minimal.
 LOSS_SHARED = 8 * (256 + 8 * 14)
 
 
-def _loss(name: str, special: int, dtype: str, streams: int, exps: int) -> Case:
-    """The policy loss of long rows with a byte mask and an advantage per row.
+def _loss(name: str, special: int, dtype: str, streams: int, exps: int, short: bool = False) -> Case:
+    """The policy loss of rows with a byte mask and an advantage per row, packed with int32 cu_seqlens.
 
     ``special``: number of the Specialization. ``streams``: floats that are read. ``exps``: exponentials per token.
     """
     mangled, size = FLOATS[dtype]
     pack = 16 // size
-    path = HotPath({**STREAMS, "store16": 1, "exp": exps * pack}, WARP * pack)
+    step = {"stream16": ANY, f"stream{pack}": 1, "store16": 1, "exp": exps * pack}
+    paths = [HotPath(step, WARP * pack)]
+    if short:
+        # Every step looks up its rows, and every 32 rows it reads 32 more and drops those that are done.
+        lookup = {**step, "shared4": ANY, "shared16": pack, "shuffle": 1}
+        refill = {**lookup, "shared8": ANY, "shared16": pack + 1, "load4": ANY, "vote": 1}
+        paths = [HotPath(lookup, WARP * pack), HotPath(refill, WARP * SHORT), HotPath(lookup, -WARP * SHORT)]
+    minimal = special in (2, 4)
+    rows = 128 if minimal and size == 2 else 64
+    shared = LOSS_SHARED + 8 * rows * (36 if minimal else 68)
     kernel = rf"loss_grad_kernelI{mangled}Lb1E\w*SpecializationE{special}E"
-    return Case(
-        f"policy loss, {dtype}, {name}",
-        "policy_loss",
-        kernel,
-        (streams + 1) * size + 1,
-        (path,),
-        shared=LOSS_SHARED,
+    moved = (streams + 1) * size + 1 + (4 / SHORT if short else 0)
+    return Case(f"policy loss, {dtype}, {name}", "policy_loss", kernel, round(moved, 2), tuple(paths), shared=shared)
+
+
+def _sums() -> Iterator[Case]:
+    """The sum of rewards in fp32 with a byte mask: a warp's unit of 512 tokens, in one long row or in short ones."""
+    unit = {"stream16": 4, "stream4": 4, "any": ANY}
+    parts = 8 * 40  # UnitParts of 8 warps
+    path = HotPath({**unit, "shared4": 0}, 512, loop=False)
+    yield Case("token reward sum, fp32, one row", "token_rewards", "sum_kernelIfh", 5, (path,), shared=parts)
+    # A lane takes a row, so a pass is 32 rows. The unit's path holds one pass, and a pass one token of each row.
+    passes = 512 / (WARP * SHORT)
+    one_token = {"shared4": 1}
+    paths = (
+        HotPath({**unit, "shared4": 1}, 512, loop=False),
+        HotPath({"shared4": 1, "vote": 1, "load4": ANY, "load8": ANY, "shuffle": ANY, "store4": ANY}, 512 / (passes - 1)),
+        HotPath(one_token, 512 / (passes * (SHORT - 1))),
     )
+    name = f"token reward sum, fp32, rows of {SHORT}"
+    yield Case(name, "token_rewards", "sum_kernelIfh", round(5 + 8 / SHORT, 2), paths, shared=parts + 8 * 4 * 528)
 
 
 def _cases() -> Iterator[Case]:
@@ -159,14 +181,27 @@ def _cases() -> Iterator[Case]:
         yield _loss("KL times ratio", 4, dtype, 3, 2)
         yield _loss("rollout, entropy", 1, dtype, 4, 2)
         yield _loss("rollout, entropy, KL", 1, dtype, 5, 3)
-    # The sum of rewards: a warp's unit of 512 tokens, long rows with a byte mask.
-    unit = HotPath({"stream16": 4, "stream4": 4, "any": ANY}, 512, loop=False)
-    yield Case("token reward sum, fp32, long rows", "token_rewards", "sum_kernelIfh", 5, (unit,), shared=8 * 40)
+        yield _loss(f"lean, rows of {SHORT}", 2, dtype, 2, 1, short=True)
+        yield _loss(f"KL, rows of {SHORT}", 2, dtype, 3, 2, short=True)
+    yield from _sums()
+    # The first launch of the grouped policy loss: rewards and mask, long rows.
+    first = HotPath({"stream16": ANY, "stream4": 1}, WARP * 4)
+    kernel = "rewards_to_advantages_kernelIfLb1"
+    yield Case("grouped policy loss, rewards, fp32", "grouped_policy_loss", kernel, 5, (first,))
+    # Scans: 8 tokens a thread, one long row. Scaling a gradient in place.
+    scan = (HotPath({"any": ANY}, WARP * 8, loop=False),)
+    yield Case("token returns, fp32", "token_rewards", "scan_kernelIfhLb0", 9, scan, threads=512, shared=920)
+    yield Case("gae, fp32", "gae", "scan_kernelIfhLb1", 17, scan, threads=512, shared=920)
+    pack = (HotPath({"stream16": 1, "store16": 1}, WARP * 4),)
+    yield Case("scale, fp32", "scale", "scale_kernelIf", 8, pack)
     # Triton: a program does a tile, from start to end.
-    loss, tile = "turnwise.ops.loss.triton", 1024
     for index, (dtype, (_, size)) in enumerate(FLOATS.items()):
-        path = HotPath({"any": ANY}, tile, loop=False)
-        yield Case(f"Triton policy loss, {dtype}, KL", loss, str(index), 4 * size + 1, (path,))
+        path = HotPath({"any": ANY}, WARP, loop=False)
+        yield Case(f"Triton policy loss, {dtype}, KL", "turnwise.ops.loss.triton", str(index), 4 * size + 1, (path,))
+    for kernel, moved in (("sum", 5), ("returns", 9)):
+        index = {"sum": 0, "returns": 1}[kernel]
+        path = HotPath({"any": ANY}, WARP, loop=False)
+        yield Case(f"Triton token {kernel}, fp32", "turnwise.ops.rewards.triton", str(index), moved, (path,))
 
 
 CASES = tuple(_cases())

@@ -41,8 +41,11 @@ class Instruction(NamedTuple):
     @property
     def access(self) -> str:
         """Kind and bytes of a memory access, as ``"stream16"`` (a load past the caches), ``"load8"``, ``"store16"``,
-        ``"shared4"``; ``"exp"`` for an exponential; or empty."""
+        ``"shared4"``; ``"exp"`` for an exponential, ``"shuffle"`` and ``"vote"`` between
+        lanes; or empty."""
         kind = self.operation.split(".")[0]
+        if kind in ("SHFL", "VOTE"):
+            return {"SHFL": "shuffle", "VOTE": "vote"}[kind]
         if self.operation.startswith("MUFU.EX2"):
             return "exp"
         size = next((n for suffix, n in WIDTHS.items() if suffix in self.operation), 4)

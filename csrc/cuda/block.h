@@ -10,6 +10,12 @@ namespace turnwise::cuda {
 constexpr unsigned kFullWarp = 0xffffffffu;  // mask of all lanes
 constexpr int kWarp = 32;                    // lanes
 
+// The value of lane 0 in every lane. Where all lanes have the same one, this keeps it in a register: the compiler does
+// not compute it anew at each use.
+__device__ __forceinline__ int uniform(int value) {
+    return __shfl_sync(kFullWarp, value, 0);
+}
+
 // ---- Sums ----------------------------------------------------------------------------------------------------------
 // The sum over a warp, in every lane. The order of additions is fixed.
 template <class T>
@@ -101,6 +107,15 @@ template <class T, int count>
 __device__ __forceinline__ Loaded<T, count> load_streaming(const T* from) {
     using Word = typename WordOf<int(sizeof(T)) * count>::type;
     const Word word = __ldcs(reinterpret_cast<const Word*>(from));
+    Loaded<T, count> loaded;
+    memcpy(loaded.word, &word, sizeof word);
+    return loaded;
+}
+
+template <class T, int count>
+__device__ __forceinline__ Loaded<T, count> load_cached(const T* from) {
+    using Word = typename WordOf<int(sizeof(T)) * count>::type;
+    const Word word = __ldg(reinterpret_cast<const Word*>(from));
     Loaded<T, count> loaded;
     memcpy(loaded.word, &word, sizeof word);
     return loaded;

@@ -57,31 +57,39 @@ TW_HD constexpr bool weighs_kl(Specialization s) {
 
 // A warp's table of rows: large enough for a step of short rows, small enough for three blocks on a multiprocessor.
 template <class T, Specialization special>
-using TableOf = RowTable<std::conditional_t<is_minimal(special), ClipRow, Row>, is_minimal(special) && sizeof(T) == 2 ? 128 : 64>;
+using WindowOf =
+    RowWindow<std::conditional_t<is_minimal(special), ClipRow, Row>, is_minimal(special) && sizeof(T) == 2 ? 128 : 64>;
 
-// One pack of every stream that the case needs. The constructor only loads them, so all loads are in flight at once.
-template <class At, Specialization special>
+// One pack of every stream that the case needs. `load` only starts the loads, so all are in flight at once.
+template <class T, Specialization special>
 struct TokenPacks {
-    typename At::Floats logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};  // 0 if not given
-    typename At::Mask mask, selected{};                                             // see PackAt::truths
+    static constexpr int kPack = 16 / int(sizeof(T));
+    Loaded<T, kPack> logprob, old, ref, rollout, advantage, entropy_of;  // 0 if not given
+    MaskPack<kPack> mask, selected;
 
-    __device__ __forceinline__ TokenPacks(const Params& p, const At& at)
-        : logprob(at.load(p.logprobs)), old(at.load(p.old_logprobs)), mask(at.ask(p.mask)) {
+    template <class At>
+    __device__ __forceinline__ void load(const Params& p, const At& at) {
+        *this = {};
+        logprob = at.load(p.logprobs);
+        old = at.load(p.old_logprobs);
+        mask = at.ask(p.mask);
         if (p.ref.given) ref = at.load(p.ref);
         if (p.advantages.given) advantage = at.load(p.advantages);
         if (!is_minimal(special) && p.rollout.given) rollout = at.load(p.rollout);
         if (!is_minimal(special) && p.entropy.given) entropy_of = at.load(p.entropy);
         if (special == Specialization::full && p.selected.given) selected = at.ask(p.selected);
     }
+    // The tokens that train; and those selected, for the variants that select.
+    template <class At>
+    __device__ __forceinline__ Truths<kPack> trained(const Params& p, const At& at) const {
+        return at.truths(p.mask, mask);
+    }
+    template <class At>
+    __device__ __forceinline__ Truths<kPack> chosen(const Params& p, const At& at) const {
+        if (special != Specialization::full || !p.selected.given) return {};
+        return at.truths(p.selected, selected);
+    }
 };
-
-// The selected tokens of a pack, for the variants that select.
-template <Specialization special, class At>
-__device__ __forceinline__ Truths<At::kPack> chosen_of(const Params& p, const At& at,
-                                                       const TokenPacks<At, special>& packs) {
-    if (special != Specialization::full || !p.selected.given) return {};
-    return at.truths(p.selected, packs.selected);
-}
 
 // Loss and derivative of the tokens of a pack, both times the row's weight; 0 for masked tokens.
 template <int kPack>
@@ -161,6 +169,7 @@ __device__ __forceinline__ void correct(const Params& p, const Packs& in, const 
             outside = w < o.reject_below || w > o.reject_above;
             applied = outside ? 0.0f : Math::min(o.cap, w);
         }
+        applied = keep(applied, mask);
         out.loss[k] *= applied;
         out.slope[k] *= applied;
         if (outside && mask != 0) sums.of[rejected] += 1;
@@ -189,8 +198,8 @@ __device__ __forceinline__ void add_kl(const Params& p, const Packs& in, const T
             float ratio = out.ratio[k], carried = out.open[k] ? estimate.value : 0.0f;
             if constexpr (!clip_only) {
                 if (kl_by_row(o)) {
-                    ratio = row.terms.ratio;
-                    carried = row.terms.kl;
+                    ratio = keep(row.terms.ratio, mask);
+                    carried = keep(row.terms.kl, mask);
                 }
             }
             term = importance_weighted<Math>(estimate, ratio, carried);
@@ -251,21 +260,22 @@ __device__ __forceinline__ void store_warp_sums(Sums& sums, double* table, int a
 template <bool per_token, class T, Specialization special, class R>
 __device__ __forceinline__ void process_row(const Params& p, const R& row, const RowSegment& segment, Sums& sums) {
     using At = PackAt<T, true, true>;
-    using Packs = TokenPacks<At, special>;
     constexpr int kPack = At::kPack, kStep = kWarp * kPack;
     constexpr bool ahead = is_minimal(special);
     const int64_t begin = segment.begin + int(threadIdx.x) % kWarp * kPack;
     const int size = int(segment.end - segment.begin);
     const float loss_before = sums.of[loss];
-    Packs now(p, {segment, begin}), next = now;
+    TokenPacks<T, special> now, next;
+    now.load(p, At(segment, begin));
     for (int i = 0; i < size; i += kStep, now = next) {
         const bool more = i + kStep < size;
-        if (ahead && more) next = Packs(p, {segment, begin + i + kStep});
-        const At at{segment, begin + i};
-        const auto out = add_pack<true, per_token, special>(p, now, at.truths(p.mask, now.mask), chosen_of<special>(p, at, now),
-                                                 [&](int) -> const R& { return row; }, sums);
+        next = now;
+        if (ahead && more) next.load(p, At(segment, begin + i + kStep));
+        const At at(segment, begin + i);
+        const auto out = add_pack<true, per_token, special>(p, now, now.trained(p, at), now.chosen(p, at),
+                                                            [&](int) -> const R& { return row; }, sums);
         at.store(p.grad, p.grad_dtype, pack_of<T>(out.slope));
-        if (!ahead && more) next = Packs(p, {segment, begin + i + kStep});
+        if (!ahead && more) next.load(p, At(segment, begin + i + kStep));
     }
     // Above the range the clip bounds A > 0, and the dual clip A < 0.
     if (row.advantage > 0) sums.of[clipped_high] += sums.above;
@@ -277,85 +287,128 @@ __device__ __forceinline__ void process_row(const Params& p, const R& row, const
 // Writes the gradients of a warp's span, and adds its sums to the warp's table. Where a step of the warp lies in one row,
 // what the row's tokens share is in registers. Where it has several rows, every token looks up its own.
 template <class T, bool fast, Specialization special>
-__device__ __forceinline__ void process_span(const Params& p, int64_t place, TableOf<T, special>& rows, double* table) {
-    using At = PackAt<T, fast>;
-    constexpr int kPack = At::kPack, kStep = kWarp * kPack;
-    const int lane = int(threadIdx.x) % kWarp;
-    const int64_t begin = place * p.rows.span;
-    const int size = int(max(min(p.rows.span, p.rows.tokens - begin), int64_t(0)));
-    RowWindow window(p, rows, begin, size);
-    Sums sums;
-    int actor = -1;
-    const auto switch_to = [&](int next) {
-        if (next == actor) return;
-        if (actor >= 0) store_warp_sums<special>(sums, table, actor);
-        actor = next;
-    };
-    for (int done = 0; done < size;) {
-        const int base = done / kStep * kStep, until = min(base + kStep, size);
-        window.fill(done, until);
-        if (window.covered <= done) break;  // cu_seqlens end before the tokens do
-        const int whole = (window.end(window.first) - done) / kStep * kStep;
-        if (fast && done == base && whole > 0) {
-            switch_to(window.actor(window.first));
-            const auto row = window.row(window.first);
-            const RowSegment segment{0, begin + done, begin + done + whole};
-            if constexpr (fast) {
-                p.advantages.given ? process_row<true, T, special>(p, row, segment, sums)
-                                   : process_row<false, T, special>(p, row, segment, sums);
+class SpanPass {
+  public:
+    __device__ __forceinline__ SpanPass(const Params& p, int64_t place, typename WindowOf<T, special>::Table& rows, double* table)
+        : p_(p),
+          table_(table),
+          begin_(place * p.rows.span),
+          size_(uniform(int(max(min(p.rows.span, p.rows.tokens - begin_), int64_t(0))))),
+          window_(p, rows, begin_, size_) {}
+
+    __device__ __forceinline__ void run() {
+        for (int done = 0; done < size_;) {
+            const int base = done & ~(kStep - 1), until = min(base + kStep, size_);
+            if (window_.covered < until) window_.fill(until);
+            if (window_.covered <= done) break;  // cu_seqlens end before the tokens do
+            window_.first += window_.table.ends[window_.first] <= done;
+            const int whole = (window_.table.ends[window_.first] - done) & ~(kStep - 1);
+            if (fast && done == base && whole > 0) {
+                take_row(done, whole);
+                done += whole;
+            } else {
+                const int limit = min(until, window_.covered);
+                take_rows(base, done, limit);
+                done = limit;
             }
-            done += whole;
-            continue;
         }
-        // The tokens [done, limit) of the step, and the number of each one's row.
-        const int limit = min(until, window.covered), token = base + lane * kPack;
-        int number[kPack];
-        number[0] = window.find(token);
-#pragma unroll
-        for (int k = 1; k < kPack; ++k) number[k] = number[k - 1] + (window.end(number[k - 1]) <= token + k);
-        const RowSegment segment{0, begin + done, begin + limit};
-        At at{segment, begin + token};
-        if constexpr (!fast) {
-#pragma unroll
-            for (int k = 0; k < kPack; ++k) at.rows[k] = window.index(number[k]);
+        if (window_.bad_actor_id) sums_.of[loss] = NAN;
+        store_warp_sums<special>(sums_, table_, max(actor_, 0));
+    }
+
+  private:
+    using At = PackAt<T, fast, false, true>;
+    static constexpr int kPack = At::kPack, kStep = kWarp * kPack;
+
+    __device__ __forceinline__ void switch_to(int actor) {
+        if (actor == actor_) return;
+        if (actor_ >= 0) store_warp_sums<special>(sums_, table_, actor_);
+        actor_ = actor;
+    }
+
+    // Whole steps of one row.
+    __device__ __forceinline__ void take_row(int from, int tokens) {
+        if constexpr (fast) {
+            switch_to(window_.table.actors[window_.first]);
+            const auto row = window_.table.rows[window_.first];
+            const RowSegment segment{0, begin_ + from, begin_ + from + tokens};
+            p_.advantages.given ? process_row<true, T, special>(p_, row, segment, sums_)
+                                : process_row<false, T, special>(p_, row, segment, sums_);
         }
-        const TokenPacks<At, special> packs(p, at);
-        Truths<kPack> left = at.truths(p.mask, packs.mask);
-        const auto chosen = chosen_of<special>(p, at, packs);
-        float grad[kPack] = {};
+    }
+
+    // The tokens [from, to) of the step that begins at `base`.
+    __device__ __forceinline__ void take_rows(int base, int from, int to) {
+        const auto& table = window_.table;
+        const int token = base + int(threadIdx.x) % kWarp * kPack;
+        int place[kPack];  // of each token's row
+        place[0] = window_.find(token);
+#pragma unroll
+        for (int k = 1; k < kPack; ++k) place[k] = place[k - 1] + (table.ends[place[k - 1]] <= token + k);
+        // Load them; where the whole step is there, without looking at its ends.
+        const bool is_whole = fast && from == base && to == base + kStep;
+        const RowSegment segment{0, begin_ + from, begin_ + to};
+        TokenPacks<T, special> packs;
+        Truths<kPack> left, chosen;
+        const auto load = [&](const auto& at) {
+            packs.load(p_, at);
+            left = packs.trained(p_, at);
+            chosen = packs.chosen(p_, at);
+        };
+        if (is_whole) {
+            load(PackAt<T, fast, true>(segment, begin_ + token));
+        } else {
+            At at(segment, begin_ + token);
+#pragma unroll
+            for (int k = 0; !fast && k < kPack; ++k) at.rows[k] = table.indices[place[k]];
+            load(at);
+        }
         // The actors that have tokens here take turns.
+        float grad[kPack] = {};
         for (bool more = true; more;) {
-            Truths<kPack> turn = left;
-            if (p.actors > 1) {
-                int lowest = INT_MAX;
-#pragma unroll
-                for (int k = 0; k < kPack; ++k) {
-                    if (left[k]) lowest = min(lowest, window.actor(number[k]));
-                }
-                lowest = warp_min(lowest);
-                if (lowest == INT_MAX) break;
-                switch_to(lowest);
-                turn = {};
-#pragma unroll
-                for (int k = 0; k < kPack; ++k) turn.set(k, left[k] && window.actor(number[k]) == lowest);
-#pragma unroll
-                for (int k = 0; k < kPack; k += 4) left.word[k / 4] &= ~turn.word[k / 4];
-            }
-            const auto row_of = [&](int k) -> const auto& { return window.row(number[k]); };
-            const auto out = p.advantages.given
-                                 ? add_pack<false, true, special>(p, packs, turn, chosen, row_of, sums)
-                                 : add_pack<false, false, special>(p, packs, turn, chosen, row_of, sums);
+            const Truths<kPack> turn = p_.actors > 1 ? next_turn(left, place, more) : left;
+            more = more && p_.actors > 1;
+            const auto row_of = [&](int k) -> const auto& { return table.rows[place[k]]; };
+            const auto out = p_.advantages.given
+                                 ? add_pack<false, true, special>(p_, packs, turn, chosen, row_of, sums_)
+                                 : add_pack<false, false, special>(p_, packs, turn, chosen, row_of, sums_);
 #pragma unroll
             for (int k = 0; k < kPack; ++k) grad[k] = turn[k] ? out.slope[k] : grad[k];
-            more = p.actors > 1;
         }
-        at.store(p.grad, p.grad_dtype, pack_of<T>(grad));
-        window.first = min(__shfl_sync(kFullWarp, number[kPack - 1], kWarp - 1), window.count - 1);
-        done = limit;
+        if (is_whole) {
+            PackAt<T, fast, true>(segment, begin_ + token).store(p_.grad, p_.grad_dtype, pack_of<T>(grad));
+        } else {
+            At(segment, begin_ + token).store(p_.grad, p_.grad_dtype, pack_of<T>(grad));
+        }
+        window_.move_to(__shfl_sync(kFullWarp, place[kPack - 1], kWarp - 1));
     }
-    if (window.bad_actor_id) sums.of[loss] = NAN;
-    store_warp_sums<special>(sums, table, max(actor, 0));
-}
+
+    // Takes the tokens of the lowest actor out of `left`, and returns them. `more`: others may be left.
+    __device__ __forceinline__ Truths<kPack> next_turn(Truths<kPack>& left, const int (&place)[kPack], bool& more) {
+        int lowest = INT_MAX;
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) {
+            if (left[k]) lowest = min(lowest, window_.table.actors[place[k]]);
+        }
+        lowest = warp_min(lowest);
+        more = lowest != INT_MAX;
+        if (more) switch_to(lowest);
+        Truths<kPack> turn{};
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) turn.set(k, left[k] && window_.table.actors[place[k]] == lowest);
+#pragma unroll
+        for (int k = 0; k < kPack; k += 4) left.word[k / 4] &= ~turn.word[k / 4];
+        return turn;
+    }
+
+    const Params& p_;
+    double* table_;  // of the warp's sums
+    int64_t begin_;  // the first token of the span
+    int size_;       // its tokens
+    WindowOf<T, special> window_;
+    Sums sums_;
+    int actor_ = -1;  // whose tokens `sums_` has
+};
 
 // ---- Adding up ------------------------------------------------------------------------------------------------------
 // Writes one row of metrics, in the order of METRICS in the Python reference.
@@ -426,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
     const int64_t place = int64_t(blockIdx.x) * kWarps + warp;
     const int size = p.actors * kColumns;
     // Shared memory: scratch for reduce_blocks, the warps' tables of rows, then one table of sums per warp if they fit.
-    using Rows = TableOf<T, special>;
+    using Rows = typename WindowOf<T, special>::Table;
     double* scratch = shared<double>();
     Rows* rows = reinterpret_cast<Rows*>(scratch + kThreads);
     double* tables = p.shared_tables ? reinterpret_cast<double*>(rows + kWarps)
@@ -434,7 +487,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
     double* table = tables + warp * size;
     for (int i = lane; i < size; i += kWarp) table[i] = 0;
     __syncwarp();
-    process_span<T, fast, special>(p, place, rows[warp], table);
+    SpanPass<T, fast, special>(p, place, rows[warp], table).run();
     __syncthreads();
 
     // The sums of the block: add up its warps' tables in order.
@@ -455,12 +508,18 @@ template <class T, bool fast>
 __global__ void __launch_bounds__(kThreads) count_tokens_kernel(const Params p) {
     const int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp;
     long long all = 0;
-    RowSegments segments(p.rows, place);
-    for (RowSegment segment; segments.next(segment);) {
-        double sums[kRowSums] = {};
-        const long long count =
-            p.sum_rows ? sum_segment<T, fast>(p, segment, sums) : count_trained<fast>(p.mask, segment);
-        record_segment(p, segment, place, count, sums, p.sum_rows, all);
+    if (fast && !p.sum_rows && !p.count_rows && !p.count_actors) {
+        // Only the batch's total is needed, so rows do not matter.
+        const int64_t last = row_start(p.rows, p.rows.rows), begin = min(place * p.rows.span, last);
+        all = count_trained<fast>(p.mask, {0, begin, min(begin + p.rows.span, last)});
+    } else {
+        RowSegments segments(p.rows, place);
+        for (RowSegment segment; segments.next(segment);) {
+            double sums[kRowSums] = {};
+            const long long count =
+                p.sum_rows ? sum_segment<T, fast>(p, segment, sums) : count_trained<fast>(p.mask, segment);
+            record_segment(p, segment, place, count, sums, p.sum_rows, all);
+        }
     }
     record_span(p, all);
 }
@@ -494,7 +553,7 @@ struct LossKernel {
 // The narrowest specialization of loss_grad_kernel that covers the options.
 template <class T, bool fast, Specialization special>
 LossKernel kernel_as() {
-    return {loss_grad_kernel<T, fast, special>, int(sizeof(TableOf<T, special>)) * kWarps};
+    return {loss_grad_kernel<T, fast, special>, int(sizeof(typename WindowOf<T, special>::Table)) * kWarps};
 }
 template <class K>
 LossKernel kernel_for(const Params& p, K) {

@@ -110,14 +110,15 @@ __device__ __forceinline__ R make_row(const Params& p, int64_t row, int actor_id
 }
 
 // ---- The rows of a span ---------------------------------------------------------------------------------------------
-// Rows that hold tokens, in shared memory. A row has a number, counted over the warp's span; it is at number % size.
+// Rows that hold tokens, in shared memory and in order. size: a power of two, at least 2 * kWarp. One more place stands
+// for the rows that are not in the table. All places from the number of rows on have kNoEnd in `ends`, so that a search
+// needs no other bound.
 template <class R, int size>
 struct RowTable {
-    static constexpr int kSize = size;  // a power of two, at least 2 * kWarp
-    R rows[size];
-    int64_t indices[size];  // of the rows
-    int ends[size];         // the first token after the row, counted from the span's begin; at most the span's size
-    int actors[size];       // 0 for an id out of range
+    R rows[size + 1];
+    int64_t indices[size + 1];  // of the rows
+    int actors[size + 1];       // 0 for an id out of range
+    int ends[2 * size];         // the first token after the row, counted from the span's begin; at most the span's size
 };
 
 // Walks the rows of a warp's span in order and keeps the next ones in a table. A lane prepares a row, so rows of few
@@ -125,68 +126,101 @@ struct RowTable {
 template <class R, int size>
 class RowWindow {
   public:
-    __device__ RowWindow(const Params& p, RowTable<R, size>& table, int64_t begin, int tokens)
-        : p_(p), table_(table), begin_(begin), tokens_(tokens), common_(common_weight(p)) {
+    using Table = RowTable<R, size>;
+
+    __device__ __forceinline__ RowWindow(const Params& p, Table& table, int64_t begin, int tokens)
+        : table(table), p_(p), begin_(begin), tokens_(tokens), common_(common_weight(p)) {
         next_ = tokens > 0 ? warp_find_row(p.rows, begin) : p.rows.rows;
+        for (int i = int(threadIdx.x) % kWarp; i < 2 * size; i += kWarp) table.ends[i] = kNoEnd;
+        __syncwarp();
     }
 
-    // Reads rows until all tokens before `until` have theirs, or the table is full. Then `first` is the row of `token`,
-    // unless it is in no row.
-    __device__ void fill(int token, int until) {
-        while (first < count && end(first) <= token) ++first;
-        const int lane = int(threadIdx.x) % kWarp;
-        while (covered < until && next_ < p_.rows.rows && count - first <= size - kWarp) {
-            const int64_t row = next_ + lane;
-            const bool exists = row < p_.rows.rows;
-            const int64_t start = exists ? row_start(p_.rows, row) - begin_ : 0;
-            const int64_t stop = exists ? row_start(p_.rows, row + 1) - begin_ : 0;
-            const bool here = start < stop && start < tokens_ && stop > 0;
-            double sums[kRowSums] = {};
-            if (p_.sum_rows) add_row_sums(p_, row, here, sums);
-            const unsigned all = __ballot_sync(kFullWarp, here);
-            __syncwarp();  // other lanes may still read the row whose place this takes
-            if (here) {
-                const int place = (count + __popc(all & ((1u << lane) - 1))) % size, id = actor_of(p_, row);
-                table_.rows[place] = make_row<R>(p_, row, id, common_, sums);
-                table_.indices[place] = row;
-                table_.ends[place] = int(stop < tokens_ ? stop : tokens_);
-                table_.actors[place] = id < 0 ? 0 : id;
-                bad_actor_id = bad_actor_id || id < 0;
-            }
-            __syncwarp();
-            count += __popc(all);
-            next_ += kWarp;
-            if (count > 0) covered = end(count - 1);
-            while (first < count && end(first) <= token) ++first;
-        }
+    // Reads rows until the tokens before `until` have theirs, or the table is full.
+    __device__ __forceinline__ void fill(int until) {
+        if (covered >= until || next_ >= p_.rows.rows || count_ - first > size - kWarp) return;
+        drop();
+        do {
+            read();
+        } while (covered < until && next_ < p_.rows.rows && count_ <= size - kWarp);
     }
 
-    // The row of a token at or after that of `first`; some row at or after it for tokens that none of the table holds.
+    // The place of the first row from `first` on that ends after a token; that of no row if the table does not hold it.
     __device__ __forceinline__ int find(int token) const {
-        int number = first;
+        const int* end = table.ends + first;
 #pragma unroll
         for (int step = size / 2; step > 0; step /= 2) {
-            if (number + step <= count && end(number + step - 1) <= token) number += step;
+            if (end[step - 1] <= token) end += step;
         }
-        return number;
+        return int(end - table.ends);
     }
+    // Tells the place of the row that held the token before the next one.
+    __device__ __forceinline__ void move_to(int place) { first = min(place, count_ - 1); }
 
-    __device__ __forceinline__ int end(int number) const { return table_.ends[unsigned(number) % size]; }
-    __device__ __forceinline__ int actor(int number) const { return table_.actors[unsigned(number) % size]; }
-    __device__ __forceinline__ int64_t index(int number) const { return table_.indices[unsigned(number) % size]; }
-    __device__ __forceinline__ const R& row(int number) const { return table_.rows[unsigned(number) % size]; }
-
-    int first = 0, count = 0;   // numbers of the rows in the table: [first, count)
-    int covered = 0;            // tokens before it have their row in the table, or had it
+    Table& table;
+    int first = 0;              // the place of the next token's row, once `fill` has read it
+    int covered = 0;            // the tokens before it have their row in the table, or had it
     bool bad_actor_id = false;  // this lane prepared a row with an id out of range
 
   private:
+    static constexpr int kNoEnd = 0x7fffffff;
+
+    // Moves the rows from `first` on to the front of the table.
+    __device__ __forceinline__ void drop() {
+        const int lane = int(threadIdx.x) % kWarp, left = count_ - first;
+        for (int place = lane; first > 0 && place - lane < left; place += kWarp) {
+            const bool here = place < left;
+            const int from = here ? first + place : 0;
+            const R row = table.rows[from];
+            const int64_t index = table.indices[from];
+            const int end = table.ends[from], actor = table.actors[from];
+            __syncwarp();
+            if (here) put(place, row, index, end, actor);
+            __syncwarp();
+        }
+        first = 0;
+        count_ = left;
+    }
+
+    __device__ __forceinline__ void put(int place, const R& row, int64_t index, int end, int actor) {
+        table.rows[place] = row;
+        table.indices[place] = index;
+        table.ends[place] = end;
+        table.actors[place] = actor;
+    }
+
+    // Appends those of the next 32 rows that hold tokens.
+    __device__ __forceinline__ void read() {
+        const int lane = int(threadIdx.x) % kWarp;
+        const int64_t row = next_ + lane;
+        int64_t start = 0, stop = 0;
+        if (row < p_.rows.rows) {
+            start = row_start(p_.rows, row) - begin_;
+            stop = row_start(p_.rows, row + 1) - begin_;
+        }
+        const bool here = start < stop && start < tokens_ && stop > 0;
+        double sums[kRowSums] = {};
+        if (p_.sum_rows) add_row_sums(p_, row, here, sums);
+        const unsigned all = __ballot_sync(kFullWarp, here);
+        const int place = count_ + __popc(all & ((1u << lane) - 1)), end = stop < tokens_ ? int(stop) : tokens_;
+        for (int i = count_ + lane; i < size; i += kWarp) table.ends[i] = kNoEnd;
+        __syncwarp();
+        if (here) {
+            const int id = actor_of(p_, row);
+            put(place, make_row<R>(p_, row, id, common_, sums), row, end, id < 0 ? 0 : id);
+            bad_actor_id = bad_actor_id || id < 0;
+        }
+        __syncwarp();
+        count_ += __popc(all);
+        next_ += kWarp;
+        if (all != 0) covered = table.ends[count_ - 1];
+    }
+
     const Params& p_;
-    RowTable<R, size>& table_;
     int64_t begin_;  // the first token of the span
     int tokens_;     // in the span
     double common_;  // see common_weight
     int64_t next_;   // the next row to read
+    int count_ = 0;  // rows in the table, with those that no token needs any more
 };
 
 }  // namespace turnwise::cuda::loss

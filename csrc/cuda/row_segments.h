@@ -146,6 +146,12 @@ struct Truths {
     }
 };
 
+// A mask's pack as loaded. PackAt::truths reads it in a separate step, so that no other load waits for this one.
+template <int count>
+struct MaskPack {
+    unsigned word[count];  // raw bytes or floats; or Truths, see PackAt::comes_whole
+};
+
 // The top bit of every byte that is not 0.
 __device__ __forceinline__ unsigned byte_truths(unsigned word) {
     return (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
@@ -159,27 +165,31 @@ __device__ __forceinline__ float keep(float value, unsigned mask) {
 // ---- A lane's share of a segment ------------------------------------------------------------------------------------
 // The pack of tokens [first, first + kPack). Only tokens inside the segment count. `fast`: streams are contiguous and
 // aligned, with floats of type T, so one instruction loads a whole pack. `is_whole`: the segment holds all of the pack.
-template <class T, bool fast, bool is_whole = false>
-struct PackAt {
+// `again`: the pack or its neighbours are read again soon, so the caches may keep them.
+template <class T, bool fast, bool is_whole = false, bool again = false>
+class PackAt {
+  public:
     static constexpr int kPack = 16 / int(sizeof(T));
+    using Floats = Loaded<T, kPack>;
+    using Mask = MaskPack<kPack>;
     const RowSegment& segment;        // holds the pack, in part or in whole
     int64_t first;                    // token, numbered over all rows
     int64_t rows[fast ? 1 : kPack];   // row of each token; the segment's, unless the caller knows better
 
-    __device__ __forceinline__ PackAt(const RowSegment& in, int64_t from) : segment(in), first(from) {
+    __device__ __forceinline__ PackAt(const RowSegment& in, int64_t from)
+        : segment(in), first(from), whole_(from >= in.begin && from + kPack <= in.end) {
         for (int64_t& row : rows) row = in.row;
     }
-    __device__ bool whole() const { return is_whole || (first >= segment.begin && first + kPack <= segment.end); }
+    __device__ __forceinline__ bool whole() const { return is_whole || whole_; }
     __device__ bool inside(int k) const { return first + k >= segment.begin && first + k < segment.end; }
     __device__ int64_t place(const AnyStream& stream, int k) const {
         return fast ? first + k : stream.place(rows[k], first + k);
     }
 
-    using Floats = Loaded<T, kPack>;
-
     // The stream's values; 0 outside the segment. If not `fast`, T is float and values are converted.
     __device__ Floats load(const AnyStream& stream) const {
-        if (fast && whole()) return load_streaming<T, kPack>(static_cast<const T*>(stream.data) + first);
+        const T* from = static_cast<const T*>(stream.data) + first;
+        if (fast && whole()) return again ? load_cached<T, kPack>(from) : load_streaming<T, kPack>(from);
         Pack<T, kPack> pack{};
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
@@ -195,10 +205,6 @@ struct PackAt {
         return floats;
     }
 
-    // A mask's pack as loaded. `truths` reads it in a separate step, so that no other load waits for this one.
-    struct Mask {
-        unsigned word[kPack];  // raw bytes or floats; or Truths, see comes_whole
-    };
     // Starts to load a mask's pack.
     __device__ Mask ask(const AnyStream& stream) const {
         Mask mask{};
@@ -264,6 +270,9 @@ struct PackAt {
             }
         }
     }
+
+  private:
+    bool whole_;  // the pack is inside the segment
 };
 
 // The number of values other than 0 in 16 bytes.
