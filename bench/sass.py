@@ -167,7 +167,9 @@ def _sums() -> Iterator[Case]:
     one_token = {"shared4": 1}
     paths = (
         HotPath({**unit, "shared4": 1}, 512, loop=False),
-        HotPath({"shared4": 1, "vote": 1, "load4": ANY, "load8": ANY, "shuffle": ANY, "store4": ANY}, 512 / (passes - 1)),
+        HotPath(
+            {"shared4": 1, "vote": 1, "load4": ANY, "load8": ANY, "shuffle": ANY, "store4": ANY}, 512 / (passes - 1)
+        ),
         HotPath(one_token, 512 / (passes * (SHORT - 1))),
     )
     name = f"token reward sum, fp32, rows of {SHORT}"

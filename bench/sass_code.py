@@ -188,7 +188,7 @@ class Kernel:
         return max(ends, default=None)
 
     def hot(self, wanted: Mapping[str, int]) -> int | None:
-        """Return the shortest of the loops' longest paths with these accesses: of nested loops that is the inner one's."""
+        """Return the shortest of the loops' longest paths with these accesses: of nested loops the inner one's."""
         found = [self.longest(wanted, header) for header in self.loops]
         return min((length for length in found if length is not None), default=None)
 

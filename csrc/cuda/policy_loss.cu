@@ -5,8 +5,9 @@
 #include "cuda/policy_loss_launch.h"
 #include "cuda/policy_loss_rows.h"
 
-// Every warp takes an equal span of the tokens and walks the rows in it, so that long rows do not unbalance the load. There are at most two launches. If the options need it, count_tokens_kernel counts tokens and computes the
-// sums over whole rows. loss_grad_kernel writes gradients, and its last block writes loss and metrics.
+// Every warp takes an equal span of the tokens and walks the rows in it, so that long rows do not unbalance the load.
+// There are at most two launches. If the options need it, count_tokens_kernel counts tokens and computes the sums over
+// whole rows. loss_grad_kernel writes gradients, and its last block writes loss and metrics.
 namespace turnwise::cuda {
 namespace loss {
 namespace {
@@ -99,8 +100,8 @@ struct PackLoss {
 };
 
 // The variant's loss and derivative, and its metrics. A masked token gets log-ratio 0 and weight 0: no branch keeps it,
-// or its NaN, from the sums. Its ratio of 1 is never clipped. `per_token`: advantages are given per token. `one_row`: all
-// tokens have the same row.
+// or its NaN, from the sums. Its ratio of 1 is never clipped. `per_token`: advantages are given per token. `one_row`:
+// all tokens have the same row.
 template <bool one_row, bool per_token, Specialization special, class Packs, int kPack, class RowOf>
 __device__ __forceinline__ void add_variant(const Params& p, const Packs& in, const Truths<kPack>& trained,
                                             const Truths<kPack>& chosen, const RowOf& row_of, PackLoss<kPack>& out,
@@ -123,10 +124,9 @@ __device__ __forceinline__ void add_variant(const Params& p, const Packs& in, co
             token = clipped_surrogate<Math>(ratio, true, open, keep(advantage * row.weight, mask), range);
         } else {
             const bool on = mask != 0;
-            const Token<Math> inputs{logprob,   bounded,         ratio,
-                                     on,        open,            advantage,
-                                     chosen[k], row.terms.ratio, row.terms.advantage,
-                                     !row.terms.cut};
+            const Token<Math> inputs{
+                logprob,       bounded, ratio, on, open, advantage, chosen[k], row.terms.ratio, row.terms.advantage,
+                !row.terms.cut};
             token = token_loss<Math>(inputs, p.options.variant);
             token.loss = keep(token.loss * row.weight, mask);
             token.grad = keep(token.grad * row.weight, mask);
@@ -210,7 +210,8 @@ __device__ __forceinline__ void add_kl(const Params& p, const Packs& in, const T
     }
 }
 
-// Adds the tokens of a pack that `trained` names to `sums`, and returns their derivatives. `row_of(k)` is a token's row.
+// Adds the tokens of a pack that `trained` names to `sums`, and returns their derivatives. `row_of(k)` is a token's
+// row.
 template <bool one_row, bool per_token, Specialization special, class Packs, int kPack, class RowOf>
 __device__ __forceinline__ PackLoss<kPack> add_pack(const Params& p, const Packs& in, const Truths<kPack>& trained,
                                                     const Truths<kPack>& chosen, const RowOf& row_of, Sums& sums) {
@@ -272,8 +273,8 @@ __device__ __forceinline__ void process_row(const Params& p, const R& row, const
         next = now;
         if (ahead && more) next.load(p, At(segment, begin + i + kStep));
         const At at(segment, begin + i);
-        const auto out = add_pack<true, per_token, special>(p, now, now.trained(p, at), now.chosen(p, at),
-                                                            [&](int) -> const R& { return row; }, sums);
+        const auto out = add_pack<true, per_token, special>(
+            p, now, now.trained(p, at), now.chosen(p, at), [&](int) -> const R& { return row; }, sums);
         at.store(p.grad, p.grad_dtype, pack_of<T>(out.slope));
         if (!ahead && more) next.load(p, At(segment, begin + i + kStep));
     }
@@ -284,12 +285,13 @@ __device__ __forceinline__ void process_row(const Params& p, const R& row, const
     if (row.weight == 0) sums.of[loss] = loss_before;
 }
 
-// Writes the gradients of a warp's span, and adds its sums to the warp's table. Where a step of the warp lies in one row,
-// what the row's tokens share is in registers. Where it has several rows, every token looks up its own.
+// Writes the gradients of a warp's span, and adds its sums to the warp's table. Where a step of the warp lies in one
+// row, what the row's tokens share is in registers. Where it has several rows, every token looks up its own.
 template <class T, bool fast, Specialization special>
 class SpanPass {
   public:
-    __device__ __forceinline__ SpanPass(const Params& p, int64_t place, typename WindowOf<T, special>::Table& rows, double* table)
+    __device__ __forceinline__ SpanPass(const Params& p, int64_t place, typename WindowOf<T, special>::Table& rows,
+                                        double* table)
         : p_(p),
           table_(table),
           begin_(place * p.rows.span),
@@ -367,7 +369,8 @@ class SpanPass {
         float grad[kPack] = {};
         for (bool more = true; more;) {
             const Truths<kPack> turn = p_.actors > 1 ? next_turn(left, place, more) : left;
-            more = more && p_.actors > 1;
+            if (!more) break;
+            more = p_.actors > 1;
             const auto row_of = [&](int k) -> const auto& { return table.rows[place[k]]; };
             const auto out = p_.advantages.given
                                  ? add_pack<false, true, special>(p_, packs, turn, chosen, row_of, sums_)
@@ -383,7 +386,7 @@ class SpanPass {
         window_.move_to(__shfl_sync(kFullWarp, place[kPack - 1], kWarp - 1));
     }
 
-    // Takes the tokens of the lowest actor out of `left`, and returns them. `more`: others may be left.
+    // Takes the tokens of the lowest actor out of `left`, and returns them. `more`: there was one.
     __device__ __forceinline__ Truths<kPack> next_turn(Truths<kPack>& left, const int (&place)[kPack], bool& more) {
         int lowest = INT_MAX;
 #pragma unroll

@@ -76,8 +76,8 @@ __device__ __forceinline__ void add_row_sums(const Params& p, int64_t row, bool 
     }
 }
 
-// Computes what the tokens of a row share. `sums`: see add_row_sums. `common`: see common_weight. A wrong actor id makes
-// the weight NaN.
+// Computes what the tokens of a row share. `sums`: see add_row_sums. `common`: see common_weight. A wrong actor id
+// makes the weight NaN.
 template <class R>
 __device__ __forceinline__ R make_row(const Params& p, int64_t row, int actor_id, double common,
                                       const double (&sums)[kRowSums]) {
@@ -138,6 +138,7 @@ class RowWindow {
     // Reads rows until the tokens before `until` have theirs, or the table is full.
     __device__ __forceinline__ void fill(int until) {
         if (covered >= until || next_ >= p_.rows.rows || count_ - first > size - kWarp) return;
+        __syncwarp();  // other lanes may still read rows whose places are taken now
         drop();
         do {
             read();
@@ -146,12 +147,12 @@ class RowWindow {
 
     // The place of the first row from `first` on that ends after a token; that of no row if the table does not hold it.
     __device__ __forceinline__ int find(int token) const {
-        const int* end = table.ends + first;
+        int place = first;
 #pragma unroll
         for (int step = size / 2; step > 0; step /= 2) {
-            if (end[step - 1] <= token) end += step;
+            if (table.ends[place + step - 1] <= token) place += step;
         }
-        return int(end - table.ends);
+        return place;
     }
     // Tells the place of the row that held the token before the next one.
     __device__ __forceinline__ void move_to(int place) { first = min(place, count_ - 1); }
@@ -192,10 +193,10 @@ class RowWindow {
     __device__ __forceinline__ void read() {
         const int lane = int(threadIdx.x) % kWarp;
         const int64_t row = next_ + lane;
-        int64_t start = 0, stop = 0;
+        int64_t start = 0, stop = 0;  // wrong ones do no harm: no token outside the span is touched
         if (row < p_.rows.rows) {
-            start = row_start(p_.rows, row) - begin_;
-            stop = row_start(p_.rows, row + 1) - begin_;
+            start = given_start(p_.rows, row) - begin_;
+            stop = given_start(p_.rows, row + 1) - begin_;
         }
         const bool here = start < stop && start < tokens_ && stop > 0;
         double sums[kRowSums] = {};

@@ -172,9 +172,9 @@ class PackAt {
     static constexpr int kPack = 16 / int(sizeof(T));
     using Floats = Loaded<T, kPack>;
     using Mask = MaskPack<kPack>;
-    const RowSegment& segment;        // holds the pack, in part or in whole
-    int64_t first;                    // token, numbered over all rows
-    int64_t rows[fast ? 1 : kPack];   // row of each token; the segment's, unless the caller knows better
+    const RowSegment& segment;       // holds the pack, in part or in whole
+    int64_t first;                   // token, numbered over all rows
+    int64_t rows[fast ? 1 : kPack];  // row of each token; the segment's, unless the caller knows better
 
     __device__ __forceinline__ PackAt(const RowSegment& in, int64_t from)
         : segment(in), first(from), whole_(from >= in.begin && from + kPack <= in.end) {

@@ -209,8 +209,8 @@ __device__ __forceinline__ void join_units(const UnitParts* parts, int units, in
 // and behind them for kSumWarps * kSumStaged floats unless lanes is 0. edges: null if no row is cut.
 template <class T, class Mask>
 __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, const TokenRows& rows, int64_t chunk,
-                                          int64_t chunk_tokens, bool aligned, int lanes, UnitParts* parts,
-                                          float* sums, Edges* edges) {
+                                          int64_t chunk_tokens, bool aligned, int lanes, UnitParts* parts, float* sums,
+                                          Edges* edges) {
     const int64_t begin = chunk * chunk_tokens, end = min(begin + chunk_tokens, rows.tokens);
     const int units = int((end - begin + kSumUnit - 1) / kSumUnit), warp = int(threadIdx.x) / kWarp;
     if (warp < units) {

@@ -170,7 +170,8 @@ def test_the_emulator_finds_what_is_wrong(tmp_path) -> None:
     )
     program = tmp_path / "kernels.cpp"
     program.write_text(
-        '#include <cstdio>\n#include <new>\n#include "cuda/block.h"\nusing namespace turnwise;\nusing namespace turnwise::cuda;\n'
+        '#include <cstdio>\n#include <new>\n#include "cuda/block.h"\n'
+        "using namespace turnwise;\nusing namespace turnwise::cuda;\n"
         f"{kernels}\nint main() {{\n"
         "  auto* out = new (std::align_val_t(64)) float[8](); auto* total = new int();\n"
         "  auto report = [&](auto run) {\n"

@@ -9,7 +9,7 @@ import torch
 
 from turnwise.ops import KL, Clip, policy_loss, token_reward_sum
 
-# Lengths of rows that repeat until there are enough tokens. Zeros are empty rows; 600 is a row of whole steps of a warp.
+# Lengths of rows, repeated until there are enough tokens. 0 is an empty row; 600 has whole steps of a warp.
 LENGTHS = {
     "1": [1],
     "7": [7],
@@ -22,7 +22,7 @@ TOKENS = 2300  # more than the emulator's warps take in one turn
 
 
 def lengths_of(pattern: str, seed: int) -> torch.Tensor:
-    """Rows of at least ``TOKENS`` tokens, each up to 2 longer than the pattern says if that has more than one length."""
+    """Rows of at least ``TOKENS`` tokens together. In a pattern of several lengths each is up to 2 longer."""
     generator, found = random.Random(seed), []
     while sum(found) < TOKENS:
         for length in LENGTHS[pattern]:
@@ -35,7 +35,7 @@ def lengths_of(pattern: str, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("actors", [0, 3])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_policy_loss(kernel, pattern: str, dtype: torch.dtype, rtol: float, actors: int, per_token: bool) -> None:
-    """Packed rows. The mask has holes with NaN in them, and is bytes for one advantage per row and floats for others."""
+    """Packed rows. The mask has holes, with NaN there. It is bytes for advantages per row, and floats per token."""
     seed = len(pattern) + 10 * actors + per_token
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)

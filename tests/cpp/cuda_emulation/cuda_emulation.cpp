@@ -264,16 +264,17 @@ void check_access(uintptr_t address, size_t bytes) {
     if (std::any_of(module.begin(), module.end(), inside)) return;
     static thread_local const Range host = find_stack();
     if (host.holds(address, bytes)) return;
-    // Name the nearest buffer that ends before the access.
+    // Name the nearest buffer that begins before the access.
     std::string reason = "an access of " + std::to_string(bytes) + " bytes outside every buffer";
     const Range last{shared, shared + size_t(running.shared_bytes) + kCanaryBytes};
     if (last.holds(address, bytes)) reason = "an access past the shared memory";
+    const Range* nearest = nullptr;
     for (const Range& buffer : buffers) {
-        if (buffer.end - 1 <= address + bytes && address < buffer.end + 4096) {
-            reason += ": " + std::to_string(address - buffer.begin) + " bytes into one of " +
-                      std::to_string(buffer.end - buffer.begin);
-            break;
-        }
+        if (buffer.begin <= address && (nearest == nullptr || nearest->begin < buffer.begin)) nearest = &buffer;
+    }
+    if (nearest != nullptr) {
+        reason += ": " + std::to_string(address - nearest->begin) + " bytes into one of " +
+                  std::to_string(nearest->end - nearest->begin);
     }
     reason += ", by thread " + std::to_string(current->thread) + " of block " + std::to_string(current->block);
     failure = std::make_exception_ptr(std::logic_error("CUDA emulation: " + reason));
@@ -284,16 +285,24 @@ void check_access(uintptr_t address, size_t bytes) {
 }  // namespace turnwise::emulation
 
 // What the compiler calls before an access, see -fsanitize=kernel-address.
-#define TURNWISE_CHECK(bytes)                                                                                   \
-    void __asan_load##bytes##_noabort(uintptr_t at) { turnwise::emulation::check_access(at, bytes); }           \
-    void __asan_store##bytes##_noabort(uintptr_t at) { turnwise::emulation::check_access(at, bytes); }
+#define TURNWISE_CHECK(bytes)                          \
+    void __asan_load##bytes##_noabort(uintptr_t at) {  \
+        turnwise::emulation::check_access(at, bytes);  \
+    }                                                  \
+    void __asan_store##bytes##_noabort(uintptr_t at) { \
+        turnwise::emulation::check_access(at, bytes);  \
+    }
 extern "C" {
 TURNWISE_CHECK(1)
 TURNWISE_CHECK(2)
 TURNWISE_CHECK(4)
 TURNWISE_CHECK(8)
 TURNWISE_CHECK(16)
-void __asan_loadN_noabort(uintptr_t at, size_t bytes) { turnwise::emulation::check_access(at, bytes); }
-void __asan_storeN_noabort(uintptr_t at, size_t bytes) { turnwise::emulation::check_access(at, bytes); }
+void __asan_loadN_noabort(uintptr_t at, size_t bytes) {
+    turnwise::emulation::check_access(at, bytes);
+}
+void __asan_storeN_noabort(uintptr_t at, size_t bytes) {
+    turnwise::emulation::check_access(at, bytes);
+}
 void __asan_handle_no_return() {}
 }

@@ -5,8 +5,9 @@
 // barrier, and shared memory starts as garbage and ends in canaries; so a forgotten barrier, a warp operation that not
 // all lanes reach or a write past shared memory shows. It says nothing of speed.
 //
-// The compiler adds a call before every access to memory (kBoundsFlags of tests/ops/test_cuda_emulation.py, CMakeLists).
-// An access outside the buffers of the call, the block's shared memory and the thread's own stack is an error.
+// The compiler adds a call before every access to memory (kBoundsFlags of tests/ops/test_cuda_emulation.py,
+// CMakeLists). An access outside the buffers of the call, the block's shared memory and the thread's own stack is an
+// error.
 #pragma once
 
 #include <climits>
