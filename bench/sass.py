@@ -145,8 +145,8 @@ def _loss(name: str, special: int, dtype: str, streams: int, exps: int, short: b
     paths = [HotPath(step, WARP * pack)]
     if short:
         # Every step looks up its rows, and every 32 rows it reads 32 more and drops those that are done.
-        lookup = {**step, "shared4": ANY, "shared16": pack, "shuffle": 1}
-        refill = {**lookup, "shared8": ANY, "shared16": pack + 1, "load4": ANY, "vote": 1}
+        lookup = {**step, "shared4": ANY, "shared8": ANY, "shared16": ANY, "shuffle": 1}
+        refill = {**lookup, "load4": ANY, "vote": 1}
         paths = [HotPath(lookup, WARP * pack), HotPath(refill, WARP * SHORT), HotPath(lookup, -WARP * SHORT)]
     minimal = special in (2, 4)
     rows = 128 if minimal and size == 2 else 64
@@ -200,10 +200,8 @@ def _cases() -> Iterator[Case]:
     for index, (dtype, (_, size)) in enumerate(FLOATS.items()):
         path = HotPath({"any": ANY}, WARP, loop=False)
         yield Case(f"Triton policy loss, {dtype}, KL", "turnwise.ops.loss.triton", str(index), 4 * size + 1, (path,))
-    for kernel, moved in (("sum", 5), ("returns", 9)):
-        index = {"sum": 0, "returns": 1}[kernel]
-        path = HotPath({"any": ANY}, WARP, loop=False)
-        yield Case(f"Triton token {kernel}, fp32", "turnwise.ops.rewards.triton", str(index), moved, (path,))
+    path = HotPath({"any": ANY}, WARP, loop=False)
+    yield Case("Triton token reward sum, fp32", "turnwise.ops.rewards.triton", "0", 5, (path,))
 
 
 CASES = tuple(_cases())

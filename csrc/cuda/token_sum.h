@@ -160,8 +160,11 @@ __device__ __forceinline__ void sum_short_rows(const TokenRows& r, const float (
     }
     if (lane == 0) *parts = {0, 0, -1, 0, begin};
     __syncwarp();
-    int64_t row = warp_find_row(r, begin) + lane / lanes;
-    for (bool more = true; __any_sync(kFullWarp, more); row += kWarp / lanes) {
+    int64_t next = warp_find_row(r, begin) + lane / lanes;
+    bool more;
+    do {
+        const int64_t row = next;
+        next += kWarp / lanes;
         const bool exists = row < r.rows;
         const int64_t start = exists ? row_start(r, row) : end, stop = exists ? row_start(r, row + 1) : end;
         more = start < end;
@@ -169,21 +172,23 @@ __device__ __forceinline__ void sum_short_rows(const TokenRows& r, const float (
         double sum = 0;
         if (here) {
             const int last = int(min(start + row_length(r, row, stop - start), end) - begin);
+#pragma unroll 1
             for (int i = int(max(start, begin) - begin) + part; i < last; i += lanes) sum += staged[staged_place(i)];
         }
         for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-        if (!here || part != 0) continue;
-        if (start < begin) {
-            parts->head = sum;
-            parts->head_end = stop;
-        } else if (stop > end) {
-            parts->tail = sum;
-            parts->tail_row = row;
-            parts->tail_end = stop;
-        } else {
-            sums[row] = float(sum);
+        if (here && part == 0) {
+            if (start < begin) {
+                parts->head = sum;
+                parts->head_end = stop;
+            } else if (stop > end) {
+                parts->tail = sum;
+                parts->tail_row = row;
+                parts->tail_end = stop;
+            } else {
+                sums[row] = float(sum);
+            }
         }
-    }
+    } while (__any_sync(kFullWarp, more));
 }
 
 // Adds up the parts of rows that several units hold. Called by the first warp of a block, with one lane per unit.

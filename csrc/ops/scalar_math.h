@@ -1,5 +1,5 @@
-// The Math of single floats: for GPUs, for single logits and for tests on the host. A GPU takes one instruction for a
-// minimum that keeps NaN, and 4 for exp. The emulated kernels use the same formula for exp.
+// The Math of single floats: for GPUs, for single logits and for tests on the host. On a GPU min and max take one
+// instruction and return NaN if either argument is NaN, and exp takes 4. Emulated kernels do the same.
 #pragma once
 
 #include <cmath>
@@ -28,10 +28,13 @@ struct ScalarMath {
         asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
         return out;
     }
+#elif defined(TURNWISE_EMULATE_CUDA)
+    static TW_HD F min(F a, F b) { return a < b || a != a ? a : b; }
+    static TW_HD F max(F a, F b) { return a > b || a != a ? a : b; }
+    static TW_HD F power_of_two(F x) { return exp2f(x); }
 #else
     static TW_HD F min(F a, F b) { return a < b ? a : b; }
     static TW_HD F max(F a, F b) { return a > b ? a : b; }
-    static TW_HD F power_of_two(F x) { return exp2f(x); }
 #endif
 #if defined(__CUDA_ARCH__) || defined(TURNWISE_EMULATE_CUDA)
     // x log2(e) is rounded; what the rounding lost multiplies the power. 3e-7 relative for |x| <= 80.
