@@ -184,7 +184,11 @@ View view_of(py::handle tensor, const char* name) {
 
 View cuda_view_of(py::handle tensor, const char* name) {
     if (tensor.is_none()) return {};
-    if (cuda::emulated()) return view_of(tensor, name);
+    if (cuda::emulated()) {
+        const View view = view_of(tensor, name);
+        cuda::allow(view);
+        return view;
+    }
     const TorchNames& names = torch_names();
     View view;
     if (read_by_exchange(tensor, dlpack::DeviceType::cuda, view, names)) return with_memory(view, name);

@@ -1,12 +1,20 @@
 // Helpers for kernels: sums over a warp and a block in a fixed order, 16-byte accesses, a ticket for the last block.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/launch.h"
 
 namespace turnwise::cuda {
 
 constexpr unsigned kFullWarp = 0xffffffffu;  // mask of all lanes
 constexpr int kWarp = 32;                    // lanes
+
+// The value of lane 0 in every lane. Where all lanes have the same one, this keeps it in a register: the compiler does
+// not compute it anew at each use.
+__device__ __forceinline__ int uniform(int value) {
+    return __shfl_sync(kFullWarp, value, 0);
+}
 
 // ---- Sums ----------------------------------------------------------------------------------------------------------
 // The sum over a warp, in every lane. The order of additions is fixed.
@@ -24,6 +32,16 @@ __device__ __forceinline__ T warp_max(T value) {
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
         const T other = __shfl_xor_sync(kFullWarp, value, offset);
         if (!(other <= value)) value = other;
+    }
+    return value;
+}
+
+// The minimum over a warp, in every lane.
+__device__ __forceinline__ int warp_min(int value) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+        const int other = __shfl_xor_sync(kFullWarp, value, offset);
+        if (other < value) value = other;
     }
     return value;
 }
@@ -95,6 +113,15 @@ __device__ __forceinline__ Loaded<T, count> load_streaming(const T* from) {
 }
 
 template <class T, int count>
+__device__ __forceinline__ Loaded<T, count> load_cached(const T* from) {
+    using Word = typename WordOf<int(sizeof(T)) * count>::type;
+    const Word word = __ldg(reinterpret_cast<const Word*>(from));
+    Loaded<T, count> loaded;
+    memcpy(loaded.word, &word, sizeof word);
+    return loaded;
+}
+
+template <class T, int count>
 __device__ __forceinline__ void store_streaming(T* to, const Pack<T, count>& pack) {
     using Word = typename WordOf<int(sizeof(T)) * count>::type;
     Word word;
@@ -120,6 +147,27 @@ __device__ __forceinline__ BFloat16 from_float<BFloat16>(float value) {
 template <>
 __device__ __forceinline__ Half from_float<Half>(float value) {
     return to_half(value);
+}
+
+// Converts float32 to a pack of a tensor's type; bfloat16 two at a time.
+template <class T, int count>
+__device__ __forceinline__ Pack<T, count> pack_of(const float (&values)[count]) {
+    Pack<T, count> pack;
+#if defined(__CUDA_ARCH__)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+        unsigned words[count / 2];
+#pragma unroll
+        for (int i = 0; i < count / 2; ++i) {
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+        }
+        memcpy(&pack, words, sizeof pack);
+    } else
+#endif
+    {
+#pragma unroll
+        for (int i = 0; i < count; ++i) pack.value[i] = from_float<T>(values[i]);
+    }
+    return pack;
 }
 
 // ---- The last block ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ bool compiled() {
 bool emulated() {
     return false;
 }
+void allow(const View&) {}
 
 std::string architectures() {
     return TURNWISE_CUDA_ARCHITECTURES;

@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "core/view.h"
+
 namespace turnwise::cuda {
 
 struct Device {
@@ -16,9 +18,10 @@ struct Device {
     int multiprocessors;   // number of them
 };
 
-bool compiled();              // this build has CUDA kernels
-bool emulated();              // kernels run on the host, for the tests
-std::string architectures();  // "" without CUDA
+bool compiled();               // this build has CUDA kernels
+bool emulated();               // kernels run on the host, for the tests
+void allow(const View& view);  // emulated kernels may access this memory in the next call; nothing in other builds
+std::string architectures();   // "" without CUDA
 // Returns why this module's kernels cannot run on a device (-1: the current one), such as a driver that is too old; ""
 // if they can run. Loads an empty kernel and launches nothing. Do not call it while a graph is captured.
 std::string unsupported_reason(int device);

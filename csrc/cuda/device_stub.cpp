@@ -1,5 +1,9 @@
 #include "cuda/device.h"
 
+#if defined(TURNWISE_EMULATE_CUDA)
+#include "cuda_emulation.h"
+#endif
+
 namespace turnwise::cuda {
 
 bool compiled() {
@@ -10,6 +14,14 @@ bool emulated() {
     return true;
 #else
     return false;
+#endif
+}
+void allow([[maybe_unused]] const View& view) {
+#if defined(TURNWISE_EMULATE_CUDA)
+    if (view.size() == 0) return;
+    int64_t last = 0;  // offset of the last element
+    for (int d = 0; d < view.dims; ++d) last += (view.shape[d] - 1) * view.stride[d];
+    emulation::allow(view.data, size_t((last + 1) * bytes_of(view.dtype)));
 #endif
 }
 std::string architectures() {

@@ -40,11 +40,11 @@ __device__ double sum_rewards(const Params& p, const AnyStream& rewards, const R
         const PackAt<T, fast> at{segment, i};
         const auto mask = at.ask(p.mask);
         const auto pack = at.load(rewards);
-        const unsigned trained = at.truths(p.mask, mask);
-        count += __popc(trained);
+        const auto trained = at.truths(p.mask, mask);
+        count += trained.number();
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
-            if (trained >> k & 1) sum += double(to_float(pack[k]));
+            if (trained[k]) sum += double(to_float(pack[k]));
         }
     }
     return sum;

@@ -80,7 +80,7 @@ template <bool weighted, int n>
 __device__ __forceinline__ void add_logits(Running& r, const float* x) {
     float top = r.max;
 #pragma unroll
-    for (int i = 0; i < n; ++i) top = ScalarMath::max(x[i], top);  // ignores NaN, which still reaches the sum
+    for (int i = 0; i < n; ++i) top = fmaxf(x[i], top);  // ignores NaN, which still reaches the sum
     if (top > r.max) {
         if (r.max > -INFINITY) {
             const float shift = r.max - top, factor = expf(shift);

@@ -1,10 +1,13 @@
 #include "cuda/policy_loss.h"
 
-#include "cuda/policy_loss_launch.h"
+#include <climits>
 
-// Every warp takes an equal span of the tokens and walks the segments of rows in it, so that long rows do not unbalance
-// the load. There are at most two launches. If the options need it, count_tokens_kernel counts tokens and computes the
-// sums over whole rows. loss_grad_kernel writes gradients, and its last block writes loss and metrics.
+#include "cuda/policy_loss_launch.h"
+#include "cuda/policy_loss_rows.h"
+
+// Every warp takes an equal span of the tokens and walks the rows in it, so that long rows do not unbalance the load.
+// There are at most two launches. If the options need it, count_tokens_kernel counts tokens and computes the sums over
+// whole rows. loss_grad_kernel writes gradients, and its last block writes loss and metrics.
 namespace turnwise::cuda {
 namespace loss {
 namespace {
@@ -31,81 +34,10 @@ constexpr int kColumnStride = 16;                  // threads per slice in reduc
 constexpr int kSlices = kThreads / kColumnStride;  // of the blocks, each added up by its own threads
 static_assert(kColumns <= kColumnStride);
 
-// ---- One row --------------------------------------------------------------------------------------------------------
-// 1 / value; 0 for 0, NaN for a negative number or NaN.
-__device__ double inverse(double value) {
-    return value > 0 ? 1 / value : value == 0 ? 0 : double(NAN);
-}
-
-// Denominator of the loss of an actor's rows, see Aggregation: the one that was given, or the batch's own.
-__device__ double normalizer_of(const Params& p, int actor) {
-    if (p.normalizer.data) return p.normalizer.number(p.options.aggregation == Aggregation::agent_mean ? actor : 0);
-    switch (p.options.aggregation) {
-        case Aggregation::token_mean:
-            return p.mask.data ? double(p.counts->tokens) : double(p.rows.tokens);
-        case Aggregation::seq_mean_token_sum_norm:
-            return p.options.max_length;
-        case Aggregation::agent_mean:
-            return double(p.actor_tokens[actor]);
-        default:
-            return double(p.counts->rows);
-    }
-}
-
-// The factor of the row weight that all rows of an actor share. seq_mean_token_mean has another, from the row's length.
-__device__ double actor_weight(const Params& p, int actor) {
-    if (p.options.aggregation != Aggregation::agent_mean) return inverse(normalizer_of(p, 0));
-    double active = 0;
-    for (int a = 0; a < p.actors; ++a) active += normalizer_of(p, a) > 0;
-    return inverse(active) * inverse(normalizer_of(p, actor));
-}
-
-// What all tokens of a row share.
-struct Row {
-    float weight = 0;                // weight of a token's loss in the batch's
-    float advantage = 0;             // A, if given per row
-    RowTerms terms{1, 0, 0, false};  // gspo, gmpo
-    float importance = 1;            // sequence-level importance weight
-    bool rejected = false;           // that weight is outside its bounds
-    ClipRange<ScalarMath> range;     // for `advantage`
-};
-
-// A sum over a whole row: adds the partial sums of all spans that the row touches. Called by a whole warp.
-__device__ double row_sum(const Params& p, int64_t row, RowSum which) {
-    const int64_t first = row_start(p.rows, row) / p.rows.span, last = (row_start(p.rows, row + 1) - 1) / p.rows.span;
-    double total = 0;
-    for (int64_t segment = first + threadIdx.x % kWarp; segment <= last; segment += kWarp) {
-        total += p.row_partials[(row + segment) * kRowSums + which];
-    }
-    return warp_sum(total);
-}
-
-// Computes what the tokens of a row share. `shared_weight`: see actor_weight. Called by a whole warp.
-__device__ Row read_row(const Params& p, int64_t row, double shared_weight) {
-    const PolicyLossOptions& o = p.options;
-    Row out;
-    const bool by_length = o.aggregation == Aggregation::seq_mean_token_mean;
-    const double length = by_length || is_by_row(o.variant.kind) ? double(p.lengths[row]) : 0;
-    out.weight = float(by_length ? shared_weight * inverse(length) : shared_weight);
-    if (p.row_advantages.data) out.advantage = p.row_advantages.number(row);
-    if (is_by_row(o.variant.kind)) {
-        const double advantage = o.variant.kind == VariantKind::gmpo ? row_sum(p, row, sum_advantage) : 0;
-        const double kl = kl_by_row(o) ? row_sum(p, row, sum_kl) : 0;
-        out.terms = row_terms(o.variant, length, row_sum(p, row, sum_log_ratio), advantage, kl);
-    }
-    if (o.correction == Correction::sequence) {
-        const double sum = row_sum(p, row, sum_mismatch), bound = kLogRatioBound;
-        const double importance = exp(sum > bound ? bound : sum < -bound ? -bound : sum);
-        out.rejected = importance < double(o.reject_below) || importance > double(o.reject_above);
-        out.importance = out.rejected ? 0 : importance > double(o.cap) ? o.cap : float(importance);
-    }
-    out.range = clip_range<ScalarMath>(out.advantage, o.variant);
-    return out;
-}
-
 // ---- Tokens ---------------------------------------------------------------------------------------------------------
 struct Sums {
     float of[kColumns] = {};  // indexed by Column
+    float above = 0;          // tokens of the current row above the range: see process_row
 };
 
 // The cases for which loss_grad_kernel is compiled. A narrower case needs fewer registers.
@@ -124,138 +56,196 @@ TW_HD constexpr bool weighs_kl(Specialization s) {
     return s == Specialization::clip_only_weighted_kl || s == Specialization::clip_minimal_weighted_kl;
 }
 
-// Returns d loss / d logprob of a trained token, times the row's weight, and adds the token to `sums`.
-template <Specialization special>
-__device__ float token_grad(const Params& p, const Row& row, float logprob, float old, float ref, float rollout,
-                            float advantage, float entropy_value, bool chosen, Sums& sums) {
-    using Math = ScalarMath;
-    constexpr bool clip_only = special != Specialization::full;
-    const PolicyLossOptions& o = p.options;
-    // The variant's loss and derivative.
-    const float raw = logprob - old, bounded = clamp_symmetric<Math>(raw, kLogRatioBound);
-    const float ratio = Math::exp(bounded);
-    const bool open = Math::unless_differs(true, bounded, raw);
-    TokenLoss<Math> out;
-    if constexpr (clip_only) {
-        const bool per_token = p.advantages.data != nullptr;
-        const auto range = per_token ? clip_range<Math>(advantage, o.variant) : row.range;
-        out = clipped_surrogate<Math>(ratio, true, open, per_token ? advantage : row.advantage, range);
-    } else {
-        const Token<Math> token{
-            logprob,       bounded, ratio, true, open, advantage, chosen, row.terms.ratio, row.terms.advantage,
-            !row.terms.cut};
-        out = token_loss<Math>(token, o.variant);
-    }
-    // Importance sampling: multiply loss and gradient by old / rollout, per token or per row.
-    if (!is_minimal(special) && p.rollout.data) {
-        const float difference = old - rollout;
-        const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound));
-        float applied = row.importance;
-        if (o.correction == Correction::token) {
-            const bool outside = w < o.reject_below || w > o.reject_above;
-            applied = outside ? 0.0f : Math::min(o.cap, w);
-            sums.of[rejected] += outside;
-        } else {
-            sums.of[rejected] += row.rejected;
-        }
-        out.loss *= applied;
-        out.grad *= applied;
-        sums.of[mismatch] += difference;
-        sums.of[weight] += w;
-        sums.of[weight_square] += w * w;
-    }
-    // The KL term.
-    if (p.ref.data) {
-        const float d = ref - logprob;
-        const auto estimate = clip_only ? kl_term<Math, KlKind::k3>(d) : kl_term<Math>(kl_kind(o), d);
-        auto term = estimate;
-        if (weighs_kl(special) || (!clip_only && o.kl_weighted)) {
-            const bool by_row = !clip_only && kl_by_row(o);
-            const float carried = by_row ? row.terms.kl : open ? estimate.value : 0.0f;
-            term = importance_weighted<Math>(estimate, by_row ? row.terms.ratio : ratio, carried);
-        }
-        out.loss = fmaf(o.kl_coef, term.value, out.loss);
-        out.grad = fmaf(-o.kl_coef, term.slope, out.grad);
-        sums.of[kl] += estimate.value;
-    }
-    // The metrics.
-    if (!is_minimal(special)) sums.of[entropy] += entropy_value;
-    sums.of[tokens] += 1;
-    sums.of[clipped_low] += out.clipped_low;
-    sums.of[clipped_high] += out.clipped_high;
-    sums.of[clipped_dual] += out.clipped_dual;
-    sums.of[log_ratio] += bounded;
-    sums.of[k3] += ratio - 1 - bounded;
-    sums.of[loss] += row.weight == 0 ? 0.0f : out.loss * row.weight;
-    sums.of[ratio_max] = Math::max(sums.of[ratio_max], ratio);
-    return out.grad * row.weight;
-}
+// A warp's table of rows: large enough for a step of short rows, small enough for three blocks on a multiprocessor.
+template <class T, Specialization special>
+using WindowOf =
+    RowWindow<std::conditional_t<is_minimal(special), ClipRow, Row>, is_minimal(special) && sizeof(T) == 2 ? 128 : 64>;
 
-// One pack of every stream that the case needs. The constructor only loads them, so all loads are in flight at once.
-template <class T, bool fast, Specialization special>
+// One pack of every stream that the case needs. `load` only starts the loads, so all are in flight at once.
+template <class T, Specialization special>
 struct TokenPacks {
-    using At = PackAt<T, fast>;
-    typename At::Floats logprob, old, ref{}, rollout{}, advantage{}, entropy_of{};  // 0 if not given
-    typename At::Mask mask, selected{};                                             // see PackAt::truths
+    static constexpr int kPack = 16 / int(sizeof(T));
+    Loaded<T, kPack> logprob, old, ref, rollout, advantage, entropy_of;  // 0 if not given
+    MaskPack<kPack> mask, selected;
 
-    __device__ __forceinline__ TokenPacks(const Params& p, const At& at)
-        : logprob(at.load(p.logprobs)), old(at.load(p.old_logprobs)), mask(at.ask(p.mask)) {
-        if (p.ref.data) ref = at.load(p.ref);
-        if (p.advantages.data) advantage = at.load(p.advantages);
-        if (!is_minimal(special) && p.rollout.data) rollout = at.load(p.rollout);
-        if (!is_minimal(special) && p.entropy.data) entropy_of = at.load(p.entropy);
-        if (special == Specialization::full && p.selected.data) selected = at.ask(p.selected);
+    template <class At>
+    __device__ __forceinline__ void load(const Params& p, const At& at) {
+        *this = {};
+        logprob = at.load(p.logprobs);
+        old = at.load(p.old_logprobs);
+        mask = at.ask(p.mask);
+        if (p.ref.given) ref = at.load(p.ref);
+        if (p.advantages.given) advantage = at.load(p.advantages);
+        if (!is_minimal(special) && p.rollout.given) rollout = at.load(p.rollout);
+        if (!is_minimal(special) && p.entropy.given) entropy_of = at.load(p.entropy);
+        if (special == Specialization::full && p.selected.given) selected = at.ask(p.selected);
+    }
+    // The tokens that train; and those selected, for the variants that select.
+    template <class At>
+    __device__ __forceinline__ Truths<kPack> trained(const Params& p, const At& at) const {
+        return at.truths(p.mask, mask);
+    }
+    template <class At>
+    __device__ __forceinline__ Truths<kPack> chosen(const Params& p, const At& at) const {
+        if (special != Specialization::full || !p.selected.given) return {};
+        return at.truths(p.selected, selected);
     }
 };
 
-// Writes the gradients of a segment and adds to the sums. A lane takes a 16-byte pack of every stream at a time. The
-// minimal cases have registers to spare, so they load the next pack before they compute this one.
-template <class T, bool fast, Specialization special>
-__device__ void process_segment(const Params& p, const Row& row, const RowSegment& segment, Sums& sums) {
-    constexpr int kPack = 16 / int(sizeof(T)), kStep = kWarp * kPack;
-    using Packs = TokenPacks<T, fast, special>;
-    const int lane = int(threadIdx.x) % kWarp;
-    constexpr bool ahead = is_minimal(special);
-    int64_t i = segment.begin / kPack * kPack + lane * kPack;
-    if (i >= segment.end) return;
-    Packs now(p, {segment, i}), next = now;
-    for (; i < segment.end; i += kStep, now = next) {
-        if (ahead && i + kStep < segment.end) next = Packs(p, {segment, i + kStep});
-        // Compute the tokens of this pack one by one.
-        const PackAt<T, fast> at{segment, i};
-        const unsigned trained = at.truths(p.mask, now.mask);
-        const unsigned chosen =
-            special == Specialization::full && p.selected.data ? at.truths(p.selected, now.selected) : 0;
-        Pack<T, kPack> grad;
+// Loss and derivative of the tokens of a pack, both times the row's weight; 0 for masked tokens.
+template <int kPack>
+struct PackLoss {
+    float loss[kPack], slope[kPack], ratio[kPack];
+    bool open[kPack];  // the log-ratio was not clamped
+};
+
+// The variant's loss and derivative, and its metrics. A masked token gets log-ratio 0 and weight 0: no branch keeps it,
+// or its NaN, from the sums. Its ratio of 1 is never clipped. `per_token`: advantages are given per token. `one_row`:
+// all tokens have the same row.
+template <bool one_row, bool per_token, Specialization special, class Packs, int kPack, class RowOf>
+__device__ __forceinline__ void add_variant(const Params& p, const Packs& in, const Truths<kPack>& trained,
+                                            const Truths<kPack>& chosen, const RowOf& row_of, PackLoss<kPack>& out,
+                                            Sums& sums) {
+    using Math = ScalarMath;
+    constexpr bool clip_only = special != Specialization::full;
 #pragma unroll
-        for (int k = 0; k < kPack; ++k) {
-            float slope = 0;
-            if (trained >> k & 1) {
-                const float own = p.advantages.data ? to_float(now.advantage[k]) : row.advantage;
-                slope = token_grad<special>(p, row, to_float(now.logprob[k]), to_float(now.old[k]),
-                                            to_float(now.ref[k]), to_float(now.rollout[k]), own,
-                                            to_float(now.entropy_of[k]), chosen >> k & 1, sums);
-            }
-            grad.value[k] = from_float<T>(slope);
+    for (int k = 0; k < kPack; ++k) {
+        const auto& row = row_of(k);
+        const unsigned mask = trained.mask(k);
+        const float logprob = to_float(in.logprob[k]), raw = keep(logprob - to_float(in.old[k]), mask);
+        const float bounded = clamp_symmetric<Math>(raw, kLogRatioBound), ratio = Math::exp(bounded);
+        const bool open = Math::unless_differs(true, bounded, raw);
+        const float advantage = per_token ? to_float(in.advantage[k]) : row.advantage;
+        TokenLoss<Math> token;
+        if constexpr (clip_only) {
+            // In one row all tokens above the range count alike, so the sign of A waits for the end of the row.
+            ClipRange<Math> range{row.low, row.high, !one_row && advantage < 0, one_row || advantage > 0};
+            if (per_token) range = clip_range<Math>(advantage, p.options.variant);
+            token = clipped_surrogate<Math>(ratio, true, open, keep(advantage * row.weight, mask), range);
+        } else {
+            const bool on = mask != 0;
+            const Token<Math> inputs{
+                logprob,       bounded, ratio, on, open, advantage, chosen[k], row.terms.ratio, row.terms.advantage,
+                !row.terms.cut};
+            token = token_loss<Math>(inputs, p.options.variant);
+            token.loss = keep(token.loss * row.weight, mask);
+            token.grad = keep(token.grad * row.weight, mask);
+            token.clipped_low = on && token.clipped_low;
+            token.clipped_high = on && token.clipped_high;
+            token.clipped_dual = on && token.clipped_dual;
         }
-        at.store(p.grad, p.grad_dtype, grad);
-        if (!ahead && i + kStep < segment.end) next = Packs(p, {segment, i + kStep});
+        if (token.clipped_low) sums.of[clipped_low] += 1;
+        if (clip_only && one_row && !per_token) {
+            if (token.clipped_high) sums.above += 1;
+        } else {
+            if (token.clipped_high) sums.of[clipped_high] += 1;
+            if (token.clipped_dual) sums.of[clipped_dual] += 1;
+        }
+        sums.of[log_ratio] += bounded;
+        sums.of[k3] += ratio - 1 - bounded;
+        sums.of[ratio_max] = fmaxf(sums.of[ratio_max], keep(ratio, mask));
+        out.loss[k] = token.loss;
+        out.slope[k] = token.grad;
+        out.ratio[k] = ratio;
+        out.open[k] = open;
     }
 }
 
-// ---- Adding up ------------------------------------------------------------------------------------------------------
+// Importance sampling: multiplies loss and derivative by old / rollout, per token or per row.
+template <class Packs, int kPack, class RowOf>
+__device__ __forceinline__ void correct(const Params& p, const Packs& in, const Truths<kPack>& trained,
+                                        const RowOf& row_of, PackLoss<kPack>& out, Sums& sums) {
+    using Math = ScalarMath;
+    const PolicyLossOptions& o = p.options;
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+        const auto& row = row_of(k);
+        const unsigned mask = trained.mask(k);
+        const float difference = keep(to_float(in.old[k]) - to_float(in.rollout[k]), mask);
+        const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound)), counted = keep(w, mask);
+        float applied = row.importance;
+        bool outside = row.rejected;
+        if (o.correction == Correction::token) {
+            outside = w < o.reject_below || w > o.reject_above;
+            applied = outside ? 0.0f : Math::min(o.cap, w);
+        }
+        applied = keep(applied, mask);
+        out.loss[k] *= applied;
+        out.slope[k] *= applied;
+        if (outside && mask != 0) sums.of[rejected] += 1;
+        sums.of[mismatch] += difference;
+        sums.of[weight] += counted;
+        sums.of[weight_square] += counted * counted;
+    }
+}
+
+// The KL term. Without one in the loss the estimate is only a metric.
+template <Specialization special, class Packs, int kPack, class RowOf>
+__device__ __forceinline__ void add_kl(const Params& p, const Packs& in, const Truths<kPack>& trained,
+                                       const RowOf& row_of, PackLoss<kPack>& out, Sums& sums) {
+    using Math = ScalarMath;
+    constexpr bool clip_only = special != Specialization::full;
+    const PolicyLossOptions& o = p.options;
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+        const auto& row = row_of(k);
+        const unsigned mask = trained.mask(k);
+        const float d = keep(to_float(in.ref[k]) - to_float(in.logprob[k]), mask);
+        const float scale = keep(o.kl_coef * row.weight, mask);
+        const auto estimate = clip_only ? kl_term<Math, KlKind::k3>(d) : kl_term<Math>(kl_kind(o), d);
+        auto term = estimate;
+        if (weighs_kl(special) || (!clip_only && o.kl_weighted)) {
+            float ratio = out.ratio[k], carried = out.open[k] ? estimate.value : 0.0f;
+            if constexpr (!clip_only) {
+                if (kl_by_row(o)) {
+                    ratio = keep(row.terms.ratio, mask);
+                    carried = keep(row.terms.kl, mask);
+                }
+            }
+            term = importance_weighted<Math>(estimate, ratio, carried);
+        }
+        out.loss[k] = fmaf(scale, term.value, out.loss[k]);
+        out.slope[k] = fmaf(-scale, term.slope, out.slope[k]);
+        sums.of[kl] += estimate.value;
+    }
+}
+
+// Adds the tokens of a pack that `trained` names to `sums`, and returns their derivatives. `row_of(k)` is a token's
+// row.
+template <bool one_row, bool per_token, Specialization special, class Packs, int kPack, class RowOf>
+__device__ __forceinline__ PackLoss<kPack> add_pack(const Params& p, const Packs& in, const Truths<kPack>& trained,
+                                                    const Truths<kPack>& chosen, const RowOf& row_of, Sums& sums) {
+    PackLoss<kPack> out;
+    add_variant<one_row, per_token, special>(p, in, trained, chosen, row_of, out, sums);
+    if constexpr (!is_minimal(special)) {
+        if (p.rollout.given) correct(p, in, trained, row_of, out, sums);
+    }
+    if (p.ref.given) add_kl<special>(p, in, trained, row_of, out, sums);
+    sums.of[tokens] += float(trained.number());
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+        // A weight of 0 hides even NaN from the loss; process_row looks at the weight of its one row.
+        sums.of[loss] += one_row || row_of(k).weight != 0 ? out.loss[k] : 0.0f;
+        if (!is_minimal(special)) sums.of[entropy] += keep(to_float(in.entropy_of[k]), trained.mask(k));
+    }
+    return out;
+}
+
+// ---- The span of a warp ---------------------------------------------------------------------------------------------
 // The joint value of a column: the sum, or the maximum of ratios.
 __device__ double add_or_max(int column, double a, double b) {
     return column != ratio_max ? a + b : a < b ? b : a;
 }
 
 // Adds a warp's sums to the row of `actor` in the warp's table, and clears them. The order of additions is fixed,
-// because a warp takes its rows in order.
-__device__ void store_warp_sums(Sums& sums, double* table, int actor) {
+// because a warp takes its tokens in order.
+template <Specialization special>
+__device__ __forceinline__ void store_warp_sums(Sums& sums, double* table, int actor) {
     const int lane = int(threadIdx.x) % kWarp;
     double mine = 0;
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
+        if (is_minimal(special) && mismatch <= column && column <= entropy) continue;  // always 0
         const float total = column != ratio_max ? warp_sum(sums.of[column]) : warp_max(sums.of[column]);
         if (lane == column) mine = total;
         sums.of[column] = 0;
@@ -266,6 +256,164 @@ __device__ void store_warp_sums(Sums& sums, double* table, int actor) {
     }
 }
 
+// The tokens of one row in whole steps of the warp. A lane takes a 16-byte pack of every stream at a time. The minimal
+// cases have registers to spare, so they load the next pack before they compute this one.
+template <bool per_token, class T, Specialization special, class R>
+__device__ __forceinline__ void process_row(const Params& p, const R& row, const RowSegment& segment, Sums& sums) {
+    using At = PackAt<T, true, true>;
+    constexpr int kPack = At::kPack, kStep = kWarp * kPack;
+    constexpr bool ahead = is_minimal(special);
+    const int64_t begin = segment.begin + int(threadIdx.x) % kWarp * kPack;
+    const int size = int(segment.end - segment.begin);
+    const float loss_before = sums.of[loss];
+    TokenPacks<T, special> now, next;
+    now.load(p, At(segment, begin));
+    for (int i = 0; i < size; i += kStep, now = next) {
+        const bool more = i + kStep < size;
+        next = now;
+        if (ahead && more) next.load(p, At(segment, begin + i + kStep));
+        const At at(segment, begin + i);
+        const auto out = add_pack<true, per_token, special>(
+            p, now, now.trained(p, at), now.chosen(p, at), [&](int) -> const R& { return row; }, sums);
+        at.store(p.grad, p.grad_dtype, pack_of<T>(out.slope));
+        if (!ahead && more) next.load(p, At(segment, begin + i + kStep));
+    }
+    // Above the range the clip bounds A > 0, and the dual clip A < 0.
+    if (row.advantage > 0) sums.of[clipped_high] += sums.above;
+    if (row.advantage < 0) sums.of[clipped_dual] += sums.above;
+    sums.above = 0;
+    if (row.weight == 0) sums.of[loss] = loss_before;
+}
+
+// Writes the gradients of a warp's span, and adds its sums to the warp's table. Where a step of the warp lies in one
+// row, what the row's tokens share is in registers. Where it has several rows, every token looks up its own.
+template <class T, bool fast, Specialization special>
+class SpanPass {
+  public:
+    __device__ __forceinline__ SpanPass(const Params& p, int64_t place, typename WindowOf<T, special>::Table& rows,
+                                        double* table)
+        : p_(p),
+          table_(table),
+          begin_(place * p.rows.span),
+          size_(uniform(int(max(min(p.rows.span, p.rows.tokens - begin_), int64_t(0))))),
+          window_(p, rows, begin_, size_) {}
+
+    __device__ __forceinline__ void run() {
+        for (int done = 0; done < size_;) {
+            const int base = done & ~(kStep - 1), until = min(base + kStep, size_);
+            if (window_.covered < until) window_.fill(until);
+            if (window_.covered <= done) break;  // cu_seqlens end before the tokens do
+            window_.first += window_.table.ends[window_.first] <= done;
+            const int whole = (window_.table.ends[window_.first] - done) & ~(kStep - 1);
+            if (fast && done == base && whole > 0) {
+                take_row(done, whole);
+                done += whole;
+            } else {
+                const int limit = min(until, window_.covered);
+                take_rows(base, done, limit);
+                done = limit;
+            }
+        }
+        if (window_.bad_actor_id) sums_.of[loss] = NAN;
+        store_warp_sums<special>(sums_, table_, max(actor_, 0));
+    }
+
+  private:
+    using At = PackAt<T, fast, false, true>;
+    static constexpr int kPack = At::kPack, kStep = kWarp * kPack;
+
+    __device__ __forceinline__ void switch_to(int actor) {
+        if (actor == actor_) return;
+        if (actor_ >= 0) store_warp_sums<special>(sums_, table_, actor_);
+        actor_ = actor;
+    }
+
+    // Whole steps of one row.
+    __device__ __forceinline__ void take_row(int from, int tokens) {
+        if constexpr (fast) {
+            switch_to(window_.table.actors[window_.first]);
+            const auto row = window_.table.rows[window_.first];
+            const RowSegment segment{0, begin_ + from, begin_ + from + tokens};
+            p_.advantages.given ? process_row<true, T, special>(p_, row, segment, sums_)
+                                : process_row<false, T, special>(p_, row, segment, sums_);
+        }
+    }
+
+    // The tokens [from, to) of the step that begins at `base`.
+    __device__ __forceinline__ void take_rows(int base, int from, int to) {
+        const auto& table = window_.table;
+        const int token = base + int(threadIdx.x) % kWarp * kPack;
+        int place[kPack];  // of each token's row
+        place[0] = window_.find(token);
+#pragma unroll
+        for (int k = 1; k < kPack; ++k) place[k] = place[k - 1] + (table.ends[place[k - 1]] <= token + k);
+        // Load them; where the whole step is there, without looking at its ends.
+        const bool is_whole = fast && from == base && to == base + kStep;
+        const RowSegment segment{0, begin_ + from, begin_ + to};
+        TokenPacks<T, special> packs;
+        Truths<kPack> left, chosen;
+        const auto load = [&](const auto& at) {
+            packs.load(p_, at);
+            left = packs.trained(p_, at);
+            chosen = packs.chosen(p_, at);
+        };
+        if (is_whole) {
+            load(PackAt<T, fast, true>(segment, begin_ + token));
+        } else {
+            At at(segment, begin_ + token);
+#pragma unroll
+            for (int k = 0; !fast && k < kPack; ++k) at.rows[k] = table.indices[place[k]];
+            load(at);
+        }
+        // The actors that have tokens here take turns.
+        float grad[kPack] = {};
+        for (bool more = true; more;) {
+            const Truths<kPack> turn = p_.actors > 1 ? next_turn(left, place, more) : left;
+            if (!more) break;
+            more = p_.actors > 1;
+            const auto row_of = [&](int k) -> const auto& { return table.rows[place[k]]; };
+            const auto out = p_.advantages.given
+                                 ? add_pack<false, true, special>(p_, packs, turn, chosen, row_of, sums_)
+                                 : add_pack<false, false, special>(p_, packs, turn, chosen, row_of, sums_);
+#pragma unroll
+            for (int k = 0; k < kPack; ++k) grad[k] = turn[k] ? out.slope[k] : grad[k];
+        }
+        if (is_whole) {
+            PackAt<T, fast, true>(segment, begin_ + token).store(p_.grad, p_.grad_dtype, pack_of<T>(grad));
+        } else {
+            At(segment, begin_ + token).store(p_.grad, p_.grad_dtype, pack_of<T>(grad));
+        }
+        window_.move_to(__shfl_sync(kFullWarp, place[kPack - 1], kWarp - 1));
+    }
+
+    // Takes the tokens of the lowest actor out of `left`, and returns them. `more`: there was one.
+    __device__ __forceinline__ Truths<kPack> next_turn(Truths<kPack>& left, const int (&place)[kPack], bool& more) {
+        int lowest = INT_MAX;
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) {
+            if (left[k]) lowest = min(lowest, window_.table.actors[place[k]]);
+        }
+        lowest = warp_min(lowest);
+        more = lowest != INT_MAX;
+        if (more) switch_to(lowest);
+        Truths<kPack> turn{};
+#pragma unroll
+        for (int k = 0; k < kPack; ++k) turn.set(k, left[k] && window_.table.actors[place[k]] == lowest);
+#pragma unroll
+        for (int k = 0; k < kPack; k += 4) left.word[k / 4] &= ~turn.word[k / 4];
+        return turn;
+    }
+
+    const Params& p_;
+    double* table_;  // of the warp's sums
+    int64_t begin_;  // the first token of the span
+    int size_;       // its tokens
+    WindowOf<T, special> window_;
+    Sums sums_;
+    int actor_ = -1;  // whose tokens `sums_` has
+};
+
+// ---- Adding up ------------------------------------------------------------------------------------------------------
 // Writes one row of metrics, in the order of METRICS in the Python reference.
 __device__ void write_metrics(const Params& p, const double* s, float* to) {
     const double share = s[tokens] > 0 ? 1 / s[tokens] : 0;
@@ -333,32 +481,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
     const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
     const int64_t place = int64_t(blockIdx.x) * kWarps + warp;
     const int size = p.actors * kColumns;
-    // Shared memory: scratch for reduce_blocks, then one table of sums per warp if they fit.
+    // Shared memory: scratch for reduce_blocks, the warps' tables of rows, then one table of sums per warp if they fit.
+    using Rows = typename WindowOf<T, special>::Table;
     double* scratch = shared<double>();
-    double* tables = p.shared_tables ? scratch + kThreads : p.warp_tables + int64_t(blockIdx.x) * kWarps * size;
+    Rows* rows = reinterpret_cast<Rows*>(scratch + kThreads);
+    double* tables = p.shared_tables ? reinterpret_cast<double*>(rows + kWarps)
+                                     : p.warp_tables + int64_t(blockIdx.x) * kWarps * size;
     double* table = tables + warp * size;
     for (int i = lane; i < size; i += kWarp) table[i] = 0;
     __syncwarp();
-
-    // The span of this warp, segment by segment. An actor id out of range makes the row's weight and the loss NaN.
-    Sums sums;
-    int actor = -1;
-    bool bad_actor_id = false;
-    double shared_weight = 0;
-    RowSegments segments(p.rows, place);
-    for (RowSegment segment; segments.next(segment);) {
-        const int id = actor_of(p, segment.row), row_actor = id < 0 ? 0 : id;
-        bad_actor_id = bad_actor_id || id < 0;
-        if (row_actor != actor) {
-            if (actor >= 0) store_warp_sums(sums, table, actor);
-            actor = row_actor;
-            shared_weight = actor_weight(p, actor);
-        }
-        const Row row = read_row(p, segment.row, id < 0 ? double(NAN) : shared_weight);
-        process_segment<T, fast, special>(p, row, segment, sums);
-    }
-    if (bad_actor_id) sums.of[loss] = NAN;
-    store_warp_sums(sums, table, actor < 0 ? 0 : actor);
+    SpanPass<T, fast, special>(p, place, rows[warp], table).run();
     __syncthreads();
 
     // The sums of the block: add up its warps' tables in order.
@@ -379,23 +511,29 @@ template <class T, bool fast>
 __global__ void __launch_bounds__(kThreads) count_tokens_kernel(const Params p) {
     const int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp;
     long long all = 0;
-    RowSegments segments(p.rows, place);
-    for (RowSegment segment; segments.next(segment);) {
-        double sums[kRowSums] = {};
-        const long long count =
-            p.sum_rows ? sum_segment<T, fast>(p, segment, sums) : count_trained<fast>(p.mask, segment);
-        record_segment(p, segment, place, count, sums, p.sum_rows, all);
+    if (fast && !p.sum_rows && !p.count_rows && !p.count_actors) {
+        // Only the batch's total is needed, so rows do not matter.
+        const int64_t last = row_start(p.rows, p.rows.rows), begin = min(place * p.rows.span, last);
+        all = count_trained<fast>(p.mask, {0, begin, min(begin + p.rows.span, last)});
+    } else {
+        RowSegments segments(p.rows, place);
+        for (RowSegment segment; segments.next(segment);) {
+            double sums[kRowSums] = {};
+            const long long count =
+                p.sum_rows ? sum_segment<T, fast>(p, segment, sums) : count_trained<fast>(p.mask, segment);
+            record_segment(p, segment, place, count, sums, p.sum_rows, all);
+        }
     }
     record_span(p, all);
 }
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
-// Shared memory of loss_grad_kernel with the warps' tables, and whether they fit.
-int shared_bytes_of(int64_t actors) {
-    return int(8 * (kThreads + actors * kWarps * kColumns));
+// Bytes of the warps' tables of sums, and whether shared memory holds them.
+int64_t table_bytes(int64_t actors) {
+    return 8 * actors * kWarps * kColumns;
 }
 bool fits_shared(int64_t actors) {
-    return actors < 1000 && shared_bytes_of(actors) <= 24 << 10;
+    return table_bytes(actors) <= 22 << 10;
 }
 
 // True if kernels can use 16-byte packs: every stream has the layout of the gradient, which is contiguous.
@@ -409,20 +547,30 @@ bool is_fast(const Params& p) {
     return is_aligned(p.grad, 16);
 }
 
+// A kernel, and the bytes of its warps' tables of rows.
+struct LossKernel {
+    void (*run)(Params);
+    int table_bytes;
+};
+
 // The narrowest specialization of loss_grad_kernel that covers the options.
+template <class T, bool fast, Specialization special>
+LossKernel kernel_as() {
+    return {loss_grad_kernel<T, fast, special>, int(sizeof(typename WindowOf<T, special>::Table)) * kWarps};
+}
 template <class K>
-auto kernel_for(const Params& p, K) {
+LossKernel kernel_for(const Params& p, K) {
     using T = typename K::Type;
-    if (!p.clip_only) return loss_grad_kernel<T, K::fast, Specialization::full>;
+    if (!p.clip_only) return kernel_as<T, K::fast, Specialization::full>();
     const bool weighted = p.options.kl_weighted;
     if constexpr (K::fast) {
         if (!p.rollout.data && !p.entropy.data) {
-            return weighted ? loss_grad_kernel<T, true, Specialization::clip_minimal_weighted_kl>
-                            : loss_grad_kernel<T, true, Specialization::clip_minimal>;
+            return weighted ? kernel_as<T, true, Specialization::clip_minimal_weighted_kl>()
+                            : kernel_as<T, true, Specialization::clip_minimal>();
         }
     }
-    return weighted ? loss_grad_kernel<T, K::fast, Specialization::clip_only_weighted_kl>
-                    : loss_grad_kernel<T, K::fast, Specialization::clip_only>;
+    return weighted ? kernel_as<T, K::fast, Specialization::clip_only_weighted_kl>()
+                    : kernel_as<T, K::fast, Specialization::clip_only>();
 }
 
 void launch_count_tokens(const Params& p, Stream stream) {
@@ -499,12 +647,15 @@ void plan(Params& p, const View& workspace) {
     const bool count_tokens = own_normalizer && p.mask.data && o.aggregation == Aggregation::token_mean;
     p.count_first = p.sum_rows || p.count_rows || p.count_actors || count_tokens;
     // Choose the kernel and its grid.
-    p.clip_only = o.variant.kind == VariantKind::clip && (o.kl == KlKind::none || o.kl == KlKind::k3);
+    const Variant& v = o.variant;
+    p.clip_only = v.kind == VariantKind::clip && (o.kl == KlKind::none || o.kl == KlKind::k3) && v.low <= 1 &&
+                  v.high >= 1 && v.dual >= 1;  // so that a masked token's ratio of 1 is inside the range
     p.fast = is_fast(p);
     p.shared_tables = fits_shared(p.actors);
-    p.shared_bytes = p.shared_tables ? shared_bytes_of(p.actors) : 8 * kThreads;
     dispatch(p.fast, p.grad_dtype, [&](auto kind) {
-        const int64_t resident = resident_blocks(kernel_for(p, kind), kThreads, p.shared_bytes);
+        const LossKernel kernel = kernel_for(p, kind);
+        p.shared_bytes = 8 * kThreads + kernel.table_bytes + (p.shared_tables ? int(table_bytes(p.actors)) : 0);
+        const int64_t resident = resident_blocks(kernel.run, kThreads, p.shared_bytes);
         p.warps = p.rows.cut(std::min(resident * kWarps, most_warps()));
     });
     // Divide the workspace.
@@ -522,7 +673,7 @@ void plan(Params& p, const View& workspace) {
 
 void launch_loss_grad(const Params& p, Stream stream) {
     dispatch(p.fast, p.grad_dtype,
-             [&](auto kind) { launch(kernel_for(p, kind), blocks_of(p), kThreads, p.shared_bytes, stream, p); });
+             [&](auto kind) { launch(kernel_for(p, kind).run, blocks_of(p), kThreads, p.shared_bytes, stream, p); });
 }
 
 }  // namespace loss

@@ -107,11 +107,11 @@ __device__ __forceinline__ int64_t sum_segment(const Params& p, const RowSegment
         if (kl) ref = at.load(p.ref);
         if (rollouts) rollout = at.load(p.rollout);
         if (p.advantages.data) advantage = at.load(p.advantages);
-        const unsigned trained = at.truths(p.mask, mask);
+        const auto trained = at.truths(p.mask, mask);
         // Add the trained tokens of the pack.
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
-            if (!(trained >> k & 1)) continue;
+            if (!trained[k]) continue;
             count += 1;
             if (rollouts) sums[sum_mismatch] += double(to_float(old[k]) - to_float(rollout[k]));
             if (!ratios) continue;

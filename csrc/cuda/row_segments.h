@@ -44,6 +44,9 @@ struct AnyStream {
     const void* data = nullptr;   // null: not given
     DType dtype = DType::f32;     // of the values
     int64_t gap = 0, stride = 0;  // in elements
+    bool given = false;           // data is not null
+    bool bytes = false;           // dtype has one byte
+    bool packs = false;           // given, and kernels can load a pack as a mask by whole instructions: bytes or f32
 
     __device__ __forceinline__ int64_t place(int64_t row, int64_t token) const { return row * gap + token * stride; }
 };
@@ -54,8 +57,10 @@ inline const void* address_of(const View& view) {
 }
 
 inline AnyStream any_stream(const View& view) {
-    if (view.dims != 2) return {address_of(view), view.dtype, 0, view.stride[0]};
-    return {address_of(view), view.dtype, view.stride[0] - view.shape[1] * view.stride[1], view.stride[1]};
+    const bool given = address_of(view) != nullptr, bytes = is_byte(view.dtype);
+    const bool packs = given && (bytes || view.dtype == DType::f32), flat = view.dims != 2;
+    const int64_t gap = flat ? 0 : view.stride[0] - view.shape[1] * view.stride[1];
+    return {address_of(view), view.dtype, gap, view.stride[flat ? 0 : 1], given, bytes, packs};
 }
 
 // One value per row: [B] or [B, 1].
@@ -116,26 +121,75 @@ class RowSegments {
     int64_t at_, end_, row_ = 0;  // the next token; the end of the span; the row of the next token
 };
 
+// A truth value per token of a pack, in the top bit of a byte each; all other bits are 0.
+template <int count>
+struct Truths {
+    unsigned word[count / 4];
+
+    __device__ __forceinline__ bool operator[](int k) const { return (word[k / 4] & 0x80u << k % 4 * 8) != 0; }
+    // All bits set for a true value, else 0: one instruction, and no predicate register.
+    __device__ __forceinline__ unsigned mask(int k) const {
+#if defined(__CUDA_ARCH__)
+        unsigned out;
+        asm("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(word[k / 4]), "r"(0x8888 + 0x1111 * (k % 4)));
+        return out;
+#else
+        return (*this)[k] ? ~0u : 0u;
+#endif
+    }
+    __device__ __forceinline__ void set(int k, bool value) { word[k / 4] |= (value ? 0x80u : 0u) << k % 4 * 8; }
+    __device__ __forceinline__ int number() const {
+        int found = 0;
+#pragma unroll
+        for (const unsigned bits : word) found += __popc(bits);
+        return found;
+    }
+};
+
+// A mask's pack as loaded. PackAt::truths reads it in a separate step, so that no other load waits for this one.
+template <int count>
+struct MaskPack {
+    unsigned word[count];  // raw bytes or floats; or Truths, see PackAt::comes_whole
+};
+
+// The top bit of every byte that is not 0.
+__device__ __forceinline__ unsigned byte_truths(unsigned word) {
+    return (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
+}
+
+// The value where all bits of `mask` are set, 0 where none is: what a masked NaN needs.
+__device__ __forceinline__ float keep(float value, unsigned mask) {
+    return __uint_as_float(__float_as_uint(value) & mask);
+}
+
 // ---- A lane's share of a segment ------------------------------------------------------------------------------------
 // The pack of tokens [first, first + kPack). Only tokens inside the segment count. `fast`: streams are contiguous and
-// aligned, with floats of type T, so one instruction loads a whole pack.
-template <class T, bool fast>
-struct PackAt {
+// aligned, with floats of type T, so one instruction loads a whole pack. `is_whole`: the segment holds all of the pack.
+// `again`: the pack or its neighbours are read again soon, so the caches may keep them.
+template <class T, bool fast, bool is_whole = false, bool again = false>
+class PackAt {
+  public:
     static constexpr int kPack = 16 / int(sizeof(T));
-    const RowSegment& segment;  // holds the pack, in part or in whole
-    int64_t first;              // token, numbered over all rows
+    using Floats = Loaded<T, kPack>;
+    using Mask = MaskPack<kPack>;
+    const RowSegment& segment;       // holds the pack, in part or in whole
+    int64_t first;                   // token, numbered over all rows
+    int64_t rows[fast ? 1 : kPack];  // row of each token; the segment's, unless the caller knows better
 
-    __device__ bool whole() const { return first >= segment.begin && first + kPack <= segment.end; }
+    __device__ __forceinline__ PackAt(const RowSegment& in, int64_t from)
+        : segment(in), first(from), whole_(from >= in.begin && from + kPack <= in.end) {
+        for (int64_t& row : rows) row = in.row;
+    }
+    __device__ __forceinline__ bool whole() const { return is_whole || whole_; }
     __device__ bool inside(int k) const { return first + k >= segment.begin && first + k < segment.end; }
     __device__ int64_t place(const AnyStream& stream, int k) const {
-        return fast ? first + k : stream.place(segment.row, first + k);
+        return fast ? first + k : stream.place(rows[k], first + k);
     }
-
-    using Floats = Loaded<T, kPack>;
 
     // The stream's values; 0 outside the segment. If not `fast`, T is float and values are converted.
     __device__ Floats load(const AnyStream& stream) const {
-        if (fast && whole()) return load_streaming<T, kPack>(static_cast<const T*>(stream.data) + first);
+        const T* from = static_cast<const T*>(stream.data) + first;
+        if (fast && whole()) return again ? load_cached<T, kPack>(from) : load_streaming<T, kPack>(from);
         Pack<T, kPack> pack{};
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
@@ -151,16 +205,14 @@ struct PackAt {
         return floats;
     }
 
-    // A mask's pack as loaded. `truths` reads it in a separate step, so that no other load waits for this one.
-    struct Mask {
-        unsigned word[kPack];  // raw bytes or floats; or bits in word[0], see comes_whole
-    };
     // Starts to load a mask's pack.
     __device__ Mask ask(const AnyStream& stream) const {
         Mask mask{};
         if (!comes_whole(stream)) {
-            mask.word[0] = truths_one_by_one(stream);
-        } else if (is_byte(stream.dtype)) {
+            const Truths<kPack> found = truths_one_by_one(stream);
+#pragma unroll
+            for (int k = 0; k < kPack; k += 4) mask.word[k / 4] = found.word[k / 4];
+        } else if (stream.bytes) {
             const auto bytes = load_streaming<uint8_t, kPack>(static_cast<const uint8_t*>(stream.data) + first);
             memcpy(mask.word, &bytes, sizeof bytes);
         } else {
@@ -173,32 +225,32 @@ struct PackAt {
         return mask;
     }
 
-    // One bit per token of the pack: set if the token is inside the segment and the mask, if given, is not 0.
-    __device__ unsigned truths(const AnyStream& stream, const Mask& mask) const {
-        if (!comes_whole(stream)) return mask.word[0];
-        const bool bytes = is_byte(stream.dtype);
-        unsigned bits = 0;
+    // True for the tokens inside the segment whose mask, if given, is not 0.
+    __device__ Truths<kPack> truths(const AnyStream& stream, const Mask& mask) const {
+        Truths<kPack> out{};
+        if (!comes_whole(stream)) {
 #pragma unroll
-        for (int k = 0; k < kPack; ++k) {
-            const bool through =
-                bytes ? (mask.word[k / 4] >> k % 4 * 8 & 0xff) != 0 : mask.word[k] << 1 != 0;  // -0 is 0
-            bits |= unsigned(through) << k;
+            for (int k = 0; k < kPack; k += 4) out.word[k / 4] = mask.word[k / 4];
+        } else if (stream.bytes) {
+#pragma unroll
+            for (int k = 0; k < kPack; k += 4) out.word[k / 4] = byte_truths(mask.word[k / 4]);
+        } else {
+#pragma unroll
+            for (int k = 0; k < kPack; ++k) out.set(k, mask.word[k] << 1 != 0);  // -0 is 0
         }
-        return bits;
+        return out;
     }
     // True if whole instructions load the mask's pack; otherwise `ask` reads its values one by one.
-    __device__ bool comes_whole(const AnyStream& stream) const {
-        return fast && whole() && stream.data && (is_byte(stream.dtype) || stream.dtype == DType::f32);
-    }
-    __device__ unsigned truths_one_by_one(const AnyStream& stream) const {
-        unsigned bits = 0;
+    __device__ bool comes_whole(const AnyStream& stream) const { return fast && stream.packs && whole(); }
+    __device__ Truths<kPack> truths_one_by_one(const AnyStream& stream) const {
+        Truths<kPack> out{};
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
-            bool through = inside(k);
-            if (through && stream.data) through = read_truth(stream.data, stream.dtype, place(stream, k));
-            bits |= unsigned(through) << k;
+            bool through = is_whole || inside(k);
+            if (through && stream.given) through = read_truth(stream.data, stream.dtype, place(stream, k));
+            out.set(k, through);
         }
-        return bits;
+        return out;
     }
 
     // Writes the tokens inside the segment to a contiguous tensor.
@@ -218,6 +270,9 @@ struct PackAt {
             }
         }
     }
+
+  private:
+    bool whole_;  // the pack is inside the segment
 };
 
 // The number of values other than 0 in 16 bytes.

@@ -9,9 +9,10 @@ namespace turnwise::cuda {
 namespace {
 
 template <class T, class Mask>
-__global__ void __launch_bounds__(kSumThreads, 3) sum_kernel(const T* rewards, const Mask* mask, TokenRows rows,
-                                                             int64_t chunk, bool aligned, float* sums, Edges* edges) {
-    sum_chunk(rewards, mask, rows, blockIdx.x, chunk, aligned, shared<UnitParts>(), sums, edges);
+__global__ void __launch_bounds__(kSumThreads, 3)
+    sum_kernel(const T* rewards, const Mask* mask, TokenRows rows, int64_t chunk, bool aligned, int lanes, float* sums,
+               Edges* edges) {
+    sum_chunk(rewards, mask, rows, blockIdx.x, chunk, aligned, lanes, shared<UnitParts>(), sums, edges);
 }
 
 __global__ void __launch_bounds__(kSumThreads) join_kernel(TokenRows rows, const Edges* edges, float* sums) {
@@ -24,6 +25,7 @@ struct SumPlan {
     int64_t chunk;   // tokens per block
     int64_t chunks;  // blocks
     bool aligned;    // all chunks of both streams begin at multiples of 16 bytes
+    int lanes;       // lanes that share a row; 0: the warp adds up one row after the other
     Edges* edges;    // [chunks]: the parts of rows that chunks cut; null if no row is cut
 };
 
@@ -60,14 +62,16 @@ SumPlan plan(const TokenRewardsInput& in, const TokenRows& rows, const View& wor
     p.chunk = whole ? kSumChunk / rows.width * rows.width : kSumChunk;
     p.chunks = (rows.tokens + p.chunk - 1) / p.chunk;
     p.aligned = p.chunk % kSumPack == 0 && is_aligned(in.rewards.data, 16) && is_aligned(in.mask.data, 16);
+    p.lanes = lanes_per_row(rows);
     p.edges = whole ? nullptr : workspace.as<Edges>();
     return p;
 }
 
 template <class T, class Mask>
 void launch_sums(const TokenRewardsInput& in, const TokenRows& rows, const SumPlan& p, float* sums, Stream stream) {
-    launch(sum_kernel<T, Mask>, p.chunks, kSumThreads, int(sizeof(UnitParts)) * kSumWarps, stream,
-           in.rewards.as<const T>(), in.mask.as<const Mask>(), rows, p.chunk, p.aligned, sums, p.edges);
+    const int per_warp = int(sizeof(UnitParts) + (p.lanes > 0 ? kSumStaged * sizeof(float) : 0));
+    launch(sum_kernel<T, Mask>, p.chunks, kSumThreads, per_warp * kSumWarps, stream, in.rewards.as<const T>(),
+           in.mask.as<const Mask>(), rows, p.chunk, p.aligned, p.lanes, sums, p.edges);
     if (!p.edges) return;
     launch(join_kernel, (rows.rows + kSumWarps - 1) / kSumWarps, kSumThreads, 0, stream, rows, p.edges, sums);
 }

@@ -16,11 +16,16 @@ struct TokenRows {
     bool wide_lengths = false;      // lengths are i64
 };
 
-// The first token of a row. It is clamped, so wrong boundaries give wrong sums but no illegal access.
-__device__ __forceinline__ int64_t row_start(const TokenRows& r, int64_t row) {
+// The first token of a row, as given.
+__device__ __forceinline__ int64_t given_start(const TokenRows& r, int64_t row) {
     if (r.starts == nullptr) return row * r.width;
-    const int64_t start =
-        r.wide ? static_cast<const int64_t*>(r.starts)[row] : int64_t(static_cast<const int32_t*>(r.starts)[row]);
+    return r.wide ? static_cast<const int64_t*>(r.starts)[row] : int64_t(static_cast<const int32_t*>(r.starts)[row]);
+}
+
+// The same, clamped, so wrong boundaries give wrong sums but no illegal access.
+__device__ __forceinline__ int64_t row_start(const TokenRows& r, int64_t row) {
+    const int64_t start = given_start(r, row);
+    if (r.starts == nullptr) return start;
     return start < 0 ? 0 : start > r.tokens ? r.tokens : start;
 }
 

@@ -131,6 +131,66 @@ __device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&
     return parts;
 }
 
+// Lanes that share a row where several rows fit a warp: each adds up about 16 tokens. 0: rows are long, and the whole
+// warp adds up one row after the other.
+inline int lanes_per_row(const TokenRows& r) {
+    const int64_t mean = r.tokens / r.rows;
+    if (mean >= 128) return 0;
+    int lanes = 1;
+    while (mean > 16 * lanes) lanes *= 2;
+    return lanes;
+}
+
+// Shared memory of a warp for the values of its unit. A gap after every 32 keeps lanes whose rows lie a multiple of 32
+// apart in different banks.
+constexpr int kSumStaged = kSumUnit + kSumUnit / kWarp;
+__device__ __forceinline__ int staged_place(int place) {
+    return place + place / kWarp;
+}
+
+// The same as sum_rows for short rows: `lanes` neighbours take a row.
+__device__ __forceinline__ void sum_short_rows(const TokenRows& r, const float (&values)[kSumPacks][kSumPack],
+                                               int64_t begin, int64_t end, bool aligned, int lanes, float* staged,
+                                               float* sums, UnitParts* parts) {
+    const int lane = int(threadIdx.x) % kWarp, part = lane % lanes;
+#pragma unroll
+    for (int p = 0; p < kSumPacks; ++p) {
+#pragma unroll
+        for (int k = 0; k < kSumPack; ++k) staged[staged_place(place_in_unit(p, k, lane, aligned))] = values[p][k];
+    }
+    if (lane == 0) *parts = {0, 0, -1, 0, begin};
+    __syncwarp();
+    int64_t next = warp_find_row(r, begin) + lane / lanes;
+    bool more;
+    do {
+        const int64_t row = next;
+        next += kWarp / lanes;
+        const bool exists = row < r.rows;
+        const int64_t start = exists ? row_start(r, row) : end, stop = exists ? row_start(r, row + 1) : end;
+        more = start < end;
+        const bool here = more && start < stop;
+        double sum = 0;
+        if (here) {
+            const int last = int(min(start + row_length(r, row, stop - start), end) - begin);
+#pragma unroll 1
+            for (int i = int(max(start, begin) - begin) + part; i < last; i += lanes) sum += staged[staged_place(i)];
+        }
+        for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        if (here && part == 0) {
+            if (start < begin) {
+                parts->head = sum;
+                parts->head_end = stop;
+            } else if (stop > end) {
+                parts->tail = sum;
+                parts->tail_row = row;
+                parts->tail_end = stop;
+            } else {
+                sums[row] = float(sum);
+            }
+        }
+    } while (__any_sync(kFullWarp, more));
+}
+
 // Adds up the parts of rows that several units hold. Called by the first warp of a block, with one lane per unit.
 __device__ __forceinline__ void join_units(const UnitParts* parts, int units, int64_t begin, int64_t end, float* sums,
                                            Edges* edges) {
@@ -150,10 +210,11 @@ __device__ __forceinline__ void join_units(const UnitParts* parts, int units, in
 }
 
 // Sums the rows of chunk number `chunk`. chunk_tokens: tokens per chunk, kSumChunk or fewer if chunks hold whole rows.
-// Called by a block of kSumThreads threads. parts: shared memory for kSumWarps elements. edges: null if no row is cut.
+// Called by a block of kSumThreads threads. lanes: lanes_per_row. parts: shared memory for kSumWarps elements,
+// and behind them for kSumWarps * kSumStaged floats unless lanes is 0. edges: null if no row is cut.
 template <class T, class Mask>
 __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, const TokenRows& rows, int64_t chunk,
-                                          int64_t chunk_tokens, bool aligned, UnitParts* parts, float* sums,
+                                          int64_t chunk_tokens, bool aligned, int lanes, UnitParts* parts, float* sums,
                                           Edges* edges) {
     const int64_t begin = chunk * chunk_tokens, end = min(begin + chunk_tokens, rows.tokens);
     const int units = int((end - begin + kSumUnit - 1) / kSumUnit), warp = int(threadIdx.x) / kWarp;
@@ -161,8 +222,13 @@ __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, co
         const int64_t first = begin + int64_t(warp) * kSumUnit, last = min(first + kSumUnit, end);
         float values[kSumPacks][kSumPack];
         load_unit(rows, rewards, mask, first, last, aligned, values);
-        const UnitParts mine = sum_rows(rows, values, first, last, aligned, sums);
-        if (threadIdx.x % kWarp == 0) parts[warp] = mine;
+        if (lanes > 0) {
+            float* staged = reinterpret_cast<float*>(parts + kSumWarps) + warp * kSumStaged;
+            sum_short_rows(rows, values, first, last, aligned, lanes, staged, sums, parts + warp);
+        } else {
+            const UnitParts mine = sum_rows(rows, values, first, last, aligned, sums);
+            if (threadIdx.x % kWarp == 0) parts[warp] = mine;
+        }
     }
     __syncthreads();
     if (warp == 0) join_units(parts, units, begin, end, sums, edges == nullptr ? nullptr : edges + chunk);

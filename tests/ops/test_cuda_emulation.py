@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -80,14 +81,31 @@ def test_tensors_of_two_devices_are_refused(tmp_path) -> None:
     assert compile_and_run(program) == ["ran", "ran", *refused]
 
 
+# The emulated build of CMakeLists.txt compiles kernels with these, which add a call before every access to memory.
+SETTINGS = ("instrumentation-with-call-threshold=0", "stack=0", "globals=0")
+BOUNDS_FLAGS = {
+    "GNU": ["-fsanitize=kernel-address", *(f"--param=asan-{setting}" for setting in SETTINGS)],
+    "Clang": ["-fsanitize=kernel-address", *(part for s in SETTINGS for part in ("-mllvm", f"-asan-{s}"))],
+}
+
+
+def bounds_flags() -> list[str]:
+    said = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True, check=True).stdout
+    return BOUNDS_FLAGS["Clang" if "clang" in said.lower() else "GNU"]
+
+
 def compile_and_run(program: Path) -> list[str]:
     """The lines that it prints, compiled as the emulator's kernels are."""
     emulation = ROOT / "tests" / "cpp" / "cuda_emulation"
     flags = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-DTURNWISE_EMULATE_CUDA"]
-    sources = [str(program), str(emulation / "cuda_emulation.cpp"), str(ROOT / "csrc" / "core" / "check.cpp")]
-    binary = program.with_suffix("")
-    command = [str(COMPILER), *flags, f"-I{ROOT / 'csrc'}", f"-I{emulation}", *sources, "-o", str(binary)]
-    subprocess.run(command, check=True, timeout=300)
+    include = [f"-I{ROOT / 'csrc'}", f"-I{emulation}"]
+    sources = [str(emulation / "cuda_emulation.cpp"), str(ROOT / "csrc" / "core" / "check.cpp")]
+    kernels, binary = program.with_suffix(".o"), program.with_suffix("")
+    for command in (
+        [str(COMPILER), *flags, *bounds_flags(), *include, "-c", str(program), "-o", str(kernels)],
+        [str(COMPILER), *flags, *include, str(kernels), *sources, "-o", str(binary)],
+    ):
+        subprocess.run(command, check=True, timeout=300)
     return subprocess.run([str(binary)], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
 
 
@@ -106,9 +124,38 @@ KERNELS = {
     "half a warp": ("if (threadIdx.x < 16) *out = warp_sum(1.0f);", "never reach"),
     "half a block": ("if (threadIdx.x < 32) return; if (threadIdx.x == 40) return; __syncwarp();", "never reach"),
     "too much shared memory": ("shared<float>()[32] = 0;", "past the shared memory"),
+    "a read before the buffer": ("total[0] = int(out[-1]);", "an access of 4 bytes outside every buffer"),
+    "a write past the buffer": (
+        "if (threadIdx.x == 40) out[8] = 1;",
+        "an access of 4 bytes outside every buffer: 32 bytes into one of 32, by thread 40 of block 0",
+    ),
+    "a pack past the buffer": (
+        "load_streaming<float, 4>(out + 8);",
+        "an access of 16 bytes outside every buffer: 32 bytes into one of 32",
+    ),
+    "a pack half past the buffer": (
+        "Pack<float, 2> two{}; memcpy(out + 7, &two, sizeof two);",
+        "an access of 8 bytes outside every buffer: 28 bytes into one of 32",
+    ),
+    "an atomic past the buffer": ("atomicAdd(total + 1, 1);", "an access of 4 bytes outside every buffer: 4 bytes"),
+    "memory of no argument": ("*reinterpret_cast<volatile int*>(16);", "an access of 4 bytes outside every buffer"),
     "misaligned": ("load_streaming<float, 4>(out + 1);", "misaligned"),
     "part of a warp": ("__shfl_sync(0xffffu, 1, 0);", "part of the warp"),
 }
+
+
+@pytest.mark.slow
+def test_bounds_are_checked_in_every_kernel(emulator) -> None:
+    """Every file of kernels is compiled with the calls that check its accesses."""
+    commands = (ROOT / "build" / "emulated" / "build.ninja").read_text().split("\nbuild ")
+    compiled = {
+        Path(match[1]).name: command
+        for command in commands
+        if (match := re.match(r"\S*csrc/cuda/(\w+\.cu)\.o:", command))
+    }
+    assert compiled.keys() == {file.name for file in (ROOT / "csrc" / "cuda").glob("*.cu")} - {"device.cu"}
+    for name, command in compiled.items():
+        assert "-fsanitize=kernel-address" in command and "call-threshold=0" in command, name
 
 
 def test_the_emulator_finds_what_is_wrong(tmp_path) -> None:
@@ -117,16 +164,19 @@ def test_the_emulator_finds_what_is_wrong(tmp_path) -> None:
         for i, (body, _) in enumerate(KERNELS.values())
     )
     calls = "\n".join(
-        f"report([&] {{ total = 0; {'launch_cooperative' if name == 'grid' else 'launch'}"
-        f"(kernel{i}, {4 if name == 'grid' else 1}, 64, 128, Stream{{}}, out, &total); }});"
+        f"report([&] {{ *total = 0; {'launch_cooperative' if name == 'grid' else 'launch'}"
+        f"(kernel{i}, {4 if name == 'grid' else 1}, 64, 128, Stream{{}}, out, total); }});"
         for i, name in enumerate(KERNELS)
     )
     program = tmp_path / "kernels.cpp"
     program.write_text(
-        '#include <cstdio>\n#include "cuda/block.h"\nusing namespace turnwise;\nusing namespace turnwise::cuda;\n'
-        f"{kernels}\nint main() {{\n  alignas(16) float out[8] = {{}}; int total = 0;\n"
+        '#include <cstdio>\n#include <new>\n#include "cuda/block.h"\n'
+        "using namespace turnwise;\nusing namespace turnwise::cuda;\n"
+        f"{kernels}\nint main() {{\n"
+        "  auto* out = new (std::align_val_t(64)) float[8](); auto* total = new int();\n"
         "  auto report = [&](auto run) {\n"
-        '    try { run(); std::printf("%g %g %g\\n", out[0], out[3], double(total)); }\n'
+        "    emulation::allow(out, 32); emulation::allow(total, 4);\n"
+        '    try { run(); std::printf("%g %g %g\\n", out[0], out[3], double(*total)); }\n'
         '    catch (const std::exception& error) { std::printf("%s\\n", error.what()); }\n  };\n'
         f"{calls}\n}}\n"
     )

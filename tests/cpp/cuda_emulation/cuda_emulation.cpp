@@ -1,7 +1,10 @@
 #include "cuda_emulation.h"
 
+#include <link.h>
+#include <pthread.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -44,6 +47,46 @@ Launch running;
 int64_t first_block = 0;  // of those that run together
 std::mutex one_at_a_time;
 
+struct Range {
+    uintptr_t begin = 0, end = 0;
+    bool holds(uintptr_t address, size_t bytes) const { return begin <= address && address + bytes <= end; }
+};
+
+thread_local std::vector<Range> buffers;  // of the call that this thread makes
+thread_local bool launched = false;       // a kernel has run on them
+thread_local bool in_kernel = false;      // a fibre runs on this thread
+
+// This module's code, constants and variables.
+std::vector<Range> find_module() {
+    std::vector<Range> found;
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* to) {
+            std::vector<Range> parts;
+            for (int i = 0; i < info->dlpi_phnum; ++i) {
+                const auto& header = info->dlpi_phdr[i];
+                const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
+                if (header.p_type == PT_LOAD) parts.push_back({begin, begin + header.p_memsz});
+            }
+            const auto own = reinterpret_cast<uintptr_t>(&thread_index);
+            const bool ours = std::any_of(parts.begin(), parts.end(), [&](const Range& r) { return r.holds(own, 1); });
+            if (ours) *static_cast<std::vector<Range>*>(to) = parts;
+            return int(ours);
+        },
+        &found);
+    return found;
+}
+
+// The stack of the thread that launches, which holds the launch's arguments.
+Range find_stack() {
+    pthread_attr_t attributes;
+    void* begin = nullptr;
+    size_t bytes = 0;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstack(&attributes, &begin, &bytes);
+    pthread_attr_destroy(&attributes);
+    return {reinterpret_cast<uintptr_t>(begin), reinterpret_cast<uintptr_t>(begin) + bytes};
+}
+
 [[noreturn]] void refuse(const std::string& reason) {
     throw std::logic_error("CUDA emulation: " + reason);
 }
@@ -66,7 +109,9 @@ void resume(Fibre& fibre) {
     current = &fibre;
     thread_index = {unsigned(fibre.thread), 0, 0};
     block_index = {unsigned(fibre.block), 0, 0};
+    in_kernel = true;
     swapcontext(&scheduler, &fibre.context);
+    in_kernel = false;
     if (failure) std::rethrow_exception(failure);
 }
 
@@ -159,6 +204,7 @@ void run(const Launch& launch, const std::function<void()>& body) {
     if (launch.cooperative && launch.grid > kMultiprocessors * kBlocksEach)
         refuse("a cooperative grid that is too large");
     running = launch;
+    launched = true;
     kernel = &body;
     failure = nullptr;
     block_size = {unsigned(launch.threads), 1, 1};
@@ -198,4 +244,65 @@ void expect_full(unsigned mask) {
     if (mask != 0xffffffffu) refuse("a warp operation for a part of the warp");
 }
 
+void allow(const void* data, size_t bytes) {
+    if (launched) buffers.clear();
+    launched = false;
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    if (bytes > 0) buffers.push_back({begin, begin + bytes});
+}
+
+// Called before every access of a kernel. Its frames know of no exception here, so the fibre stops without unwinding.
+void check_access(uintptr_t address, size_t bytes) {
+    if (!in_kernel) return;
+    const auto stack = reinterpret_cast<uintptr_t>(current->stack.get());
+    if (Range{stack, stack + kStackBytes}.holds(address, bytes)) return;
+    const auto shared = reinterpret_cast<uintptr_t>(shared_memory());
+    if (Range{shared, shared + size_t(running.shared_bytes)}.holds(address, bytes)) return;
+    const auto inside = [&](const Range& range) { return range.holds(address, bytes); };
+    if (std::any_of(buffers.begin(), buffers.end(), inside)) return;
+    static const std::vector<Range> module = find_module();
+    if (std::any_of(module.begin(), module.end(), inside)) return;
+    static thread_local const Range host = find_stack();
+    if (host.holds(address, bytes)) return;
+    // Name the nearest buffer that begins before the access.
+    std::string reason = "an access of " + std::to_string(bytes) + " bytes outside every buffer";
+    const Range last{shared, shared + size_t(running.shared_bytes) + kCanaryBytes};
+    if (last.holds(address, bytes)) reason = "an access past the shared memory";
+    const Range* nearest = nullptr;
+    for (const Range& buffer : buffers) {
+        if (buffer.begin <= address && (nearest == nullptr || nearest->begin < buffer.begin)) nearest = &buffer;
+    }
+    if (nearest != nullptr) {
+        reason += ": " + std::to_string(address - nearest->begin) + " bytes into one of " +
+                  std::to_string(nearest->end - nearest->begin);
+    }
+    reason += ", by thread " + std::to_string(current->thread) + " of block " + std::to_string(current->block);
+    failure = std::make_exception_ptr(std::logic_error("CUDA emulation: " + reason));
+    current->done = true;
+    swapcontext(&current->context, &scheduler);
+}
+
 }  // namespace turnwise::emulation
+
+// What the compiler calls before an access, see -fsanitize=kernel-address.
+#define TURNWISE_CHECK(bytes)                          \
+    void __asan_load##bytes##_noabort(uintptr_t at) {  \
+        turnwise::emulation::check_access(at, bytes);  \
+    }                                                  \
+    void __asan_store##bytes##_noabort(uintptr_t at) { \
+        turnwise::emulation::check_access(at, bytes);  \
+    }
+extern "C" {
+TURNWISE_CHECK(1)
+TURNWISE_CHECK(2)
+TURNWISE_CHECK(4)
+TURNWISE_CHECK(8)
+TURNWISE_CHECK(16)
+void __asan_loadN_noabort(uintptr_t at, size_t bytes) {
+    turnwise::emulation::check_access(at, bytes);
+}
+void __asan_storeN_noabort(uintptr_t at, size_t bytes) {
+    turnwise::emulation::check_access(at, bytes);
+}
+void __asan_handle_no_return() {}
+}

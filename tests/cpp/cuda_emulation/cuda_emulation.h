@@ -4,6 +4,10 @@
 // after the other (all at once in a cooperative launch), the threads of a block in an order that turns round at every
 // barrier, and shared memory starts as garbage and ends in canaries; so a forgotten barrier, a warp operation that not
 // all lanes reach or a write past shared memory shows. It says nothing of speed.
+//
+// The compiler adds a call before every access to memory (kBoundsFlags of tests/ops/test_cuda_emulation.py,
+// CMakeLists). An access outside the buffers of the call, the block's shared memory and the thread's own stack is an
+// error.
 #pragma once
 
 #include <climits>
@@ -76,6 +80,10 @@ void* shared_memory();
 void publish(const void* value, size_t bytes);
 void read_lane(int lane, void* value, size_t bytes);
 void expect_full(unsigned mask);
+
+// Lets kernels that this thread launches access [data, data + bytes). The first call after a launch forgets the buffers
+// of the call before.
+void allow(const void* data, size_t bytes);
 
 extern dim3 thread_index, block_index, block_size, grid_size;
 
@@ -331,13 +339,15 @@ struct Stream;
 template <class... Parameters, class StreamType, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t grid, int threads, int shared_bytes, StreamType,
             Arguments... arguments) {
-    emulation::run({grid, threads, shared_bytes, false}, [&] { kernel(Parameters(arguments)...); });
+    const auto body = [&] { kernel(Parameters(arguments)...); };
+    emulation::run({grid, threads, shared_bytes, false}, std::ref(body));
 }
 
 template <class... Parameters, class StreamType, class... Arguments>
 void launch_cooperative(void (*kernel)(Parameters...), int64_t grid, int threads, int shared_bytes, StreamType,
                         Arguments... arguments) {
-    emulation::run({grid, threads, shared_bytes, true}, [&] { kernel(Parameters(arguments)...); });
+    const auto body = [&] { kernel(Parameters(arguments)...); };
+    emulation::run({grid, threads, shared_bytes, true}, std::ref(body));
 }
 
 inline void grid_barrier() {
