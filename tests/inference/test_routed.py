@@ -7,9 +7,11 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,9 @@ from .engine_server import KEY_VARIABLE, engine_here, free_port
 from .helpers import EXACT, adapted, build, check_adapters, error_of, move, requests_of, sent, tokens_of, versions_of
 
 GENERATE = "/inference/v1/generate"
+
+ROUTER: Any = shutil.which("vllm-router", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+"""The router of vLLM; PyPI has it for Linux on x86-64."""
 
 
 class Proxy:
@@ -236,13 +241,13 @@ async def test_a_router_in_trouble() -> None:
                 await pool.generate(requests_of(1))
 
 
-@pytest.mark.skipif(shutil.which("vllm-router") is None, reason="needs the router of vLLM: pip install vllm-router")
+@pytest.mark.skipif(ROUTER is None, reason="vllm-router has no wheel for this system")
 async def test_vllms_own_router() -> None:
     model = build("served", seed=0)
     with engines_behind_a_proxy(2, max_batch_rows=1) as (_, engines, urls), ExitStack() as stack:
         ports = [str(free_port()) for _ in range(2)]
         words = ["--policy", "round_robin", "--port", ports[0], "--prometheus-port", ports[1], "--worker-urls", *urls]
-        router = stack.enter_context(subprocess.Popen(["vllm-router", "--host", "127.0.0.1", *words]))
+        router = stack.enter_context(subprocess.Popen([ROUTER, "--host", "127.0.0.1", *words]))
         stack.callback(router.kill)
         pool = pool_of(f"http://127.0.0.1:{ports[0]}", urls, model)
         async with pool:
