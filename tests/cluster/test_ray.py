@@ -101,6 +101,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, address: str, alone: Path) -> None:
     """Bit for bit; and an engine and a worker are killed on the way."""
     folder = tmp_path / "run"
@@ -175,6 +176,7 @@ def test_two_ranks_as_ray_actors(tmp_path: Path, address: str, alone: Path) -> N
     assert max(float((found[name] - value).abs().max()) for name, value in want.items()) <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_signal_lets_the_run_save_and_end(tmp_path: Path, address: str) -> None:
     folder = tmp_path / "run"
     cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": RANK}
@@ -237,6 +239,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, address: str) -> None:
     ask = {"main": {**ENGINES["main"], "resources": {"sim_gpu": 3}}}
     cluster = {"backend": "ray", "address": address, "trust_network": True, "wait": 5, "learner": RANK, "engines": ask}
@@ -246,6 +249,7 @@ def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, addre
     assert "Missing: one node with 0 CPU, 3 sim_gpu for engine-main-0" in told.replace("\n", " "), told
 
 
+@pytest.mark.slow
 def test_ray_waits_no_longer_than_asked(address: str) -> None:
     """Others hold what the cluster has, so the run would fit, but not now."""
     settings = ClusterConfig.model_validate(
@@ -260,6 +264,7 @@ def test_ray_waits_no_longer_than_asked(address: str) -> None:
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_an_open_cluster_is_refused(tmp_path: Path, address: str) -> None:
     process = start(tmp_path / "run", cluster={"backend": "ray", "address": address, "learner": RANK})
     told, _ = process.communicate(timeout=100)

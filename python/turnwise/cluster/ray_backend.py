@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -216,6 +217,18 @@ def _where(address: str) -> dict[str, Any]:
             f"config key 'cluster.address' = {address!r}: expected a cluster that this machine is part of: run "
             "turnwise on a node of it, or submit it with `ray job submit`"
         )
+    if address == "auto":
+        return {"address": address}
     if address != "local":
+        _knock(address)  # Ray itself would try for minutes
         return {"address": address}
     return {"address": "local", "include_dashboard": False}
+
+
+def _knock(address: str) -> None:
+    """Raise ``ConnectionError`` unless something answers at ``address``."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ConnectionError(f"nothing answers at {address}, expected host:port of a Ray head: {error}") from error
