@@ -32,11 +32,16 @@ class Instruction(NamedTuple):
 
     @property
     def is_jump(self) -> bool:
+<<<<<<< HEAD
         """A branch that the hot path may take.
 
         ``BRA.DIV`` is for lanes that have diverged. A conditional ``CALL`` within the kernel is a branch too (compute
         capability 8.0): what it skips is the branch back of a loop.
         """
+=======
+        """A branch that the hot path may take. ``BRA.DIV`` is for lanes that have diverged. A conditional ``CALL`` is a
+        branch too (compute capability 8.0): it skips the branch back of a loop."""
+>>>>>>> wt-sass
         if self.operation.startswith("CALL.REL"):
             return bool(self.guard)
         return bool(re.match(r"(BRA|JMP)\b", self.text)) and ".DIV" not in self.operation
@@ -100,14 +105,14 @@ class Kernel:
                 block = blocks[instruction.place] = Block(instruction.place)
             block.code.append(instruction)
         order = list(blocks)
-        for block, following_block in zip(order, [*order[1:], None], strict=True):
-            last = blocks[block].code[-1]
+        for begin, following_block in zip(order, [*order[1:], None], strict=True):
+            last = blocks[begin].code[-1]
             falls = bool(last.guard) or not (last.is_jump or last.operation.startswith(ENDS))
             falls = falls or (last.is_jump and bool(re.search(r"\bU?P\d", last.text)))  # `BRA.U !UP0, 0x40`
             after = [last.target] if last.is_jump and last.target in blocks else []
             if falls and following_block is not None:
                 after.append(following_block)
-            blocks[block].after = list(dict.fromkeys(after))
+            blocks[begin].after = list(dict.fromkeys(after))
         return blocks
 
     @functools.cached_property

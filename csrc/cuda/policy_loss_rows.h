@@ -210,6 +210,7 @@ class RowWindow {
             put(place, make_row<R>(p_, row, id, common_, sums), row, end, id < 0 ? 0 : id);
             bad_actor_id = bad_actor_id || id < 0;
         }
+        if (lane == 0) table.rows[count_ + __popc(all)] = R{};  // for tokens of no row: weight 0, and no NaN
         __syncwarp();
         count_ += __popc(all);
         next_ += kWarp;
