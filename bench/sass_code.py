@@ -32,16 +32,11 @@ class Instruction(NamedTuple):
 
     @property
     def is_jump(self) -> bool:
-<<<<<<< HEAD
         """A branch that the hot path may take.
 
         ``BRA.DIV`` is for lanes that have diverged. A conditional ``CALL`` within the kernel is a branch too (compute
         capability 8.0): what it skips is the branch back of a loop.
         """
-=======
-        """A branch that the hot path may take. ``BRA.DIV`` is for lanes that have diverged. A conditional ``CALL`` is a
-        branch too (compute capability 8.0): it skips the branch back of a loop."""
->>>>>>> wt-sass
         if self.operation.startswith("CALL.REL"):
             return bool(self.guard)
         return bool(re.match(r"(BRA|JMP)\b", self.text)) and ".DIV" not in self.operation
