@@ -154,7 +154,7 @@ def test_through_ray(tmp_path: Path) -> None:
         from turnwise.state import Store
 
         def main():
-            ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=100 * 2**20)
+            ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=10**8)
             state = Store().state({"board": [[0, 0]], "map": np.arange(100_000.0)})
 
             @ray.remote

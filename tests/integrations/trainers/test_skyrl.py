@@ -323,7 +323,7 @@ def test_other_processes_get_them(skyrl):
         )
         return advantages[:, 0].tolist(), float(loss)
 
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}})
+    ray.init("local", num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}})
     try:
         skyrl.sync_registries()
         advantages, loss = ray.get(found.remote())

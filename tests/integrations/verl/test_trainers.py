@@ -29,7 +29,7 @@ REWARDS = [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
 @pytest.fixture(scope="module")
 def queue() -> Iterator[None]:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as sockets:  # Ray's sockets need a short path
-        ray.init(num_cpus=4, include_dashboard=False, _temp_dir=sockets, log_to_driver=False)
+        ray.init("local", num_cpus=4, include_dashboard=False, _temp_dir=sockets, log_to_driver=False)
         tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
         yield
         tq.close()
