@@ -328,9 +328,9 @@ def test_a_wrong_key_is_refused_and_told(receivers: Receivers) -> None:
 
 
 def test_the_key_of_a_run_is_in_no_handle(receivers: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(wire.CLUSTER_KEY, "sesame")
-    knows, lacks = receivers.start(1, {wire.CLUSTER_KEY: "sesame"})[0], receivers.start(1, {wire.CLUSTER_KEY: ""})[0]
-    wrong = receivers.start(1, {wire.CLUSTER_KEY: "simsim"})[0]
+    monkeypatch.setenv(wire.KEY_VARIABLE, "sesame")
+    knows, lacks = receivers.start(1, {wire.KEY_VARIABLE: "sesame"})[0], receivers.start(1, {wire.KEY_VARIABLE: ""})[0]
+    wrong = receivers.start(1, {wire.KEY_VARIABLE: "simsim"})[0]
     with sending() as transfer, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handle = transfer.send(weights_of(0))

@@ -89,8 +89,8 @@ def cluster_run(folder: Path, start: float) -> None:
     events = [
         (0, "started", "rank-0", "n1", ""), (2, "started", "engine-main-0", "n1", ""),
         (30, "died", "engine-main-0", "n1", "exit code -9"), (45, "restarted", "engine-main-0", "n2", ""),
-        (50, "joined", "engine-main-1", "n2", ""), (90, "removed", "engine-main-1", "n2", ""),
-        (100, "joined", "engine-main-1", "n2", ""), (105, "died", "engine-main-1", "n2", HOSTILE),
+        (50, "started", "engine-main-1", "n2", ""), (90, "ended", "engine-main-1", "n2", ""),
+        (100, "started", "engine-main-1", "n2", ""), (105, "died", "engine-main-1", "n2", HOSTILE),
         (110, "started", "worker-0", "n2", ""),
     ]  # fmt: skip
     (folder / "cluster").mkdir()

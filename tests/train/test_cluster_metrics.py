@@ -82,7 +82,7 @@ def test_restarts_are_those_since_the_last_step(config, tmp_path):
     metrics = ClusterMetrics(config, None)
     restarts = lambda: metrics.take(SECONDS, waiting=0)["cluster/restarts"]  # noqa: E731
     assert restarts() == 0, "those of an earlier process are not this one's"
-    happened(tmp_path, "died", "restarted", "joined", "restarted")
+    happened(tmp_path, "died", "restarted", "started", "restarted")
     with (tmp_path / EVENTS).open("a") as stream:
         stream.write('{"time": 1.0, "event": "rest')
     assert restarts() == 2

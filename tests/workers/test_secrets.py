@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.workers.secrets import KEY_VARIABLE, is_secret, key_names, without_secrets
+from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.workers.secrets import is_secret, key_names, without_secrets
 
 
 @pytest.mark.parametrize(

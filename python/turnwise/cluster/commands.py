@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.cluster.host import KEY, Command
+from turnwise.cluster.host import Command
 from turnwise.cluster.members import FOLDER, log_file
 from turnwise.cluster.placement import Kind, Role
 from turnwise.cluster.supervisor import Place
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
+from turnwise.utils.shared_names import KEY_VARIABLE
 
 ROLE = "TURNWISE_CLUSTER_ROLE"
 """Environment variable with the role of a process that a supervisor started."""
@@ -40,13 +41,13 @@ def commands_of(
     default a new one.
     """
     file, secret = write_config(config), (key or secrets.token_urlsafe(32)) + "\n"
-    shared = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name != KEY}
+    shared = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name != KEY_VARIABLE}
     shared["PYTHONUNBUFFERED"] = "1"
 
     def command(role: Role, arguments: list[str], env: Mapping[str, str] = {}) -> Command:
         given = {**shared, **env, ROLE: role.name}
         log = log_file(config.run_dir, role.name).absolute()
-        return Command(["--secret", KEY, *arguments], given, os.getcwd(), log, secret)
+        return Command(["--secret", KEY_VARIABLE, *arguments], given, os.getcwd(), log, secret)
 
     def rank(place: Place) -> Command:
         count, env = config.cluster.learner.count, {}
@@ -59,7 +60,7 @@ def commands_of(
 
     def engine(place: Place) -> Command:
         pool = config.cluster.engines[place.role.pool]
-        address = ["--host", place.address, "--port", str(place.port), "--api-key-env", KEY, "--restarts", "0"]
+        address = ["--host", place.address, "--port", str(place.port), "--api-key-env", KEY_VARIABLE, "--restarts", "0"]
         options = [word for name, value in pool.options.items() for word in _as_options(name, value)]
         what = ["serve", str(models[place.role.pool]), "--engine", pool.engine, "--dummy-weights"]
         return command(place.role, [*what, *address, *options])

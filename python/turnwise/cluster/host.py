@@ -15,9 +15,6 @@ from turnwise.cluster.child import PARENT
 from turnwise.cluster.versions import versions
 from turnwise.utils.processes import end_group, has_ended, how_it_ended
 
-KEY = "TURNWISE_CLUSTER_KEY"
-"""Environment variable with the secret of the run."""
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -100,10 +97,10 @@ class ProcessHost:
         if self._process is not None and self.poll() is None:
             os.kill(self._process.pid, number)
 
-    def stop(self, patience: float = 0.0) -> None:
-        """End the process and its group: SIGTERM, ``patience`` seconds, SIGKILL."""
+    def stop(self) -> None:
+        """Kill the process and its group."""
         if self._process is not None and self.poll() is None:
-            end_group(self._process, patience)
+            end_group(self._process, 0)
             self._ended = Ended(self._process.returncode, "was stopped")
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.utils.files import replace_text
+from turnwise.utils.shared_names import EVENTS, MEMBERS
 
-FOLDER = "cluster"
-"""Folder of the run with these files."""
+FOLDER = MEMBERS.parent
+"""Folder of the run with these files, and what the supervisor prepares for the processes."""
 
-Event = Literal["started", "died", "restarted", "removed", "joined", "ended"]
+Event = Literal["started", "died", "restarted", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class Members:
 
 def members_file(run_dir: Path) -> Path:
     """The file that :class:`Members` is in."""
-    return run_dir / FOLDER / "members.json"
+    return run_dir / MEMBERS
 
 
 def events_file(run_dir: Path) -> Path:
     """The file with a line of JSON for each event."""
-    return run_dir / FOLDER / "events.jsonl"
+    return run_dir / EVENTS
 
 
 def log_file(run_dir: Path, role: str) -> Path:

@@ -23,6 +23,9 @@ from turnwise.train.config.toml import ConfigError
 ANSWER = 30.0
 """Seconds that a host has to answer a question, other than the regular one whether its process runs."""
 
+STOP = 5.0
+"""Seconds that a host has to end its process, before it is killed itself."""
+
 LOOPBACK = "127.0.0.1"
 """Address of all processes of a run on this machine alone."""
 
@@ -161,8 +164,10 @@ class RayHost:
         import ray
         from ray.exceptions import RayError
 
+        with suppress(HostLost, ClusterLost):
+            self._ask("stop", timeout=STOP)  # with all that the process started
         with suppress(RayError):  # a host that never came
-            ray.kill(self._actor)  # its process dies with it
+            ray.kill(self._actor)  # on Linux its process dies with it
 
     def _ask(self, method: str, *arguments: Any, timeout: float = ANSWER) -> Any:
         return self._answer(getattr(self._actor, method).remote(*arguments), timeout)

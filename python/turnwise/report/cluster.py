@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.train.log.cluster_metrics import EVENTS, TIME
+from turnwise.train.log.cluster_metrics import TIME
+from turnwise.utils.shared_names import EVENTS, MEMBERS
 
-BEGINS = ("started", "joined", "restarted")
+BEGINS = ("started", "restarted")
 """Events after which a process runs."""
 
-ENDS = ("died", "removed", "ended")
+ENDS = ("died", "ended")
 """Events after which it does not."""
 
 
@@ -43,7 +44,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 def read_members(folder: Path) -> dict[str, Any]:
     """Return ``epoch``, ``engines`` and ``workers`` of the run; empty without a cluster."""
-    path = folder / EVENTS.parent / "members.json"
+    path = folder / MEMBERS
     if not path.is_file():
         return {}
     try:

@@ -42,7 +42,7 @@ _LONGEST = 200
 class Role:
     """One process of a cluster. Ages are in seconds; ``log_age`` is that of the last line that it wrote.
 
-    ``state`` is ``running``, ``died``, ``removed`` or ``ended``, by the last event that says so.
+    ``state`` is ``running``, ``died`` or ``ended``, by the last event that says so.
     """
 
     name: str

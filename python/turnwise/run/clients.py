@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from turnwise.cluster.host import KEY
 from turnwise.cluster.members import FOLDER, Members, members_file
 from turnwise.inference import (
     Endpoint,
@@ -37,6 +36,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import find_device
 from turnwise.types import InferenceClient, ModelError
+from turnwise.utils.shared_names import KEY_VARIABLE
 
 PROCESS_TIMEOUT = 600.0
 """Seconds after which an engine in a child process counts as dead, if ``request_timeout`` is unset."""
@@ -276,7 +276,7 @@ def _followed(
 ) -> PoolClient:
     """Build the client of a pool from its first engine that is well. The others join as the run's members say."""
     cluster, server = config.cluster, config.rollout.server
-    keyed = partial(Endpoint, api_key_env=KEY, timeout=server.timeout, retries=server.retries, patience=0.0)
+    keyed = partial(Endpoint, api_key_env=KEY_VARIABLE, timeout=server.timeout, retries=server.retries, patience=0.0)
     # On other hosts, engines read adapters from the run's folder, which all of them see.
     here = cluster.backend == "ray" and cluster.address == "local"
     folder = server.folder or (None if here else str(config.run_dir / FOLDER / "weights"))

@@ -1,5 +1,5 @@
 """Small tools that any room may use: lookup of names, values from text, copies, files, processes, memory.
 
-Read in this order: registry, literals, grouping, packages, copies, files, processes, heap.
+Read in this order: registry, literals, grouping, packages, copies, files, shared_names, processes, heap.
 May import: the standard library.
 """

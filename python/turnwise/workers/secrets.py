@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-KEY_VARIABLE = "TURNWISE_CLUSTER_KEY"
-"""Environment variable with the key of a run, by which its processes know each other."""
+from turnwise.utils.shared_names import KEY_VARIABLE
 
 _SECRET = re.compile(
     r"(AWS|AZURE|GOOGLE|GCP|CLOUDSDK|OCI|RAY|WANDB|HF|HUGGING_?FACE|HUGGINGFACEHUB|OPENAI|ANTHROPIC|KUBE|VAULT)_.*|"

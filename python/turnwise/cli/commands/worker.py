@@ -12,7 +12,8 @@ import os
 import sys
 
 from turnwise.cli.options import EXIT_OK
-from turnwise.workers.secrets import KEY_VARIABLE, key_names, read_keys, restart_without_secrets
+from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.workers.secrets import key_names, read_keys, restart_without_secrets
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,11 +24,9 @@ from contextlib import suppress
 from typing import Any
 
 from turnwise.inference.weights.weight_block import TransferError
+from turnwise.utils.shared_names import KEY_VARIABLE
 
 LOOPBACK = "127.0.0.1"
-
-CLUSTER_KEY = "TURNWISE_CLUSTER_KEY"
-"""The environment variable with the secret of a run, in all of its processes."""
 
 PROTOCOL = 1
 """Changes with the frames, so that processes of different versions refuse each other."""
@@ -137,7 +135,7 @@ class Wire:
 # -- the two sides of a handshake --------------------------------------------------------------------------------------
 def sender_key() -> tuple[str, str]:
     """The key of a sender, and what of it a handle tells: nothing if all processes of the run have it already."""
-    if shared := os.environ.get(CLUSTER_KEY, ""):
+    if shared := os.environ.get(KEY_VARIABLE, ""):
         return shared, ""
     own = secrets.token_urlsafe(24)
     return own, own
@@ -145,10 +143,10 @@ def sender_key() -> tuple[str, str]:
 
 def receiver_key(told: str) -> str:
     """The key for a handle that tells ``told``. Raises :class:`TransferError` if this process lacks it."""
-    key = told or os.environ.get(CLUSTER_KEY, "")
+    key = told or os.environ.get(KEY_VARIABLE, "")
     if not key:
         raise TransferError(
-            f"the sender of the weights asks for the key of its run: set {CLUSTER_KEY} in this process too"
+            f"the sender of the weights asks for the key of its run: set {KEY_VARIABLE} in this process too"
         )
     return key
 
@@ -190,7 +188,7 @@ def join(host: str, port: int, key: str, mark: str) -> Wire:
         if "refused" in answer or not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()):
             raise WrongKey(
                 f"the key of this process is not that of the sender of weights at {host}:{port}: it comes from the "
-                f"weight handle, or from {CLUSTER_KEY}, which must be the same in all processes of a run"
+                f"weight handle, or from {KEY_VARIABLE}, which must be the same in all processes of a run"
             )
     except BaseException:
         wire.close()

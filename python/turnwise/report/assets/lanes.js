@@ -3,8 +3,8 @@
 const LANE = { width: 1100, left: 150, right: 16, top: 6, height: 24, axis: 24 };
 const PARTS = ["rollout", "update", "sync"];
 // From an event to the class and the shape of its mark.
-const MARKS = { died: ["died", "cross"], restarted: ["restarted", "up"], started: ["came", "up"], joined: ["came", "up"],
-  removed: ["left", "down"], ended: ["left", "down"] };
+const MARKS = { died: ["died", "cross"], restarted: ["restarted", "up"], started: ["came", "up"],
+  ended: ["left", "down"] };
 const WINDOWS = [["all", null], ["100 newest steps", 100], ["10 newest steps", 10]];
 
 // "2 h 5 min", of times as long as `whole` seconds: no more digits than the picture shows.
@@ -93,8 +93,8 @@ function lanesTab(lanes) {
         WINDOWS.map(([label], index) => el("option", { value: index }, label)))),
       el("span", { class: "legend lanes-legend" },
         PARTS.map((part, index) => legendOf(el("i", { class: "dot", style: { background: PALETTE[index] } }), part)),
-        legendOf(shape("started"), "started, joined"), legendOf(shape("restarted"), "restarted"), legendOf(shape("died"), "died"),
-        legendOf(shape("removed"), "removed, ended"))),
+        legendOf(shape("started"), "started"), legendOf(shape("restarted"), "restarted"), legendOf(shape("died"), "died"),
+        legendOf(shape("ended"), "ended"))),
     el("p", { class: "note" }, `Time since ${moment(lanes, 0)}. The loop's gaps are validation, checkpoints and logs.`
       + (lanes.left_out ? ` The loop's lane shows the newest ${lanes.steps.length} steps; ${lanes.left_out} earlier ones are left out.` : "")),
     place);

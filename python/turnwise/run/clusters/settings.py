@@ -45,19 +45,12 @@ def cluster_problems(config: TrainConfig) -> list[str]:
 
 
 def _problems_of_pools(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for each policy in no pool or in two, and for each pool whose policies have several bases."""
-    pools = config.cluster.engines
-    named = {name: pool.policies for name, pool in pools.items() if pool.policies}
-    if not named or config.policy_sharing != "shared":
-        return  # checked again when every actor has its policy
-    for policy in config.policies:
-        holders = [name for name, policies in named.items() if policy in policies]
-        if len(holders) != 1:
-            yield (f"config key 'cluster.engines': {holders or 'no pool'} serves policy {policy!r}: expected one pool")
+    """Yield a line for each pool whose policies have several bases. The client's check finds other mistakes."""
     groups = sharing(config.policies)
-    for name, policies in named.items():
-        if not any(set(policies) <= set(group) for group in groups):
+    for name, pool in config.cluster.engines.items():
+        policies = set(pool.policies or config.policies)
+        if policies <= config.policies.keys() and not any(policies <= set(group) for group in groups):
             yield (
-                f"config key 'cluster.engines.{name}.policies' = {policies!r}: an engine serves one base: expected "
-                f"policies of one of {groups}"
+                f"config key 'cluster.engines.{name}.policies' = {sorted(policies)}: an engine serves one base: "
+                f"expected policies of one of {groups}"
             )

@@ -14,14 +14,11 @@ from turnwise.inference.common.keys import checked_key
 from turnwise.tasks import Task
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.utils.shared_names import KEY_VARIABLE, MEMBERS
 from turnwise.workers.engines import engines_of
 from turnwise.workers.members import Members, WatchedMembers, fixed_members
 from turnwise.workers.messages import PROTOCOL, Setup
 from turnwise.workers.remote import RemoteWorkers
-from turnwise.workers.secrets import KEY_VARIABLE
-
-MEMBERS = "cluster/members.json"
-"""File in the run folder with the present processes of the run."""
 
 DECIDES = ("task", "task_options", "gateway", "seed", "policy_sharing", "actors", "policies", "reward", "filter")
 """Sections and keys of a config that decide an episode, besides those of :data:`ROLLOUT`."""

@@ -20,10 +20,10 @@ from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import Problems
 from turnwise.train.model.loading import check_models
+from turnwise.utils.shared_names import KEY_VARIABLE
 from turnwise.workers.engines import WorkerClient
 from turnwise.workers.listen import Listener
 from turnwise.workers.messages import Engines, Setup
-from turnwise.workers.secrets import KEY_VARIABLE
 
 
 class WorkerArena(TaskArena):

@@ -8,15 +8,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from turnwise.train.config.schema import TrainConfig
-
-EVENTS = Path("cluster") / "events.jsonl"
-"""File of a run folder in which the supervisor notes what happened to each process."""
+from turnwise.utils.shared_names import EVENTS
 
 TIME = "cluster/time"
 """Metric with the time at which a step began, in Unix seconds."""
