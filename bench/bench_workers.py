@@ -120,6 +120,7 @@ def run(options: argparse.Namespace) -> None:
                 took = statistics.median(times)
                 rows.append(
                     {
+                        "method": "turnwise",
                         "environment ms": ms,
                         "workers": count,
                         "episodes": episodes,

@@ -65,6 +65,7 @@ class LocalBackend:
         self.script, self.hosts = script, dict[str, LocalHost]()
         self.room: set[str] | None = None
         self.differ: dict[str, Any] = {}
+        self.gone: str | None = None
 
     def nodes(self) -> list[Node]:
         has = {"CPU": 8.0}
@@ -79,6 +80,9 @@ class LocalBackend:
         host = self.hosts[role.name] = LocalHost(self.script)
         host.lost = self.room is not None and role.name not in self.room
         return host
+
+    def lost(self, dead_after: float) -> str | None:
+        return self.gone
 
     def check(self, facts: Any) -> None:
         pass

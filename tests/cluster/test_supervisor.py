@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from turnwise.cluster.backend import ClusterLost
-from turnwise.cluster.members import Members, events_file
+from turnwise.cluster.members import Members, events_file, log_file
 from turnwise.cluster.placement import NoRoom, roles_of
 from turnwise.cluster.supervisor import RunFailed, Supervisor
 from turnwise.train.config.schema import TrainConfig
@@ -27,13 +27,13 @@ SCRIPT = """
 import os, pathlib, signal, sys, time
 role, kind = sys.argv[1], sys.argv[1].split("-")[0]
 assert sys.stdin.readline() == "the secret\\n"
-print("hello from", role, flush=True)
 def gone(name):
     return pathlib.Path(name).exists()
 def stopped(*_):
     print("saved", flush=True); sys.exit(130)
 if role == "rank-0":
     signal.signal(signal.SIGINT, stopped)
+print("hello from", role, flush=True)
 while True:
     for act in (f"{role}.exit", f"{kind}.exit"):
         if gone(act):
@@ -256,6 +256,22 @@ def test_a_rank_that_finds_no_place_again(tmp_path: Path) -> None:
 
     with pytest.raises(ClusterLost, match=r"rank-1 found no place again within cluster.wait = 0\.5 s"):
         run.during(act)
+
+
+def test_the_first_rank_saves_when_the_cluster_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path, **TEAM)
+    pids: list[int] = []
+
+    def act() -> None:
+        until(lambda: len(run.members().workers) == 1 and len(run.members().engines["main"]) == 2)
+        until(lambda: "hello" in log_file(run.config.run_dir, "rank-0").read_text())
+        pids.extend(run.pid(role) for role in run.roles())
+        run.backend.gone = "the head has not answered for 10 s"
+
+    with pytest.raises(ClusterLost, match="the head has not answered for 10 s"):
+        run.during(act)
+    assert "saved" in capfd.readouterr().out
+    assert not any(runs(pid) for pid in pids)
 
 
 def test_no_room(tmp_path: Path) -> None:

@@ -64,6 +64,10 @@ class Backend(Protocol):
         """Ask for a host of ``role``, which comes when there is room."""
         ...
 
+    def lost(self, dead_after: float) -> str | None:
+        """Return why the cluster as a whole is gone, if its head has not answered for ``dead_after`` seconds."""
+        ...
+
     def check(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise :class:`~turnwise.train.config.toml.ConfigError` if the nodes, by name, are not to be trusted."""
         ...

@@ -29,6 +29,9 @@ STOP = 5.0
 LOOPBACK = "127.0.0.1"
 """Address of all processes of a run on this machine alone."""
 
+KNOCK = 2.0
+"""Seconds between two looks at the head, and that it has to answer. Ray ends a process that misses it for 60 s."""
+
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 _SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 """Ray's defaults tell its makers of each cluster, hide repeated lines, and start workers with uv's other Python."""
@@ -44,6 +47,7 @@ class RayBackend:
         self._settings = settings
         self._group: Any = None
         self._bundles: dict[str, int] = {}
+        self._head, self._knocked, self._answered = "", 0.0, 0.0
 
     def __enter__(self) -> RayBackend:
         ray = _ray(self._settings)
@@ -55,6 +59,7 @@ class RayBackend:
                 f"{str(error).strip().splitlines()[0]}"
             ) from error
         self._host = ray.remote(num_cpus=0, max_restarts=0)(ProcessHost)
+        self._head, self._answered = ray.get_runtime_context().gcs_address, time.monotonic()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -106,6 +111,17 @@ class RayBackend:
             num_cpus=takes.pop("CPU", 0.0), num_gpus=takes.pop("GPU", 0.0), resources=takes, **how
         ).remote()
         return RayHost(role.name, actor, LOOPBACK if self._settings.address == "local" else None)
+
+    def lost(self, dead_after: float) -> str | None:
+        """Return why the cluster as a whole is gone, if its head has not answered for ``dead_after`` seconds."""
+        now = time.monotonic()
+        if now - self._knocked >= KNOCK:
+            self._knocked = now
+            with suppress(ConnectionError):
+                _knock(self._head, KNOCK)
+                self._answered = time.monotonic()
+        silent = time.monotonic() - self._answered > dead_after
+        return f"the Ray head at {self._head} has not answered for {dead_after:g} s" if silent else None
 
     def check(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise :class:`ConfigError` if the Ray of a node checks no tokens, unless the network is trusted."""
@@ -230,10 +246,10 @@ def _where(address: str) -> dict[str, Any]:
     return {"address": "local", "include_dashboard": False}
 
 
-def _knock(address: str) -> None:
+def _knock(address: str, timeout: float = 10.0) -> None:
     """Raise ``ConnectionError`` unless something answers at ``address``."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout).close()
     except (OSError, ValueError) as error:
         raise ConnectionError(f"nothing answers at {address}, expected host:port of a Ray head: {error}") from error

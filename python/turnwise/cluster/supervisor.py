@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ RETRY = 5.0
 
 PATIENCE = 30.0
 """Seconds that a process has to end by itself."""
+
+LAST_WORDS = 20.0
+"""Seconds that the first rank has to save when the cluster is gone. Ray's processes soon end by themselves then."""
 
 LONGEST_PAUSE = 30.0
 """The most seconds of such a pause."""
@@ -165,6 +169,9 @@ class Supervisor:
     def _step(self) -> int | None:
         """Look at every process once. Return the exit code of the run when it is over."""
         self._show()
+        if not self._stopping and (why := self.backend.lost(self.config.cluster.faults.dead_after)) is not None:
+            self._save()
+            raise ClusterLost(why)
         now = time.monotonic()
         for process in self._processes.values():
             if process.role.kind != "rank":
@@ -312,6 +319,15 @@ class Supervisor:
         self._members = Members(self._members.epoch + 1)
         self._write_members()
         self._show()
+
+    def _save(self) -> None:
+        """Let the first rank save and end, if its host can still be reached."""
+        first, deadline = self._ranks[0], time.monotonic() + LAST_WORDS
+        with suppress(HostLost, ClusterLost):
+            if first.host is not None and first.pid is not None:
+                first.host.signal(signal.SIGINT)
+                while time.monotonic() < deadline and self._running(first):
+                    time.sleep(PAUSE)
 
     def _running(self, process: _Process) -> bool:
         return process.pid is not None and self._problem(process) is None
