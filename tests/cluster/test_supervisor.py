@@ -170,6 +170,24 @@ def test_an_engine_that_dies_is_started_again_at_another_address(tmp_path: Path,
     assert any("engine-main-1" in line and "7 restarts left" in line for line in run.said)
 
 
+@pytest.mark.parametrize(("young", "pauses"), [(1000.0, [0.05, 0.1, 0.2]), (0.0, [0.05, 0.05, 0.05])])
+def test_only_a_process_that_dies_young_waits_longer_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, young: float, pauses: list[float]
+) -> None:
+    monkeypatch.setattr("turnwise.cluster.supervisor.YOUNG", young)
+    run, role, found = Run(tmp_path, **TEAM), "engine-main-0", list[float]()
+
+    def act() -> None:
+        for times in range(1, 4):
+            run.tell(role, 1)
+            until(lambda times=times: [e for e, who in run.events() if who == role].count("restarted") == times)  # type: ignore[misc]
+            found.append(run.supervisor._processes[role].pause)
+        run.tell("rank-0", 0)
+
+    run.during(act)
+    assert found == pauses
+
+
 @pytest.mark.parametrize("victim", ["rank-0", "rank-1"])
 def test_all_ranks_start_again_if_one_dies(tmp_path: Path, victim: str) -> None:
     run = Run(tmp_path, **TEAM)

@@ -25,7 +25,10 @@ PAUSE = 0.2
 """Seconds between two looks at all processes."""
 
 FIRST_PAUSE = 1.0
-"""Seconds until a process that died is started again; each further time waits twice as long."""
+"""Seconds until a process that died is started again; twice as long each time that it dies :data:`YOUNG`."""
+
+YOUNG = 10.0
+"""Seconds after its start in which a death is one of the start. A later one waits :data:`FIRST_PAUSE`."""
 
 RETRY = 5.0
 """Seconds after which a host that was lost before it came is asked for again."""
@@ -73,6 +76,8 @@ class _Process:
     pid: int | None = None
     port: int = 0
     deaths: int = 0
+    started: float = 0.0
+    pause: float = 0.0
     again: float = 0.0
     ended: Ended | None = None
     last: str = ""
@@ -198,7 +203,7 @@ class Supervisor:
             self._died(process, why)
             self._leave(process)
             self._spend(process.role.kind, process, why)
-            process.again = now + min(FIRST_PAUSE * 2.0 ** (process.deaths - 1), LONGEST_PAUSE)
+            process.again = now + process.pause
 
     def _look_after_ranks(self, now: float) -> int | None:
         """Start all ranks together, and start all again if one dies. Return the exit code when the first one ends."""
@@ -237,9 +242,8 @@ class Supervisor:
         for rank in self._ranks:
             self._died(rank, why if rank is culprit else f"stopped, as {culprit.role.name} {why}")
         self._spend("rank", culprit, why, quoted)
-        pause = min(FIRST_PAUSE * 2.0 ** (culprit.deaths - 1), LONGEST_PAUSE)
         for rank in self._ranks:
-            rank.again = now + pause
+            rank.again = now + culprit.pause
         return None
 
     def _problem(self, process: _Process) -> str | None:
@@ -269,6 +273,7 @@ class Supervisor:
             process.last = str(error)
             self._ask_for_host(process)
             return
+        process.started = time.monotonic()
         event = "restarted" if process.deaths else "started"
         record(self.run_dir, event, process.role.name, node=process.address, pid=process.pid, detail="")  # type: ignore[arg-type]
         if process.role.kind != "rank":
@@ -277,6 +282,8 @@ class Supervisor:
     def _died(self, process: _Process, why: str) -> None:
         """Write down the death of ``process``, and end what is left of it."""
         process.last, process.deaths = why, process.deaths + 1
+        young = time.monotonic() - process.started < YOUNG
+        process.pause = min(2 * process.pause, LONGEST_PAUSE) if young and process.pause else FIRST_PAUSE
         process.code = None if process.ended is None else process.ended.code
         node = "" if process.facts is None else process.address
         record(self.run_dir, "died", process.role.name, node=node, pid=process.pid, detail=why)
