@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import distributed
 
-from turnwise.inference.weights import publish, wire
+from turnwise.inference.weights import hub, wire
 from turnwise.inference.weights.publish import CollectiveTransfer
 from turnwise.inference.weights.sync import open_weights
 from turnwise.inference.weights.weight_block import TransferError
@@ -186,7 +186,7 @@ def test_a_killed_receiver_costs_the_others_one_more_group(stage: str, receivers
 def test_a_receiver_that_hangs_is_left_behind_at_the_deadline(
     stage: str, receivers: Receivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 2.0)
     numbers = receivers.start(5)
     victim = drawn(5)
     others = [number for number in numbers if number != victim]

@@ -140,6 +140,7 @@ class RayHost:
     def __init__(self, role: str, actor: Any, address: str | None = None) -> None:
         self._role, self._actor, self._address = role, actor, address
         self._asked: tuple[Any, float] | None = None
+        self._gone = False
         self._came = actor.facts.remote()
 
     def came(self) -> dict[str, Any] | None:
@@ -181,7 +182,8 @@ class RayHost:
         from ray.exceptions import RayError
 
         with suppress(HostLost, ClusterLost):
-            self._ask("stop", timeout=STOP)  # with all that the process started
+            if not self._gone:
+                self._ask("stop", timeout=STOP)  # with all that the process started
         with suppress(RayError):  # a host that never came
             ray.kill(self._actor)  # on Linux its process dies with it
 
@@ -200,6 +202,7 @@ class RayHost:
         except GetTimeoutError:
             raise HostLost(f"{self._role}: its host did not answer for {timeout:g} s") from None
         except RayActorError as error:
+            self._gone = True
             raise HostLost(f"{self._role}: its host is gone: {str(error).strip().splitlines()[0]}") from error
         except RayTaskError as error:
             raise error.as_instanceof_cause() from error

@@ -13,9 +13,6 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.arena import Arena
@@ -23,72 +20,23 @@ from turnwise.arena.runtime.concurrency import FailureBudget
 from turnwise.arena.runtime.context import EpisodeContext
 from turnwise.inference.common.http import LoopThread
 from turnwise.types import EpisodeRequest, GenerateResult
-from turnwise.workers.members import Members, by_number, parse_address
+from turnwise.workers.link import LOOK_SECONDS, Call, Group, Link, fail
+from turnwise.workers.members import Members, by_number
 from turnwise.workers.messages import (
-    ALIVE,
     CANCEL,
-    ENGINES,
-    FAILED,
-    PLAY,
-    PLAYED,
-    READY,
-    REFUSED,
-    SETUP,
-    STORES,
     Engines,
     Job,
     Outcome,
     Setup,
 )
 from turnwise.workers.stores import apply_outcomes, share_artifacts, snapshots
-from turnwise.workers.wire import Channel, KeyRefused, connect
 
 MOST_DEATHS = 5
 """Workers that may die while they play one group, before the group counts as the reason."""
 
-LOOK_SECONDS = 0.2
-"""Seconds between two looks at the members and at the labels of the engines."""
-
-SETUP_SECONDS = 120.0
-"""The most seconds that a worker may take to build its arena."""
-
 
 class WorkersLostError(RuntimeError):
     """No worker is left to play episodes, or a group of episodes ends every worker that plays it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One call of ``generate_rollouts``: its limits, and the episodes that run now."""
-
-    most_episodes: float
-    """Most episodes at once, over all workers."""
-    most_workers: int
-    stores: tuple[int, bytes]
-    """Number and content of the snapshot of the stores."""
-    running: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """The episodes of one question; ``places`` are their indices in the call's requests."""
-
-    call: _Call
-    number: int
-    home: int
-    places: list[int]
-    job: bytes
-    first: str
-    """Id of the first episode, for messages."""
-    outcome: Future[Outcome] = field(default_factory=Future)
-    link: _Link | None = None
-    sent_as: int = -1
-    """Number of the latest message with this group. Answers to earlier ones don't count."""
-    deaths: list[str] = field(default_factory=list)
-
-    @property
-    def is_suspect(self) -> bool:
-        return len(self.deaths) > 1
 
 
 class RemoteWorkers:
@@ -115,11 +63,11 @@ class RemoteWorkers:
         wait: float = 180.0,
         dead_after: float = 30.0,
     ) -> None:
-        self._members, self._key, self._setup, self._engines = members, key, setup, engines
-        self.count, self._episodes, self._wait, self._dead_after = count, episodes, wait, dead_after
+        self._members, self.key, self.setup, self.engines = members, key, setup, engines
+        self.count, self._episodes, self._wait, self.dead_after = count, episodes, wait, dead_after
         self._own_episodes = dict(own_episodes)
-        self._links: dict[str, _Link] = {}
-        self._pending: list[_Group] = []
+        self._links: dict[str, Link] = {}
+        self._pending: list[Group] = []
         self._numbers, self._messages, self._snapshots = itertools.count(), itertools.count(), itertools.count()
         self._alone_since = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
@@ -171,7 +119,7 @@ class RemoteWorkers:
         requests: Sequence[EpisodeRequest],
         contexts: Sequence[EpisodeContext],
         concurrency: int | None,
-    ) -> list[_Group]:
+    ) -> list[Group]:
         """Divide the episodes into the groups of one question, and pickle what decides each."""
         places: dict[Hashable, list[int]] = {}
         for place, context in enumerate(contexts):
@@ -179,7 +127,7 @@ class RemoteWorkers:
         # A call that may make fewer model calls at once than there are workers uses only as many workers.
         workers = max(1, min(self.count, arena.budget.limit))
         stores = (next(self._snapshots), snapshots(arena.stores, evaluation=arena.is_evaluation))
-        call = _Call(float("inf") if concurrency is None else concurrency, workers, stores)
+        call = Call(float("inf") if concurrency is None else concurrency, workers, stores)
         lineup = None if _same(arena.episodes, self._own_episodes) else tuple(arena.actors)
         groups = []
         for home, own in enumerate(places.values()):
@@ -203,7 +151,7 @@ class RemoteWorkers:
                     f"request {first.id!r} of episode {first.episode_type!r} can't be sent to a worker: {error}; "
                     "artifacts and meta must be picklable"
                 ) from error
-            groups.append(_Group(call, next(self._numbers), home, own, content, first.id))
+            groups.append(Group(call, next(self._numbers), home, own, content, first.id))
         return groups
 
     async def close(self) -> None:
@@ -221,13 +169,13 @@ class RemoteWorkers:
     def _begin(self) -> None:
         self._looking = asyncio.ensure_future(self._look())
 
-    def _submit(self, groups: Iterable[_Group]) -> None:
+    def _submit(self, groups: Iterable[Group]) -> None:
         if not self._pending:  # the wait for a worker begins with the first group that needs one
             self._alone_since = time.monotonic()
         self._pending += groups
-        self._dispatch()
+        self.dispatch()
 
-    def _forget(self, groups: Iterable[_Group]) -> None:
+    def _forget(self, groups: Iterable[Group]) -> None:
         """Drop groups whose call has ended, and cancel those that run."""
         gone = set(groups)
         self._pending = [group for group in self._pending if group not in gone]
@@ -236,7 +184,7 @@ class RemoteWorkers:
             if (link := group.link) is not None:
                 link.release(group)
                 self._start(link.send(CANCEL, group.sent_as))
-        self._dispatch()
+        self.dispatch()
 
     async def _look(self) -> None:
         """Follow members and engines for good, and end calls for which no worker is left."""
@@ -250,7 +198,7 @@ class RemoteWorkers:
             if error is not None:
                 waiting, self._pending = self._pending, []
                 for group in waiting:
-                    _fail(group, error)
+                    fail(group, error)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _follow(self) -> None:
@@ -261,14 +209,14 @@ class RemoteWorkers:
                 del self._links[name]
         for name, address in members.items():
             if name not in self._links:
-                self._links[name] = _Link(self, name, address)
+                self._links[name] = Link(self, name, address)
         if any(link.ready for link in self._links.values()):
             self._alone_since = time.monotonic()
-        engines = self._engines()
+        engines = self.engines()
         for link in self._links.values():
             if link.ready and link.engines != engines:
                 self._start(link.send_engines(engines))
-        self._dispatch()
+        self.dispatch()
 
     def _lost(self) -> WorkersLostError | None:
         """Return the error of calls that no worker can play, or ``None`` while there is hope."""
@@ -284,7 +232,7 @@ class RemoteWorkers:
             f"no worker can play this run: {said}" if refused else f"no worker for {alone:.0f} seconds: {said}"
         )
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         """Send waiting groups, in order, to workers that have room."""
         names = sorted(self._links, key=by_number)
         ready = [self._links[name] for name in names if self._links[name].ready]
@@ -304,10 +252,10 @@ class RemoteWorkers:
                 left.append(group)
                 continue
             link.take(group, next(self._messages))
-            self._start(link.send_group(group, self._engines()))
+            self._start(link.send_group(group, self.engines()))
         self._pending = left
 
-    def lost(self, link: _Link) -> None:
+    def lost(self, link: Link) -> None:
         """Play the unfinished groups of a worker that died again."""
         groups = list(link.groups.values())
         if groups:
@@ -318,17 +266,17 @@ class RemoteWorkers:
             group.deaths.append(f"{link.name}: {link.error}")
             if len(group.deaths) >= MOST_DEATHS:
                 said = "; ".join(group.deaths)
-                _fail(group, WorkersLostError(f"{MOST_DEATHS} workers died while they played {group.first}: {said}"))
+                fail(group, WorkersLostError(f"{MOST_DEATHS} workers died while they played {group.first}: {said}"))
             else:
                 bisect.insort(self._pending, group, key=lambda group: group.number)
-        self._dispatch()
+        self.dispatch()
 
-    def answered(self, link: _Link, number: int) -> _Group | None:
+    def answered(self, link: Link, number: int) -> Group | None:
         """Take the group that message ``number`` sent off its worker; ``None`` if nobody waits for it any more."""
         group = link.groups.get(number)
         if group is not None:
             link.release(group)
-            self._dispatch()
+            self.dispatch()
         return group
 
     def _start(self, work: Any) -> None:
@@ -344,135 +292,10 @@ class RemoteWorkers:
             waiting += link.groups.values()
             link.end("the run has ended")
         for group in waiting:
-            _fail(group, RuntimeError("the workers' connections were closed before this call was done"))
+            fail(group, RuntimeError("the workers' connections were closed before this call was done"))
 
 
-class _Link:
-    """The connection to one worker, which is made again when it ends."""
-
-    def __init__(self, workers: RemoteWorkers, name: str, address: str) -> None:
-        self.workers, self.name, self.address = workers, name, address
-        self.ready = self.refused = False
-        self.error = "it has not answered yet"
-        self.engines: Engines | None = None
-        self.groups: dict[int, _Group] = {}
-        self.running = 0
-        """Episodes that it has."""
-        self._snapshots: set[int] = set()
-        self._channel: Channel | None = None
-        self._lock = asyncio.Lock()
-        self._task = asyncio.ensure_future(self._run())
-
-    def end(self, reason: str) -> None:
-        self.error = reason
-        self._task.cancel()
-        self._drop()
-
-    async def _run(self) -> None:
-        pause = LOOK_SECONDS
-        while True:
-            try:
-                await self._connect()
-                pause = LOOK_SECONDS
-                await self._receive()
-            except (OSError, EOFError, TimeoutError) as error:
-                self.error = str(error) or f"it gave no sign of life for {self.workers._dead_after:g} seconds"
-                self.refused = isinstance(error, KeyRefused)
-            except _Refused as error:
-                self.error, self.refused = str(error), True
-            except Exception as error:  # such as a message that does not unpickle here
-                self.error = f"{type(error).__name__}: {error}"
-            self._drop()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
-
-    async def _connect(self) -> None:
-        workers = self.workers
-        self._channel = await connect(*parse_address(self.address), workers._key)
-        self.engines = workers._engines()
-        self._snapshots = set()
-        setup = Setup(**{**_fields(workers._setup), "engines": self.engines})
-        await self._channel.send(SETUP, setup)
-        async with asyncio.timeout(SETUP_SECONDS):
-            kind, *told = await self._channel.receive()
-        if kind == REFUSED:
-            raise _Refused(told[0])
-        if kind != READY:
-            raise ConnectionError(f"it answered {kind!r} to the setup")
-        self.ready, self.refused = True, False
-        workers._dispatch()
-
-    async def _receive(self) -> None:
-        assert self._channel is not None
-        while True:
-            async with asyncio.timeout(self.workers._dead_after):
-                kind, *content = await self._channel.receive()
-            if kind == ALIVE:
-                continue
-            group = self.workers.answered(self, content[0])
-            if group is None or group.outcome.done():
-                continue
-            if kind == PLAYED:
-                with suppress(InvalidStateError):  # its call was cancelled just now
-                    group.outcome.set_result(content[1])
-            elif kind == FAILED:
-                _fail(group, _error(self.name, *content[1:]))
-
-    def _drop(self) -> None:
-        """End the connection. What it had goes to others."""
-        self.ready = False
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        self.workers.lost(self)
-
-    # -- groups --------------------------------------------------------------------------------------------------------
-    def take(self, group: _Group, number: int) -> None:
-        group.link, group.sent_as = self, number
-        group.call.running += len(group.places)
-        self.running += len(group.places)
-        self.groups[number] = group
-
-    def release(self, group: _Group) -> None:
-        del self.groups[group.sent_as]
-        group.link = None
-        group.call.running -= len(group.places)
-        self.running -= len(group.places)
-
-    async def send_group(self, group: _Group, engines: Engines) -> None:
-        """Send a group, after what it needs: the engines' present labels, and the stores of its batch."""
-        number, content = group.call.stores
-        async with self._lock:
-            if self.engines != engines:
-                self.engines = engines
-                await self._send(ENGINES, engines)
-            if number not in self._snapshots:
-                self._snapshots.add(number)
-                await self._send(STORES, number, content)
-            if self.groups.get(group.sent_as) is group:
-                await self._send(PLAY, group.sent_as, number, group.job)
-
-    async def send_engines(self, engines: Engines) -> None:
-        async with self._lock:
-            if self.engines != engines:
-                self.engines = engines
-                await self._send(ENGINES, engines)
-
-    async def send(self, *message: Any) -> None:
-        async with self._lock:
-            await self._send(*message)
-
-    async def _send(self, *message: Any) -> None:
-        if self._channel is not None:
-            with suppress(ConnectionError):  # the receiving side notices it too
-                await self._channel.send(*message)
-
-
-class _Refused(Exception):
-    """The worker refused the setup."""
-
-
-async def _all_outcomes(groups: Sequence[_Group], failures: FailureBudget, ended: Callable[[], None]) -> list[Outcome]:
+async def _all_outcomes(groups: Sequence[Group], failures: FailureBudget, ended: Callable[[], None]) -> list[Outcome]:
     """Wait for all groups, and count their failures. Raises the first error."""
     waiting = {asyncio.wrap_future(group.outcome): group for group in groups}
     try:
@@ -508,22 +331,3 @@ def _refuse_divided(outcomes: Sequence[Outcome]) -> None:
 
 def _same(episodes: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     return episodes.keys() == own.keys() and all(episodes[name] is own[name] for name in own)
-
-
-def _fields(setup: Setup) -> dict[str, Any]:
-    return {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
-
-
-def _fail(group: _Group, error: BaseException) -> None:
-    with suppress(InvalidStateError):  # its call has ended
-        group.outcome.set_exception(error)
-
-
-def _error(worker: str, content: bytes | None, text: str) -> Exception:
-    """Return the exception that a worker sent, with a note of its name."""
-    try:
-        error: Exception = RuntimeError(text) if content is None else pickle.loads(content)
-    except Exception:
-        error = RuntimeError(text)
-    error.add_note(f"raised in {worker}")
-    return error

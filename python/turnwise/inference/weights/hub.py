@@ -1,0 +1,453 @@
+"""Serves the receivers of a collective transfer in rounds: one broadcast to all, however many there are.
+
+A receiver connects, proves that it knows the key, and asks for weights by their number. The first that asks opens a
+*round*: the sender waits for those that took the weights before, and sends to all that asked by then, in one group. Who
+asks during the round gets the weights alone, over its own connection, and so does a single receiver that asks later.
+The group of a round serves the next one too if its receivers are the same; otherwise the sender makes another, and the
+*epoch* grows by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import socket
+import threading
+import time
+import warnings
+from base64 import b64decode, b64encode
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnwise.inference.weights.group import NUMBER_BYTES, Board, BoardStore, Group, GroupFailed
+from turnwise.inference.weights.wire import Frame, Wire, WrongKey, admit, proof_of
+
+SETTLED = 0.25
+"""Seconds without another receiver after which a round begins for which no other is known to come."""
+
+ANSWER_SECONDS = 5.0
+"""The most seconds in which a receiver must say that it left a group."""
+
+GRACE_SECONDS = 0.5
+"""Seconds in which a round may end by itself before new weights end it: its receivers may just have got all bytes."""
+
+ATTEMPTS = 3
+"""Groups that fail, of those that still want the same weights, until each gets them alone."""
+
+MOST_STRANGERS = 64
+"""Connections at the same time that have not proved to know the key."""
+
+CHUNK = 2**24
+"""Bytes that go to a single receiver at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes of a ``bucket``, and seconds; see :class:`~turnwise.inference.weights.publish.CollectiveTransfer`."""
+
+    bucket: int
+    deadline: float
+    gather: float
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A receiver that knows the key. ``wants`` and ``took`` are numbers of weights, 0 for none."""
+
+    wire: Wire
+    wants: int = 0
+    took: int = 0
+    sending: int = 0
+    """The weights that it was sent alone, until it says that they arrived."""
+    streaming: bool = False
+    report: Frame = field(default_factory=dict)
+    """The last that it said about the group of the epoch."""
+    lost: bool = False
+
+
+class Lost(Exception):
+    """Raised if a round ends early, with the reason."""
+
+
+class Hub:
+    """The listener of a sender, its receivers, and the thread that serves them in rounds.
+
+    The transfer is not among its attributes, so that a forgotten transfer ends the hub.
+    """
+
+    def __init__(self, backend: str, host: str, key: str, mark: str, limits: Limits) -> None:
+        self._backend, self._host, self._key, self._mark, self._limits = backend, host, key, mark, limits
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.port = self._listener.getsockname()[1]
+        self.counts: Counter[str] = Counter(epoch=0, in_groups=0, alone=0, lost=0)
+        self._changed = threading.Condition()  # guards what follows
+        self._members: list[Member] = []
+        self._block: Tensor | None = None
+        self._sequence = self._before = 0  # the weights offered, and the last ones that a receiver took
+        self._round_of = 0  # the weights of the last round
+        self._users = 0  # threads that read the block
+        self._in_round = False
+        self._replaced = self._closed = False
+        self._last_asked, self._expected = 0.0, 0
+        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._board: Board = Board()
+        self._group: Group | None = None
+        self._in_group: list[Member] = []
+        for work in (self._listen, self._serve):
+            threading.Thread(target=work, name="turnwise-publish", daemon=True).start()
+
+    @contextmanager
+    def replacing(self) -> Iterator[Callable[[Tensor, int], None]]:
+        """Stop all sending, so that the block can be written. Yields the call that offers the next weights."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_round, GRACE_SECONDS)
+            if self._sequence and any(member.took == self._sequence for member in self._members):
+                self._before = self._sequence
+            self._sequence, self._block, self._replaced = 0, None, True
+            for member in self._members:
+                if member.streaming:
+                    member.wire.cut()  # it may be stuck, and then its thread would be too
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._users)
+
+        def offer(block: Tensor, sequence: int) -> None:
+            with self._changed:
+                self._block, self._sequence = block, sequence
+
+        try:
+            yield offer
+        finally:
+            with self._changed:
+                self._replaced = False
+                late = [member for member in self._members if member.wants and member.wants != self._sequence]
+                self._changed.notify_all()
+            for member in late:
+                self._refuse(member)
+
+    def expect(self, count: int) -> None:
+        with self._changed:
+            self._expected = count
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            members, self._members = self._members, []
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        for member in members:
+            member.wire.cut()
+
+    # -- the receivers, each in its own thread -------------------------------------------------------------------------
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # too many open files, or a connection that was reset at once
+                continue
+            if not self._strangers.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._receive, args=(connection,), name="turnwise-receiver", daemon=True).start()
+
+    def _receive(self, connection: socket.socket) -> None:
+        """Admit a receiver, and listen to it until it ends."""
+        try:
+            wire = admit(connection, self._key, self._mark)
+            wire.limit_writes(self._limits.deadline)
+        except OSError as error:
+            warnings.warn(f"no receiver of weights is at the other end of a connection: {error}", stacklevel=2)
+            connection.close()
+            return
+        except WrongKey as error:
+            warnings.warn(str(error), stacklevel=2)
+            connection.close()
+            return
+        finally:
+            self._strangers.release()
+        member = Member(wire)
+        with self._changed:
+            if self._closed:
+                wire.close()
+                return
+            self._members.append(member)
+        try:
+            while True:
+                self._hear(member, wire.hear())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._lose(member, str(error), leaves=isinstance(error, OSError))
+        finally:
+            wire.close()
+
+    def _hear(self, member: Member, frame: Frame) -> None:
+        if "ask" in frame:
+            self._answer(member, frame)
+            return
+        if "want" not in frame:
+            with self._changed:
+                member.report = frame
+                if frame.get("got") == 0 and member.sending:
+                    member.took, member.sending = member.sending, 0
+                    self.counts["alone"] += 1
+                self._changed.notify_all()
+            return
+        sequence = int(frame["want"])
+        with self._changed:
+            known = sequence == self._sequence
+            if self._replaced or (known and not self._in_round):
+                # The next round serves or, after new weights, refuses it.
+                member.wants, self._last_asked = sequence, time.monotonic()
+                self._changed.notify_all()
+                return
+        if known:
+            self._send_alone(member, sequence)
+        else:
+            self._refuse(member)
+
+    def _answer(self, member: Member, frame: Frame) -> None:
+        """Read or write the board for a receiver."""
+        with self._changed:
+            if frame["board"] != self.counts["epoch"]:
+                return
+            board = self._board
+        number, question, said = frame["ask"], frame["question"], frame["said"]
+        if question == "get":
+
+            def tell(value: bytes) -> None:
+                with suppress(OSError):  # its own thread notices
+                    member.wire.say(to=number, answer=b64encode(value).decode())
+
+            board.when_there(str(said[0]), tell)
+            return
+        if question == "set":
+            board.set(str(said[0]), b64decode(said[1]))
+            answer: Any = True
+        elif question == "add":
+            answer = board.add(str(said[0]), int(said[1]))
+        else:
+            answer = board.has(list(said[0]))
+        member.wire.say(to=number, answer=answer)
+
+    def _refuse(self, member: Member) -> None:
+        with self._changed:
+            holds, member.wants = self._sequence, 0
+        with suppress(OSError):  # its own thread notices
+            member.wire.say(gone=f"its sender holds weights number {holds}")
+
+    def _send_alone(self, member: Member, sequence: int) -> None:
+        """Send the weights to one receiver, for which no other waits."""
+        with self._changed:
+            block = self._block
+            if block is not None and not self._replaced and sequence == self._sequence:
+                member.sending, member.streaming = sequence, True
+                self._users += 1
+        if not member.streaming or block is None:
+            self._refuse(member)
+            return
+        try:
+            chunks = (memoryview(chunk.cpu().numpy()) for chunk in block.split(CHUNK))
+            member.wire.say_bytes(chunks, alone=block.numel())
+        except OSError as error:
+            self._lose(member, f"it took no weights: {error}")
+        finally:
+            with self._changed:
+                member.streaming = False
+                self._users -= 1
+                self._changed.notify_all()
+
+    def _lose(self, member: Member, why: str, leaves: bool = False) -> None:
+        """Cut the connection to a receiver, which can connect again. No warning if it ``leaves`` with all it wants."""
+        with self._changed:
+            if member.lost or self._closed:
+                return
+            member.lost = True
+            self._members.remove(member)
+            missed = member.wants or member.sending
+            if missed:
+                self.counts["lost"] += 1
+            self._changed.notify_all()
+        member.wire.cut()
+        if missed or not leaves:
+            warnings.warn(f"a receiver of weights at {member.wire.there} was lost: {why}", stacklevel=2)
+
+    # -- rounds, in a thread of their own ------------------------------------------------------------------------------
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting())
+                if self._closed:
+                    break
+                members = self._gather()
+                block, sequence = self._block, self._sequence
+                if not members or block is None:
+                    continue
+                late, self._round_of, self._in_round = self._round_of == sequence, sequence, True
+                self._users += 1
+            try:
+                self._send_to_all(members, block, sequence, late)
+            finally:
+                with self._changed:
+                    self._in_round = False
+                    self._users -= 1
+                    self._changed.notify_all()
+        self._leave_group()
+
+    def _waiting(self) -> list[Member]:
+        if self._replaced or not self._sequence:
+            return []
+        return [member for member in self._members if member.wants == self._sequence]
+
+    def _gather(self) -> list[Member]:
+        """Wait for the receivers of a round, and return them. Only the first round of weights expects some."""
+        latest, first = time.monotonic() + self._limits.gather, self._round_of != self._sequence
+        while waiting := self._waiting():
+            expected = [member for member in self._members if first and member.took and member.took == self._before]
+            if expected and all(member.wants == self._sequence for member in expected):
+                return waiting
+            until = latest
+            if not expected and (not first or len(waiting) >= self._expected):
+                until = min(latest, self._last_asked + SETTLED)
+            if (left := until - time.monotonic()) <= 0 or self._closed:
+                return waiting
+            self._changed.wait(left)
+        return []
+
+    def _send_to_all(self, members: list[Member], block: Tensor, sequence: int, late: bool) -> None:
+        for attempt in itertools.count(1):
+            with self._changed:
+                left = [member for member in members if member.wants == sequence and not member.lost]
+                over = self._replaced or self._closed
+            if over or not left:
+                return
+            # One receiver needs no group for weights in host memory, and a late one must not end that of the others.
+            if attempt > ATTEMPTS or (len(left) == 1 and (late or self._backend == "gloo")):
+                for member in left:
+                    member.wants = 0
+                    threading.Thread(target=self._send_alone, args=(member, sequence), daemon=True).start()
+                return
+            try:
+                self._broadcast(left, block, sequence)
+            except Exception as error:  # whatever it is, the receivers must not wait for this thread
+                if not isinstance(error, GroupFailed | Lost | OSError):
+                    warnings.warn(f"weights could not be broadcast: {error!r}", stacklevel=2)
+                self._give_up(left, str(error))
+
+    def _broadcast(self, members: list[Member], block: Tensor, sequence: int) -> None:
+        """Send ``block`` to ``members`` in one group. Raises an error if one of them did not get it."""
+        deadline = Progress(self._limits.deadline)
+        if self._group is None or set(members) != set(self._in_group):
+            self._make_group(members, block.device)
+        group, members, epoch = self._group, self._in_group, self.counts["epoch"]
+        assert group is not None
+
+        def check() -> None:
+            with self._changed:
+                self._check(members, epoch, deadline)
+
+        def wait_for(what: str) -> None:
+            with self._changed:
+                while late := [member for member in members if member.report.get(what) != epoch]:
+                    count = len(late)
+                    self._check(members, epoch, deadline)
+                    self._changed.wait(deadline.left())
+                    if sum(member.report.get(what) != epoch for member in late) < count:
+                        deadline.restart()
+
+        number = secrets.token_bytes(NUMBER_BYTES)
+        for rank, member in enumerate(members, 1):
+            with self._changed:
+                member.report = {}
+            size = {"rank": rank, "size": len(members) + 1, "bucket": self._limits.bucket}
+            with suppress(OSError):  # its own thread notices
+                member.wire.say(group=epoch, seconds=2 * self._limits.deadline, **size)
+        group.rehearse(number, check)
+        wait_for("ready")
+        for rank, member in enumerate(members, 1):
+            if member.report.get("proof") != proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
+                raise Lost(f"{member.wire.there} proved another number than the one that was broadcast")
+        deadline.restart()
+        for member in members:
+            with suppress(OSError):
+                member.wire.say(go=epoch)
+        group.broadcast(block.split(self._limits.bucket), check, deadline.restart)
+        wait_for("got")
+        with self._changed:
+            for member in members:
+                member.took, member.wants = sequence, 0
+            self.counts["in_groups"] += len(members)
+
+    def _check(self, members: Sequence[Member], epoch: int, deadline: Progress) -> None:
+        """Raise :class:`Lost` if the round can't end well. The caller holds the lock."""
+        if self._replaced or self._closed:
+            raise Lost("the weights were replaced")
+        for member in members:
+            if member.lost:
+                raise Lost(f"{member.wire.there} is gone")
+            if member.report.get("failed") == epoch:
+                raise Lost(f"{member.wire.there} failed: {member.report.get('why')}")
+        if not deadline.left():
+            raise Lost(f"nothing arrived for {self._limits.deadline:g} s")
+
+    def _make_group(self, members: list[Member], device: torch.device) -> None:
+        self._leave_group()
+        with self._changed:
+            self.counts["epoch"] += 1
+            self._board, self._in_group = Board(), list(members)
+        seconds = 2 * self._limits.deadline
+        store = BoardStore(self._board, seconds)
+        self._group = Group(device, store, 0, len(members) + 1, self._host, seconds)
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.abandon()
+        self._group, self._in_group = None, []
+
+    def _give_up(self, members: Sequence[Member], why: str) -> None:
+        """End the group's broadcast, and lose the members that don't say that they left it."""
+        epoch = self.counts["epoch"]
+        self._leave_group()
+        for member in members:
+            with suppress(OSError):  # its own thread notices
+                if not member.lost:
+                    member.wire.say(abort=epoch)
+        deadline = Progress(ANSWER_SECONDS)
+
+        def silent() -> list[Member]:
+            ends = ("got", "failed")
+            return [m for m in members if not m.lost and epoch not in [m.report.get(end) for end in ends]]
+
+        with self._changed:
+            while silent() and deadline.left() and not self._closed:
+                self._changed.wait(deadline.left())
+            late = silent()
+            for member in members:
+                if member.report.get("got") == epoch:
+                    member.took, member.wants = self._round_of, 0
+                    self.counts["in_groups"] += 1
+        for member in late:
+            self._lose(member, f"it did not leave a group that failed ({why})")
+
+
+class Progress:
+    """Seconds that are left until the next sign of progress."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        self._until = time.monotonic() + self._seconds
+
+    def left(self) -> float:
+        return max(self._until - time.monotonic(), 0.0)
