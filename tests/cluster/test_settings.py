@@ -76,7 +76,7 @@ def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_batch_rows": 1, "engine_args": {"dtype": "float32"}, "dummy_weights": False}
     cluster = {"backend": "ray", "learner": {"count": 2}, "engines": {"main": {**POOL, "options": options}}}
     config = config_from_dict({"run_dir": str(tmp_path / "run"), "cluster": cluster})
-    commands = commands_of(config, {"main": tmp_path / "model"}, "sesame")
+    commands = commands_of(config, {"main": tmp_path / "model"}, "abracadabra")
     rank = commands["rank"](Place(Role("rank-1", "rank", {}), "10.0.0.1", 4000, 0))
     assert {name: rank.env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")} == {
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000",
@@ -87,7 +87,7 @@ def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words.endswith("--max-batch-rows 1 --engine-arg dtype=float32")
     worker = commands["worker"](Place(Role("worker-0", "worker", {}), "10.0.0.3", 4002, 0))
     for command in (rank, engine, worker):
-        assert command.arguments[:2] == ["--secret", "TURNWISE_CLUSTER_KEY"] and command.stdin == "sesame\n"
-        assert "sesame" not in repr(command) and "AWS_SECRET_ACCESS_KEY" not in command.env
+        assert command.arguments[:2] == ["--secret", "TURNWISE_CLUSTER_KEY"] and command.stdin == "abracadabra\n"
+        assert "abracadabra" not in repr(command) and "AWS_SECRET_ACCESS_KEY" not in command.env
         assert "TURNWISE_CLUSTER_KEY" not in command.env and "RANK" not in worker.env
-    assert not any("sesame" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert not any("abracadabra" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())

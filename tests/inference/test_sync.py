@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise.inference.weights import sync
+from turnwise.inference.weights import sync, wire
 from turnwise.inference.weights.sync import (
     AutomaticTransfer,
     SafetensorsTransfer,
@@ -330,3 +331,20 @@ def test_nothing_stays_behind_a_sender_that_is_killed() -> None:
         sender.send_signal(signal.SIGKILL)
     with pytest.raises(TransferError, match="gone"):
         weights_at(handle)
+
+
+def test_new_weights_cut_off_no_receiver_that_has_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sent them may not have noticed yet that it is done."""
+    whole = wire.Wire.say_bytes
+
+    def say_bytes(self: wire.Wire, *content: Any, **frame: Any) -> None:
+        whole(self, *content, **frame)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(wire.Wire, "say_bytes", say_bytes)
+    transfer = make_transfer("gloo")
+    try:
+        for seed in range(3):
+            assert same(weights_at(transfer.send(weights_of(seed))), weights_of(seed))
+    finally:
+        transfer.close()

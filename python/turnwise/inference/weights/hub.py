@@ -35,7 +35,7 @@ ANSWER_SECONDS = 5.0
 """The most seconds in which a receiver must say that it left a group."""
 
 GRACE_SECONDS = 0.5
-"""Seconds in which a round may end by itself before new weights end it: its receivers may just have got all bytes."""
+"""Seconds in which sending may end by itself before new weights end it: receivers may just have got all bytes."""
 
 ATTEMPTS = 3
 """Groups that fail, of those that still want the same weights, until each gets them alone."""
@@ -106,7 +106,7 @@ class Hub:
     def replacing(self) -> Iterator[Callable[[Tensor, int], None]]:
         """Stop all sending, so that the block can be written. Yields the call that offers the next weights."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._in_round, GRACE_SECONDS)
+            self._changed.wait_for(lambda: not (self._in_round or self._users), GRACE_SECONDS)
             if self._sequence and any(member.took == self._sequence for member in self._members):
                 self._before = self._sequence
             self._sequence, self._block, self._replaced = 0, None, True
