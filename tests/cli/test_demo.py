@@ -94,12 +94,14 @@ def test_demo_leaves_summary_curves_and_tables(tmp_path, tiny_demo, capsys):
     assert f"turnwise view {out / 'sudoku' / 'team'}" in printed and "docs/training.md" in printed
 
 
+@pytest.mark.slow
 def test_the_agent_with_half_the_view_needs_no_request(tmp_path, tiny_demo):
     parts = demo.run_demo(tmp_path / "demo")["parts"]
     assert ALWAYS.agent in parts["split_clues"]["held_out"] and (tmp_path / "demo/split_clues/alone").exists()
     assert ON_REQUEST.agent not in parts["sudoku"]["held_out"] and not (tmp_path / "demo/sudoku/alone").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_ends_where_success_holds(tmp_path, monkeypatch, capsys):
     """One agent, for comparison, gets its tokens whatever it reaches."""
     changes = {"steps": 9, "eval": {"every": 1, "num_prompts": 4, "target_success": 0.5}}

@@ -266,6 +266,7 @@ async def test_a_client_that_hangs_up_leaves_nothing_running() -> None:
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 async def test_a_served_engine_dies_comes_back_and_ends_with_its_starter(
     served_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def test_a_run_with_two_workers_and_two_engines_has_the_weights_of_one_process(
     assert KEY in (folder / f"seen-{os.getpid()}.txt").read_text(), "the spy would find it"
 
 
+@pytest.mark.slow
 def test_workers_are_found_in_the_file_of_the_supervisor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of another config is refused with the key in which they differ."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)

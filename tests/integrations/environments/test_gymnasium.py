@@ -144,7 +144,7 @@ def test_wrong_environments_are_named():
         build_task("gymnasium:")
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_trains(tmp_path, branches):
     run, lines = trained(tmp_path, LAKE, branches, actions=NAMES)
     check_lines(lines)

@@ -143,7 +143,7 @@ def test_options_that_exclude_each_other_are_named(url):
         task_at(url, field="number", **MOVES)
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_trains(tmp_path, url, branches):
     run, lines = trained(tmp_path, f"openenv:{url}", branches, render=f"{__name__}:as_words", **MOVES)
     check_lines(lines)

@@ -80,6 +80,7 @@ def first(tmp_path_factory):
     return folder, folder / "pool" / "solved.db", finished(run_of(folder / "run", folder / "pool" / "solved.db"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_problems_of_one_that_never_was(first, tmp_path):
     _, _, whole = first
     folder, path = tmp_path / "run", tmp_path / "solved.db"
@@ -93,6 +94,7 @@ def test_a_killed_run_ends_with_the_problems_of_one_that_never_was(first, tmp_pa
     assert finished(run_of(folder, path)) == whole
 
 
+@pytest.mark.slow
 def test_the_next_run_begins_with_what_the_last_one_solved(first, tmp_path):
     folder, path, whole = first
     problems = {problem for _, problem, *_ in whole}
