@@ -25,6 +25,18 @@ __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
+// This thread's number among `lanes` neighbours, a power of two.
+__device__ __forceinline__ int lane_of_group(int lanes) {
+    return int(threadIdx.x) & (lanes - 1);
+}
+
+// The sum over `lanes` neighbours, a power of two, in each of them. Called by the whole warp.
+template <class T>
+__device__ __forceinline__ T group_sum(T value, int lanes) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kFullWarp, value, offset);
+    return value;
+}
+
 // The maximum over a warp, in every lane; NaN if any value is NaN.
 template <class T>
 __device__ __forceinline__ T warp_max(T value) {
@@ -34,6 +46,35 @@ __device__ __forceinline__ T warp_max(T value) {
         if (!(other <= value)) value = other;
     }
     return value;
+}
+
+// The sum over the lanes up to this one.
+__device__ __forceinline__ unsigned warp_prefix_sum(unsigned value) {
+#pragma unroll
+    for (int by = 1; by < kWarp; by *= 2) {
+#if defined(__CUDA_ARCH__)
+        // The shuffle itself says which lanes have a lane `by` below, so no comparison does.
+        asm volatile(
+            "{\n.reg .pred there;\n.reg .u32 other;\n"
+            "shfl.sync.up.b32 other|there, %0, %1, 0, 0xffffffff;\n@there add.u32 %0, %0, other;\n}"
+            : "+r"(value)
+            : "r"(by));
+#else
+        const unsigned other = __shfl_up_sync(kFullWarp, value, by);
+        if (int(threadIdx.x) % kWarp >= by) value += other;
+#endif
+    }
+    return value;
+}
+
+// `sum` plus the products of the words' bytes.
+__device__ __forceinline__ unsigned dot_bytes(unsigned a, unsigned b, unsigned sum) {
+#if defined(__CUDA_ARCH__)
+    return __dp4a(a, b, sum);
+#else
+    for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
+    return sum;
+#endif
 }
 
 // The minimum over a warp, in every lane.

@@ -29,49 +29,76 @@ struct Grouping {
     float* advantages;        // [rows]
 };
 
+// A token's reward, and a number other than 0 if it trains.
+template <class Mask>
+struct Reward {
+    float value;
+    Mask trains;
+};
+
 // Returns this lane's share of a segment's rewards, and adds its share of the trained tokens to `count`.
-template <class T, bool fast>
-__device__ double sum_rewards(const Params& p, const AnyStream& rewards, const RowSegment& segment, long long& count) {
+template <class T, bool fast, bool short_rows>
+__device__ double sum_rewards(const Params& p, const AnyStream& rewards, const RowSegment& segment, int& count) {
     constexpr int kPack = 16 / int(sizeof(T));
     const int lane = int(threadIdx.x) % kWarp;
     double sum = 0;
+    if constexpr (short_rows) {
+        const auto add = [&](const auto& reward) {
+            if (reward.trains == 0) return;
+            count += 1;
+            sum += double(reward.value);
+        };
+        const auto value = [&](int64_t i) { return value_at<T, fast>(rewards, segment, i); };
+        const auto byte = [&](int64_t i) -> Reward<uint8_t> {
+            return {value(i), static_cast<const uint8_t*>(p.mask.data)[i]};
+        };
+        const auto any = [&](int64_t i) -> Reward<bool> { return {value(i), truth_at<fast>(p.mask, segment, i)}; };
+        if (fast && p.mask.bytes) {
+            each_token<8>(segment, p.rows.lanes, byte, add);
+        } else {
+            each_token<4>(segment, p.rows.lanes, any, add);
+        }
+    } else {
 #pragma unroll 2
-    for (int64_t i = segment.begin / kPack * kPack + lane * kPack; i < segment.end; i += kWarp * kPack) {
-        const PackAt<T, fast> at{segment, i};
-        const auto mask = at.ask(p.mask);
-        const auto pack = at.load(rewards);
-        const auto trained = at.truths(p.mask, mask);
-        count += trained.number();
+        for (int64_t i = segment.begin / kPack * kPack + lane * kPack; i < segment.end; i += kWarp * kPack) {
+            const PackAt<T, fast> at{segment, i};
+            const auto mask = at.ask(p.mask);
+            const auto pack = at.load(rewards);
+            const auto trained = at.truths(p.mask, mask);
+            count += trained.number();
 #pragma unroll
-        for (int k = 0; k < kPack; ++k) {
-            if (trained[k]) sum += double(to_float(pack[k]));
+            for (int k = 0; k < kPack; ++k) {
+                if (trained[k]) sum += double(to_float(pack[k]));
+            }
         }
     }
     return sum;
 }
 
 // Calls body(segment, place) on every segment of every span; `place` is the number of the span.
-template <class Body>
+template <bool short_rows, class Body>
 __device__ void each_segment(const Params& p, const Body& body) {
     const int64_t step = int64_t(gridDim.x) * kWarps;
     for (int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp; place < p.warps; place += step) {
-        RowSegments segments(p.rows, place);
+        RowSegments<short_rows> segments(p.rows, place);
         for (RowSegment segment; segments.next(segment);) body(segment, place);
     }
 }
 
-// Adds up each row's reward, one warp per row.
+// Adds up the rewards of the rows that spans cut, a warp per span: that of the row which begins in the span and goes on
+// after it.
 __device__ void join_rewards(const Params& p, const Grouping& g) {
     const int lane = int(threadIdx.x) % kWarp;
     const int64_t step = int64_t(gridDim.x) * kWarps;
-    for (int64_t row = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp; row < p.rows.rows; row += step) {
-        const int64_t start = row_start(p.rows, row), stop = row_start(p.rows, row + 1);
+    for (int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp; place < p.warps; place += step) {
+        const int64_t begin = place * p.rows.span, end = begin + p.rows.span;
+        if (end >= p.rows.tokens) break;
+        const int64_t row = warp_find_row(p.rows, end - 1);
+        const RowRange range = row_range(p.rows, row);
+        if (range.begin < begin || range.end <= end) continue;
         double sum = 0;
-        if (start < stop) {
-            const int64_t last = (stop - 1) / p.rows.span;
-            for (int64_t segment = start / p.rows.span + lane; segment <= last; segment += kWarp) {
-                sum += __ldcg(g.reward_partials + row + segment);
-            }
+        for (int64_t i = place + lane; i <= (range.end - 1) / p.rows.span; i += kWarp) {
+            sum += __ldcg(g.reward_partials + row + i);
         }
         sum = warp_sum(sum);
         if (lane == 0) g.sums[row] = float(sum);
@@ -102,7 +129,7 @@ __device__ void write_advantages(const Params& p, const Grouping& g) {
     }
 }
 
-template <class T, bool fast>
+template <class T, bool fast, bool short_rows>
 __global__ void __launch_bounds__(kThreads)
     rewards_to_advantages_kernel(const Params p, const Grouping g, int64_t zeroed) {
     // GMPO's row sums depend on the sign of the advantage, so they come after it. All others come first.
@@ -110,33 +137,42 @@ __global__ void __launch_bounds__(kThreads)
     // Clear the counts and the group table.
     int* words = reinterpret_cast<int*>(p.counts);
     for (int64_t i = thread_of_grid(); i < zeroed / 4; i += threads_of_grid()) words[i] = 0;
+    for (int64_t row = thread_of_grid(); row < p.rows.rows; row += threads_of_grid()) g.sums[row] = 0;
     clear_table(g.table);
     grid_barrier();
     // Rewards, counts and row sums in one pass over the tokens.
-    long long all = 0;
-    each_segment(p, [&](const RowSegment& segment, int64_t place) {
-        long long count = 0;
-        const double reward = warp_sum(sum_rewards<T, fast>(p, g.token_rewards, segment, count));
-        if (threadIdx.x % kWarp == 0) g.reward_partials[segment.row + place] = reward;
+    const int lanes = lanes_of<short_rows>(p.rows);
+    const bool leads = lane_of_group(lanes) == 0;
+    loss::SpanCounts counts;
+    each_segment<short_rows>(p, [&](const RowSegment& segment, int64_t place) {
+        int count = 0;
+        const double reward = group_sum(sum_rewards<T, fast, short_rows>(p, g.token_rewards, segment, count), lanes);
+        if (leads && !segment.empty()) {
+            if (segment.whole) {
+                g.sums[segment.row] = float(reward);
+            } else {
+                g.reward_partials[segment.row + place] = reward;
+            }
+        }
         double sums[loss::kRowSums] = {};
-        if (p.sum_rows && !late) loss::sum_segment<T, fast>(p, segment, sums);
-        loss::record_segment(p, segment, place, count, sums, p.sum_rows && !late, all);
+        if (p.sum_rows && !late) loss::sum_segment<T, fast, short_rows>(p, segment, sums);
+        loss::record_segment<short_rows>(p, segment, place, count, sums, p.sum_rows && !late, counts);
     });
-    loss::record_span(p, all);
+    loss::record_span(p, counts);
     grid_barrier();
-    // Rewards of rows, their advantages, and for GMPO the row sums.
+    // Rewards of cut rows, all rows' advantages, and for GMPO the row sums.
     join_rewards(p, g);
     grid_barrier();
     write_advantages(p, g);
     if (!late) return;
     grid_barrier();
-    each_segment(p, [&](const RowSegment& segment, int64_t place) {
+    each_segment<short_rows>(p, [&](const RowSegment& segment, int64_t place) {
         double sums[loss::kRowSums] = {};
-        loss::sum_segment<T, fast>(p, segment, sums);
+        loss::sum_segment<T, fast, short_rows>(p, segment, sums);
 #pragma unroll
         for (int k = 0; k < loss::kRowSums; ++k) {
-            const double total = warp_sum(sums[k]);
-            if (threadIdx.x % kWarp == 0) p.row_partials[(segment.row + place) * loss::kRowSums + k] = total;
+            const double total = group_sum(sums[k], lanes);
+            if (leads && !segment.empty()) p.row_partials[(segment.row + place) * loss::kRowSums + k] = total;
         }
     });
 }
@@ -198,10 +234,12 @@ void launch_advantages(const Params& p, const Grouping& g, Stream stream) {
     const bool fast = p.fast && loss::fits_fast(p.rows, g.token_rewards, p.grad_dtype);
     loss::dispatch(fast, p.grad_dtype, [&](auto kind) {
         using K = decltype(kind);
-        const auto kernel = rewards_to_advantages_kernel<typename K::Type, K::fast>;
-        const int64_t wanted = std::max(loss::blocks_of(p), (p.rows.rows + kThreads - 1) / kThreads);
-        const int64_t grid = std::min<int64_t>(wanted, resident_blocks(kernel, kThreads));
-        launch_cooperative(kernel, grid, kThreads, 0, stream, p, g, zeroed);
+        loss::dispatch_rows(p.rows, [&](auto short_rows) {
+            const auto kernel = rewards_to_advantages_kernel<typename K::Type, K::fast, short_rows.value>;
+            const int64_t wanted = std::max(loss::blocks_of(p), (p.rows.rows + kThreads - 1) / kThreads);
+            const int64_t grid = std::min<int64_t>(wanted, resident_blocks(kernel, kThreads));
+            launch_cooperative(kernel, grid, kThreads, 0, stream, p, g, zeroed);
+        });
     });
 }
 

@@ -25,6 +25,12 @@ template <Specialization special>
 __device__ __forceinline__ void store_warp_sums(Sums& sums, double* table, int actor) {
     const int lane = int(threadIdx.x) % kWarp;
     double mine = 0;
+    if (special != Specialization::full) {
+        sums.of[clipped_high] = sums.above - float(sums.dual);
+        sums.of[clipped_dual] = float(sums.dual);
+        sums.above = 0;
+        sums.dual = 0;
+    }
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
         if (is_minimal(special) && mismatch <= column && column <= entropy) continue;  // always 0
@@ -47,7 +53,7 @@ __device__ __forceinline__ void process_row(const Params& p, const R& row, const
     constexpr bool ahead = is_minimal(special);
     const int64_t begin = segment.begin + int(threadIdx.x) % kWarp * kPack;
     const int size = int(segment.end - segment.begin);
-    const float loss_before = sums.of[loss];
+    const float loss_before = sums.of[loss], above_before = sums.above;
     TokenPacks<T, special> now, next;
     now.load(p, At(segment, begin));
     for (int i = 0; i < size; i += kStep, now = next) {
@@ -55,15 +61,13 @@ __device__ __forceinline__ void process_row(const Params& p, const R& row, const
         next = now;
         if (ahead && more) next.load(p, At(segment, begin + i + kStep));
         const At at(segment, begin + i);
-        const auto out = add_pack<true, per_token, special>(
+        const auto out = add_pack<true, true, per_token, special>(
             p, now, now.trained(p, at), now.chosen(p, at), [&](int) -> const R& { return row; }, sums);
         at.store(p.grad, p.grad_dtype, pack_of<T>(out.slope));
         if (!ahead && more) next.load(p, At(segment, begin + i + kStep));
     }
     // Above the range the clip bounds A > 0, and the dual clip A < 0.
-    if (row.advantage > 0) sums.of[clipped_high] += sums.above;
-    if (row.advantage < 0) sums.of[clipped_dual] += sums.above;
-    sums.above = 0;
+    if (!per_token && row.negative()) sums.dual += unsigned(sums.above - above_before);
     if (row.weight == 0) sums.of[loss] = loss_before;
 }
 
@@ -80,23 +84,29 @@ class SpanPass {
           size_(uniform(int(max(min(p.rows.span, p.rows.tokens - begin_), int64_t(0))))),
           window_(p, rows, begin_, size_) {}
 
+    // per_token: advantages are given per token.
+    template <bool per_token>
     __device__ __forceinline__ void run() {
         for (int done = 0; done < size_;) {
             const int base = done & ~(kStep - 1), until = min(base + kStep, size_);
+            window_.first += window_.table.ends[window_.first] <= done;
             if (window_.covered < until) window_.fill(until);
             if (window_.covered <= done) break;  // cu_seqlens end before the tokens do
-            window_.first += window_.table.ends[window_.first] <= done;
             const int whole = (window_.table.ends[window_.first] - done) & ~(kStep - 1);
             if (fast && done == base && whole > 0) {
-                take_row(done, whole);
+                take_row<per_token>(done, whole);
                 done += whole;
-            } else {
-                const int limit = min(until, window_.covered);
-                take_rows(base, done, limit);
-                done = limit;
+                continue;
             }
+            if (fast && done == base && p_.actors == 1 && !window_.table.has_zero_weight) {
+                done = take_steps<per_token>(done);
+                if (done > base) continue;
+            }
+            const int limit = min(until, window_.covered);
+            take_rows<per_token>(base, done, limit);
+            done = limit;
         }
-        if (window_.bad_actor_id) sums_.of[loss] = NAN;
+        if (window_.table.has_bad_actor) sums_.of[loss] = NAN;
         store_warp_sums<special>(sums_, table_, max(actor_, 0));
     }
 
@@ -111,17 +121,39 @@ class SpanPass {
     }
 
     // Whole steps of one row.
+    template <bool per_token>
     __device__ __forceinline__ void take_row(int from, int tokens) {
         if constexpr (fast) {
             switch_to(window_.table.actors[window_.first]);
             const auto row = window_.table.rows[window_.first];
             const RowSegment segment{0, begin_ + from, begin_ + from + tokens};
-            p_.advantages.given ? process_row<true, T, special>(p_, row, segment, sums_)
-                                : process_row<false, T, special>(p_, row, segment, sums_);
+            process_row<per_token, T, special>(p_, row, segment, sums_);
         }
     }
 
+    // Whole steps from `from` on, of more than one row, as far as the table has their rows. Returns the next token.
+    template <bool per_token>
+    __device__ __forceinline__ int take_steps(int from) {
+        if constexpr (fast) {
+            const int limit = min(window_.covered, size_), token = int(threadIdx.x) % kWarp * kPack;
+            for (; from + kStep <= limit; from += kStep) {
+                const RowSegment segment{0, begin_ + from, begin_ + from + kStep};
+                const PackAt<T, true, true> at(segment, begin_ + from + token);
+                TokenPacks<T, special> packs;
+                packs.load(p_, at);
+                typename WindowOf<T, special>::Places places;
+                if (!window_.place_rows(from, places)) break;
+                const auto row_of = [&](int k) { return places[k]; };
+                const auto out = add_pack<false, true, per_token, special>(p_, packs, packs.trained(p_, at),
+                                                                           packs.chosen(p_, at), row_of, sums_);
+                at.store(p_.grad, p_.grad_dtype, pack_of<T>(out.slope));
+            }
+        }
+        return from;
+    }
+
     // The tokens [from, to) of the step that begins at `base`.
+    template <bool per_token>
     __device__ __forceinline__ void take_rows(int base, int from, int to) {
         const auto& table = window_.table;
         const int token = base + int(threadIdx.x) % kWarp * kPack;
@@ -154,9 +186,7 @@ class SpanPass {
             if (!more) break;
             more = p_.actors > 1;
             const auto row_of = [&](int k) -> const auto& { return table.rows[place[k]]; };
-            const auto out = p_.advantages.given
-                                 ? add_pack<false, true, special>(p_, packs, turn, chosen, row_of, sums_)
-                                 : add_pack<false, false, special>(p_, packs, turn, chosen, row_of, sums_);
+            const auto out = add_pack<false, false, per_token, special>(p_, packs, turn, chosen, row_of, sums_);
 #pragma unroll
             for (int k = 0; k < kPack; ++k) grad[k] = turn[k] ? out.slope[k] : grad[k];
         }
@@ -272,7 +302,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
     double* table = tables + warp * size;
     for (int i = lane; i < size; i += kWarp) table[i] = 0;
     __syncwarp();
-    SpanPass<T, fast, special>(p, place, rows[warp], table).run();
+    SpanPass<T, fast, special> pass(p, place, rows[warp], table);
+    p.advantages.given ? pass.template run<true>() : pass.template run<false>();
     __syncthreads();
 
     // The sums of the block: add up its warps' tables in order.
@@ -289,24 +320,25 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
 
 // ---- Counts that precede the first gradient ------------------------------------------------------------------------
 // Counts trained tokens and computes row sums, if loss_grad_kernel needs them.
-template <class T, bool fast>
+template <class T, bool fast, bool short_rows>
 __global__ void __launch_bounds__(kThreads) count_tokens_kernel(const Params p) {
     const int64_t place = int64_t(blockIdx.x) * kWarps + int(threadIdx.x) / kWarp;
-    long long all = 0;
+    SpanCounts counts;
     if (fast && !p.sum_rows && !p.count_rows && !p.count_actors) {
         // Only the batch's total is needed, so rows do not matter.
         const int64_t last = row_start(p.rows, p.rows.rows), begin = min(place * p.rows.span, last);
-        all = count_trained<fast>(p.mask, {0, begin, min(begin + p.rows.span, last)});
+        counts.tokens = count_trained<fast, false>(p.mask, {0, begin, min(begin + p.rows.span, last)}, kWarp);
     } else {
-        RowSegments segments(p.rows, place);
+        RowSegments<short_rows> segments(p.rows, place);
+        const int lanes = lanes_of<short_rows>(p.rows);
         for (RowSegment segment; segments.next(segment);) {
             double sums[kRowSums] = {};
-            const long long count =
-                p.sum_rows ? sum_segment<T, fast>(p, segment, sums) : count_trained<fast>(p.mask, segment);
-            record_segment(p, segment, place, count, sums, p.sum_rows, all);
+            const int64_t count = p.sum_rows ? sum_segment<T, fast, short_rows>(p, segment, sums)
+                                             : count_trained<fast, short_rows>(p.mask, segment, lanes);
+            record_segment<short_rows>(p, segment, place, int(count), sums, p.sum_rows, counts);
         }
     }
-    record_span(p, all);
+    record_span(p, counts);
 }
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
@@ -358,7 +390,10 @@ LossKernel kernel_for(const Params& p, K) {
 void launch_count_tokens(const Params& p, Stream stream) {
     dispatch(p.fast, p.grad_dtype, [&](auto kind) {
         using K = decltype(kind);
-        launch(count_tokens_kernel<typename K::Type, K::fast>, blocks_of(p), kThreads, 0, stream, p);
+        dispatch_rows(p.rows, [&](auto short_rows) {
+            launch(count_tokens_kernel<typename K::Type, K::fast, short_rows.value>, blocks_of(p), kThreads, 0, stream,
+                   p);
+        });
     });
 }
 

@@ -87,83 +87,130 @@ __device__ __forceinline__ bool kl_by_row(const PolicyLossOptions& o) {
 }
 
 // ---- Counts and sums that the first gradient needs -----------------------------------------------------------------
+// What the row sums read of a trained token; 0 where they need no such stream.
+struct RowSumInput {
+    float logprob, old, ref, rollout, advantage;
+    bool trained;
+};
+
 // Adds this lane's share of a segment's row sums to `sums`; returns the lane's trained tokens.
-template <class T, bool fast>
+template <class T, bool fast, bool short_rows>
 __device__ __forceinline__ int64_t sum_segment(const Params& p, const RowSegment& segment, double (&sums)[kRowSums]) {
     constexpr int kPack = 16 / int(sizeof(T));
     const int lane = int(threadIdx.x) % kWarp;
     const PolicyLossOptions& o = p.options;
     const bool ratios = is_by_row(o.variant.kind), bounded = o.variant.kind == VariantKind::gmpo;
     const bool rollouts = o.correction == Correction::sequence, kl = kl_by_row(o);
-    const float own = p.row_advantages.data ? p.row_advantages.number(segment.row) : 0.0f;
+    const float own = p.row_advantages.data && !segment.empty() ? p.row_advantages.number(segment.row) : 0.0f;
     int64_t count = 0;
-    // Every lane takes 16-byte packs, and loads only the streams that the sums need.
-    for (int64_t i = segment.begin / kPack * kPack + lane * kPack; i < segment.end; i += kWarp * kPack) {
-        const PackAt<T, fast> at{segment, i};
-        const auto mask = at.ask(p.mask);
-        typename PackAt<T, fast>::Floats logprob{}, ref{}, rollout{}, advantage{};
-        const auto old = at.load(p.old_logprobs);
-        if (ratios) logprob = at.load(p.logprobs);
-        if (kl) ref = at.load(p.ref);
-        if (rollouts) rollout = at.load(p.rollout);
-        if (p.advantages.data) advantage = at.load(p.advantages);
-        const auto trained = at.truths(p.mask, mask);
-        // Add the trained tokens of the pack.
+    const auto add = [&](const RowSumInput& in) {
+        if (!in.trained) return;
+        count += 1;
+        if (rollouts) sums[sum_mismatch] += double(in.old - in.rollout);
+        if (!ratios) return;
+        float d = in.logprob - in.old;
+        const float a = p.advantages.data ? in.advantage : own;
+        if (bounded) {
+            d = clamp_symmetric<ScalarMath>(d, kLogRatioBound);
+            d = gmpo_bounded<ScalarMath>(d, a, o.variant);
+        }
+        sums[sum_log_ratio] += double(d);
+        if (kl) {
+            sums[sum_kl] += double(kl_term<ScalarMath>(kl_kind(o), in.ref - in.logprob).value);
+        } else {
+            sums[sum_advantage] += double(a);
+        }
+    };
+    if constexpr (short_rows) {
+        const auto value = [&](const AnyStream& stream, int64_t i) { return value_at<T, fast>(stream, segment, i); };
+        const auto load = [&](int64_t i) -> RowSumInput {
+            return {ratios ? value(p.logprobs, i) : 0,
+                    value(p.old_logprobs, i),
+                    kl ? value(p.ref, i) : 0,
+                    rollouts ? value(p.rollout, i) : 0,
+                    p.advantages.data ? value(p.advantages, i) : 0,
+                    truth_at<fast>(p.mask, segment, i)};
+        };
+        each_token<2>(segment, p.rows.lanes, load, add);
+    } else {
+        // Every lane takes 16-byte packs, and loads only the streams that the sums need.
+        for (int64_t i = segment.begin / kPack * kPack + lane * kPack; i < segment.end; i += kWarp * kPack) {
+            const PackAt<T, fast> at{segment, i};
+            const auto mask = at.ask(p.mask);
+            typename PackAt<T, fast>::Floats logprob{}, ref{}, rollout{}, advantage{};
+            const auto old = at.load(p.old_logprobs);
+            if (ratios) logprob = at.load(p.logprobs);
+            if (kl) ref = at.load(p.ref);
+            if (rollouts) rollout = at.load(p.rollout);
+            if (p.advantages.data) advantage = at.load(p.advantages);
+            const auto trained = at.truths(p.mask, mask);
 #pragma unroll
-        for (int k = 0; k < kPack; ++k) {
-            if (!trained[k]) continue;
-            count += 1;
-            if (rollouts) sums[sum_mismatch] += double(to_float(old[k]) - to_float(rollout[k]));
-            if (!ratios) continue;
-            float d = to_float(logprob[k]) - to_float(old[k]);
-            const float a = p.advantages.data ? to_float(advantage[k]) : own;
-            if (bounded) {
-                d = clamp_symmetric<ScalarMath>(d, kLogRatioBound);
-                d = gmpo_bounded<ScalarMath>(d, a, o.variant);
-            }
-            sums[sum_log_ratio] += double(d);
-            if (kl) {
-                sums[sum_kl] += double(kl_term<ScalarMath>(kl_kind(o), to_float(ref[k]) - to_float(logprob[k])).value);
-            } else {
-                sums[sum_advantage] += double(a);
+            for (int k = 0; k < kPack; ++k) {
+                add({to_float(logprob[k]), to_float(old[k]), to_float(ref[k]), to_float(rollout[k]),
+                     to_float(advantage[k]), trained[k]});
             }
         }
     }
     return count;
 }
 
-// Stores a segment's counts, and its sums if `with_sums`, for what follows. Adds the lane's part of the trained tokens
-// to `all`. `place`: the number of the span.
-__device__ __forceinline__ void record_segment(const Params& p, const RowSegment& segment, int64_t place,
-                                               long long count, const double (&sums)[kRowSums], bool with_sums,
-                                               long long& all) {
-    const int lane = int(threadIdx.x) % kWarp;
-    if (!with_sums && !p.count_rows && !p.count_actors) {
-        all += count;  // only the batch's total is needed
-        return;
+// A lane's share of the counts of its warp's span.
+struct SpanCounts {
+    long long tokens = 0;    // trained tokens
+    long long of_actor = 0;  // trained tokens of the actor whose id is the lane's number
+    int rows = 0;            // rows of which this warp was the first to find a trained token
+};
+
+// Adds the trained tokens of rows to those of their actors. `count`: the row's, in one lane of every row; else 0.
+__device__ __forceinline__ void count_by_actor(const Params& p, int64_t row, int count, SpanCounts& counts) {
+    const int lane = int(threadIdx.x) % kWarp, actor = count > 0 ? actor_of(p, row) : -1;
+    // The actors take turns, each with all of its rows. Only ids that no lane stands for go to memory at once.
+    for (unsigned left = __ballot_sync(kFullWarp, actor >= 0); left;) {
+        const int turn = __shfl_sync(kFullWarp, actor, __ffs(int(left)) - 1);
+        const int total = warp_sum(actor == turn ? count : 0);
+        if (turn < kWarp) {
+            if (lane == turn) counts.of_actor += total;
+        } else if (lane == 0) {
+            atomicAdd(p.actor_tokens + turn, (unsigned long long)total);
+        }
+        left &= ~__ballot_sync(kFullWarp, actor == turn);
     }
-    // The sums of the whole segment go to row_partials, the counts to the totals of row and actor.
-    count = warp_sum(count);
+}
+
+// Stores a segment's counts, and its sums if `with_sums`, for what follows, and adds its counts to those of the span.
+// `count` and `sums`: this lane's share. `place`: the number of the span.
+template <bool short_rows>
+__device__ __forceinline__ void record_segment(const Params& p, const RowSegment& segment, int64_t place, int count,
+                                               const double (&sums)[kRowSums], bool with_sums, SpanCounts& counts) {
+    counts.tokens += count;
+    const int lanes = lanes_of<short_rows>(p.rows);
+    const bool leads = lane_of_group(lanes) == 0;
     if (with_sums) {
 #pragma unroll
         for (int k = 0; k < kRowSums; ++k) {
-            const double total = warp_sum(sums[k]);
-            if (lane == 0) p.row_partials[(segment.row + place) * kRowSums + k] = total;
+            const double total = group_sum(sums[k], lanes);
+            if (leads && !segment.empty()) p.row_partials[(segment.row + place) * kRowSums + k] = total;
         }
     }
-    if (lane != 0 || count == 0) return;
-    all += count;
-    if (p.count_actors) {
-        const int actor = actor_of(p, segment.row);
-        if (actor >= 0) atomicAdd(p.actor_tokens + actor, (unsigned long long)count);
+    if (!p.count_rows && !p.count_actors) return;
+    count = group_sum(count, lanes);
+    if (p.count_actors) count_by_actor(p, segment.row, leads ? count : 0, counts);
+    if (!p.count_rows || !leads || count == 0) return;
+    if (segment.whole) {
+        p.lengths[segment.row] = count;
+        counts.rows += 1;
+    } else {
+        counts.rows += atomicAdd(p.lengths + segment.row, count) == 0;
     }
-    if (p.count_rows && atomicAdd(p.lengths + segment.row, int(count)) == 0) atomicAdd(&p.counts->rows, 1ull);
 }
 
-// Adds a warp's trained tokens to the batch's count.
-__device__ __forceinline__ void record_span(const Params& p, long long all) {
-    all = warp_sum(all);
-    if (threadIdx.x % kWarp == 0 && all > 0) atomicAdd(&p.counts->tokens, (unsigned long long)all);
+// Adds a span's counts to the batch's.
+__device__ __forceinline__ void record_span(const Params& p, const SpanCounts& counts) {
+    const int lane = int(threadIdx.x) % kWarp, rows = warp_sum(counts.rows);
+    const long long tokens = warp_sum(counts.tokens);
+    if (lane == 0 && tokens > 0) atomicAdd(&p.counts->tokens, (unsigned long long)tokens);
+    if (lane == 0 && rows > 0) atomicAdd(&p.counts->rows, (unsigned long long)rows);
+    if (counts.of_actor > 0) atomicAdd(p.actor_tokens + lane, (unsigned long long)counts.of_actor);
 }
 
 // ---- Host: check_inputs, bind, plan, launch -------------------------------------------------------------------------
@@ -203,6 +250,12 @@ struct Kind {
     using Type = T;
     static constexpr bool fast = is_fast;
 };
+
+// Calls body(std::true_type) if rows are short, else body(std::false_type).
+template <class Body>
+void dispatch_rows(const SpannedRows& rows, const Body& body) {
+    rows.lanes < kWarp ? body(std::true_type{}) : body(std::false_type{});
+}
 
 // Calls body(Kind) with the type of the streams of floats, and whether kernels can use 16-byte packs.
 template <class Body>

@@ -31,7 +31,9 @@ static_assert(kColumns <= kColumnStride);
 // ---- Tokens ---------------------------------------------------------------------------------------------------------
 struct Sums {
     float of[kColumns] = {};  // indexed by Column
-    float above = 0;          // tokens of the current row above the range: see process_row
+    // Of Specialization other than full: clipped_high and clipped_dual together, and clipped_dual alone.
+    float above = 0;
+    unsigned dual = 0;
 };
 
 // The cases for which loss_grad_kernel is compiled. A narrower case needs fewer registers.
@@ -52,8 +54,8 @@ TW_HD constexpr bool weighs_kl(Specialization s) {
 
 // A warp's table of rows: large enough for a step of short rows, small enough for three blocks on a multiprocessor.
 template <class T, Specialization special>
-using WindowOf =
-    RowWindow<std::conditional_t<is_minimal(special), ClipRow, Row>, is_minimal(special) && sizeof(T) == 2 ? 128 : 64>;
+using WindowOf = RowWindow<std::conditional_t<is_minimal(special), ClipRow, Row>,
+                           is_minimal(special) && sizeof(T) == 2 ? 128 : 64, kWarp * 16 / int(sizeof(T))>;
 
 // One pack of every stream that the case needs. `load` only starts the loads, so all are in flight at once.
 template <class T, Specialization special>
@@ -109,15 +111,24 @@ __device__ __forceinline__ void add_variant(const Params& p, const Packs& in, co
         const float logprob = to_float(in.logprob[k]), raw = keep(logprob - to_float(in.old[k]), mask);
         const float bounded = clamp_symmetric<Math>(raw, kLogRatioBound), ratio = Math::exp(bounded);
         const bool open = Math::unless_differs(true, bounded, raw);
-        const float advantage = per_token ? to_float(in.advantage[k]) : row.advantage;
         TokenLoss<Math> token;
         if constexpr (clip_only) {
-            // In one row all tokens above the range count alike, so the sign of A waits for the end of the row.
-            ClipRange<Math> range{row.low, row.high, !one_row && advantage < 0, one_row || advantage > 0};
-            if (per_token) range = clip_range<Math>(advantage, p.options.variant);
-            token = clipped_surrogate<Math>(ratio, true, open, keep(advantage * row.weight, mask), range);
+            float given = row.scaled, scaled = given;
+            ClipRange<Math> range{row.low, row.high, false, true};
+            if (per_token) {
+                given = to_float(in.advantage[k]), scaled = given * row.weight;
+                range = clip_range<Math>(given, p.options.variant);
+                range.negative = false, range.positive = true;  // the sign of A waits
+            }
+            token = clipped_surrogate<Math>(ratio, true, open, keep(scaled, mask), range);
+            if (token.clipped_high) {
+                sums.above += 1;
+                if (!one_row || per_token)
+                    sums.dual += __float_as_uint(given) >> 31;  // process_row looks at its one row
+            }
         } else {
             const bool on = mask != 0;
+            const float advantage = per_token ? to_float(in.advantage[k]) : row.advantage;
             const Token<Math> inputs{
                 logprob,       bounded, ratio, on, open, advantage, chosen[k], row.terms.ratio, row.terms.advantage,
                 !row.terms.cut};
@@ -129,9 +140,7 @@ __device__ __forceinline__ void add_variant(const Params& p, const Packs& in, co
             token.clipped_dual = on && token.clipped_dual;
         }
         if (token.clipped_low) sums.of[clipped_low] += 1;
-        if (clip_only && one_row && !per_token) {
-            if (token.clipped_high) sums.above += 1;
-        } else {
+        if (!clip_only) {
             if (token.clipped_high) sums.of[clipped_high] += 1;
             if (token.clipped_dual) sums.of[clipped_dual] += 1;
         }
@@ -205,8 +214,8 @@ __device__ __forceinline__ void add_kl(const Params& p, const Packs& in, const T
 }
 
 // Adds the tokens of a pack that `trained` names to `sums`, and returns their derivatives. `row_of(k)` is a token's
-// row.
-template <bool one_row, bool per_token, Specialization special, class Packs, int kPack, class RowOf>
+// row. `weighted`: no row has weight 0, or the caller looks at it.
+template <bool one_row, bool weighted, bool per_token, Specialization special, class Packs, int kPack, class RowOf>
 __device__ __forceinline__ PackLoss<kPack> add_pack(const Params& p, const Packs& in, const Truths<kPack>& trained,
                                                     const Truths<kPack>& chosen, const RowOf& row_of, Sums& sums) {
     PackLoss<kPack> out;
@@ -218,8 +227,8 @@ __device__ __forceinline__ PackLoss<kPack> add_pack(const Params& p, const Packs
     sums.of[tokens] += float(trained.number());
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
-        // A weight of 0 hides even NaN from the loss; process_row looks at the weight of its one row.
-        sums.of[loss] += one_row || row_of(k).weight != 0 ? out.loss[k] : 0.0f;
+        // A weight of 0 hides even NaN from the loss.
+        sums.of[loss] += weighted || row_of(k).weight != 0 ? out.loss[k] : 0.0f;
         if (!is_minimal(special)) sums.of[entropy] += keep(to_float(in.entropy_of[k]), trained.mask(k));
     }
     return out;

@@ -81,10 +81,13 @@ struct RowStream {
 // ---- Segments -------------------------------------------------------------------------------------------------------
 // Rows whose tokens are divided into spans. Warp w takes tokens [w span, (w + 1) span).
 struct SpannedRows : TokenRows {
-    int64_t span = 0;  // tokens per warp
+    int64_t span = 0;   // tokens per warp
+    int lanes = kWarp;  // neighbours that share a row where rows are added up; fewer than kWarp if rows are short
 
     // Cuts the tokens into at most `most` spans, none shorter than a warp can use well. Returns the number of spans.
     int64_t cut(int64_t most) {
+        const int few = rows > 0 ? lanes_per_row(*this) : 0;
+        lanes = few > 0 ? few : kWarp;
         constexpr int64_t kShortest = 512;
         span = (tokens + most - 1) / most;
         span = std::max<int64_t>((span + kShortest - 1) / kShortest * kShortest, kShortest);
@@ -96,30 +99,64 @@ struct SpannedRows : TokenRows {
 struct RowSegment {
     int64_t row;         // index of the row
     int64_t begin, end;  // tokens, numbered over all rows
+    bool whole = false;  // these are all tokens of the row
+
+    __device__ __forceinline__ bool empty() const { return begin >= end; }
 };
 
-// Iterates over the segments of a warp's span. All lanes call `next` together.
+// SpannedRows::lanes, known to the compiler if rows are not `short_rows`.
+template <bool short_rows>
+__device__ __forceinline__ int lanes_of(const SpannedRows& rows) {
+    return short_rows ? rows.lanes : kWarp;
+}
+
+// Iterates over the segments of a warp's span. Groups of lanes_of neighbours take one segment each. All lanes of the
+// warp call `next` together.
+template <bool short_rows>
 class RowSegments {
   public:
-    __device__ RowSegments(const SpannedRows& rows, int64_t place) : rows_(rows), at_(place * rows.span) {
-        end_ = min(at_ + rows.span, rows.tokens);
-        if (at_ < end_) row_ = warp_find_row(rows, at_);
+    __device__ RowSegments(const SpannedRows& rows, int64_t place) : rows_(rows), begin_(place * rows.span) {
+        const int lanes = lanes_of<short_rows>(rows);
+        end_ = min(begin_ + rows.span, rows.tokens);
+        next_ = begin_ < end_ ? warp_find_row(rows, begin_) + int(threadIdx.x) % kWarp / lanes : rows.rows;
+        step_ = kWarp / lanes;
     }
+    // Gives each group its next segment, an empty one if only other groups have any left. False if none has.
     __device__ bool next(RowSegment& segment) {
-        for (; at_ < end_ && row_ < rows_.rows; ++row_) {
-            const int64_t stop = min(row_start(rows_, row_ + 1), end_);
-            if (stop <= at_) continue;
-            segment = {row_, at_, stop};
-            at_ = stop;
-            return true;
+        for (bool more = true; more;) {
+            const int64_t row = next_;
+            next_ += step_;
+            const RowRange range = row < rows_.rows ? row_range(rows_, row) : RowRange{end_, end_};
+            const int64_t first = max(range.begin, begin_);
+            segment = {row, first, max(min(range.end, end_), first), range.begin >= begin_ && range.end <= end_};
+            if (__any_sync(kFullWarp, !segment.empty())) return true;
+            more = __any_sync(kFullWarp, range.begin < end_);
         }
         return false;
     }
 
   private:
     const SpannedRows& rows_;
-    int64_t at_, end_, row_ = 0;  // the next token; the end of the span; the row of the next token
+    int64_t begin_, end_, next_;  // the span; the next row of this lane's group
+    int step_;                    // groups
 };
+
+// Calls add(load(token)) for every token that this lane has of its group's segment. A lane takes `at_once` adjacent
+// tokens at a time and starts all their loads before it adds. What lies past the segment is value-initialised.
+template <int at_once, class Load, class Add>
+__device__ __forceinline__ void each_token(const RowSegment& segment, int lanes, const Load& load, const Add& add) {
+    const int size = int(segment.end - segment.begin);
+    for (int i = lane_of_group(lanes) * at_once; i < size; i += lanes * at_once) {
+        const int64_t first = segment.begin + i;
+        decltype(load(first)) loaded[at_once]{};
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) {
+            if (i + k < size) loaded[k] = load(first + k);
+        }
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) add(loaded[k]);
+    }
+}
 
 // A truth value per token of a pack, in the top bit of a byte each; all other bits are 0.
 template <int count>
@@ -311,16 +348,33 @@ __device__ int64_t count_stream(const T* stream, const RowSegment& segment) {
     return count;
 }
 
-// This lane's share of the number of trained tokens in a segment. `fast`: the mask is contiguous, aligned to 16 bytes.
+// The value of a token. `fast`: the stream is contiguous, with floats of type T.
+template <class T, bool fast>
+__device__ __forceinline__ float value_at(const AnyStream& stream, const RowSegment& segment, int64_t token) {
+    if constexpr (fast) return to_float(static_cast<const T*>(stream.data)[token]);
+    return read_float(stream.data, stream.dtype, stream.place(segment.row, token));
+}
+// True if a token's mask, if given, is not 0.
 template <bool fast>
-__device__ int64_t count_trained(const AnyStream& mask, const RowSegment& segment) {
-    const int lane = int(threadIdx.x) % kWarp;
-    if (mask.data == nullptr) return lane == 0 ? segment.end - segment.begin : 0;
-    if (fast && is_byte(mask.dtype)) return count_stream(static_cast<const uint8_t*>(mask.data), segment);
-    if (fast && mask.dtype == DType::f32) return count_stream(static_cast<const float*>(mask.data), segment);
-    int64_t count = 0;
-    for (int64_t i = segment.begin + lane; i < segment.end; i += kWarp) {
-        count += read_truth(mask.data, mask.dtype, fast ? i : mask.place(segment.row, i));
+__device__ __forceinline__ bool truth_at(const AnyStream& mask, const RowSegment& segment, int64_t token) {
+    return !mask.given || read_truth(mask.data, mask.dtype, fast ? token : mask.place(segment.row, token));
+}
+
+// This lane's share of the number of trained tokens in a segment that `lanes` neighbours share: those of a warp unless
+// rows are short. `fast`: the mask is contiguous, aligned to 16 bytes.
+template <bool fast, bool short_rows>
+__device__ int64_t count_trained(const AnyStream& mask, const RowSegment& segment, int lanes) {
+    if (mask.data == nullptr) return lane_of_group(lanes) == 0 ? segment.end - segment.begin : 0;
+    if (fast && !short_rows && mask.bytes) return count_stream(static_cast<const uint8_t*>(mask.data), segment);
+    if (fast && !short_rows && mask.dtype == DType::f32) {
+        return count_stream(static_cast<const float*>(mask.data), segment);
+    }
+    int count = 0;
+    const auto add = [&](auto found) { count += found != 0; };
+    if (fast && mask.bytes) {
+        each_token<8>(segment, lanes, [&](int64_t i) { return static_cast<const uint8_t*>(mask.data)[i]; }, add);
+    } else {
+        each_token<4>(segment, lanes, [&](int64_t i) { return truth_at<fast>(mask, segment, i); }, add);
     }
     return count;
 }

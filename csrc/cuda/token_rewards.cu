@@ -16,8 +16,7 @@ __global__ void __launch_bounds__(kSumThreads, 3)
 }
 
 __global__ void __launch_bounds__(kSumThreads) join_kernel(TokenRows rows, const Edges* edges, float* sums) {
-    const int64_t row = int64_t(blockIdx.x) * kSumWarps + threadIdx.x / kWarp;
-    if (row < rows.rows) join_row(rows, row, edges, sums);
+    join_rows(rows, int64_t(blockIdx.x) * kSumThreads + threadIdx.x, edges, sums);
 }
 
 // The launch of sum_kernel.
@@ -73,7 +72,7 @@ void launch_sums(const TokenRewardsInput& in, const TokenRows& rows, const SumPl
     launch(sum_kernel<T, Mask>, p.chunks, kSumThreads, per_warp * kSumWarps, stream, in.rewards.as<const T>(),
            in.mask.as<const Mask>(), rows, p.chunk, p.aligned, p.lanes, sums, p.edges);
     if (!p.edges) return;
-    launch(join_kernel, (rows.rows + kSumWarps - 1) / kSumWarps, kSumThreads, 0, stream, rows, p.edges, sums);
+    launch(join_kernel, (rows.rows + kSumThreads - 1) / kSumThreads, kSumThreads, 0, stream, rows, p.edges, sums);
 }
 
 }  // namespace

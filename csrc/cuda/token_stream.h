@@ -22,11 +22,32 @@ __device__ __forceinline__ int64_t given_start(const TokenRows& r, int64_t row) 
     return r.wide ? static_cast<const int64_t*>(r.starts)[row] : int64_t(static_cast<const int32_t*>(r.starts)[row]);
 }
 
+// The first token of a row and that of the next row, as given.
+struct RowRange {
+    int64_t begin, end;
+};
+__device__ __forceinline__ RowRange given_range(const TokenRows& r, int64_t row) {
+    if (r.starts == nullptr) return {row * r.width, row * r.width + r.width};
+    if (r.wide) return {static_cast<const int64_t*>(r.starts)[row], static_cast<const int64_t*>(r.starts)[row + 1]};
+    const int32_t* starts = static_cast<const int32_t*>(r.starts) + row;
+    return {starts[0], starts[1]};
+}
+
 // The same, clamped, so wrong boundaries give wrong sums but no illegal access.
 __device__ __forceinline__ int64_t row_start(const TokenRows& r, int64_t row) {
     const int64_t start = given_start(r, row);
     if (r.starts == nullptr) return start;
     return start < 0 ? 0 : start > r.tokens ? r.tokens : start;
+}
+
+// A row's first token and that of the next row, clamped like row_start.
+__device__ __forceinline__ RowRange row_range(const TokenRows& r, int64_t row) {
+    RowRange range = given_range(r, row);
+    if (r.starts != nullptr) {
+        range.begin = range.begin < 0 ? 0 : range.begin > r.tokens ? r.tokens : range.begin;
+        range.end = range.end < 0 ? 0 : range.end > r.tokens ? r.tokens : range.end;
+    }
+    return range;
 }
 
 // The number of a row's tokens that count.
@@ -35,6 +56,16 @@ __device__ __forceinline__ int64_t row_length(const TokenRows& r, int64_t row, i
     const int64_t length = r.wide_lengths ? static_cast<const int64_t*>(r.lengths)[row]
                                           : int64_t(static_cast<const int32_t*>(r.lengths)[row]);
     return length < 0 ? 0 : length > tokens ? tokens : length;
+}
+
+// Lanes that share a row where several rows fit a warp: each adds up about 16 tokens. 0: rows are long, and the whole
+// warp adds up one row after the other.
+inline int lanes_per_row(const TokenRows& r) {
+    const int64_t mean = r.tokens / r.rows;
+    if (mean >= 128) return 0;
+    int lanes = 1;
+    while (mean > 16 * lanes) lanes *= 2;
+    return lanes;
 }
 
 // The last row that starts at or before a token, so the row that holds it. Called by a whole warp; every lane gets it.

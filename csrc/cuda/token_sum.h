@@ -131,16 +131,6 @@ __device__ __forceinline__ UnitParts sum_rows(const TokenRows& r, const float (&
     return parts;
 }
 
-// Lanes that share a row where several rows fit a warp: each adds up about 16 tokens. 0: rows are long, and the whole
-// warp adds up one row after the other.
-inline int lanes_per_row(const TokenRows& r) {
-    const int64_t mean = r.tokens / r.rows;
-    if (mean >= 128) return 0;
-    int lanes = 1;
-    while (mean > 16 * lanes) lanes *= 2;
-    return lanes;
-}
-
 // Shared memory of a warp for the values of its unit. A gap after every 32 keeps lanes whose rows lie a multiple of 32
 // apart in different banks.
 constexpr int kSumStaged = kSumUnit + kSumUnit / kWarp;
@@ -235,21 +225,22 @@ __device__ __forceinline__ void sum_chunk(const T* rewards, const Mask* mask, co
     __syncthreads();  // now the next call may write the parts
 }
 
-// Adds up the parts of a row that several chunks hold; an empty row gets 0. Called by a warp once all chunks are
-// summed.
-__device__ __forceinline__ void join_row(const TokenRows& rows, int64_t row, const Edges* edges, float* sums) {
-    const int lane = int(threadIdx.x) % kWarp;
-    const int64_t start = row_start(rows, row), stop = row_start(rows, row + 1);
-    if (stop <= start) {
-        if (lane == 0) sums[row] = 0.0f;
-        return;
+// Adds up the parts of rows that several chunks hold; empty rows get 0. Called by a warp with a row per lane, once all
+// chunks are summed.
+__device__ __forceinline__ void join_rows(const TokenRows& rows, int64_t row, const Edges* edges, float* sums) {
+    const RowRange range = row < rows.rows ? row_range(rows, row) : RowRange{0, 0};
+    const int64_t first = range.begin / kSumChunk, last = (range.end - 1) / kSumChunk;
+    const bool empty = range.end <= range.begin;
+    if (empty && row < rows.rows) sums[row] = 0.0f;
+    // The whole warp adds up each row that chunks cut.
+    for (unsigned cut = __ballot_sync(kFullWarp, !empty && first < last); cut; cut &= cut - 1) {
+        const int lane = int(threadIdx.x) % kWarp, owner = __ffs(int(cut)) - 1;
+        const int64_t from = __shfl_sync(kFullWarp, first, owner), to = __shfl_sync(kFullWarp, last, owner);
+        double sum = 0;
+        for (int64_t chunk = from + 1 + lane; chunk <= to; chunk += kWarp) sum += edges[chunk].head;
+        sum = warp_sum(sum) + edges[from].tail;
+        if (lane == owner) sums[row] = float(sum);
     }
-    const int64_t first = start / kSumChunk, last = (stop - 1) / kSumChunk;
-    if (first == last) return;
-    double sum = 0;
-    for (int64_t chunk = first + 1 + lane; chunk <= last; chunk += kWarp) sum += edges[chunk].head;
-    sum = warp_sum(sum) + edges[first].tail;
-    if (lane == 0) sums[row] = float(sum);
 }
 
 }  // namespace turnwise::cuda
