@@ -65,10 +65,12 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
     if (Loop::has_ref(t)) {
         auto kl = Loop::kl(t, masked(load_floats(t.ref_logprobs + i) - logprob));  // 0 if masked, because d is
         sums.kl = add(sums.kl, kl.value);
-        if (Loop::weighs_kl(t)) {
-            kl = Loop::weighted(t, token, kl);
-            sums.weighted_kl = add(sums.weighted_kl, kl.value);
+        if (Loop::weighs_kl(t)) kl = Loop::weighted(t, token, kl);
+        if constexpr (Loop::has_weights) {
+            const Floats weight = load_floats(t.weights + i);
+            kl = {kl.value * weight, kl.slope * weight};
         }
+        if (Loop::weighs_kl(t) || Loop::has_weights) sums.weighted_kl = add(sums.weighted_kl, kl.value);
         part.grad = fma(kind.kl_scale, kl.slope, part.grad);
     }
     // Gradient and metrics.
@@ -91,25 +93,35 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
 struct Tail {
     Tail(const Tile& t, int i) : tile(t) {
         const int left = t.n - i < kLanes ? t.n - i : kLanes;
-        const float** streams[] = {&tile.logprobs,         &tile.old_logprobs, &tile.ref_logprobs,
-                                   &tile.rollout_logprobs, &tile.advantages,   &tile.entropy};
-        for (int k = 0; k < 6; ++k) {
+        const float** streams[] = {&tile.logprobs,   &tile.old_logprobs, &tile.ref_logprobs, &tile.rollout_logprobs,
+                                   &tile.advantages, &tile.weights,      &tile.entropy};
+        for (int k = 0; k < 7; ++k) {
             if (*streams[k] == nullptr) continue;
-            std::memcpy(values[k], *streams[k] + i, size_t(left) * sizeof(float));
+            copy(*streams[k] + i, left, values[k]);
             *streams[k] = values[k];
         }
-        for (int lane = 0; lane < kLanes; ++lane) {
-            mask[lane] = lane < left && (t.mask == nullptr || t.mask[i + lane] != 0);
-            selected[lane] = lane < left && t.selected != nullptr && t.selected[i + lane] != 0;
+        if (t.mask) {
+            copy(t.mask + i, left, mask);
+        } else {
+            for (int lane = 0; lane < kLanes; ++lane) mask[lane] = lane < left;
         }
         tile.mask = mask;
-        if (t.selected) tile.selected = selected;
+        if (t.selected) {
+            copy(t.selected + i, left, selected);
+            tile.selected = selected;
+        }
         tile.grad = grad;
         tile.stream = false;
     }
-    Tile tile;                                         // its streams are the arrays below
-    float values[6][kLanes] = {}, grad[kLanes];        // copies of the float streams; the gradient
-    uint8_t mask[kLanes] = {}, selected[kLanes] = {};  // 0 in missing lanes
+    // The values that are there, then zeros.
+    template <class T>
+    static TW_INLINE void copy(const T* from, int left, T (&to)[kLanes]) {
+        std::memset(to, 0, sizeof to);
+        std::memcpy(to, from, size_t(left) * sizeof(T));
+    }
+    Tile tile;                               // its streams are the arrays below
+    float values[7][kLanes], grad[kLanes];   // copies of the float streams that are given; the gradient
+    uint8_t mask[kLanes], selected[kLanes];  // 0 in missing lanes
 };
 
 template <class Loop>
@@ -134,7 +146,8 @@ void loop(const Tile& given, TileSums& out) {
     if (i < t.n) tail_step(kind, t, i, sums);
     // Add the lanes up in double.
     const double log_ratio = sum_lanes(sums.log_ratio), kl = sum_lanes(sums.kl);
-    out.loss += Loop::loss(t, sums) + double(t.kl_coef) * (Loop::weighs_kl(t) ? sum_lanes(sums.weighted_kl) : kl);
+    const bool has_own = Loop::weighs_kl(t) || Loop::has_weights;  // the KL term is not its metric
+    out.loss += Loop::loss(t, sums) + double(t.kl_coef) * (has_own ? sum_lanes(sums.weighted_kl) : kl);
     out.log_ratio += log_ratio;
     out.k3 += sum_lanes(sums.growth) - log_ratio;
     out.tokens += double(total(sums.tokens));
@@ -153,7 +166,9 @@ void loop(const Tile& given, TileSums& out) {
 
 template <KlKind kind, bool kl_weighted, bool with_rollout>
 void clip_loop(const Tile& t, TileSums& sums) {
-    if (t.advantages) {
+    if (t.weights) {
+        loop<ClipLoop<kind, kl_weighted, with_rollout, true, true>>(t, sums);
+    } else if (t.advantages) {
         loop<ClipLoop<kind, kl_weighted, with_rollout, true>>(t, sums);
     } else {
         loop<ClipLoop<kind, kl_weighted, with_rollout, false>>(t, sums);

@@ -54,7 +54,7 @@ struct Running {
     VecF log_ratio;                                 // sum of d = logprob - old_logprob
     VecF growth;                                    // sum of ratio - 1
     VecF ratio_max, kl;                             // largest ratio; sum of KL estimates
-    VecF weighted_kl;                               // sum of KL estimate times the importance ratio
+    VecF weighted_kl;                               // sum of KL estimate times importance ratio and Tile::weights
     VecF mismatch, weight, weight_square, entropy;  // sums; w = exp(mismatch) and w^2
     VecN tokens;                                    // trained tokens
     VecN first;                                     // ClipLoop: ratio >= low; AnyLoop: clipped_low
@@ -74,7 +74,7 @@ TW_INLINE KlTerm<VectorMath> weighted_by_token(const Token<VectorMath>& token, c
 }
 
 // PPO's clip for one KL estimator, with or without rollout log-probabilities. AnyLoop handles everything else.
-template <KlKind kl_kind, bool kl_weighted, bool with_rollout, bool per_token>
+template <KlKind kl_kind, bool kl_weighted, bool with_rollout, bool per_token, bool with_weights = false>
 struct ClipLoop {
     explicit TW_INLINE ClipLoop(const Tile& t)
         : range(clip_range<VectorMath>(VectorMath::set(t.advantage), t.variant)),
@@ -83,6 +83,7 @@ struct ClipLoop {
           scale(VectorMath::set(per_token ? -t.weight : -t.advantage * t.weight)),
           kl_scale(VectorMath::set(-t.kl_coef * t.weight)) {}
     static constexpr bool prefetch_ref = kl_kind != KlKind::none, prefetch_advantages = per_token;  // see prefetch
+    static constexpr bool has_weights = with_weights;                                               // Tile::weights
     static TW_INLINE bool has_ref(const Tile&) { return kl_kind != KlKind::none; }
     static TW_INLINE bool has_rollout(const Tile&) { return with_rollout; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile&, Floats d) { return kl_term<VectorMath, kl_kind>(d); }
@@ -108,8 +109,9 @@ struct ClipLoop {
             const auto clipped = clip_ratio<VectorMath>(token.ratio, token.trained, own);
             count_clipped(clipped, sums);
             sums.clipped_dual = count(sums.clipped_dual, unless(clipped.not_below, clipped.within) & own.negative);
-            const Floats slope = advantage * scale;
-            return {advantage * clipped.value, vec_select(clipped.within & token.open, slope * token.ratio, zero)};
+            const Floats weighted = with_weights ? advantage * load_floats(t.weights + i) : advantage;
+            const Floats slope = weighted * scale;
+            return {weighted * clipped.value, vec_select(clipped.within & token.open, slope * token.ratio, zero)};
         }
         const auto clipped = clip_ratio<VectorMath>(token.ratio, token.trained, range);
         count_clipped(clipped, sums);
@@ -137,7 +139,7 @@ struct ClipLoop {
 // Every variant and KL estimator, chosen at run time.
 struct AnyLoop {
     explicit TW_INLINE AnyLoop(const Tile& t) : kl_scale(VectorMath::set(-t.kl_coef)) {}
-    static constexpr bool prefetch_ref = false, prefetch_advantages = false;
+    static constexpr bool prefetch_ref = false, prefetch_advantages = false, has_weights = false;
     static TW_INLINE bool has_ref(const Tile& t) { return t.ref_logprobs != nullptr; }
     static TW_INLINE bool has_rollout(const Tile& t) { return t.rollout_logprobs != nullptr; }
     static TW_INLINE KlTerm<VectorMath> kl(const Tile& t, Floats d) { return kl_term<VectorMath>(t.kl, d); }

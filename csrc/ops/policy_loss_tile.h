@@ -9,7 +9,8 @@ namespace turnwise {
 
 constexpr int kTile = 1024;  // tokens; so few that float32 sums stay accurate and all streams fit in L1
 
-// n tokens of one row. Streams are [n] and contiguous, or null if not given.
+// n tokens of one row; or of several rows, if `advantages` is given. Streams are [n] and contiguous, or null if not
+// given.
 struct Tile {
     int n;                             // tokens, at most kTile
     const float* logprobs;             // under the policy
@@ -17,6 +18,7 @@ struct Tile {
     const float* ref_logprobs;         // under the reference, for KL
     const float* rollout_logprobs;     // given by the rollout engine
     const float* advantages;           // per token; null: `advantage` for all
+    const float* weights;              // per token, times `weight`, with `advantages`; null: 1. The loss's sum has them
     const float* entropy;              // for the metric
     const uint8_t* mask;               // 0 or not 0; null: every token trains
     const uint8_t* selected;           // 0 or not 0, for variants that select tokens
@@ -36,7 +38,7 @@ struct Tile {
 
 // Sums over trained tokens of the term in each comment. r: ratio, d: log-ratio, w: importance weight.
 struct TileSums {
-    double loss = 0;           // token loss, without the row's weight
+    double loss = 0;           // token loss, without Tile::weight
     double log_ratio = 0;      // d
     double k3 = 0;             // r - 1 - d
     double kl = 0;             // KL estimate against the reference

@@ -55,10 +55,26 @@ class TokenLayout {
     int64_t start(int64_t row) const { return packed_ ? starts_[row] : row * width_; }
     int64_t length(int64_t row) const { return packed_ ? starts_[row + 1] - starts_[row] : width_; }
 
+    // The row that holds a token, numbered over all rows.
+    int64_t row_of(int64_t token) const {
+        return packed_ ? std::upper_bound(starts_, starts_ + rows_ + 1, token) - starts_ - 1 : token / width_;
+    }
+    // True if the stream's rows follow one another at the step of their tokens.
+    bool is_flat(const View& stream) const {
+        return packed_ || rows_ <= 1 || stream.stride[0] == width_ * stream.stride[1];
+    }
+
     // Throws unless a stream has one value per token.
     void check_shape(const char* name, const View& stream) const {
         if (packed_) return require_shape(name, stream, {tokens()});
         require_shape(name, stream, {rows_, width_});
+    }
+    const int64_t* starts() const { return packed_ ? starts_ : nullptr; }  // [B + 1]
+    // The number of tokens of the longest row.
+    int64_t longest() const {
+        int64_t most = packed_ ? 0 : width_;
+        for (int64_t row = 0; packed_ && row < rows_; ++row) most = std::max(most, length(row));
+        return most;
     }
     // The offset of a row's token in a stream, and below the step from one token to the next; both in elements.
     int64_t offset(const View& stream, int64_t row, int64_t token) const {

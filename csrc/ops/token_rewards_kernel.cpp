@@ -130,6 +130,7 @@ TW_INLINE VecM read_mask(const float* mask, VecM& bad) {
 
 constexpr int kUnroll = 4;                  // independent sums
 constexpr int kSumStep = kUnroll * kLanes;  // tokens
+constexpr int kShortSum = kSumStep;         // tokens of a row that is added up one by one
 
 template <class T, class Mask>
 TW_INLINE void sum_step(const T* rewards, const Mask* mask, VecD* sums, VecM& bad) {
@@ -159,6 +160,22 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
     constexpr bool has_mask = !__is_same(Mask, NoMask);
     const T* rewards = static_cast<const T*>(all_rewards);
     const Mask* mask = static_cast<const Mask*>(all_masks);
+    // A short row has one value per lane at most, and the lanes are added up in the order of the tokens.
+    if (n <= kShortSum) {
+        double total = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            float value = to_float(rewards[i]);
+            if constexpr (has_mask) {
+                uint32_t bits;  // without a branch, which masks with holes would mispredict
+                std::memcpy(&bits, &value, sizeof bits);
+                bits &= 0u - uint32_t(mask[i] != Mask(0));
+                std::memcpy(&value, &bits, sizeof bits);
+                if constexpr (std::is_same_v<Mask, float>) bad |= (mask[i] != 0.0f) & (mask[i] != 1.0f);
+            }
+            total += double(value);
+        }
+        return total;
+    }
     // Full steps, with prefetches.
     VecD sums[kUnroll];
     VecM wrong = is_not(broadcast(0.0f), 0.0f);
@@ -189,6 +206,20 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
     std::memcpy(lanes, sums, sizeof lanes);
     for (double lane : lanes) total += lane;
     return total;
+}
+
+// The sums of adjacent rows.
+template <class T, class Mask>
+void sum_rows(const RewardRows& rows, double* totals, bool& bad) {
+    const T* rewards = static_cast<const T*>(rows.rewards);
+    const Mask* mask = static_cast<const Mask*>(rows.mask);
+    for (int64_t row = rows.first; row < rows.last; ++row) {
+        const int64_t start = rows.starts ? rows.starts[row] : 0;
+        const int64_t n = rows.lengths ? rows.lengths[row] : rows.starts ? rows.starts[row + 1] - start : rows.width;
+        const T* own = rewards + (rows.starts ? start : row * rows.reward_stride);
+        const Mask* own_mask = __is_same(Mask, NoMask) ? mask : mask + (rows.starts ? start : row * rows.mask_stride);
+        totals[row] = sum<T, Mask>(own, own_mask, n, {own + n, __is_same(Mask, NoMask) ? mask : own_mask + n}, bad);
+    }
 }
 
 // ---- Scans ---------------------------------------------------------------------------------------------------------
@@ -244,18 +275,42 @@ void expand(const float* from, const uint8_t* mask, int n, float* to) {
     }
 }
 
+// A few tokens one by one. Not inlined, so that its bits are the same wherever the tokens come from. The outputs may be
+// the inputs.
+template <bool has_values>
+__attribute__((noinline)) void scan_few(const ScanTile& t, const ScanPowers& powers, ScanCarry& carry) {
+    for (int i = t.n - 1; i >= 0; --i) {
+        const bool on = !t.mask || t.mask[i] != 0;
+        double result = double(t.rewards[i]) + powers.whole[1] * carry.returns;
+        if constexpr (has_values) {
+            const float value = t.values[i];
+            result += double(powers.value) * double(carry.value);
+            t.advantages[i] = on ? float(result - double(value)) : 0.0f;
+            carry.value = on ? value : carry.value;
+        }
+        t.returns[i] = on ? float(result) : 0.0f;
+        carry.returns = on ? result : carry.returns;
+    }
+}
+
 // Removes masked tokens first, so the scan sees only trained ones. For gae it computes the returns
 // R[t] = r[t] + gamma ((1 - lambda) V[t + 1] + lambda R[t + 1]), and advantages are R - V. This equals the sum of
 // discounted errors, without the cancellation in each error. The carry is double, so long rows stay accurate.
 template <bool has_values>
 void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
-    const ScanPowers powers = given;  // a copy that no store can alias
     constexpr int kRoom = kScanTile + 2 * kLanes;
     alignas(64) float rewards[kRoom], values[has_values ? kRoom : 1], advantages[has_values ? kRoom : 1];
+    if (t.n <= kShortScan) return scan_few<has_values>(t, given, carry);
     int n = t.n;
     if (t.mask) {
         n = compact(t.rewards, t.mask, t.n, rewards);
         if constexpr (has_values) compact(t.values, t.mask, t.n, values);
+        if (n <= kShortScan) {
+            scan_few<has_values>({n, rewards, values, nullptr, advantages, rewards, false}, given, carry);
+            expand(rewards, t.mask, t.n, t.returns);
+            if constexpr (has_values) expand(advantages, t.mask, t.n, t.advantages);
+            return;
+        }
     } else {
         std::memcpy(rewards, t.rewards, size_t(n) * sizeof(float));
         if constexpr (has_values) std::memcpy(values, t.values, size_t(n) * sizeof(float));
@@ -270,6 +325,7 @@ void scan(const ScanTile& t, const ScanPowers& given, ScanCarry& carry) {
         store(values + n + 1, zero);
         carry.value = n > 0 ? values[0] : carry.value;
     }
+    const ScanPowers powers = given;  // a copy that no store can alias
     const auto put = [&](float* to, VecF x) { t.stream ? stream(to, x) : store(to, x); };
     // Vector by vector from the last token: a scan of the lanes, plus the carry times falling powers.
     for (int i = (n - 1) / kLanes * kLanes; i >= 0 && n > 0; i -= kLanes) {
@@ -305,6 +361,9 @@ constexpr TokenRewardsKernels kKernels = {
     {{sum<float, NoMask>, sum<float, uint8_t>, sum<float, float>},
      {sum<BFloat16, NoMask>, sum<BFloat16, uint8_t>, sum<BFloat16, float>},
      {sum<Half, NoMask>, sum<Half, uint8_t>, sum<Half, float>}},
+    {{sum_rows<float, NoMask>, sum_rows<float, uint8_t>, sum_rows<float, float>},
+     {sum_rows<BFloat16, NoMask>, sum_rows<BFloat16, uint8_t>, sum_rows<BFloat16, float>},
+     {sum_rows<Half, NoMask>, sum_rows<Half, uint8_t>, sum_rows<Half, float>}},
     make_powers,
     scan<false>,
     scan<true>,

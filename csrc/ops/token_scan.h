@@ -63,6 +63,30 @@ inline bool scan_row(const TokenScan& s, int64_t row, bool stream, bool& bad) {
     return std::isfinite(carry.returns);
 }
 
+// True if scan_short_row can read all streams in place.
+inline bool is_plain(const TokenScan& s) {
+    for (const View* stream : {&s.rewards, &s.values}) {
+        if (*stream && (stream->dtype != DType::f32 || s.layout.step(*stream) != 1)) return false;
+    }
+    return !s.mask || is_byte_mask(s.layout, s.mask);
+}
+
+// The same as scan_row for a row of one tile of plain streams. Short rows come in great numbers, so it does no more
+// than it must.
+inline bool scan_short_row(const TokenScan& s, int64_t row) {
+    const int64_t start = s.layout.start(row);
+    ScanTile tile{};
+    tile.n = int(s.layout.length(row));
+    tile.rewards = s.rewards.as<float>() + s.layout.offset(s.rewards, row, 0);
+    if (s.values) tile.values = s.values.as<float>() + s.layout.offset(s.values, row, 0);
+    if (s.mask) tile.mask = s.mask.as<uint8_t>() + s.layout.offset(s.mask, row, 0);
+    if (s.advantages) tile.advantages = s.advantages.as<float>() + start;
+    tile.returns = s.returns.as<float>() + start;
+    ScanCarry carry;
+    s.kernel(tile, s.powers, carry);
+    return std::isfinite(carry.returns);
+}
+
 // Scans all rows. Returns false if scan_row does for any of them.
 inline bool scan_rows(const TokenScan& s, int threads) {
     check_mask(s.layout, s.mask);
@@ -70,10 +94,14 @@ inline bool scan_rows(const TokenScan& s, int threads) {
     std::vector<Segment> rows;
     rows.reserve(size_t(s.layout.rows()));
     for (int64_t row = 0; row < s.layout.rows(); ++row) rows.push_back({row, 0, s.layout.length(row)});
+    const bool plain = is_plain(s);
     std::atomic<bool> wrong{false}, finite{true};
     share_segments(rows, threads, [&](size_t first, size_t last) {
         bool bad = false, all_finite = true;
-        for (size_t i = first; i < last; ++i) all_finite &= scan_row(s, rows[i].row, stream, bad);
+        for (size_t i = first; i < last; ++i) {
+            const bool few = plain && rows[i].end <= kShortScan;
+            all_finite &= few ? scan_short_row(s, rows[i].row) : scan_row(s, rows[i].row, stream, bad);
+        }
         if (bad) wrong = true;
         if (!all_finite) finite = false;
     });
