@@ -1,8 +1,9 @@
 """From token rewards to the gradient: one call of turnwise, PyTorch and verl. Verifies first, then times.
 
 Each method sums token rewards by row, computes advantages within groups of 8 rows, and from these PPO's clipped loss;
-forward and backward, fp32, uint8 mask. "three calls" are turnwise's separate ops. Inputs rotate through memory. "share
-of copy" is the time in which this machine copies the fewest bytes that must move, over the op's time.
+forward and backward, fp32, uint8 mask. "three calls" are turnwise's separate ops, "packed" is the same batch as one
+stream with cu_seqlens. The last shapes have short rows, as agents of many turns do. Inputs rotate through memory.
+"share of copy" is the time in which this machine copies the fewest bytes that must move, over the op's time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed
+from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed, sizes
 from peers import verl_config
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class Inputs(NamedTuple):
     ids: Tensor  # [B]
     index: np.ndarray  # [B], the same for verl
     groups: int
+    cu_seqlens: Tensor  # [B + 1], of the same tokens as one stream
 
 
 def make(rows: int, width: int, device: str, seed: int) -> Inputs:
@@ -48,6 +50,7 @@ def make(rows: int, width: int, device: str, seed: int) -> Inputs:
         ids,
         ids.cpu().numpy(),
         -(-rows // GROUP),
+        torch.arange(rows + 1, device=device, dtype=torch.int32) * width,
     )
 
 
@@ -81,10 +84,17 @@ def by_three_calls(backend: str) -> Callable[[Inputs], Tensor]:
     return call
 
 
-def by_one_call(backend: str) -> Callable[[Inputs], Tensor]:
+def by_one_call(backend: str, packed: bool = False) -> Callable[[Inputs], Tensor]:
     def call(i: Inputs) -> Tensor:
+        lp, old, rewards, mask = (t.view(-1) for t in i[:4]) if packed else i[:4]
         return grouped_policy_loss(
-            i.lp, i.old, i.rewards, i.ids, num_groups=i.groups, mask=i.mask, clip=CLIP, eps=EPS, backend=backend
+            *(lp, old, rewards, i.ids),
+            num_groups=i.groups,
+            mask=mask,
+            cu_seqlens=i.cu_seqlens if packed else None,
+            clip=CLIP,
+            eps=EPS,
+            backend=backend,
         ).loss
 
     return call
@@ -101,6 +111,7 @@ def methods(device: str) -> dict[str, Callable[[Inputs], Tensor]]:
     for backend, suffix in {"native": "", **({"triton": ", Triton"} if device == "cuda" else {})}.items():
         calls[f"turnwise{suffix}, three calls"] = by_three_calls(backend)
         calls[f"turnwise{suffix}"] = by_one_call(backend)
+        calls[f"turnwise{suffix}, packed"] = by_one_call(backend, packed=True)
     return calls
 
 
@@ -121,7 +132,7 @@ def main() -> None:
     device = options.device
     calls = methods(device)
     rows: list[dict[str, Any]] = []
-    for height, width in SIZES[device][: 1 if options.quick else None]:
+    for height, width in sizes(options, SIZES):
         verify(calls, make(height, width, device, 0))
         moved = height * width * BYTES_PER_TOKEN
         sets = [make(height, width, device, seed) for seed in range(sets_needed(moved, device))]

@@ -2,9 +2,10 @@
 
 The loss is PPO with clip-higher and dual clip, k3 KL, token mean, fp32; each method computes its own metrics. There are
 two forms of the same batch: "lean" has a uint8 mask and one advantage per sequence, "full" a float mask and an
-advantage per token. Inputs rotate through memory. "share of copy" is the time in which this machine copies the fewest
-bytes that the op must move, over the op's time. "autograd alone" computes nothing: it is the time that PyTorch takes to
-allocate a loss and a gradient and to pass them on.
+advantage per token; "packed" is the same batch as one stream with cu_seqlens. The last shapes have short rows, as
+agents of many turns do. Inputs rotate through memory. "share of copy" is the time in which this machine copies the
+fewest bytes that the op must move, over the op's time. "autograd alone" computes nothing: it is the time that PyTorch
+takes to allocate a loss and a gradient and to pass them on.
 
 A second table starts from logits ``[B, T + 1, V]``, bfloat16 on a GPU, as Liger-Kernel's Triton loss does: forward, and
 backward into the logits' memory if a method can do that.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed
+from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed, sizes
 from peers import TRLLoss, trl_config, verl_config
 from torch import Tensor
 
@@ -35,6 +36,7 @@ class Inputs(NamedTuple):
     advantages: Tensor
     mask: Tensor
     ref: Tensor
+    cu_seqlens: Tensor  # [B + 1], of the same tokens as one stream
 
 
 def eager(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,10 +70,20 @@ def eager(lp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, ref: Tensor
     return mean(loss + KL_TERM.coef * kl), metrics
 
 
-def ours(backend: str | None) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+def ours(backend: str | None, packed: bool = False) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     def call(i: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        given = i[:5]
+        if packed:
+            given = tuple(t.view(-1) for t in given)
+        lp, old, advantages, mask, ref = given
         result = policy_loss(
-            i.lp, i.old, i.advantages, mask=i.mask, clip=CLIP, kl=KL_TERM, ref_logprobs=i.ref, backend=backend
+            *(lp, old, advantages),
+            mask=mask,
+            cu_seqlens=i.cu_seqlens if packed else None,
+            clip=CLIP,
+            kl=KL_TERM,
+            ref_logprobs=ref,
+            backend=backend,
         )
         return result.loss, result.metrics
 
@@ -108,14 +120,15 @@ def by_verl(algorithms: Any) -> Callable[[Inputs], Tensor]:
 def methods(device: str) -> dict[str, Callable[[Inputs], Any]]:
     compiled = torch.compile(eager)
     calls: dict[str, Callable[[Inputs], Any]] = {
-        "eager": lambda i: eager(*i),
-        "torch.compile": lambda i: compiled(*i),
+        "eager": lambda i: eager(*i[:5]),
+        "torch.compile": lambda i: compiled(*i[:5]),
     }
     if peer("trl.trainer.grpo_trainer"):
         calls["TRL"] = by_trl()
     if algorithms := peer("verl.trainer.ppo.core_algos"):
         calls["verl"] = by_verl(algorithms)
     calls["turnwise"] = ours(None if device == "cpu" else "native")
+    calls["turnwise, packed"] = ours(None if device == "cpu" else "native", packed=True)
     if device == "cuda":
         calls["turnwise, Triton"] = ours("triton")
     return calls
@@ -135,6 +148,7 @@ def make(rows: int, width: int, form: str, device: str, seed: int) -> Inputs:
         noise(rows) if form == "lean" else noise(rows, width),
         mask.to(torch.uint8 if form == "lean" else torch.float32),
         lp.detach() + 0.3 * noise(rows, width),
+        torch.arange(rows + 1, device=device, dtype=torch.int32) * width,
     )
 
 
@@ -281,7 +295,7 @@ def main() -> None:
     device = options.device
     calls = methods(device)
     rows: list[dict[str, Any]] = []
-    for height, width in SIZES[device][: 1 if options.quick else None]:
+    for height, width in sizes(options, SIZES):
         tokens = height * width
         for form in FORMS:
             verify(calls, make(height, width, form, device, 0))

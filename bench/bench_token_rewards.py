@@ -3,6 +3,7 @@
 It also times discounted returns and generalised advantages, compared with verl's loops over tokens. Inputs rotate
 through memory. "share of read" is the time in which this machine reads the fewest bytes that the op must read, over the
 op's time. For returns and advantages, which write as much as they read, "share of copy" compares with a copy instead.
+The last shapes have short rows, as agents of many turns do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import RotatingCopy, RotatingRead, arguments, finish, medians, peak_memory, peer, served, sets_needed
+from common import RotatingCopy, RotatingRead, arguments, finish, medians, peak_memory, peer, served, sets_needed, sizes
 from torch import Tensor
 
 from turnwise.ops import gae, token_returns, token_reward_sum
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
 
 def make(rows: int, width: int, device: str, seed: int) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
-    lengths = torch.randint(width // 2, width + 1, (rows,), generator=generator, device=device)
+    lengths = torch.randint(max(width // 2, 1), width + 1, (rows,), generator=generator, device=device)
     keep = torch.arange(width, device=device)[None] < lengths[:, None]
     rewards = torch.randn(rows, width, generator=generator, device=device)
     return Inputs(
@@ -185,7 +186,7 @@ def measure(rows: int, width: int, options: Any) -> list[dict[str, Any]]:
 def main() -> None:
     options = arguments(__doc__)
     rows: list[dict[str, Any]] = []
-    for height, width in SIZES[options.device][: 1 if options.quick else None]:
+    for height, width in sizes(options, SIZES):
         rows += measure(height, width, options)
         gc.collect()
     finish("token_rewards", "token rewards, fp32", rows, options)

@@ -40,6 +40,7 @@ __all__ = [
     "peer",
     "served",
     "sets_needed",
+    "sizes",
     "statements",
     "table",
     "write_rows",
@@ -82,6 +83,21 @@ def arguments(
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     return options
+
+
+SHORT_ROWS = (7, 1, 33, 200)  # tokens; agents of many turns have rows of about 7
+
+
+def sizes(options: argparse.Namespace, long: Mapping[str, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Return the ``(rows, width)`` to time: the ``long`` rows of the device, then rows of ``SHORT_ROWS`` tokens.
+
+    These have about as many tokens as the last but one of ``long``, and rows in groups of 8. ``--quick`` leaves the
+    first of each.
+    """
+    chosen = list(long[options.device])
+    height, width = chosen[0 if options.quick else -2]
+    short = [(height * width // (8 * tokens) * 8, tokens) for tokens in SHORT_ROWS]
+    return chosen[:1] + short[:1] if options.quick else chosen + short
 
 
 def peer(module: str) -> Any | None:

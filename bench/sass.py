@@ -129,9 +129,14 @@ class Case:
 
 
 FLOATS = {"fp32": ("f", 4), "bf16": (r"N\w*8BFloat16E", 2)}
-# Shared memory of loss_grad_kernel for one actor: the scratch, 14 columns for each of 8 warps, and their tables of rows
-# with 36 bytes (in full 68) for each of 64 rows, of 128 in bf16 that is minimal.
-LOSS_SHARED = 8 * (256 + 8 * 14)
+
+
+def _loss_shared(minimal: bool, size: int) -> int:
+    """Return the shared memory of loss_grad_kernel for one actor: the scratch, 14 sums for each of 8 warps, and a
+    ``RowTable`` for each warp. ``size``: bytes of a float."""
+    rows, row = (128 if minimal and size == 2 else 64), (16 if minimal else 48)
+    table = (rows + 1) * (row + 8 + 4) + 2 * rows * 4 + 2 * WARP * 16 // size + 2
+    return 8 * (256 + 8 * 14) + 8 * (math.ceil(table / 16) * 16)
 
 
 def _loss(name: str, special: int, dtype: str, streams: int, exps: int, short: bool = False) -> Case:
@@ -144,16 +149,49 @@ def _loss(name: str, special: int, dtype: str, streams: int, exps: int, short: b
     step = {"stream16": ANY, f"stream{pack}": 1, "store16": 1, "exp": exps * pack}
     paths = [HotPath(step, WARP * pack)]
     if short:
-        # Every step looks up its rows, and every 32 rows it reads 32 more and drops those that are done.
-        lookup = {**step, "shared4": ANY, "shared8": ANY, "shared16": ANY, "shuffle": 1}
-        refill = {**lookup, "load4": ANY, "vote": 1}
-        paths = [HotPath(lookup, WARP * pack), HotPath(refill, WARP * SHORT), HotPath(lookup, -WARP * SHORT)]
+        # Every step finds its rows by a prefix sum, in 5 shuffles. Every few steps the warp reads rows, 32 at a time,
+        # until it has those of 3 steps.
+        lookup = {**step, "shared4": ANY, "shared8": ANY, "shared16": ANY, "shared1": ANY, "shuffle": 5, "vote": 1}
+        reads = math.ceil(3 * WARP * pack / (WARP * SHORT))
+        refilled = reads * WARP * SHORT // (WARP * pack) * WARP * pack
+        read = {"load4": 3, "load8": ANY, "shared4": ANY, "vote": 1}
+        refill = {**lookup, **read, "load4": ANY, "vote": 2}
+        paths = [HotPath(lookup, WARP * pack), HotPath(refill, refilled), HotPath(lookup, -refilled)]
+        paths += [HotPath(read, refilled / (reads - 1))]
     minimal = special in (2, 4)
-    rows = 128 if minimal and size == 2 else 64
-    shared = LOSS_SHARED + 8 * rows * (36 if minimal else 68)
     kernel = rf"loss_grad_kernelI{mangled}Lb1E\w*SpecializationE{special}E"
     moved = (streams + 1) * size + 1 + (4 / SHORT if short else 0)
-    return Case(f"policy loss, {dtype}, {name}", "policy_loss", kernel, round(moved, 2), tuple(paths), shared=shared)
+    return Case(
+        f"policy loss, {dtype}, {name}",
+        "policy_loss",
+        kernel,
+        round(moved, 2),
+        tuple(paths),
+        shared=_loss_shared(minimal, size),
+    )
+
+
+def _joins() -> Iterator[Case]:
+    """The launch after the sums: a row per lane, none cut by a chunk on the way but one in a warp."""
+    path = HotPath({"any": ANY}, WARP * SHORT, loop=False)
+    yield Case(f"token reward sum, join, rows of {SHORT}", "token_rewards", "join_kernel", round(4 / SHORT, 2), (path,))
+
+
+def _counts() -> Iterator[Case]:
+    """The first launches: trained tokens per row, and with the rewards of each row. A byte mask, packed rows.
+
+    Of short rows a lane takes one, 8 tokens at a time: the path is that of 32 rows.
+    """
+    rows = {"vote": 2, "shuffle": ANY, "load1": 8, "load8": ANY, "store4": 1}
+    path = HotPath({**rows, "load4": ANY}, WARP * SHORT)
+    kernel = "count_tokens_kernelIfLb1ELb1"
+    yield Case(f"count tokens, rows of {SHORT}", "policy_loss", kernel, round(1 + 8 / SHORT, 2), (path,))
+    long = HotPath({"stream16": ANY, "stream4": 1}, WARP * 4)
+    kernel = "rewards_to_advantages_kernelIfLb1ELb"
+    yield Case("grouped policy loss, rewards, fp32", "grouped_policy_loss", kernel + "0", 5, (long,))
+    path = HotPath({**rows, "load4": 2 + 8}, WARP * SHORT)
+    name = f"grouped policy loss, rewards, fp32, rows of {SHORT}"
+    yield Case(name, "grouped_policy_loss", kernel + "1", round(5 + 8 / SHORT, 2), (path,))
 
 
 def _sums() -> Iterator[Case]:
@@ -176,6 +214,27 @@ def _sums() -> Iterator[Case]:
     yield Case(name, "token_rewards", "sum_kernelIfh", round(5 + 8 / SHORT, 2), paths, shared=parts + 8 * 4 * 528)
 
 
+def _logprobs() -> Iterator[Case]:
+    """The log-softmax of a tile of logits without bias, 16 columns a thread at a time: its sums, and its gradient.
+
+    Counts are per logit. The linear ops run the same kernels on tiles of fp32.
+    """
+    columns = 16 * WARP
+    for dtype, (mangled, size) in FLOATS.items():
+        path = HotPath({"stream16": size, "exp": ANY}, columns)
+        for name, weighted in (("", 0), (" with entropy", 1)):
+            kernel = f"scan_kernelI{mangled}Lb{weighted}ELb0E"
+            yield Case(f"logprob scan{name}, {dtype}, per logit", "logprob", kernel, size, (path,), shared=256)
+    same = r"S\w*_"  # how the mangled name repeats a type
+    for name, types, size, out in (
+        ("fp32", "ff", 4, 4),
+        ("fp32 to bf16", "f" + FLOATS["bf16"][0], 4, 2),
+        ("bf16", FLOATS["bf16"][0] + same, 2, 2),
+    ):
+        path = HotPath({"stream16": size, "store16": out, "exp": ANY}, columns)
+        yield Case(f"logprob gradient, {name}, per logit", "logprob", f"grad_kernelI{types}Lb0E", size + out, (path,))
+
+
 def _cases() -> Iterator[Case]:
     for dtype in FLOATS:
         yield _loss("lean", 2, dtype, 2, 1)
@@ -186,10 +245,9 @@ def _cases() -> Iterator[Case]:
         yield _loss(f"lean, rows of {SHORT}", 2, dtype, 2, 1, short=True)
         yield _loss(f"KL, rows of {SHORT}", 2, dtype, 3, 2, short=True)
     yield from _sums()
-    # The first launch of the grouped policy loss: rewards and mask, long rows.
-    first = HotPath({"stream16": ANY, "stream4": 1}, WARP * 4)
-    kernel = "rewards_to_advantages_kernelIfLb1"
-    yield Case("grouped policy loss, rewards, fp32", "grouped_policy_loss", kernel, 5, (first,))
+    yield from _joins()
+    yield from _counts()
+    yield from _logprobs()
     # Scans: 8 tokens a thread, one long row. Scaling a gradient in place.
     scan = (HotPath({"any": ANY}, WARP * 8, loop=False),)
     yield Case("token returns, fp32", "token_rewards", "scan_kernelIfhLb0", 9, scan, threads=512, shared=920)
