@@ -27,7 +27,7 @@ from turnwise.ops import (
 )
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.logprob import linear_native as linear_logprob_native
-from turnwise.ops.logprob.tiles import Softmax
+from turnwise.ops.logprob.choice import Chunks
 
 CHUNKS = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
 NATIVE = pytest.mark.skipif(backends.interpreted, reason="native backends, in their own process")
@@ -40,13 +40,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 tokens, so that rows are cut, and two products for each."""
     chunks_of(8, monkeypatch)
     monkeypatch.setattr(CHUNKS, "_COLUMNS", 200)
-    monkeypatch.setattr(CHUNKS, "_GPU_LOGITS", 1)
+    monkeypatch.setattr(CHUNKS, "one_pass", lambda *_: True)  # on a GPU; so small a head takes two
 
 
 def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHUNKS, "_LEAST", {2: tokens, 4: tokens})
-    monkeypatch.setattr(CHUNKS, "_GPU_TILE", tokens)
-    monkeypatch.setattr(CHUNKS, "_GPU_BYTES", 1)
+    monkeypatch.setattr(CHUNKS, "choose_chunks", lambda *_: Chunks(tokens, 256))
 
 
 def make(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
@@ -158,23 +157,8 @@ def test_any_chunks_give_the_same(target, monkeypatch, seed) -> None:
     want = run(given)
     for least, few in ((1, 1000), (8, 2), (1000, 16)):
         chunks_of(least, monkeypatch)
-        monkeypatch.setattr(CHUNKS, "_FEW", few)
+        monkeypatch.setattr(CHUNKS, "FEW", few)
         assert_same(run(given, target), want, 5e-6)
-
-
-@pytest.mark.parametrize(("vocabulary", "tokens"), [(151_936, 384), (32_768, 1920), (1_000_000, 128)])
-def test_chunks_of_a_gpu_keep_it_busy_within_the_memory(emulator, monkeypatch, vocabulary, tokens) -> None:
-    """Whole tiles of tokens; logits, and their narrow gradient of one product, in 256 MiB where one tile of tokens
-    needs no more; and products of at least one round of tiles."""
-    monkeypatch.undo()  # the small chunks
-    monkeypatch.setattr(backends, "emulator", emulator)
-    empty = torch.empty(8192, 1, dtype=torch.bfloat16), torch.empty(vocabulary, 1, dtype=torch.bfloat16)
-    head = CHUNKS.Head(*empty, torch.zeros(8192, dtype=torch.int64), None, None, Softmax())
-    assert CHUNKS._chunk_size(head) == tokens
-    columns = CHUNKS._columns(head, tokens)
-    if tokens > 128:
-        assert 4 * tokens * vocabulary + 2 * tokens * columns <= 1.01 * 2**28
-    assert tokens // 128 * columns // 256 >= 132
 
 
 def test_micro_batches_add_up(target) -> None:
