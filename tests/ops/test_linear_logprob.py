@@ -25,7 +25,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of tokens and tiles of 256 columns, on a GPU groups and spans too, also at small sizes."""
     for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
         monkeypatch.setattr(choice, name, size)
-    monkeypatch.setattr(linear_logprob_native, "choose", lambda sizes, *_: Tiles(24, 256, 48 if sizes.narrow else 24, 96))
+    tiles = {2: Tiles(24, 256, 48, 96), 4: Tiles(24, 256, 24, 96)}
+    monkeypatch.setattr(linear_logprob_native, "choose", lambda sizes, *_: tiles[sizes.size])
 
 
 def make(

@@ -24,7 +24,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of tokens and tiles of 256 columns, also at small sizes."""
     for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
         monkeypatch.setattr(choice, name, size)
-    monkeypatch.setattr(linear_native, "choose", lambda sizes, *_: Tiles(24, 256, 48 if sizes.narrow else 24, 96))
+    tiles = {2: Tiles(24, 256, 48, 96), 4: Tiles(24, 256, 24, 96)}
+    monkeypatch.setattr(linear_native, "choose", lambda sizes, *_: tiles[sizes.size])
 
 
 @pytest.fixture(params=["dropped", "in the kernel"])

@@ -105,21 +105,22 @@ def choose(sizes: Sizes, device: Device, backward: bool) -> Tiles:
     Example: ``choose(Sizes(8192, 4096, 151_936, 2), Device(), backward=False)``
     """
     most = max(int(_L2 * device.l2) // (4 * ROWS * COLUMNS * device.multiprocessors), 1)  # rounds of a tile
-    found: list[tuple[float, Tiles]] = []
+    found: list[tuple[bool, float, Tiles]] = []  # too large, bytes of work, tiles
     for rows in {_part(sizes.tokens, n, ROWS) for n in (2048, 1536, 1024)}:
         for rounds in range(1, most + 1):
             columns = _columns(rows, rounds, sizes.vocabulary, device)
             work = _rounds(sizes, rows, columns, device)
             work *= 2 * ROWS * COLUMNS * device.multiprocessors * sizes.width / _FLOPS  # as bytes
             if not backward:
-                found.append((work, Tiles(rows, columns, rows, max(sizes.tokens, 1))))
+                found.append((False, work, Tiles(rows, columns, rows, max(sizes.tokens, 1))))
                 continue
             tiles = _backward_tiles(sizes, rows, columns)
             if tiles is not None:
                 sums = 8 * sizes.tokens * -(-sizes.vocabulary // columns)
                 weight = 2 * sizes.size * sizes.vocabulary * -(-sizes.tokens // tiles.group)
-                found.append((work + sizes.width * (sums + weight), tiles))
-    return min(found)[1] if found else Tiles(ROWS, COLUMNS, ROWS, ROWS)
+                work += sizes.width * (sums + weight)
+                found.append((tiles.backward_memory(sizes) > MEMORY, work, tiles))
+    return min(found)[2] if found else Tiles(ROWS, COLUMNS, ROWS, ROWS)
 
 
 def _part(total: int, most: int, unit: int) -> int:
@@ -146,7 +147,10 @@ def _rounds(sizes: Sizes, rows: int, columns: int, device: Device) -> float:
 
 
 def _backward_tiles(sizes: Sizes, rows: int, columns: int) -> Tiles | None:
-    """The fewest spans, each one group of tiles, that the memory holds; ``None`` if it holds none."""
+    """The fewest spans, each one group of tiles, that the memory holds; ``None`` if it holds none.
+
+    More than :data:`FEW` need a sum of the weight's gradient besides.
+    """
     if not sizes.narrow:  # a tile of float32 logits becomes its own gradient
         span = sizes.tokens if not sizes.copied else _part(sizes.tokens, MEMORY // 2 // (8 * sizes.width), rows)
         tiles = Tiles(rows, columns, rows, max(span, rows))
@@ -177,34 +181,39 @@ class Chunks(NamedTuple):
     rows: int  # tokens of a chunk
     columns: int  # columns of a tile
 
-    def memory(self, sizes: Sizes) -> int:
-        """Bytes beside inputs and gradients, if all gradients are needed."""
+    def memory(self, sizes: Sizes, weight: bool = True) -> int:
+        """Bytes beside inputs and gradients. ``weight``: the weight is trained."""
         rows = min(self.rows, sizes.tokens)
         total = 4 * rows * sizes.vocabulary + sizes.copied * sizes.size * rows * sizes.width
-        if not sizes.narrow:
-            return total + 4 * rows * sizes.width * sizes.copied
-        total += 4 * rows * sizes.width + sizes.size * rows * min(self.columns, sizes.vocabulary)
-        return total + 4 * sizes.vocabulary * sizes.width * (sizes.tokens > FEW * self.rows)
+        if sizes.narrow or sizes.copied:
+            total += 4 * rows * sizes.width
+        if sizes.narrow:
+            total += sizes.size * rows * min(self.columns, sizes.vocabulary)
+            total += 4 * sizes.vocabulary * sizes.width * (weight and sizes.tokens > FEW * self.rows)
+        return total
 
 
 def choose_chunks(sizes: Sizes, device: Device) -> Chunks:
-    """Choose the largest chunks whose logits the memory holds, at least one row of products. The tiles take two rounds
-    of the multiprocessors."""
+    """Choose the fewest even chunks whose logits the memory holds; a chunk has at least one row of products.
+
+    The tiles take two rounds of the multiprocessors.
+    """
     logits = 2 * device.multiprocessors * ROWS * COLUMNS
     each = 4 * sizes.vocabulary + (4 + sizes.copied * sizes.size) * sizes.width
-    rows = max((MEMORY - sizes.size * logits * sizes.narrow) // each // ROWS, 1) * ROWS
+    rows = _part(sizes.tokens, (MEMORY - sizes.size * logits * sizes.narrow) // each, ROWS)
     return Chunks(rows, max(logits // rows // COLUMNS, 1) * COLUMNS)
 
 
-def one_pass(sizes: Sizes, chunks: Chunks, weight: bool) -> bool:
-    """True if the loss is predicted to be faster in one pass with these chunks than in two, and within the memory.
+def one_pass(sizes: Sizes, chunks: Chunks, device: Device, weight: bool, triton: bool) -> bool:
+    """True if the loss is expected to be faster in one pass with these chunks than in two, and within the memory.
 
-    One pass saves one of four products (of three, if the weight is frozen: ``weight`` is False), but each chunk reads
-    and writes the whole weight gradient, and reads the whole weight twice.
+    One pass saves one of four products, or of three if the weight is frozen (``weight`` is False). But each chunk reads
+    the weight twice, and reads and writes its gradient. ``triton``: two passes would use Triton's kernels.
     """
-    if sizes.narrow and weight and sizes.tokens > FEW * chunks.rows:
-        return False  # the weight gradient would need a sum in float32, as large as the weight
-    if chunks.memory(sizes) > MEMORY:
+    if chunks.memory(sizes, weight) > MEMORY:
         return False
-    rows, width = (1024, 2048) if sizes.narrow and weight else (256, 2048) if sizes.narrow else (128, 2048)
-    return sizes.width >= width and (chunks.rows >= rows or chunks.rows >= sizes.tokens)
+    if triton and device.capability >= (10, 0):
+        return False  # TF32 is there too far ahead of float32
+    if not sizes.narrow:
+        return sizes.width >= 2048 or chunks.rows >= 1024
+    return sizes.width >= 2048 and chunks.rows >= (1024 if weight else 256)

@@ -138,12 +138,12 @@ def linear_logprob(
     ``[N, H]`` on a CPU; on a GPU everything fits in 256 MiB. There the gradient of a narrow weight is summed in
     float32 over as many tokens as that allows, then in its own dtype over up to 24 such parts.
 
-    Log-sum-exps over tiles are float64. Without a named backend, a GPU computes float32 with Triton's kernels where they
-    serve, in three TF32 products that keep its accuracy. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
-    ``hidden @ weight.T`` rounds them; on a GPU they stay float32. An id out of range raises on a CPU, and on a GPU only
-    with ``check=True``, which waits for the device; else it gives NaN. Raises ``ValueError`` or ``TypeError`` naming
-    the argument, and ``BackendUnavailable`` if the named backend can't serve. A second derivative needs
-    ``backend="torch"``.
+    Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
+    ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
+    serve and no backend is named: a product is three in TF32, which keep float32's accuracy. An id out of range raises
+    on a CPU, and on a GPU only with ``check=True``, which waits for the device; else it gives NaN. Raises
+    ``ValueError`` or ``TypeError`` naming the argument, and ``BackendUnavailable`` if the named backend can't serve. A
+    second derivative needs ``backend="torch"``.
 
     Example: ``linear_logprob(model(tokens)[:-1], lm_head.weight, tokens[1:], temperature=0.7)``
     """

@@ -343,6 +343,7 @@ def fill(head: Head, gradients: Gradients, upstream: Upstream) -> None:
             _tile_backward(head, gradients, upstream, tiles, span, columns, sums, weight)
         if sums is not None:
             gradients.keep_hidden(span, sums)
+        del sums  # before the next ones are made
     if weight is not gradients.weight:
         gradients.weight.copy_(weight)
 
@@ -380,6 +381,7 @@ def _tile_backward(
             products.weight_gradient(total, d, rows, add=group is not groups[0])
         elif gradients.need_weight:
             products.weight_gradient(weight[columns], d, rows, add=group.start > 0)
+        del rows, d  # before the next ones are made
     if total is not None and span.start > 0:
         weight[columns] += total
     elif total is not None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.dispatch import native_core, select_backend, serves_by_default, stream_of
 from turnwise.ops.common.layout import RowLayout, Streams, check_tensors, transform_reason
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
-from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, one_pass
+from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, one_pass, prefers_triton
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.linear_native import Gradients, Head, spread
 from turnwise.ops.logprob.tiles import Upstream, new_state, scan
@@ -106,9 +106,7 @@ def fused(
     # Sums over many chunks lose too much in bfloat16, so they run in float32 and are rounded once at the end.
     logprobs, entropies = [], []
     for chunk in chunks:
-        logprob, entropy_of_chunk = _chunk(
-            head, gradients, total, tokens.pick(chunk), loss, entropy, chunk, width
-        )
+        logprob, entropy_of_chunk = _chunk(head, gradients, total, tokens.pick(chunk), loss, entropy, chunk, width)
         logprobs.append(logprob)
         entropies.append(entropy_of_chunk)
     if gradients.need_weight:
@@ -223,12 +221,13 @@ def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
     return select_backend(backend, hidden, native=reason, triton=reason) == "native"
 
 
-def _is_faster(hidden: Tensor, weight: Tensor, tokens: int, copied: bool) -> bool:
+def _is_faster(hidden: Tensor, weight: Tensor, tokens: int, copied: bool, backend: str | None) -> bool:
     """True if one pass is expected to be faster than two and to need no more memory; on a CPU always."""
     if native_core(hidden)[0] == "cpu":
         return True
     sizes = Sizes(tokens, hidden.shape[1], weight.shape[0], hidden.element_size(), copied)
-    return one_pass(sizes, choose_chunks(sizes, device_of(hidden)), weight.requires_grad)
+    device, triton = device_of(hidden), prefers_triton(hidden) and serves_by_default("triton", backend, hidden)
+    return one_pass(sizes, choose_chunks(sizes, device), device, weight.requires_grad, triton)
 
 
 def _scale_of(tokens: TokenStreams) -> Tensor:
@@ -391,7 +390,7 @@ def linear_policy_loss(
     others = positions, targets, old_logprobs, advantages, selected, *batch.values()
     reason = transform_reason(backend, *leaves, *others)
     copied = positions is not None or ignore_index is not None
-    once = once and _serves(hidden, backend, reason) and _is_faster(hidden, weight, targets.shape[0], copied)
+    once = once and _serves(hidden, backend, reason) and _is_faster(hidden, weight, targets.shape[0], copied, backend)
     if not once:
         logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
         logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
