@@ -64,7 +64,7 @@ ASSUMED = {
     "HOST": f"a call takes {HOST * 1e6:.0f} µs of the CPU, unseen while the GPU has more to do",
     "LOSS_CALLS": f"the loss and its gradient take {LOSS_CALLS} small kernels per chunk",
     "l2_bandwidth": "the L2 gives 3.5 TB/s on an A100, 5.5 on an H100 and an H200, 10 on a B200",
-    "RESIDENT": f"a tile of logits of up to {RESIDENT} of the L2 is read from there, of a larger one less, down to nothing",
+    "RESIDENT": f"a tile of logits of up to {RESIDENT} of the L2 is read from there; of a larger one, less is",
     "EXPOSED": f"{EXPOSED} of the time of a product's reads and writes of its results passes without multiplying",
 }
 
@@ -447,8 +447,8 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         "Counted, not measured: `python bench/head_model.py --report` wrote this. Share: time of the bare products",
         "over the predicted time. `best` names the fastest path where turnwise takes another. It must fit in 256 MiB",
         "beside gradients, drop its logits before it returns (`whole logits` does not), and keep them in float32:",
-        "Liger's way rounds them to bf16, so it counts in fp32 alone. A backward that makes the logits again takes four",
-        "products for three, or three for two with a frozen weight: its share is at most 0.75, or 0.67.",
+        "Liger's way rounds them to bf16, so it counts in fp32 alone. A backward that makes the logits again takes",
+        "four products for three, or three for two with a frozen weight: its share is at most 0.75, or 0.67.",
         "",
         machines,
         "- Source: NVIDIA's data sheets (SXM); the H200's 60 MiB of L2 and copy rate are those of the design page.",
