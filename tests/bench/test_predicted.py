@@ -23,8 +23,11 @@ def recorded(bench: str, **columns: str) -> dict[str, Any]:
     """A row as a bench wrote it on a CPU, with the columns that an H100 has beside."""
     for line in "".join(file.read_text() for file in sorted(RESULTS.glob("*-cpu.json"))).splitlines():
         row = json.loads(line)
-        if row["bench"] == bench and all(row.get(name) == value for name, value in columns.items()):
-            return {**row, "device": "cuda", "machine": "NVIDIA H100 80GB HBM3", "multiprocessors": 132}
+        # `token_rewards` was `token_reward` when its rows were recorded.
+        if row["bench"] in (bench, bench.removesuffix("s")) and all(
+            row.get(name) == value for name, value in columns.items()
+        ):
+            return {**row, "bench": bench, "device": "cuda", "machine": "NVIDIA H100 80GB HBM3", "multiprocessors": 132}
     raise LookupError((bench, columns))
 
 
@@ -74,7 +77,8 @@ def test_the_head_by_hand(predicted: Any) -> None:
     assert tiles.predicted == pytest.approx(
         model.in_two_passes("H100", case, model.our_tiles("H100", case)).cost.time * 1e3
     )
-    assert "products" not in tiles.kernel and not products.is_off and tiles.is_off
+    assert products.machine == 1 and tiles.machine == products.ratio
+    assert not products.is_off and tiles.is_off
     (one,) = predicted.compare([head("turnwise, in one", "loss, backward", 12.0)])
     assert one.kernel == "LM head, loss, backward: one pass"
 
@@ -98,6 +102,8 @@ def test_the_page_names_the_constants_that_the_rows_contradict(predicted: Any) -
     text = predicted.page(rows)
     assert "On an H100: 2 times, 2 off by more than 20%" in text
     assert text.count("| OFF |") == 2
+    # The copy is 1.16 times slower than assumed, which explains most of the kernel's 1.22.
+    assert "| 0.24 | 0.197 | 1.22 | 1.16 | OFF |" in text
     assert 'GPUS["H100"].copy of bench/sass.py: 2.9e+12, measured 2.5e+12' in text
     assert 'PEAKS["H100"].cublas of bench/head_model.py: 0.7, measured 0.56' in text
     assert "TRITON" not in text
