@@ -56,6 +56,12 @@ def test_a_streaming_kernel_by_hand(predicted: Any) -> None:
     assert not line.is_off
 
 
+def test_a_kernel_that_its_instructions_bound_by_hand(predicted: Any) -> None:
+    """Token returns move 9 bytes for each token, with 0.55 of the copy's rate on an H100."""
+    (line,) = predicted.compare([streaming(9, 200, bench="token_rewards", op="returns", method="turnwise")])
+    assert line.predicted == pytest.approx(TOKENS * 9 / (0.55 * 2.9e12) * 1e3, rel=0.02)
+
+
 def test_two_launches_take_the_sum_of_both(predicted: Any) -> None:
     row = streaming(17, 300, bench="grouped_policy_loss", method="turnwise")
     (line,) = predicted.compare([row])

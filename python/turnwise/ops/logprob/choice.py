@@ -164,12 +164,20 @@ def _backward_tiles(sizes: Sizes, rows: int, columns: int) -> Tiles | None:
     return None
 
 
+def tf32_allowed() -> bool:
+    """True if torch lets cuBLAS compute float32 in TF32."""
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in common/dispatch.py
+
+
 def prefers_triton(hidden: Tensor) -> bool:
     """True if Triton's kernels, where they serve, are expected to be faster than cuBLAS's products with our kernels.
 
     They make a float32 product of three in TF32 on the tensor cores. cuBLAS uses those only if torch allows TF32.
     """
-    return hidden.is_cuda and hidden.dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return hidden.is_cuda and hidden.dtype is torch.float32 and not tf32_allowed()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, CompileCase
-from turnwise.ops.logprob.choice import device_of
+from turnwise.ops.logprob.choice import device_of, tf32_allowed
 from turnwise.ops.logprob.tiles import Softmax, Upstream
 from turnwise.ops.logprob.triton import add_logits, finished, flags, logit_gradient
 
@@ -43,7 +43,7 @@ def _shape(hidden: Tensor) -> Shape:
     if hidden.dtype is not torch.float32:
         return NARROW
     shape = WGMMA if device_of(hidden).capability[0] in (9, 10) else MMA
-    return shape._replace(precision="tf32") if torch.backends.cuda.matmul.allow_tf32 else shape
+    return shape._replace(precision="tf32") if tf32_allowed() else shape
 
 
 @triton.jit
