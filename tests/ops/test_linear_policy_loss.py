@@ -230,6 +230,36 @@ def test_the_logits_are_made_once(monkeypatch) -> None:
     assert sum(made) == int(given["mask"].sum()) * 300  # of the trained tokens alone
 
 
+@NATIVE
+@pytest.mark.slow
+def test_a_gpu_makes_the_logits_twice_where_that_is_faster(emulator, monkeypatch) -> None:
+    """The choice is asked on a GPU alone, with the call's sizes and whether the weight is trained."""
+    monkeypatch.setattr(backends, "emulator", emulator)
+    products, made, asked = linear_logprob_native.Products, [], []
+    original = products.logits
+    monkeypatch.setattr(products, "logits", lambda self, *pair: made.append(len(pair[0])) or original(self, *pair))
+    given = make(9, **FULL)
+    want = run(given)
+    trained = int(given["mask"].sum())  # emulated, one pass skips the others, as on a CPU; it has two tiles of columns
+    for once, rows in ((True, 2 * trained), (False, 2 * sum(LENGTHS))):
+        made.clear()
+        monkeypatch.setattr(CHUNKS, "one_pass", lambda *call, found=once: asked.append(call) or found)
+        assert_same(run(given, Native()), want, 5e-6)
+        assert sum(made) == rows
+    (sizes, _, _, weight, triton), _ = asked
+    assert (sizes.tokens, sizes.width, sizes.vocabulary, sizes.copied) == (sum(LENGTHS), 24, 300, False)
+    assert weight is True and triton is False
+    monkeypatch.setattr(backends, "emulator", None)
+    run(given, Native())
+    assert len(asked) == 2
+
+
+class Native:
+    """The target of a test that sets the emulator itself."""
+
+    backend, device = "native", "cpu"
+
+
 @pytest.mark.parametrize("rows", [0, 3])
 def test_no_tokens_cost_nothing(target, rows) -> None:
     given = make(8)
