@@ -212,6 +212,8 @@ def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
             peak = peak_memory(call, device)
             rows.append(
                 {
+                    "tokens": case.tokens,
+                    "H": case.width,
                     "V": case.vocabulary,
                     "dtype": case.dtype,
                     "what": part,

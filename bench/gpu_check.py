@@ -6,8 +6,9 @@
 The script uses the interpreter that runs it, with its torch for CUDA, Triton, nvcc, cmake and ninja, and no network.
 Missing Python packages come from a folder of wheels (``WHEELS``; ``pip download --no-deps -d wheels``). They and
 turnwise are installed into ``build/gpu-check/site``; nothing else on the machine changes. Every stage has a time limit,
-and a failed stage does not stop the next one. The report is rewritten after each stage. The exit code is 1 if a stage
-failed, and 2 if the machine lacks something that all stages need.
+and a failed stage does not stop the next one. The report is rewritten after each stage; its last page has the measured
+times beside the predicted ones (``predicted.py``). The exit code is 1 if a stage failed, and 2 if the machine lacks
+something that all stages need.
 """
 
 from __future__ import annotations
@@ -200,16 +201,30 @@ def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def last_page(files: Sequence[Path]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the page that compares the benches with their predictions, and its rows."""
+    importlib.invalidate_caches()  # turnwise may have been installed since the last call
+    try:
+        import predicted
+
+        rows = predicted.read(files)
+        return predicted.page(rows), predicted.records(rows)
+    except (ImportError, LookupError) as error:  # no turnwise, or rows of another format: the rest of the report counts
+        return f"## Measured beside predicted\n\nNot compared: {type(error).__name__}: {error}\n", []
+
+
 def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches: Sequence[str]) -> Path:
-    """Write the report (.md), the stages and bench rows as JSON lines (.json) and all output (.log)."""
+    """Write the report (.md), the rows of stages, benches and predictions as JSON lines (.json), all output (.log)."""
     slug = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", "no-gpu")).lower()).strip("-")
     stem = out / f"{datetime.now(UTC).date().isoformat()}-{slug}"
     out.mkdir(parents=True, exist_ok=True)
     rows = [{"stage": r.name, "status": r.status, "seconds": round(r.seconds, 1), **machine} for r in results]
     files = [path for name in benches if (path := BUILD / f"{name}.json").exists()]
     rows_text = "".join(json.dumps(row) + "\n" for row in rows) + "".join(f.read_text(encoding="utf-8") for f in files)
+    last, compared = last_page(files)
+    rows_text += "".join(json.dumps(row) + "\n" for row in compared)
     log = "".join(f"== {r.name}: {r.status}, {r.seconds:.0f} s\n{r.output}\n" for r in results)
-    for suffix, text in ((".md", report(machine, results)), (".json", rows_text), (".log", log)):
+    for suffix, text in ((".md", f"{report(machine, results)}\n{last}"), (".json", rows_text), (".log", log)):
         stem.with_suffix(suffix).write_text(text, encoding="utf-8")
     return stem.with_suffix(".md")
 

@@ -13,11 +13,11 @@ constexpr int kScratchBytes = 32 * int(sizeof(double));  // for block_sum
 // ---- Reading a row -------------------------------------------------------------------------------------------------
 // A block takes kThreads * kStep columns at a time, kStep per thread. A thread takes them in groups of G adjacent
 // columns, one 16-byte word of the narrower of input and output; adjacent threads take adjacent groups. All words are
-// requested before the first is used. Rows whose addresses are not multiples of 16 are read one column at a time.
+// requested before the first is used. The rest of a row is taken in steps of one group per thread, and what is left one
+// column at a time, as are rows whose addresses are not multiples of 16.
 template <class T>
 constexpr int kWord = 16 / int(sizeof(T));  // values per 16-byte word
 constexpr int kStep = 16;
-constexpr int kBlockStep = kThreads * kStep;
 
 struct Columns {
     const float* bias;   // [width]; or null
@@ -45,26 +45,27 @@ __device__ __forceinline__ float logit_at(const T* row, const Columns& c, int64_
     return finished<has_cap>(to_float(row[column]) + bias, c);
 }
 
-// A thread's kStep scaled logits of one step.
-template <bool has_cap, int G, class T>
+// A thread's n scaled logits of one step.
+template <bool has_cap, int G, int n, class T>
 __device__ __forceinline__ void load_step(const T* row, const Columns& c, int64_t begin, float* x) {
     constexpr int kSize = kWord<T>;
-    Loaded<T, kSize> words[kStep / kSize];
+    Loaded<T, kSize> words[n / kSize];
 #pragma unroll
-    for (int i = 0; i < kStep; i += kSize) words[i / kSize] = load_streaming<T, kSize>(row + column_of<G>(begin, i));
+    for (int i = 0; i < n; i += kSize) words[i / kSize] = load_streaming<T, kSize>(row + column_of<G>(begin, i));
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) x[i] = to_float(words[i / kSize][i % kSize]);
+    for (int i = 0; i < n; ++i) x[i] = to_float(words[i / kSize][i % kSize]);
     if (c.bias) {
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) x[i] += c.bias[column_of<G>(begin, i)];
+        for (int i = 0; i < n; ++i) x[i] += c.bias[column_of<G>(begin, i)];
     }
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) x[i] = finished<has_cap>(x[i], c);
+    for (int i = 0; i < n; ++i) x[i] = finished<has_cap>(x[i], c);
 }
 
-// The number of columns that whole steps cover. The others are read one at a time.
+// The number of columns that steps of n per thread cover.
+template <int n>
 __device__ __forceinline__ int64_t covered(const Columns& c) {
-    return c.aligned ? c.width / kBlockStep * kBlockStep : 0;
+    return c.aligned ? c.width / (kThreads * n) * (kThreads * n) : 0;
 }
 
 // ---- Scan ----------------------------------------------------------------------------------------------------------
@@ -135,11 +136,17 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns
     }
     const T* mine = logits + row * c.row_stride;
     Running running{-INFINITY, 0.0f, 0.0f};
-    const int64_t end = covered(c);
-    for (int64_t i = 0; i < end; i += kBlockStep) {
+    constexpr int G = kWord<T>;
+    const int64_t whole = covered<kStep>(c), end = covered<G>(c);
+    for (int64_t i = 0; i < whole; i += kThreads * kStep) {
         float x[kStep];
-        load_step<has_cap, kWord<T>>(mine, c, i, x);
+        load_step<has_cap, G, kStep>(mine, c, i, x);
         add_logits<weighted, kStep>(running, x);
+    }
+    for (int64_t i = whole; i < end; i += kThreads * G) {
+        float x[G];
+        load_step<has_cap, G, G>(mine, c, i, x);
+        add_logits<weighted, G>(running, x);
     }
     for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
         const float x = logit_at<has_cap>(mine, c, i);
@@ -183,7 +190,9 @@ __device__ __forceinline__ void store_word(T* to, const float* values) {
     Pack<T, kWord<T>> word;
 #pragma unroll
     for (int i = 0; i < kWord<T>; ++i) word.value[i] = from_float<T>(values[i]);
-    *reinterpret_cast<Pack<T, kWord<T>>*>(to) = word;  // not past the caches, because a matrix product reads it next
+    uint4 bits;
+    memcpy(&bits, &word, sizeof bits);
+    __stcg(reinterpret_cast<uint4*>(to), bits);  // into the L2, because a matrix product reads it next
 }
 
 // One block per row: writes the gradient of the row's logits in this tile.
@@ -198,7 +207,6 @@ __global__ void __launch_bounds__(kThreads)
         row_gradient(up.lse[row * up.lse_stride], up.entropy ? up.entropy[row * up.entropy_stride] : 0,
                      up.grad_logprob[row * up.logprob_stride],
                      up.entropy ? up.grad_entropy[row * up.grad_entropy_stride] : 0, c.scale);
-    const int64_t end = covered(c);
     if (is_zero(g) || targets.ignored(id)) {  // the token does not train, so even NaN logits get 0
         for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
         return;
@@ -207,15 +215,22 @@ __global__ void __launch_bounds__(kThreads)
         const float gradient = logit_gradient<ScalarMath>(x, g) + (column == target ? g.target : 0.0f);
         return has_cap ? gradient * cap_slope<ScalarMath>(x, c.cap) : gradient;
     };
-    // Whole steps, then the remaining columns one at a time.
     constexpr int G = kWord<Out>;
-    for (int64_t i = 0; i < end; i += kBlockStep) {
+    const int64_t whole = covered<kStep>(c), end = covered<G>(c);
+    for (int64_t i = 0; i < whole; i += kThreads * kStep) {
         float x[kStep];
-        load_step<has_cap, G>(mine, c, i, x);
+        load_step<has_cap, G, kStep>(mine, c, i, x);
 #pragma unroll
         for (int k = 0; k < kStep; ++k) x[k] = d(x[k], column_of<G>(i, k));
 #pragma unroll
         for (int k = 0; k < kStep; k += G) store_word(to + column_of<G>(i, k), x + k);
+    }
+    for (int64_t i = whole; i < end; i += kThreads * G) {
+        float x[G];
+        load_step<has_cap, G, G>(mine, c, i, x);
+#pragma unroll
+        for (int k = 0; k < G; ++k) x[k] = d(x[k], column_of<G>(i, k));
+        store_word(to + column_of<G>(i, 0), x);
     }
     for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
         to[i] = from_float<Out>(d(logit_at<has_cap>(mine, c, i), i));

@@ -12,7 +12,9 @@ from torch import Tensor
 from turnwise.ops import linear_logprob
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.common.dispatch import BackendUnavailable
+from turnwise.ops.logprob import choice
 from turnwise.ops.logprob import linear_native as linear_logprob_native
+from turnwise.ops.logprob.choice import Tiles
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 NATIVE = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="native backends, in their own process")
@@ -20,10 +22,11 @@ NATIVE = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="n
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of tokens and tiles of 256 columns, also at small sizes."""
-    monkeypatch.setattr(linear_logprob_native, "_TOKENS", 24)
-    for name in ("_CPU_FORWARD", "_CPU_BACKWARD", "_GPU"):
-        monkeypatch.setattr(linear_logprob_native, name, 1)
+    """Several blocks of tokens and tiles of 256 columns, on a GPU groups and spans too, also at small sizes."""
+    for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
+        monkeypatch.setattr(choice, name, size)
+    tiles = {2: Tiles(24, 256, 48, 96), 4: Tiles(24, 256, 24, 96)}
+    monkeypatch.setattr(linear_logprob_native, "choose", lambda sizes, *_: tiles[sizes.size])
 
 
 def make(
@@ -113,12 +116,12 @@ def test_positions_gather_and_scatter(target, dtype) -> None:
 
 
 @NATIVE
-@pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, 2), (torch.float32, 6)], ids=str)
+@pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, 3), (torch.float32, 6)], ids=str)
 def test_a_gpu_takes_narrow_gradients_of_several_blocks_into_the_weight_at_once(
     emulator, monkeypatch, dtype, products
 ) -> None:
-    """Six blocks of 24 tokens in groups of four, the last ones cut off; each product more reads and writes the weight's
-    gradient anew."""
+    """Six blocks of 24 tokens, in groups of two that end with a span of 96 and with the tokens. Each product reads and
+    writes the sums of the weight's gradient."""
     monkeypatch.setattr(backends, "emulator", emulator)
     given = make(20, 130, 200, dtype=dtype)
     given |= {"positions": torch.randint(130, (130,), generator=torch.Generator().manual_seed(0))}

@@ -27,7 +27,7 @@ from turnwise.ops import (
 )
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.logprob import linear_native as linear_logprob_native
-from turnwise.ops.logprob.tiles import Softmax
+from turnwise.ops.logprob.choice import Chunks
 
 CHUNKS = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
 NATIVE = pytest.mark.skipif(backends.interpreted, reason="native backends, in their own process")
@@ -40,13 +40,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 tokens, so that rows are cut, and two products for each."""
     chunks_of(8, monkeypatch)
     monkeypatch.setattr(CHUNKS, "_COLUMNS", 200)
-    monkeypatch.setattr(CHUNKS, "_GPU_LOGITS", 1)
+    monkeypatch.setattr(CHUNKS, "one_pass", lambda *_: True)  # on a GPU; so small a head takes two
 
 
 def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CHUNKS, "_LEAST", {2: tokens, 4: tokens})
-    monkeypatch.setattr(CHUNKS, "_GPU_TILE", tokens)
-    monkeypatch.setattr(CHUNKS, "_GPU_BYTES", 1)
+    monkeypatch.setattr(CHUNKS, "choose_chunks", lambda *_: Chunks(tokens, 256))
 
 
 def make(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
@@ -158,23 +157,8 @@ def test_any_chunks_give_the_same(target, monkeypatch, seed) -> None:
     want = run(given)
     for least, few in ((1, 1000), (8, 2), (1000, 16)):
         chunks_of(least, monkeypatch)
-        monkeypatch.setattr(CHUNKS, "_FEW", few)
+        monkeypatch.setattr(CHUNKS, "FEW", few)
         assert_same(run(given, target), want, 5e-6)
-
-
-@pytest.mark.parametrize(("vocabulary", "tokens"), [(151_936, 384), (32_768, 1920), (1_000_000, 128)])
-def test_chunks_of_a_gpu_keep_it_busy_within_the_memory(emulator, monkeypatch, vocabulary, tokens) -> None:
-    """Whole tiles of tokens; logits, and their narrow gradient of one product, in 256 MiB where one tile of tokens
-    needs no more; and products of at least one round of tiles."""
-    monkeypatch.undo()  # the small chunks
-    monkeypatch.setattr(backends, "emulator", emulator)
-    empty = torch.empty(8192, 1, dtype=torch.bfloat16), torch.empty(vocabulary, 1, dtype=torch.bfloat16)
-    head = CHUNKS.Head(*empty, torch.zeros(8192, dtype=torch.int64), None, None, Softmax())
-    assert CHUNKS._chunk_size(head) == tokens
-    columns = CHUNKS._columns(head, tokens)
-    if tokens > 128:
-        assert 4 * tokens * vocabulary + 2 * tokens * columns <= 1.01 * 2**28
-    assert tokens // 128 * columns // 256 >= 132
 
 
 def test_micro_batches_add_up(target) -> None:
@@ -244,6 +228,36 @@ def test_the_logits_are_made_once(monkeypatch) -> None:
     leaves = {k: given.pop(k).requires_grad_() for k in ("hidden", "weight")}
     linear_policy_loss(**leaves, **given).loss.backward()
     assert sum(made) == int(given["mask"].sum()) * 300  # of the trained tokens alone
+
+
+@NATIVE
+@pytest.mark.slow
+def test_a_gpu_makes_the_logits_twice_where_that_is_faster(emulator, monkeypatch) -> None:
+    """The choice is asked on a GPU alone, with the call's sizes and whether the weight is trained."""
+    monkeypatch.setattr(backends, "emulator", emulator)
+    products, made, asked = linear_logprob_native.Products, [], []
+    original = products.logits
+    monkeypatch.setattr(products, "logits", lambda self, *pair: made.append(len(pair[0])) or original(self, *pair))
+    given = make(9, **FULL)
+    want = run(given)
+    trained = int(given["mask"].sum())  # emulated, one pass skips the others, as on a CPU; it has two tiles of columns
+    for once, rows in ((True, 2 * trained), (False, 2 * sum(LENGTHS))):
+        made.clear()
+        monkeypatch.setattr(CHUNKS, "one_pass", lambda *call, found=once: asked.append(call) or found)
+        assert_same(run(given, Native()), want, 5e-6)
+        assert sum(made) == rows
+    (sizes, _, _, weight, triton), _ = asked
+    assert (sizes.tokens, sizes.width, sizes.vocabulary, sizes.copied) == (sum(LENGTHS), 24, 300, False)
+    assert weight is True and triton is False
+    monkeypatch.setattr(backends, "emulator", None)
+    run(given, Native())
+    assert len(asked) == 2
+
+
+class Native:
+    """The target of a test that sets the emulator itself."""
+
+    backend, device = "native", "cpu"
 
 
 @pytest.mark.parametrize("rows", [0, 3])

@@ -60,9 +60,12 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
         )
 
 
-# 1, 31, 33: less than a vector, and a tail; 2048 and 2049: a piece, and one more; 4100: a block's step on a GPU and a
-# tail; 8193: odd rows, whose addresses are no multiples of 16.
-@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (2, 3, 33), (3, 2048), (3, 2049), (2, 4100), (1, 2, 8193)], ids=str)
+# 1, 31, 33: less than a vector, and a tail; 2048 and 2049: a piece, and one more; 4100: a block's whole step on a GPU
+# and a tail; 6152: a whole step, some short ones and a tail; 8193: odd rows, whose addresses are no multiples of 16.
+SHAPES = [(1, 1), (3, 31), (2, 3, 33), (3, 2048), (3, 2049), (2, 4100), (1, 6152), (1, 2, 8193)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_equals_float64(target, shape, dtype, entropy) -> None:

@@ -11,7 +11,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from turnwise.ops import GSPO, linear_logprob, linear_policy_loss, logprob, policy_loss
 from turnwise.ops.common import dispatch as backends
-from turnwise.ops.logprob import linear_native
+from turnwise.ops.logprob import choice, linear_native
+from turnwise.ops.logprob.choice import Tiles
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 NATIVE = pytest.mark.skipif(backends.interpreted, reason="native backends, in their own process")
@@ -21,9 +22,10 @@ IGNORE = -100
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of tokens and tiles of 256 columns, also at small sizes."""
-    monkeypatch.setattr(linear_native, "_TOKENS", 24)
-    for name in ("_CPU_FORWARD", "_CPU_BACKWARD", "_GPU"):
-        monkeypatch.setattr(linear_native, name, 1)
+    for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
+        monkeypatch.setattr(choice, name, size)
+    tiles = {2: Tiles(24, 256, 48, 96), 4: Tiles(24, 256, 24, 96)}
+    monkeypatch.setattr(linear_native, "choose", lambda sizes, *_: tiles[sizes.size])
 
 
 @pytest.fixture(params=["dropped", "in the kernel"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from turnwise import ops
 from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, ImportanceCorrection, KLCov
-from turnwise.ops.logprob import linear_native
+from turnwise.ops.logprob import choice
 from turnwise.ops.parallel import vocab_logprob
 
 pytestmark = pytest.mark.slow
@@ -275,9 +275,8 @@ def failure(call: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 def small_tiles(setter: Callable[[Any, str, Any], None]) -> None:
     """Several blocks of tokens and tiles of 256 columns, also at small sizes."""
-    setter(linear_native, "_TOKENS", 24)
-    for name in ("_CPU_FORWARD", "_CPU_BACKWARD"):
-        setter(linear_native, name, 1)
+    for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
+        setter(choice, name, size)
     setter(vocab_logprob, "_REFERENCE_LOGITS", 1000)
     chunks = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of this name
     setter(chunks, "_LEAST", {2: 16, 4: 16})

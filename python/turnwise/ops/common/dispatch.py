@@ -196,6 +196,13 @@ def select_backend(name: str | None, tensor: Tensor | None = None, *, native: st
     return chosen
 
 
+def serves_by_default(name: str, named: str | None, tensor: Tensor) -> bool:
+    """True if a backend serves a CUDA tensor, and neither the argument ``named`` nor the caller's setting names one."""
+    if (named or forced_backend()) is not None or not tensor.is_cuda:
+        return False
+    return not _unsupported_reason(name, "cuda", -1 if tensor.device.index is None else tensor.device.index)
+
+
 def _unsupported_reason(name: str, device: str, index: int) -> str:
     """The reason why a backend can't serve tensors of a device; empty if it can."""
     return (

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import extension, select_backend
+from turnwise.ops.common.dispatch import extension, select_backend, serves_by_default
 from turnwise.ops.common.dtensor import ROUTES, is_dtensor
 from turnwise.ops.common.layout import transform_reason
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
+from turnwise.ops.logprob.choice import prefers_triton
 from turnwise.ops.logprob.linear_native import backward, forward
 from turnwise.ops.logprob.logprob import reference as logprob_reference
 from turnwise.ops.logprob.tiles import Softmax
@@ -133,13 +134,16 @@ def linear_logprob(
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
     Gradients flow to hidden, weight and bias if they require one; a frozen weight costs nothing. The backward
-    recomputes each tile of logits. Apart from the gradients it holds one tile and float32 sums ``[N, H]``.
+    recomputes each tile of logits. Apart from the gradients it holds one tile and float32 sums of hidden rows, all
+    ``[N, H]`` on a CPU; on a GPU everything fits in 256 MiB. There the gradient of a narrow weight is summed in
+    float32 over as many tokens as that allows, then in its own dtype over up to 24 such parts.
 
     Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
-    ``hidden @ weight.T`` rounds them; on a GPU they stay float32. An id out of range raises on a CPU, and on a GPU only
-    with ``check=True``, which waits for the device; else it gives NaN. Raises ``ValueError`` or ``TypeError`` naming
-    the argument, and ``BackendUnavailable`` if the named backend can't serve. A second derivative needs
-    ``backend="torch"``.
+    ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
+    serve and no backend is named: a product is three in TF32, which keep float32's accuracy. An id out of range raises
+    on a CPU, and on a GPU only with ``check=True``, which waits for the device; else it gives NaN. Raises
+    ``ValueError`` or ``TypeError`` naming the argument, and ``BackendUnavailable`` if the named backend can't serve. A
+    second derivative needs ``backend="torch"``.
 
     Example: ``linear_logprob(model(tokens)[:-1], lm_head.weight, tokens[1:], temperature=0.7)``
     """
@@ -174,6 +178,8 @@ def linear_logprob(
     )
     reason = transform_reason(backend, hidden, weight, targets, bias, positions) or unsupported_reason
     chosen = select_backend(backend, hidden, native=reason, triton=reason)
+    if chosen == "native" and prefers_triton(hidden) and serves_by_default("triton", backend, hidden):
+        chosen = "triton"
     if chosen == "torch":
         logprob, entropies = reference(hidden, weight, targets, bias, positions, softmax, entropy)
     else:

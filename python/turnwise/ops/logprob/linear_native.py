@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core
+from turnwise.ops.logprob.choice import FEW, Sizes, Tiles, choose, choose_on_cpu, device_of
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, add_narrow, finish, grad, new_state, scan
-
-_TOKENS = 2048  # rows of a tile
-# Logits of a tile. CPU: a few MiB, which stay in the cache. The backward adds to [tokens, H] for each tile, so it takes
-# more columns at once. GPU: enough to keep the tensor cores busy; each takes 6 bytes (float32 and narrow gradient).
-_CPU_FORWARD, _CPU_BACKWARD, _GPU = 1 << 20, 1 << 21, 1 << 24
-_GPU_BLOCKS = 4  # blocks per product of the weight gradient; each product reads and writes the whole weight gradient
 
 
 def _onednn() -> Any:
@@ -31,6 +25,24 @@ def _dense(matrix: Tensor) -> Tensor:
         if x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
             return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
+
+
+_adds_wide = True  # False once torch has refused to add a narrow product to a float32 matrix
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` (narrow, on a GPU) to ``total`` (float32), in the product's own kernel if torch can."""
+    global _adds_wide
+    if _adds_wide:
+        try:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        except RuntimeError as error:  # some releases want all inputs of one dtype
+            if "same dtype" not in str(error):
+                raise
+            _adds_wide = False
+        else:
+            return
+    total.add_(torch.mm(left, right, out_dtype=torch.float32))
 
 
 class Products:
@@ -59,7 +71,7 @@ class Products:
         elif self.wide:
             total.addmm_(d, weight)
         elif d.is_cuda:
-            total.add_(torch.mm(d, weight, out_dtype=torch.float32))
+            _add_product(total, d, weight)
         else:
             add_narrow(total, torch.mm(d, weight))
 
@@ -76,6 +88,11 @@ class Products:
             out.addmm_(d.t(), hidden)
         else:
             torch.mm(d.t(), hidden, out=out)
+
+
+def cut(whole: slice, size: int) -> list[slice]:
+    """Cut a range into parts of ``size``; the last one may be shorter."""
+    return [slice(i, min(i + size, whole.stop)) for i in range(whole.start, whole.stop, size)]
 
 
 class Head:
@@ -125,13 +142,22 @@ class Head:
         """Compute ``logprob``, ``lse`` and ``entropy`` of a block whose tiles are all scanned."""
         return finish(state, entropy) if self.shard is None else self.shard.finish(state[None], self.targets[block])
 
-    def blocks(self, size: int) -> list[slice]:
-        return [slice(i, min(i + size, self.tokens)) for i in range(0, self.tokens, size)]
+    @property
+    def sizes(self) -> Sizes:
+        copied = self.positions is not None or self.softmax.ignore_index is not None
+        return Sizes(self.tokens, self.hidden.shape[1], self.vocabulary, self.hidden.element_size(), copied)
 
-    def columns(self, backward: bool, tokens: int) -> Iterator[slice]:
-        logits = _GPU if self.products.on_gpu else _CPU_BACKWARD if backward else _CPU_FORWARD
-        width = max(256, logits // max(tokens, 1) // 64 * 64)
-        return (slice(i, min(i + width, self.vocabulary)) for i in range(0, self.vocabulary, width))
+    def tiles(self, backward: bool) -> Tiles:
+        if not self.products.on_gpu:
+            return choose_on_cpu(self.sizes, backward)
+        tiles = choose(self.sizes, device_of(self.hidden), backward)
+        return tiles._replace(rows=tiles.group) if self.triton else tiles  # Triton's kernel writes gradients alone
+
+    def blocks(self, size: int) -> list[slice]:
+        return cut(slice(0, self.tokens), size)
+
+    def columns(self, width: int) -> list[slice]:
+        return cut(slice(0, self.vocabulary), width)
 
     def rows(self, block: slice) -> Tensor:
         rows = self.hidden[block] if self.positions is None else self.hidden.index_select(0, self.positions[block])
@@ -210,9 +236,10 @@ def scan_blocks(head: Head, entropy: bool) -> list[Tensor]:
             )
         ]
     # Columns in the outer loop, so that the weight is read once; each block keeps its softmax state.
-    blocks = head.blocks(_TOKENS)
+    tiles = head.tiles(backward=False)
+    blocks = head.blocks(tiles.rows)
     states = [new_state(block.stop - block.start, head.hidden) for block in blocks]
-    for columns in head.columns(False, min(head.tokens, _TOKENS)):
+    for columns in head.columns(tiles.columns):
         for block, state in zip(blocks, states, strict=True):
             scan(head.tile(head.rows(block), block, columns), state, entropy)
     return states or [new_state(0, head.hidden)]
@@ -253,19 +280,21 @@ class Gradients:
         self.bias = torch.zeros(head.vocabulary if need_bias else 0, dtype=wide, device=hidden.device)
         self.need_hidden, self.need_weight, self.need_bias = need_hidden, need_weight, need_bias
 
-    def new_hidden(self, tokens: int) -> Tensor:
-        """Allocate float32 sums ``[tokens, H]`` for the hidden rows of a block."""
-        return torch.zeros((tokens, self.head.hidden.shape[1]), dtype=torch.float32, device=self.hidden.device)
+    def sums(self, block: slice) -> Tensor:
+        """Float32 zeros ``[n, H]`` for the hidden rows of a block: part of the gradient itself if that serves."""
+        if self.head.positions is None and self.hidden.dtype is torch.float32:
+            return self.hidden[block]
+        size = block.stop - block.start, self.head.hidden.shape[1]
+        return torch.zeros(size, dtype=torch.float32, device=self.hidden.device)
 
     def keep_hidden(self, block: slice, sums: Tensor) -> None:
         """Store or add the sums of a block in the gradient of hidden. A position may occur more than once."""
         positions = self.head.positions
-        values = sums.to(self.hidden.dtype)
         if positions is None:
-            self.hidden[block] = values
+            self.hidden[block].copy_(sums)  # nothing to do for part of the gradient itself
         else:
             # On a GPU index_put_ sorts the positions, so the order of sums is fixed; index_add_ has no fixed order.
-            self.hidden.index_put_((positions[block],), values, accumulate=True)
+            self.hidden.index_put_((positions[block],), sums.to(self.hidden.dtype), accumulate=True)
 
     def add_bias(self, columns: slice, d: Tensor) -> None:
         if self.need_bias:
@@ -301,47 +330,59 @@ def backward(
 
 def fill(head: Head, gradients: Gradients, upstream: Upstream) -> None:
     """Compute all gradients from those of the head's log-probabilities and entropies."""
-    blocks = head.blocks(_TOKENS)
-    need_hidden = gradients.need_hidden
-    sums = [gradients.new_hidden(block.stop - block.start) if need_hidden else None for block in blocks]
-    if not blocks:
-        gradients.weight.zero_()
-    for columns in head.columns(True, min(head.tokens, _TOKENS)):
-        _tile_backward(head, gradients, upstream, blocks, sums, columns)
-    for block, total in zip(blocks, sums, strict=True):
-        if total is not None:
-            gradients.keep_hidden(block, total)
+    tiles = head.tiles(backward=True)
+    spans = head.blocks(tiles.span)
+    weight = gradients.weight
+    if not spans:
+        weight.zero_()
+    if len(spans) > FEW and weight.dtype is not torch.float32:  # sums of so many parts lose too much
+        weight = torch.empty_like(weight, dtype=torch.float32)
+    for span in spans:
+        sums = gradients.sums(span) if gradients.need_hidden else None
+        for columns in head.columns(tiles.columns):
+            _tile_backward(head, gradients, upstream, tiles, span, columns, sums, weight)
+        if sums is not None:
+            gradients.keep_hidden(span, sums)
+        del sums  # before the next ones are made
+    if weight is not gradients.weight:
+        gradients.weight.copy_(weight)
 
 
 def _tile_backward(
     head: Head,
     gradients: Gradients,
     upstream: Upstream,
-    blocks: list[slice],
-    sums: list[Tensor | None],
+    tiles: Tiles,
+    span: slice,
     columns: slice,
+    sums: Tensor | None,
+    weight: Tensor,
 ) -> None:
-    """Process all tokens for some columns, so that the gradient of those weights is written once."""
+    """Process all tokens of a span for some columns, so that the gradient of those weights is written once."""
     products, part = head.products, head.weight[columns]
-    # On a GPU several blocks share one product, if their gradients are a separate narrow tensor (not float32, Triton).
-    together = _GPU_BLOCKS if products.on_gpu and not (products.wide or head.triton) and gradients.need_weight else 1
-    groups = [slice(i, i + together) for i in range(0, len(blocks), together)]
-    total = torch.empty_like(part, dtype=torch.float32) if len(groups) > 1 and gradients.need_weight else None
+    groups = cut(span, tiles.group)
+    several = gradients.need_weight and len(groups) > 1 and weight.dtype is not torch.float32
+    total = torch.empty_like(part, dtype=torch.float32) if several else None
     for group in groups:
-        # Each block of the group: gradient of its logits, then of its hidden rows.
-        whole = slice(blocks[group][0].start, blocks[group][-1].stop)
-        held = part.new_empty(whole.stop - whole.start, part.shape[0]) if together > 1 else None
-        for block, hidden_sums in zip(blocks[group], sums[group], strict=True):
-            rows = head.rows(block)
-            mine = None if held is None else held[block.start - whole.start : block.stop - whole.start]
-            d = head.recompute_gradient(rows, block, columns, upstream.rows(block), mine)
-            gradients.add_bias(columns, d)
-            if hidden_sums is not None:
-                products.add_hidden(hidden_sums, d, part)
-        if gradients.need_weight:
-            out = gradients.weight[columns] if total is None else total
-            if held is not None:
-                d, rows = held, head.rows(whole)
-            products.weight_gradient(out, d, rows, add=whole.start > 0)
-    if total is not None:
-        gradients.weight[columns] = total
+        # Gradient of the group's logits: of one tile, or of several that are written side by side.
+        rows, tokens = head.rows(group), group.stop - group.start
+        if tokens <= tiles.rows:
+            d = head.recompute_gradient(rows, group, columns, upstream.rows(group))
+        else:
+            d = part.new_empty(tokens, part.shape[0])
+            for block in cut(group, tiles.rows):
+                mine = slice(block.start - group.start, block.stop - group.start)
+                head.recompute_gradient(rows[mine], block, columns, upstream.rows(block), d[mine])
+        # Gradients of its hidden rows, and of the weight's.
+        gradients.add_bias(columns, d)
+        if sums is not None:
+            products.add_hidden(sums[group.start - span.start : group.stop - span.start], d, part)
+        if total is not None:
+            products.weight_gradient(total, d, rows, add=group is not groups[0])
+        elif gradients.need_weight:
+            products.weight_gradient(weight[columns], d, rows, add=group.start > 0)
+        del rows, d  # before the next ones are made
+    if total is not None and span.start > 0:
+        weight[columns] += total
+    elif total is not None:
+        weight[columns] = total

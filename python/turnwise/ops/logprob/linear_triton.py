@@ -8,7 +8,7 @@ gradient.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,16 +17,33 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, CompileCase
+from turnwise.ops.logprob.choice import device_of, tf32_allowed
 from turnwise.ops.logprob.tiles import Softmax, Upstream
 from turnwise.ops.logprob.triton import add_logits, finished, flags, logit_gradient
 
-# Tokens, columns and depth of a product: with 128 x 128 x 64, three stages of shared memory keep a wgmma busy.
-ROWS, COLUMNS, DEPTH = (16, 32, 16) if interpreted else (128, 128, 64)
+
+class Shape(NamedTuple):
+    """Tokens, columns and depth of one step of a product, and how float32 is multiplied."""
+
+    rows: int
+    columns: int
+    depth: int
+    precision: str = "ieee"
 
 
-def _options(narrow: bool) -> dict[str, Any]:
-    """Launch options. float32 has two stages, as three need more shared memory than a consumer GPU has."""
-    return {"num_warps": 8, "num_stages": 3 if narrow else 2, **FUSED}
+OPTIONS = {"num_warps": 8, "num_stages": 3, **FUSED}
+NARROW = Shape(128, 128, 64)  # three stages in shared memory keep a wgmma busy
+# Three TF32 products keep 22 bits of each factor. Their parts take registers: on mma.sync for a narrower tile alone.
+WGMMA, MMA = Shape(128, 128, 32, "tf32x3"), Shape(128, 64, 32, "tf32x3")
+
+
+def _shape(hidden: Tensor) -> Shape:
+    if interpreted:
+        return Shape(16, 32, 16)
+    if hidden.dtype is not torch.float32:
+        return NARROW
+    shape = WGMMA if device_of(hidden).capability[0] in (9, 10) else MMA
+    return shape._replace(precision="tf32") if tf32_allowed() else shape
 
 
 @triton.jit
@@ -202,17 +219,17 @@ def backward_kernel(
 
 
 def _flags(hidden: Tensor, bias: Tensor | None, softmax: Softmax) -> dict[str, Any]:
-    exact = not (hidden.is_cuda and torch.backends.cuda.matmul.allow_tf32)
+    shape = _shape(hidden)
     return {
         "HAS_BIAS": bias is not None,
         **flags(*softmax.columns[1:]),
-        "ALIGNED": hidden.shape[1] % DEPTH == 0,
-        "PRECISION": "ieee" if exact else "tf32",
+        "ALIGNED": hidden.shape[1] % shape.depth == 0,
+        "PRECISION": shape.precision,
         "WIDEN": interpreted,
-        "ROWS": ROWS,
-        "COLUMNS": COLUMNS,
-        "DEPTH": DEPTH,
-        **_options(hidden.dtype is not torch.float32),
+        "ROWS": shape.rows,
+        "COLUMNS": shape.columns,
+        "DEPTH": shape.depth,
+        **OPTIONS,
     }
 
 
@@ -240,7 +257,8 @@ def scan(
     """Compute the softmax states ``[splits, 4, tokens]`` float32, for ``finish``. ``bias`` is float32."""
     tokens, vocabulary = targets.shape[0], weight.shape[0]
     hidden, weight = _rows(hidden), _rows(weight)
-    blocks, tiles = triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS)
+    shape = _shape(hidden)
+    blocks, tiles = triton.cdiv(tokens, shape.rows), triton.cdiv(vocabulary, shape.columns)
     each = triton.cdiv(tiles, _splits(max(blocks, 1), tiles, hidden.device))
     splits = triton.cdiv(tiles, each)
     state = torch.empty((splits, 4, tokens), dtype=torch.float32, device=hidden.device)
@@ -279,10 +297,11 @@ def logit_gradients(
     """Compute the gradient ``[n, v]`` of the logits of ``hidden [n, H]`` and rows ``weight [v, H]``, in their dtype."""
     hidden, weight = _rows(hidden), _rows(weight)
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    shape = _shape(hidden)
     out = torch.empty((tokens, vocabulary), dtype=weight.dtype, device=weight.device)
     lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
     with torch.cuda.device_of(hidden):
-        backward_kernel[(triton.cdiv(tokens, ROWS), triton.cdiv(vocabulary, COLUMNS))](
+        backward_kernel[(triton.cdiv(tokens, shape.rows), triton.cdiv(vocabulary, shape.columns))](
             hidden,
             weight,
             hidden if bias is None else bias,
@@ -309,7 +328,7 @@ def logit_gradients(
 # ---------------------------------------------------------------------------------------------------------------------
 # Cases to compile ahead of time
 # ---------------------------------------------------------------------------------------------------------------------
-def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
+def _case(kernel: Any, dtype: str, shape: Shape, **flags: Any) -> CompileCase:
     types = {"scale": "fp32", "cap": "fp32", "ignore": "i64"}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     signature |= {name: "*fp32" for name in signature if name.endswith("_ptr")}
@@ -317,22 +336,27 @@ def _case(kernel: Any, dtype: str, **flags: Any) -> CompileCase:
     signature |= {
         name: type_ for name, type_ in (("positions_ptr", "*i64"), ("out_ptr", f"*{dtype}")) if name in signature
     }
-    shared = {"PRECISION": "ieee", "WIDEN": False, "ALIGNED": True, "ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
-    constants = {**flags, **shared}
+    sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
+    constants = {**flags, "PRECISION": shape.precision, "WIDEN": False, "ALIGNED": True, **sizes}
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = tuple(
         n for n in signature if n.endswith("_ptr") or n in ("hidden_stride", "weight_stride", "out_stride", "width")
     )
-    instructions = ("wgmma", "cp.async") if dtype != "fp32" else ()
-    return CompileCase(kernel, signature, constants, aligned, instructions, _options(dtype != "fp32"))
+    return CompileCase(kernel, signature, constants, aligned, ("wgmma", "cp.async"), OPTIONS)
 
 
 COMPILE_CASES = [
     case
-    for dtype, has_cap in (("bf16", False), ("fp16", False), ("fp32", False), ("bf16", True))
+    for dtype, shape, has_cap in (
+        ("bf16", NARROW, False),
+        ("fp16", NARROW, False),
+        ("fp32", WGMMA, False),
+        ("fp32", MMA, False),
+        ("bf16", NARROW, True),
+    )
     for capped in ({"HAS_CAP": has_cap, "HAS_IGNORE": has_cap},)
     for case in (
-        _case(forward_kernel, dtype, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True, **capped),
-        _case(backward_kernel, dtype, HAS_BIAS=False, HAS_ENTROPY=True, **capped),
+        _case(forward_kernel, dtype, shape, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True, **capped),
+        _case(backward_kernel, dtype, shape, HAS_BIAS=False, HAS_ENTROPY=True, **capped),
     )
 ]

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
+from turnwise.ops.common.dispatch import native_core, select_backend, serves_by_default, stream_of
 from turnwise.ops.common.layout import RowLayout, Streams, check_tensors, transform_reason
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
+from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, one_pass, prefers_triton
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.linear_native import Gradients, Head, spread
 from turnwise.ops.logprob.tiles import Upstream, new_state, scan
@@ -33,11 +34,6 @@ from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 # logits stay within _BYTES, unless that would leave less than half of _LEAST. Larger chunks would not be faster.
 _LEAST, _BYTES = {2: 512, 4: 160}, 1 << 28
 _COLUMNS = 2048  # columns of one product on a CPU
-# Tokens of a chunk on a GPU: as many as have all their logits in _GPU_BYTES, a multiple of _GPU_TILE. Few chunks are
-# best, as each one reads and writes the whole weight gradient. One product makes _GPU_LOGITS logits: two rounds of
-# 128 x 256 on 132 multiprocessors.
-_GPU_TILE, _GPU_BYTES, _GPU_LOGITS = 128, 15 << 24, 2 * 132 * 128 * 256
-_FEW = 24  # up to so many chunks, the weight gradient is summed in the weight's own dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,32 +84,29 @@ def token_gradient(
     return gradient
 
 
-def _chunk_size(head: Head) -> int:
-    size = head.products.dtype.itemsize
+def _chunks(head: Head) -> Chunks:
+    """The chunks of tokens and the columns of a tile, the same on every rank of a head that is split."""
     vocabulary = head.vocabulary if head.shard is None else head.shard.widest
     if head.products.on_gpu:
-        return max(_GPU_BYTES // (vocabulary * size) // _GPU_TILE, 1) * _GPU_TILE
+        return choose_chunks(head.sizes._replace(vocabulary=vocabulary), device_of(head.hidden))
+    size = head.products.dtype.itemsize
     least = _LEAST[size]
-    return min(max(least, head.tokens // 16), max(least // 2, _BYTES // (vocabulary * size), 1))
-
-
-def _columns(head: Head, tokens: int) -> int:
-    """The number of columns of one product with ``tokens`` rows."""
-    return max(_GPU_LOGITS // max(tokens, 1) // 256 * 256, 256) if head.products.on_gpu else _COLUMNS
+    return Chunks(min(max(least, head.tokens // 16), max(least // 2, _BYTES // (vocabulary * size), 1)), _COLUMNS)
 
 
 def fused(
     head: Head, gradients: Gradients, tokens: TokenStreams, loss: TokenGradient, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Fill ``gradients``, and return ``logprob`` and ``entropy [M]``. Holds the logits of one chunk at a time."""
-    chunks = head.blocks(_chunk_size(head))
+    rows, width = _chunks(head)
+    chunks = head.blocks(rows)
     total = gradients.weight
-    if gradients.need_weight and len(chunks) > _FEW and total.dtype is not torch.float32:
+    if gradients.need_weight and len(chunks) > FEW and total.dtype is not torch.float32:
         total = torch.empty_like(total, dtype=torch.float32)
     # Sums over many chunks lose too much in bfloat16, so they run in float32 and are rounded once at the end.
     logprobs, entropies = [], []
     for chunk in chunks:
-        logprob, entropy_of_chunk = _chunk(head, gradients, total, tokens.pick(chunk), loss, entropy, chunk)
+        logprob, entropy_of_chunk = _chunk(head, gradients, total, tokens.pick(chunk), loss, entropy, chunk, width)
         logprobs.append(logprob)
         entropies.append(entropy_of_chunk)
     if gradients.need_weight:
@@ -133,30 +126,30 @@ def _chunk(
     loss: TokenGradient,
     entropy: bool,
     chunk: slice,
+    width: int,
 ) -> tuple[Tensor, Tensor]:
     products, rows = head.products, head.rows(chunk)
     state = new_state(rows.shape[0], rows)
     # Scan all tiles of the chunk for its log-probabilities, and keep their logits.
     tiles = []
-    width = _columns(head, rows.shape[0])
-    for start in range(0, head.vocabulary, width):
-        tile = head.tile(rows, chunk, slice(start, min(start + width, head.vocabulary)))
+    for columns in head.columns(width):
+        tile = head.tile(rows, chunk, columns)
         scan(tile, state, entropy)
         tiles.append(tile)
     logprob, lse, entropies = head.finish(state, chunk, entropy)
     # With the loss's gradient known, turn each tile of logits into its gradient and multiply it out.
     upstream = Upstream(lse, loss(logprob, tokens), None, None)
-    sums = gradients.new_hidden(rows.shape[0])
+    sums = gradients.sums(chunk) if gradients.need_hidden else None
     for tile in tiles:
         columns = slice(tile.first, tile.first + tile.logits.shape[1])
         part = head.weight[columns]
         d = head.gradient(tile, upstream)
         gradients.add_bias(columns, d)
-        if gradients.need_hidden:
+        if sums is not None:
             products.add_hidden(sums, d, part)
         if gradients.need_weight:
             products.weight_gradient(total[columns], d, rows, add=chunk.start > 0)
-    if gradients.need_hidden:
+    if sums is not None:
         gradients.keep_hidden(chunk, sums)
     return logprob, entropies
 
@@ -226,6 +219,15 @@ def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
     if hidden.dtype is torch.float64:
         return False
     return select_backend(backend, hidden, native=reason, triton=reason) == "native"
+
+
+def _is_faster(hidden: Tensor, weight: Tensor, tokens: int, copied: bool, backend: str | None) -> bool:
+    """True if one pass is expected to be faster than two and to need no more memory; on a CPU always."""
+    if native_core(hidden)[0] == "cpu":
+        return True
+    sizes = Sizes(tokens, hidden.shape[1], weight.shape[0], hidden.element_size(), copied)
+    device, triton = device_of(hidden), prefers_triton(hidden) and serves_by_default("triton", backend, hidden)
+    return one_pass(sizes, choose_chunks(sizes, device), device, weight.requires_grad, triton)
 
 
 def _scale_of(tokens: TokenStreams) -> Tensor:
@@ -341,9 +343,10 @@ def linear_policy_loss(
     For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO, with
     a correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of
     logits in memory, and the backward scales and returns them. GSPO, LUSPO, GMPO, VESPO, Clip-Cov, KL-Cov and
-    corrections by sequence need whole rows first, so they compute the logits twice. So do ``torch.compile`` and
-    backends other than ``native``. Masked tokens cost nothing on a CPU. Gradients that are not required are not
-    computed.
+    corrections by sequence need whole rows first, so they compute the logits twice. So do ``torch.compile``, backends
+    other than ``native``, and a GPU where two passes are expected to be faster: with a large vocabulary a chunk has few
+    tokens, and each chunk reads and writes the whole weight gradient. Masked tokens cost nothing on a CPU. Gradients
+    that are not required are not computed.
 
     The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more.
     Gradients of float16 are kept in float32, and scaled up, until the loss's own gradient has scaled them. A loss scale
@@ -380,13 +383,15 @@ def linear_policy_loss(
     if ignored is not None:
         batch["mask"] = mask = ~ignored if mask is None else (mask != 0) & ~ignored
 
-    # Plan: one pass where the loss of a token needs no other token
+    # Plan: one pass where the loss of a token needs no other token, and that is faster
     leaves = (hidden, weight, bias)
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
     once = wanted and not torch.compiler.is_compiling() and not needs_rows(variant, correction)
     others = positions, targets, old_logprobs, advantages, selected, *batch.values()
     reason = transform_reason(backend, *leaves, *others)
-    if not (once and _serves(hidden, backend, reason)):
+    copied = positions is not None or ignore_index is not None
+    once = once and _serves(hidden, backend, reason) and _is_faster(hidden, weight, targets.shape[0], copied, backend)
+    if not once:
         logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
         logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
         exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference

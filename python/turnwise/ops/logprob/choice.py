@@ -1,0 +1,227 @@
+"""Choose how the LM head cuts its work: the shape of a tile of logits, and the tokens that share a product.
+
+On a GPU the choice follows ``bench/head_model.py``, which predicts the time of each way; a test holds it to the model's
+best. Nothing here was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Logits of a tile on a CPU: a few MiB, which stay in the cache. The backward adds to [tokens, H] for each tile, so it
+# takes more columns at once.
+_CPU_ROWS, _CPU_FORWARD, _CPU_BACKWARD = 2048, 1 << 20, 1 << 21
+
+MEMORY = 256 << 20  # bytes that an op may hold on a GPU beside its inputs, results and gradients
+FEW = 24  # sums of up to so many parts stay in the weight's narrow dtype; over more parts they lose too much
+ROWS, COLUMNS = 128, 256  # of the result that a multiprocessor makes at a time in a product of cuBLAS
+_L2 = 0.7  # share of the L2 for a tile of logits
+_FLOPS = 400  # operations in the time of one byte that a product reads or writes; half of the bytes pass unnoticed
+_TILE = 0.1  # rounds of the multiprocessors that a tile costs besides its product
+_LOST = MEMORY >> 5  # bytes of states and small tensors
+
+
+class Device(NamedTuple):
+    """The facts of a GPU that the choice reads; by default an H100's."""
+
+    multiprocessors: int = 132
+    l2: int = 50 << 20  # bytes
+    capability: tuple[int, int] = (9, 0)
+
+
+def device_of(tensor: Tensor) -> Device:
+    """Read the facts of the tensor's GPU; those of an H100 for a CPU tensor, where tests emulate one."""
+    if not tensor.is_cuda:
+        return Device()
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return Device(properties.multi_processor_count, properties.L2_cache_size, (properties.major, properties.minor))
+
+
+class Sizes(NamedTuple):
+    """One call: ``hidden [tokens, width]`` and ``weight [vocabulary, width]``, with ``size`` bytes per value.
+
+    ``copied``: rows of hidden are gathered or masked, which takes a copy.
+    """
+
+    tokens: int
+    width: int
+    vocabulary: int
+    size: int
+    copied: bool = False
+
+    @property
+    def narrow(self) -> bool:
+        return self.size < 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities
+# ---------------------------------------------------------------------------------------------------------------------
+class Tiles(NamedTuple):
+    """How ``linear_logprob`` cuts tokens and columns. A span of tokens sees all columns before the next span starts."""
+
+    rows: int  # tokens of a tile of logits
+    columns: int  # columns of a tile
+    group: int  # tokens whose logit gradients share the products of the backward: one tile, or a few narrow ones
+    span: int  # tokens whose hidden gradients are summed in float32 at once
+
+    def forward_memory(self, sizes: Sizes) -> int:
+        """Bytes beside inputs and results."""
+        rows = min(self.rows, sizes.tokens)
+        logits = 4 * rows * min(self.columns, sizes.vocabulary)
+        return logits + 32 * sizes.tokens + sizes.copied * sizes.size * rows * sizes.width
+
+    def backward_memory(self, sizes: Sizes) -> int:
+        """Bytes beside inputs and gradients, if all gradients are needed."""
+        rows, group, span = (min(n, sizes.tokens) for n in (self.rows, self.group, self.span))
+        columns = min(self.columns, sizes.vocabulary)
+        total = 4 * rows * columns + sizes.copied * sizes.size * group * sizes.width
+        if sizes.narrow or sizes.copied:  # else the sums are the gradient itself
+            total += 4 * span * sizes.width
+        if sizes.narrow:
+            total += sizes.size * group * columns  # the narrow gradients of a group
+            total += 4 * columns * sizes.width * (span > group)  # the sums of a tile's weight rows over its groups
+            if sizes.tokens > FEW * span:
+                total += 4 * sizes.vocabulary * sizes.width
+        return total
+
+
+def choose_on_cpu(sizes: Sizes, backward: bool) -> Tiles:
+    """Choose tiles that stay in a CPU's cache. Each block of tokens is its own group."""
+    logits = _CPU_BACKWARD if backward else _CPU_FORWARD
+    columns = max(256, logits // max(min(sizes.tokens, _CPU_ROWS), 1) // 64 * 64)
+    return Tiles(_CPU_ROWS, columns, _CPU_ROWS, max(sizes.tokens, 1))
+
+
+def choose(sizes: Sizes, device: Device, backward: bool) -> Tiles:
+    """Choose the tiles on a GPU, within :data:`MEMORY`: full rounds of the multiprocessors, and logits in the L2.
+
+    The backward reads and writes float32 sums of hidden rows once for each column of tiles, and weight rows once for
+    each span, so it takes the largest spans and tiles that the memory holds.
+
+    Example: ``choose(Sizes(8192, 4096, 151_936, 2), Device(), backward=False)``
+    """
+    most = max(int(_L2 * device.l2) // (4 * ROWS * COLUMNS * device.multiprocessors), 1)  # rounds of a tile
+    found: list[tuple[bool, float, Tiles]] = []  # too large, bytes of work, tiles
+    for rows in {_part(sizes.tokens, n, ROWS) for n in (2048, 1536, 1024)}:
+        for rounds in range(1, most + 1):
+            columns = _columns(rows, rounds, sizes.vocabulary, device)
+            work = _rounds(sizes, rows, columns, device)
+            work *= 2 * ROWS * COLUMNS * device.multiprocessors * sizes.width / _FLOPS  # as bytes
+            if not backward:
+                found.append((False, work, Tiles(rows, columns, rows, max(sizes.tokens, 1))))
+                continue
+            tiles = _backward_tiles(sizes, rows, columns)
+            if tiles is not None:
+                sums = 8 * sizes.tokens * -(-sizes.vocabulary // columns)
+                weight = 2 * sizes.size * sizes.vocabulary * -(-sizes.tokens // tiles.group)
+                work += sizes.width * (sums + weight)
+                found.append((tiles.backward_memory(sizes) > MEMORY, work, tiles))
+    return min(found)[2] if found else Tiles(ROWS, COLUMNS, ROWS, ROWS)
+
+
+def _part(total: int, most: int, unit: int) -> int:
+    """The size of a part, a multiple of ``unit``, if ``total`` is cut into the fewest parts of at most ``most``."""
+    count = max(-(-total // max(most // unit * unit, unit)), 1)
+    return max(-(-total // (count * unit)), 1) * unit
+
+
+def _columns(rows: int, rounds: int, vocabulary: int, device: Device) -> int:
+    """The most columns of a tile whose product takes the multiprocessors ``rounds`` rounds."""
+    across = max(rounds * device.multiprocessors // -(-rows // ROWS), 1)
+    return min(across, -(-vocabulary // COLUMNS)) * COLUMNS
+
+
+def _rounds(sizes: Sizes, rows: int, columns: int, device: Device) -> float:
+    """Rounds of all multiprocessors for all logits, with those that the last tiles of each kind leave half idle."""
+    total = 0.0
+    for n in (rows, sizes.tokens % rows):
+        for v in (columns, sizes.vocabulary % columns):
+            count = (sizes.tokens // rows if n == rows else 1) * (sizes.vocabulary // columns if v == columns else 1)
+            if n and v:
+                total += count * (-(-(-(-n // ROWS) * -(-v // COLUMNS)) // device.multiprocessors) + _TILE)
+    return total
+
+
+def _backward_tiles(sizes: Sizes, rows: int, columns: int) -> Tiles | None:
+    """The fewest spans, each one group of tiles, that the memory holds; ``None`` if it holds none.
+
+    More than :data:`FEW` need a sum of the weight's gradient besides.
+    """
+    if not sizes.narrow:  # a tile of float32 logits becomes its own gradient
+        span = sizes.tokens if not sizes.copied else _part(sizes.tokens, MEMORY // 2 // (8 * sizes.width), rows)
+        tiles = Tiles(rows, columns, rows, max(span, rows))
+        return tiles if tiles.backward_memory(sizes) <= MEMORY else None
+    blocks = -(-sizes.tokens // rows)
+    for count in range(1, max(blocks, 1) + 1):
+        span = max(-(-blocks // count), 1) * rows
+        tiles = Tiles(rows, columns, span, span)
+        if tiles.backward_memory(sizes._replace(tokens=min(sizes.tokens, FEW * span))) <= MEMORY - _LOST:
+            return tiles
+    return None
+
+
+def tf32_allowed() -> bool:
+    """True if torch lets cuBLAS compute float32 in TF32."""
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in common/dispatch.py
+
+
+def prefers_triton(hidden: Tensor) -> bool:
+    """True if Triton's kernels, where they serve, are expected to be faster than cuBLAS's products with our kernels.
+
+    They make a float32 product of three in TF32 on the tensor cores. cuBLAS uses those only if torch allows TF32.
+    """
+    return hidden.is_cuda and hidden.dtype is torch.float32 and not tf32_allowed()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss in one pass
+# ---------------------------------------------------------------------------------------------------------------------
+class Chunks(NamedTuple):
+    """How ``linear_policy_loss`` cuts tokens and columns: a chunk of tokens keeps all its logits, in some tiles."""
+
+    rows: int  # tokens of a chunk
+    columns: int  # columns of a tile
+
+    def memory(self, sizes: Sizes, weight: bool = True) -> int:
+        """Bytes beside inputs and gradients. ``weight``: the weight is trained."""
+        rows = min(self.rows, sizes.tokens)
+        total = 4 * rows * sizes.vocabulary + sizes.copied * sizes.size * rows * sizes.width
+        if sizes.narrow or sizes.copied:
+            total += 4 * rows * sizes.width
+        if sizes.narrow:
+            total += sizes.size * rows * min(self.columns, sizes.vocabulary)
+            total += 4 * sizes.vocabulary * sizes.width * (weight and sizes.tokens > FEW * self.rows)
+        return total
+
+
+def choose_chunks(sizes: Sizes, device: Device) -> Chunks:
+    """Choose the fewest even chunks whose logits the memory holds; a chunk has at least one row of products.
+
+    The tiles take two rounds of the multiprocessors.
+    """
+    logits = 2 * device.multiprocessors * ROWS * COLUMNS
+    each = 4 * sizes.vocabulary + (4 + sizes.copied * sizes.size) * sizes.width
+    rows = _part(sizes.tokens, (MEMORY - sizes.size * logits * sizes.narrow) // each, ROWS)
+    return Chunks(rows, max(logits // rows // COLUMNS, 1) * COLUMNS)
+
+
+def one_pass(sizes: Sizes, chunks: Chunks, device: Device, weight: bool, triton: bool) -> bool:
+    """True if the loss is expected to be faster in one pass with these chunks than in two, and within the memory.
+
+    One pass saves one of four products, or of three if the weight is frozen (``weight`` is False). But each chunk reads
+    the weight twice, and reads and writes its gradient. ``triton``: two passes would use Triton's kernels.
+    """
+    if chunks.memory(sizes, weight) > MEMORY:
+        return False
+    if triton and device.capability >= (10, 0):
+        return False  # TF32 is there too far ahead of float32
+    if not sizes.narrow:
+        return sizes.width >= 2048 or chunks.rows >= 1024
+    return sizes.width >= 2048 and chunks.rows >= (1024 if weight else 256)

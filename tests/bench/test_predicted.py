@@ -1,0 +1,148 @@
+"""gpu-check's last page, from rows that were recorded on a CPU and made to look like a GPU's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+TOKENS = 8192 * 4096
+
+
+@pytest.fixture
+def predicted(load: Callable[[str], ModuleType]) -> Any:
+    return load("predicted")
+
+
+def recorded(bench: str, **columns: str) -> dict[str, Any]:
+    """A row as a bench wrote it on a CPU, with the columns that an H100 has beside."""
+    for line in "".join(file.read_text() for file in sorted(RESULTS.glob("*-cpu.json"))).splitlines():
+        row = json.loads(line)
+        # `token_rewards` was `token_reward` when its rows were recorded.
+        if row["bench"] in (bench, bench.removesuffix("s")) and all(
+            row.get(name) == value for name, value in columns.items()
+        ):
+            return {**row, "bench": bench, "device": "cuda", "machine": "NVIDIA H100 80GB HBM3", "multiprocessors": 132}
+    raise LookupError((bench, columns))
+
+
+def streaming(bytes_per_token: float, micros: float, copy: float = 2.9e12, **columns: str) -> dict[str, Any]:
+    """A row of a kernel that takes so many microseconds for [8192, 4096], on a GPU with this copy rate."""
+    rate = TOKENS * bytes_per_token / micros * 1e6
+    row = recorded(**columns) | {"shape": "[8192, 4096]", "µs": micros, "GB/s": rate / 1e9}
+    return row | ({"share of copy": rate / copy} if row.get("share of copy") else {})
+
+
+def loss(micros: float, copy: float = 2.9e12) -> dict[str, Any]:
+    return streaming(17, micros, copy, bench="policy_loss", form="lean", method="turnwise")
+
+
+def head(method: str, what: str, ms: float) -> dict[str, Any]:
+    row = recorded("linear_logprob", method=method, what=what)
+    return row | {"tokens": 8192, "H": 4096, "V": 32_768, "dtype": "bfloat16", "ms": ms}
+
+
+def test_a_streaming_kernel_by_hand(predicted: Any) -> None:
+    """17 bytes for each of 33.6 million tokens take 197 µs at 2.9 TB/s; the issue rate takes nothing off."""
+    (line,) = predicted.compare([loss(200)])
+    assert line.kernel == "policy loss, fp32, KL" and line.case == "[8192, 4096]"
+    assert line.measured == pytest.approx(0.2)
+    assert line.predicted == pytest.approx(TOKENS * 17 / 2.9e12 * 1e3, rel=1e-3)
+    assert not line.is_off
+
+
+def test_a_kernel_that_its_instructions_bound_by_hand(predicted: Any) -> None:
+    """Token returns move 9 bytes for each token, with 0.55 of the copy's rate on an H100."""
+    (line,) = predicted.compare([streaming(9, 200, bench="token_rewards", op="returns", method="turnwise")])
+    assert line.predicted == pytest.approx(TOKENS * 9 / (0.55 * 2.9e12) * 1e3, rel=0.02)
+
+
+def test_two_launches_take_the_sum_of_both(predicted: Any) -> None:
+    row = streaming(17, 300, bench="grouped_policy_loss", method="turnwise")
+    (line,) = predicted.compare([row])
+    assert line.predicted == pytest.approx(TOKENS * (5 + 13) / 2.9e12 * 1e3, rel=1e-3)
+    assert line.is_off  # 1.44
+
+
+def test_small_calls_are_launches_and_not_compared(predicted: Any) -> None:
+    row = loss(10)
+    assert predicted.compare([{**row, "GB/s": 100.0, "shape": "[64, 1024]"}]) == []
+
+
+def test_the_head_by_hand(predicted: Any) -> None:
+    model = predicted.head_model
+    rows = [head("products", "forward", 3.3), head("turnwise", "forward", 5.0), head("eager", "forward", 9.0)]
+    products, tiles = predicted.compare(rows)
+    case = model.Case(8192, 4096, 32_768, "bf16", "forward")
+    assert products.predicted == pytest.approx(model.bare("H100", case).time * 1e3)
+    assert tiles.predicted == pytest.approx(
+        model.in_two_passes("H100", case, model.our_tiles("H100", case)).cost.time * 1e3
+    )
+    assert products.machine == 1 and tiles.machine == products.ratio
+    assert not products.is_off and tiles.is_off
+    (one,) = predicted.compare([head("turnwise, in one", "loss, backward", 12.0)])
+    assert one.kernel == "LM head, loss, backward: one pass"
+
+
+def test_every_kernel_is_recorded_and_counted(predicted: Any) -> None:
+    """A column or a case that was renamed would leave the page without a line."""
+    for kernel in predicted.KERNELS:
+        columns = {name: value.removesuffix(", Triton") for name, value in kernel.columns.items()}
+        found = predicted.compare([streaming(20, 400, bench=kernel.bench, **columns) | kernel.columns])
+        assert ", ".join(kernel.cases) in [line.kernel for line in found]
+    for method in predicted.HEAD_PATHS:
+        what = "loss, backward" if "two" in method or "in one" in method else "forward"
+        assert predicted.compare([head(method.removesuffix(", Triton"), what, 5.0) | {"method": method}])
+
+
+def test_the_page_names_the_constants_that_the_rows_contradict(predicted: Any) -> None:
+    """A copy of 2.5 TB/s, where 2.9 were assumed, and products at 0.56 of the peak, where 0.70 were."""
+    model = predicted.head_model
+    bare = model.bare("H100", model.Case(8192, 4096, 32_768, "bf16", "forward")).time
+    rows = [loss(240, copy=2.5e12), head("products", "forward", bare * 1e3 / 0.8)]
+    text = predicted.page(rows)
+    assert "On an H100: 2 times, 2 off by more than 20%" in text
+    assert text.count("| OFF |") == 2
+    # The copy is 1.16 times slower than assumed, which explains most of the kernel's 1.22.
+    assert "| 0.24 | 0.197 | 1.22 | 1.16 | OFF |" in text
+    assert 'GPUS["H100"].copy of bench/sass.py: 2.9e+12, measured 2.5e+12' in text
+    assert 'PEAKS["H100"].cublas of bench/head_model.py: 0.7, measured 0.56' in text
+    assert "TRITON" not in text
+    names = [(record["page"], record.get("off", record.get("wrong"))) for record in predicted.records(rows)]
+    assert names == [("predicted", True), ("predicted", True), ("constants", True), ("constants", True)]
+    assert json.dumps(predicted.records(rows))
+
+
+def test_a_page_with_nothing_to_correct(predicted: Any) -> None:
+    text = predicted.page([loss(200)])
+    assert "within 5%" in text and "OFF" not in text and "Constants to correct" not in text
+
+
+@pytest.mark.parametrize(
+    "change", [{"machine": "NVIDIA GeForce RTX 4090"}, {"multiprocessors": 114}, {"device": "cpu"}], ids=str
+)
+def test_other_gpus_have_no_predictions(predicted: Any, change: dict[str, Any]) -> None:
+    assert "No bench ran on a GPU that the predictions know" in predicted.page([{**loss(200), **change}])
+    assert predicted.records([{**loss(200), **change}]) == []
+
+
+def test_the_report_ends_with_the_page(
+    load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = load("gpu_check")
+    monkeypatch.setattr(check, "BUILD", tmp_path)
+    (tmp_path / "policy_loss.json").write_text(json.dumps(loss(300)) + "\n", encoding="utf-8")
+    path = check.write(tmp_path / "out", {"gpu": "NVIDIA H100"}, [], ["policy_loss"])
+    last = path.read_text().rpartition("\n## ")[2]
+    assert last.startswith("Measured beside predicted") and "| OFF |" in last
+    rows = [json.loads(line) for line in path.with_suffix(".json").read_text().splitlines()]
+    assert [row.get("page") for row in rows] == [None, "predicted", "constants"]
+    # Rows of another format leave a sentence.
+    (tmp_path / "policy_loss.json").write_text('{"bench": "policy_loss", "device": "cuda"}\n', encoding="utf-8")
+    path = check.write(tmp_path / "out", {"gpu": "NVIDIA H100"}, [], ["policy_loss"])
+    assert "Not compared: KeyError: 'machine'" in path.read_text()
