@@ -23,6 +23,15 @@ TW_INLINE void accumulate(VecD& sum, VecF a) {
     sum.low = _mm512_add_pd(sum.low, _mm512_cvtps_pd(_mm512_castps512_ps256(a.v)));
     sum.high = _mm512_add_pd(sum.high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1)));
 }
+TW_INLINE VecD add(VecD a, VecD b) {
+    return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)};
+}
+TW_INLINE double sum_lanes(VecD a) {  // halves, then their halves
+    const __m512d eight = _mm512_add_pd(a.low, a.high);
+    const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
 TW_INLINE VecF load_wide(const BFloat16* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
@@ -52,6 +61,14 @@ struct VecD {
 TW_INLINE void accumulate(VecD& sum, VecF a) {
     sum.low = _mm256_add_pd(sum.low, _mm256_cvtps_pd(_mm256_castps256_ps128(a.v)));
     sum.high = _mm256_add_pd(sum.high, _mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1)));
+}
+TW_INLINE VecD add(VecD a, VecD b) {
+    return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)};
+}
+TW_INLINE double sum_lanes(VecD a) {
+    const __m256d four = _mm256_add_pd(a.low, a.high);
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
 TW_INLINE VecF load_wide(const BFloat16* p) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -85,6 +102,13 @@ struct VecD {
 TW_INLINE void accumulate(VecD& sum, VecF a) {
     sum.low += Double2{double(a.v[0]), double(a.v[1])};
     sum.high += Double2{double(a.v[2]), double(a.v[3])};
+}
+TW_INLINE VecD add(VecD a, VecD b) {
+    return {a.low + b.low, a.high + b.high};
+}
+TW_INLINE double sum_lanes(VecD a) {
+    const Double2 two = a.low + a.high;
+    return two[0] + two[1];
 }
 template <class T>
 TW_INLINE VecF load_wide(const T* p) {
@@ -128,9 +152,44 @@ TW_INLINE VecM read_mask(const float* mask, VecM& bad) {
     return used;
 }
 
+// The first n of a vector's values, then zeros.
+template <class T>
+TW_INLINE VecF load_part(const T* from, int n) {
+#if defined(__AVX512F__)
+    const __mmask16 there = __mmask16((1u << n) - 1);
+    if constexpr (std::is_same_v<T, float>) return {_mm512_maskz_loadu_ps(there, from)};
+    T all[kLanes];
+    if constexpr (sizeof(T) == 2) _mm256_storeu_si256((__m256i*)all, _mm256_maskz_loadu_epi16(there, from));
+#else
+    T all[kLanes] = {};
+    for (int i = 0; i < n; ++i) all[i] = from[i];
+#endif
+    return load_wide(all);
+}
+
+// read_mask of the first n tokens; the others do not train.
+TW_INLINE VecM read_mask_part(const NoMask*, int, VecM&) {
+    return all_true();  // their values are 0
+}
+TW_INLINE VecM read_mask_part(const uint8_t* mask, int n, VecM&) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << n) - 1), mask);
+    return {_mm_test_epi8_mask(bytes, bytes)};
+#else
+    uint8_t all[kLanes];
+    for (int i = 0; i < kLanes; ++i) all[i] = i < n ? mask[i] : 0;
+    return load_mask(all);
+#endif
+}
+TW_INLINE VecM read_mask_part(const float* mask, int n, VecM& bad) {
+    const VecF value = load_part(mask, n);
+    const VecM used = is_not(value, 0.0f);
+    bad = bad | (used & is_not(value, 1.0f));
+    return used;
+}
+
 constexpr int kUnroll = 4;                  // independent sums
 constexpr int kSumStep = kUnroll * kLanes;  // tokens
-constexpr int kShortSum = kSumStep;         // tokens of a row that is added up one by one
 
 template <class T, class Mask>
 TW_INLINE void sum_step(const T* rewards, const Mask* mask, VecD* sums, VecM& bad) {
@@ -160,25 +219,17 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
     constexpr bool has_mask = !__is_same(Mask, NoMask);
     const T* rewards = static_cast<const T*>(all_rewards);
     const Mask* mask = static_cast<const Mask*>(all_masks);
-    // A short row has one value per lane at most, and the lanes are added up in the order of the tokens.
-    if (n <= kShortSum) {
-        double total = 0;
-        for (int64_t i = 0; i < n; ++i) {
-            float value = to_float(rewards[i]);
-            if constexpr (has_mask) {
-                uint32_t bits;  // without a branch, which masks with holes would mispredict
-                std::memcpy(&bits, &value, sizeof bits);
-                bits &= 0u - uint32_t(mask[i] != Mask(0));
-                std::memcpy(&value, &bits, sizeof bits);
-                if constexpr (std::is_same_v<Mask, float>) bad |= (mask[i] != 0.0f) & (mask[i] != 1.0f);
-            }
-            total += double(value);
-        }
-        return total;
+    VecM wrong = is_not(broadcast(0.0f), 0.0f);
+    // A short row: the first of the vectors below.
+    if (n <= kLanes) {
+        VecD only;
+        const VecM on = read_mask_part(mask, int(n), wrong);
+        accumulate(only, vec_select(on, load_part(rewards, int(n)), broadcast(0.0f)));
+        if constexpr (std::is_same_v<Mask, float>) bad = bad || any(wrong);
+        return sum_lanes(only);
     }
     // Full steps, with prefetches.
     VecD sums[kUnroll];
-    VecM wrong = is_not(broadcast(0.0f), 0.0f);
     int64_t i = 0;
     const auto sum_steps = [&](auto near) {
         for (; i + kSumStep <= n; i += kSumStep) {
@@ -193,19 +244,15 @@ double sum(const void* all_rewards, const void* all_masks, int64_t n, const Next
     } else {
         sum_steps(std::false_type{});
     }
-    // The rest, padded with zeros.
-    if (i < n) {
-        T last[kSumStep] = {};
-        Mask last_mask[kSumStep] = {};
-        std::memcpy(last, rewards + i, size_t(n - i) * sizeof(T));
-        if constexpr (has_mask) std::memcpy(last_mask, mask + i, size_t(n - i) * sizeof(Mask));
-        sum_step(last, last_mask, sums, wrong);
+    // The rest, vector by vector.
+    for (int k = 0; i < n; ++k, i += kLanes) {
+        const int part = int(n - i < kLanes ? n - i : kLanes);
+        const VecM on = read_mask_part(has_mask ? mask + i : mask, part, wrong);
+        accumulate(sums[k], vec_select(on, load_part(rewards + i, part), broadcast(0.0f)));
     }
-    if (any(wrong)) bad = true;
-    double lanes[kUnroll * kLanes], total = 0;
-    std::memcpy(lanes, sums, sizeof lanes);
-    for (double lane : lanes) total += lane;
-    return total;
+    if constexpr (std::is_same_v<Mask, float>) bad = bad || any(wrong);
+    // In the order of a short row, whose other vectors are 0.
+    return sum_lanes(add(add(sums[0], sums[2]), add(sums[1], sums[3])));
 }
 
 // The sums of adjacent rows.
