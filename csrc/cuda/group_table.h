@@ -7,12 +7,10 @@
 //     clear_table -> barrier -> add_extremes -> barrier -> add_offsets -> barrier -> advantage_of each row
 #pragma once
 
-#include "cuda/block.h"
+#include "cuda/exact_sums.h"
 #include "ops/group_advantage.h"
 
 namespace turnwise::cuda {
-
-using Word = unsigned long long;
 
 constexpr double kSteps = 2147483648.0;  // 2^31, steps per span
 

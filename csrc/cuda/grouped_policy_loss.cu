@@ -220,7 +220,7 @@ Grouping bind(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& gro
 // Divides the workspace after the part of the loss.
 void plan(Grouping& g, const Params& p, int64_t num_groups, const View& workspace) {
     const bool weighted = g.options.center == Center::length_weighted;
-    const loss::Layout common(p.rows.rows, loss::most_warps(), p.actors);
+    const loss::Layout common(p.rows.rows, loss::most_warps(), p.options.num_actors);
     const GroupLayout layout(common.bytes, p.rows.rows, loss::most_warps(), num_groups, weighted);
     require_bytes("workspace", workspace, layout.bytes);
     char* base = workspace.as<char>();
@@ -230,7 +230,7 @@ void plan(Grouping& g, const Params& p, int64_t num_groups, const View& workspac
 }
 
 void launch_advantages(const Params& p, const Grouping& g, Stream stream) {
-    const int64_t zeroed = loss::Layout(p.rows.rows, loss::most_warps(), p.actors).zeroed;
+    const int64_t zeroed = loss::Layout(p.rows.rows, loss::most_warps(), p.options.num_actors).zeroed;
     const bool fast = p.fast && loss::fits_fast(p.rows, g.token_rewards, p.grad_dtype);
     loss::dispatch(fast, p.grad_dtype, [&](auto kind) {
         using K = decltype(kind);

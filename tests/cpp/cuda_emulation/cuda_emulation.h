@@ -94,7 +94,8 @@ extern dim3 thread_index, block_index, block_size, grid_size;
 #define blockDim (::turnwise::emulation::block_size)
 #define gridDim (::turnwise::emulation::grid_size)
 
-// What the emulated device answers: TURNWISE_EMULATED_ERROR, the number of an error, makes it refuse every kernel.
+// What the emulated device answers: TURNWISE_EMULATED_ERROR, the number of an error, makes it refuse every kernel. With
+// TURNWISE_EMULATED_MULTIPROCESSORS it names another number of them, as for the size of a workspace.
 inline cudaError_t emulated_status() {
     const char* error = std::getenv("TURNWISE_EMULATED_ERROR");
     return error ? cudaError_t(std::atoi(error)) : cudaSuccess;
@@ -117,7 +118,8 @@ inline cudaError_t cudaSetDevice(int) {
     return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-    *value = turnwise::emulation::kMultiprocessors;
+    const char* count = std::getenv("TURNWISE_EMULATED_MULTIPROCESSORS");
+    *value = count ? std::atoi(count) : turnwise::emulation::kMultiprocessors;
     return cudaSuccess;
 }
 template <class Kernel>
