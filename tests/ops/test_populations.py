@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from turnwise.ops import KL, Clip, ImportanceCorrection, policy_loss
+from turnwise.ops.common.dispatch import interpreted
 
 MEGABYTE = 1 << 20
 FEW, MANY = 24, 25  # the most actors whose sums shared memory holds, and one more
@@ -41,14 +42,14 @@ def batch(actors: int, order: str, seed: int, packed: bool) -> dict[str, Any]:
     """Streams in float64 whose float32 copies hold the same values. About every fifth token is masked, with NaN."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
-    rows = max(64, actors + actors // 2)
+    rows = max(30, actors + actors // 2)
     # Most actors have one or two rows; the last quarter of the ids has none.
     ids = torch.arange(rows) * 7919 % max(actors * 3 // 4, 1)
     if order == "sorted":
         ids = ids.sort().values
     if packed:
         lengths = torch.randint(0, 9, (rows,), generator=generator)
-        lengths[:4] = torch.tensor([300, 0, 700, 1])
+        lengths[:4] = torch.tensor([90, 0, 300, 1])
         shape: tuple[int, ...] = (int(lengths.sum()),)
     else:
         shape = (rows, 13)
@@ -103,7 +104,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_metrics_of_many_actors(kernel, actors: int, order: str, packed: bool, name: str) -> None:
-    """Against float64. A second run gives the same bits."""
+    """Every target against float64. A second run gives the same bits."""
+    if interpreted and (actors not in (1, MANY) or order == "sorted"):
+        pytest.skip("slow in the interpreter")
     given = batch(actors, order, seed=actors + packed, packed=packed)
     if name == "minimal":
         del given["rollout_logprobs"], given["entropy"]
