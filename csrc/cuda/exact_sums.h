@@ -29,7 +29,7 @@ __device__ __forceinline__ void add_exact(Word* sum, int stride, double value) {
         return;
     }
     if (place <= -53) return;
-    const Word mantissa = (bits & ((Word(1) << 52) - 1) | Word(1) << 52) >> (place < 0 ? -place : 0);
+    const Word mantissa = ((bits & ((Word(1) << 52) - 1)) | Word(1) << 52) >> (place < 0 ? -place : 0);
     const int shift = place < 0 ? 0 : place % 32, first = place < 0 ? 0 : place / 32;
     const Word low = mantissa << shift, high = shift == 0 ? 0 : mantissa >> (64 - shift);
     const Word parts[3] = {low & 0xffffffff, low >> 32, high};

@@ -86,6 +86,7 @@ void expect_full(unsigned mask);
 void allow(const void* data, size_t bytes);
 
 extern dim3 thread_index, block_index, block_size, grid_size;
+extern int64_t atomics;  // atomic operations of all launches, one per thread that makes one
 
 }  // namespace turnwise::emulation
 
@@ -210,40 +211,50 @@ unsigned __match_any_sync(unsigned mask, T value) {
 }
 
 // One thread runs at a time, so plain reads and writes are atomic.
+namespace turnwise::emulation {
+
+template <class T>
+T before_atomic(const T* address) {
+    ++atomics;
+    return *address;
+}
+
+}  // namespace turnwise::emulation
+
 template <class T>
 T atomicAdd(T* to, std::common_type_t<T> value) {
     static_assert(std::is_integral_v<T>, "sums of floats in any order differ from run to run");
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     *to = T(before + value);
     return before;
 }
 template <class T>
 T atomicMin(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     if (value < before) *to = value;
     return before;
 }
 template <class T>
 T atomicMax(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     if (value > before) *to = value;
     return before;
 }
 template <class T>
 T atomicOr(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     *to = before | value;
     return before;
 }
 template <class T>
 T atomicExch(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     *to = value;
     return before;
 }
 template <class T>
 T atomicCAS(T* to, std::common_type_t<T> compare, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     if (before == compare) *to = value;
     return before;
 }
