@@ -122,6 +122,7 @@ class Case:
     paths: tuple[HotPath, ...]
     threads: int = 256  # per block
     shared: int = 0  # dynamic shared memory per block, bytes
+    atomics: float | None = None  # on memory, per token; tests/ops count them in the emulator
 
     @property
     def of_triton(self) -> bool:
@@ -235,6 +236,27 @@ def _logprobs() -> Iterator[Case]:
         yield Case(f"logprob gradient, {name}, per logit", "logprob", f"grad_kernelI{types}Lb0E", size + out, (path,))
 
 
+def _groups() -> Iterator[Case]:
+    """The group advantage of 65,536 fp32 rows in blocks of 512, one row a thread; a token stands for a row.
+
+    The path from start to end goes once round each loop that joins rows: over the lanes of a warp, and then over what
+    the warps of a block have. Rows of 8 take 3 steps in a warp and none in the block, for 4 interleaved groups 3 and 4.
+    The kernel does both joins twice, for the extremes and for the sums.
+    """
+    for name, steps, atomics in (("groups of 8", 2 * (3 + 0), 6 / 8), ("4 large groups", 2 * (3 + 4), 6 * 4 / 512)):
+        paths = (HotPath({"any": ANY}, WARP, loop=False), HotPath({"shuffle": 6, "vote": 2}, WARP / (steps - 4)))
+        yield Case(
+            f"group advantage, {name}",
+            "group_advantage",
+            "group_kernelIfLb0ELb0E",
+            4 + 8 + 4,
+            paths,
+            threads=512,
+            shared=512 // WARP * 33 * 60,  # BlockTable
+            atomics=round(atomics, 4),
+        )
+
+
 def _cases() -> Iterator[Case]:
     for dtype in FLOATS:
         yield _loss("lean", 2, dtype, 2, 1)
@@ -248,6 +270,7 @@ def _cases() -> Iterator[Case]:
     yield from _joins()
     yield from _counts()
     yield from _logprobs()
+    yield from _groups()
     # Scans: 8 tokens a thread, one long row. Scaling a gradient in place.
     scan = (HotPath({"any": ANY}, WARP * 8, loop=False),)
     yield Case("token returns, fp32", "token_rewards", "scan_kernelIfhLb0", 9, scan, threads=512, shared=920)
@@ -278,7 +301,7 @@ CASES = tuple(_cases())
 # ---------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Row:
-    """What was counted of one case on one architecture. Per token: ``instructions``, ``bytes``."""
+    """What was counted of one case on one architecture. Per token: ``instructions``, ``bytes``, ``atomics``."""
 
     name: str
     architecture: int
@@ -289,6 +312,7 @@ class Row:
     warps: int  # on a multiprocessor at once
     bytes: float
     shares: dict[str, float]  # of copy bandwidth, by GPU
+    atomics: float | None = None
 
 
 def count(case: Case, kernels: Sequence[Kernel], architecture: int) -> Row:
@@ -315,6 +339,7 @@ def count(case: Case, kernels: Sequence[Kernel], architecture: int) -> Row:
         warps_per_multiprocessor(architecture, case.threads, usage.registers, shared),
         case.bytes,
         {n: round(predicted_share(g, total, case.bytes), 3) for n, g in GPUS.items() if g.architecture == architecture},
+        case.atomics,
     )
 
 
@@ -359,13 +384,23 @@ def table(rows: Sequence[Row]) -> str:
     parts = []
     for architecture in dict.fromkeys(row.architecture for row in rows):
         gpus = [name for name, gpu in GPUS.items() if gpu.architecture == architecture]
-        head = ["path", "instructions/token", "registers", "spills B", "shared B", "warps/SM", "bytes/token"]
+        head = [
+            "path",
+            "instructions/token",
+            "registers",
+            "spills B",
+            "shared B",
+            "warps/SM",
+            "bytes/token",
+            "atomics/token",
+        ]
         head += [f"share of copy, {name}" for name in gpus]
         parts += [f"## sm_{architecture}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for row in rows:
             if row.architecture != architecture:
                 continue
             cells = [row.name, f"{row.instructions:.1f}", row.registers, row.spills, row.shared, row.warps, row.bytes]
+            cells.append("" if row.atomics is None else row.atomics)
             cells += [f"{row.shares[name]:.2f}" for name in gpus]
             parts.append(f"| {' | '.join(map(str, cells))} |")
         parts.append("")
@@ -392,6 +427,7 @@ def report(rows: Sequence[Row], folder: Path) -> None:
 Counted in the machine code; nothing here was measured on a GPU. `python bench/sass.py --report` wrote this with
 {versions()}.
 A share of copy bandwidth is the bound that the issue rate sets: bytes / copy * issue / instructions, at most 1.
+A token of the group advantage is a row; its atomics are counted in emulated kernels.
 
 {machines}
 

@@ -44,10 +44,12 @@ struct Input {
     int64_t rows;              // number of rows
 };
 
+// The row's group; kNotValid or kOutside if it is no member of one.
 template <class T>
-__device__ __forceinline__ bool enters(const Input<T>& in, int64_t row, int64_t groups) {
+__device__ __forceinline__ int64_t group_of(const Input<T>& in, int64_t row, int64_t groups) {
+    if (in.valid != nullptr && !in.valid[row]) return kNotValid;
     const int64_t group = in.group_ids[row];
-    return (in.valid == nullptr || in.valid[row]) && group >= 0 && group < groups;
+    return group >= 0 && group < groups ? group : kOutside;
 }
 
 template <class T>
@@ -75,53 +77,56 @@ __device__ int find_entry(const Input<T>& in, const Trajectories& t, int64_t row
 }
 
 // Finds every row's entry (-1: none), and sums the trajectories' rows.
-template <class T>
-__device__ void pool_rows(const Input<T>& in, const Trajectories& t, int64_t groups) {
+template <bool weighted, class T>
+__device__ void pool_rows(const Input<T>& in, const Trajectories& t, const BlockTable& block, int64_t groups) {
     for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
-        t.entry[row] = enters(in, row, groups) ? find_entry(in, t, row) : -1;
+        t.entry[row] = group_of(in, row, groups) >= 0 ? find_entry(in, t, row) : -1;
     }
     grid_barrier();
     const auto member = [&](int64_t row) { return member_of(in, row, t.entry[row]); };
-    add_extremes(t.table, in.rows, member);
+    add_extremes<weighted>(t.table, block, in.rows, member);
     grid_barrier();
-    add_offsets(t.table, in.rows, member);
+    add_offsets<weighted>(t.table, block, in.rows, member);
     grid_barrier();
 }
 
-template <class T>
+// `pooled`: statistics of the mean of each trajectory, not of rows. `weighted`: for Center::length_weighted.
+template <class T, bool pooled, bool weighted>
 __global__ void __launch_bounds__(kThreads)
     group_kernel(Input<T> in, Trajectories t, GroupTable table, GroupAdvantageOptions o, T* advantages) {
+    const BlockTable block(shared<char>());
+    // A thread keeps its first row, so memory is read once unless rows outnumber the grid's threads. All others it
+    // reads again.
+    const int64_t mine = thread_of_grid();
+    const auto read = [&](int64_t row) -> Member {
+        if (!pooled) {
+            const int64_t group = group_of(in, row, table.slots);
+            return group >= 0 ? member_of(in, row, group) : Member{group};
+        }
+        if (t.entry[row] != int(row)) return {};
+        return {in.group_ids[row], mean_of(t.table.sums[row]), weighted ? length_of(t.table.weights[row]) : 1};
+    };
+    Member first;
+    if (!pooled && mine < in.rows) first = read(mine);
+    const auto member = [&](int64_t row) { return !pooled && row == mine ? first : read(row); };
     // Clear the tables, then average the rows of each trajectory.
-    const bool pooled = t.ids != nullptr;
     clear_table(table);
     if (pooled) {
         clear_table(t.table);
         for (int64_t i = thread_of_grid(); i < t.capacity; i += threads_of_grid()) t.slots[i] = -1;
     }
     grid_barrier();
-    if (pooled) pool_rows(in, t, table.slots);
-    // Statistics of the groups, over rows or over the mean of each trajectory.
-    const auto member = [&](int64_t row) -> Member {
-        if (!pooled) return enters(in, row, table.slots) ? member_of(in, row, in.group_ids[row]) : Member{};
-        if (t.entry[row] != int(row)) return {};
-        return {in.group_ids[row], mean_of(t.table.sums[row]), t.table.weights ? length_of(t.table.weights[row]) : 1};
-    };
-    add_extremes(table, in.rows, member);
+    if (pooled) pool_rows<weighted>(in, t, block, table.slots);
+    // Statistics of the groups.
+    add_extremes<weighted>(table, block, in.rows, member);
     grid_barrier();
-    add_offsets(table, in.rows, member);
+    add_offsets<weighted>(table, block, in.rows, member);
     grid_barrier();
     // Every row's advantage; NaN for a group id out of range.
     for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
-        double advantage = 0;
-        if (enters(in, row, table.slots)) {
-            const double value = pooled ? mean_of(t.table.sums[t.entry[row]]) : to_double(in.rewards[row]);
-            const int64_t group = in.group_ids[row];
-            const GroupWeights* weights = table.weights ? table.weights + group : nullptr;
-            advantage = advantage_of(value, table.sums[group], weights, o);
-        } else if (in.valid == nullptr || in.valid[row]) {
-            advantage = __longlong_as_double(0x7ff8LL << 48);
-        }
-        put(advantages + row, advantage);
+        Member m = pooled ? Member{group_of(in, row, table.slots)} : member(row);
+        if (pooled && m.slot >= 0) m.value = mean_of(t.table.sums[t.entry[row]]);
+        put(advantages + row, advantage_of(m, table, o));
     }
 }
 
@@ -190,13 +195,24 @@ Layout plan(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const
     return layout;
 }
 
-template <class T>
+template <class T, bool pooled, bool weighted>
 void launch_groups(const Input<T>& input, const Layout& layout, const GroupAdvantageOptions& o, T* advantages,
                    Stream stream) {
+    const auto kernel = group_kernel<T, pooled, weighted>;
+    const int shared_bytes = BlockTable::bytes(kThreads);
     const int64_t blocks = (input.rows + kThreads - 1) / kThreads;
-    const int64_t grid = std::min<int64_t>(blocks, resident_blocks(group_kernel<T>, kThreads));
-    launch_cooperative(group_kernel<T>, grid, kThreads, 0, stream, input, layout.trajectories, layout.table, o,
+    const int64_t grid = std::min<int64_t>(blocks, resident_blocks(kernel, kThreads, shared_bytes));
+    launch_cooperative(kernel, grid, kThreads, shared_bytes, stream, input, layout.trajectories, layout.table, o,
                        advantages);
+}
+
+template <class T>
+void launch_kernel(const GroupAdvantageInput& in, const Layout& layout, const GroupAdvantageOptions& o, T* advantages,
+                   Stream stream) {
+    const bool weighted = o.center == Center::length_weighted;
+    const auto run = o.by_trajectory ? (weighted ? launch_groups<T, true, true> : launch_groups<T, true, false>)
+                                     : (weighted ? launch_groups<T, false, true> : launch_groups<T, false, false>);
+    run(bind<T>(in, o), layout, o, advantages, stream);
 }
 
 }  // namespace
@@ -215,7 +231,7 @@ void group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptio
     const Layout layout = plan(input, options, workspace);
     const auto run = [&](auto type) {
         using T = decltype(type);
-        launch_groups(bind<T>(input, options), layout, options, advantages.as<T>(), stream);
+        launch_kernel(input, layout, options, advantages.as<T>(), stream);
     };
     switch (input.rewards.dtype) {
         case DType::f32:

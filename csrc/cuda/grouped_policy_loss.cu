@@ -106,26 +106,21 @@ __device__ void join_rewards(const Params& p, const Grouping& g) {
 }
 
 // Group statistics of the rows' rewards, then every row's advantage. NaN for a group id out of range.
+template <bool weighted>
 __device__ void write_advantages(const Params& p, const Grouping& g) {
+    const BlockTable block(shared<char>());
     const auto member = [&](int64_t row) -> Member {
+        if (g.valid != nullptr && !g.valid[row]) return {};
         const int64_t group = g.group_ids[row];
-        const bool enters = (g.valid == nullptr || g.valid[row]) && group >= 0 && group < g.table.slots;
-        return enters ? Member{group, double(__ldcg(g.sums + row)), g.lengths ? g.lengths[row] : 1} : Member{};
+        if (group < 0 || group >= g.table.slots) return {kOutside};
+        return {group, double(__ldcg(g.sums + row)), weighted && g.lengths ? g.lengths[row] : 1};
     };
-    add_extremes(g.table, p.rows.rows, member);
+    add_extremes<weighted>(g.table, block, p.rows.rows, member);
     grid_barrier();
-    add_offsets(g.table, p.rows.rows, member);
+    add_offsets<weighted>(g.table, block, p.rows.rows, member);
     grid_barrier();
     for (int64_t row = thread_of_grid(); row < p.rows.rows; row += threads_of_grid()) {
-        const Member m = member(row);
-        double advantage = 0;
-        if (m.slot >= 0) {
-            const GroupWeights* weights = g.table.weights ? g.table.weights + m.slot : nullptr;
-            advantage = advantage_of(m.value, g.table.sums[m.slot], weights, g.options);
-        } else if (g.valid == nullptr || g.valid[row]) {
-            advantage = __longlong_as_double(0x7ff8LL << 48);  // an id out of range
-        }
-        g.advantages[row] = float(advantage);
+        g.advantages[row] = float(advantage_of(member(row), g.table, g.options));
     }
 }
 
@@ -163,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
     // Rewards of cut rows, all rows' advantages, and for GMPO the row sums.
     join_rewards(p, g);
     grid_barrier();
-    write_advantages(p, g);
+    g.table.weights ? write_advantages<true>(p, g) : write_advantages<false>(p, g);
     if (!late) return;
     grid_barrier();
     each_segment<short_rows>(p, [&](const RowSegment& segment, int64_t place) {
@@ -220,7 +215,7 @@ Grouping bind(const GroupedPolicyLossInput& in, const GroupAdvantageOptions& gro
 // Divides the workspace after the part of the loss.
 void plan(Grouping& g, const Params& p, int64_t num_groups, const View& workspace) {
     const bool weighted = g.options.center == Center::length_weighted;
-    const loss::Layout common(p.rows.rows, loss::most_warps(), p.actors);
+    const loss::Layout common(p.rows.rows, loss::most_warps(), p.options.num_actors);
     const GroupLayout layout(common.bytes, p.rows.rows, loss::most_warps(), num_groups, weighted);
     require_bytes("workspace", workspace, layout.bytes);
     char* base = workspace.as<char>();
@@ -230,15 +225,16 @@ void plan(Grouping& g, const Params& p, int64_t num_groups, const View& workspac
 }
 
 void launch_advantages(const Params& p, const Grouping& g, Stream stream) {
-    const int64_t zeroed = loss::Layout(p.rows.rows, loss::most_warps(), p.actors).zeroed;
+    const int64_t zeroed = loss::Layout(p.rows.rows, loss::most_warps(), p.options.num_actors).zeroed;
     const bool fast = p.fast && loss::fits_fast(p.rows, g.token_rewards, p.grad_dtype);
     loss::dispatch(fast, p.grad_dtype, [&](auto kind) {
         using K = decltype(kind);
         loss::dispatch_rows(p.rows, [&](auto short_rows) {
             const auto kernel = rewards_to_advantages_kernel<typename K::Type, K::fast, short_rows.value>;
             const int64_t wanted = std::max(loss::blocks_of(p), (p.rows.rows + kThreads - 1) / kThreads);
-            const int64_t grid = std::min<int64_t>(wanted, resident_blocks(kernel, kThreads));
-            launch_cooperative(kernel, grid, kThreads, 0, stream, p, g, zeroed);
+            const int shared_bytes = BlockTable::bytes(kThreads);
+            const int64_t grid = std::min<int64_t>(wanted, resident_blocks(kernel, kThreads, shared_bytes));
+            launch_cooperative(kernel, grid, kThreads, shared_bytes, stream, p, g, zeroed);
         });
     });
 }

@@ -8,7 +8,11 @@
 
 // Every warp takes an equal span of the tokens and walks the rows in it, so that long rows do not unbalance the load.
 // There are at most two launches. If the options need it, count_tokens_kernel counts tokens and computes the sums over
-// whole rows. loss_grad_kernel writes gradients, and its last block writes loss and metrics.
+// whole rows. loss_grad_kernel writes gradients, then loss and metrics.
+//
+// The sums of the batch and of each actor are exact integers that all blocks add to, so the memory that they take does
+// not depend on the number of blocks. A warp adds to a table in shared memory first: to its row of the batch, and to
+// those of the actors if they are few. Sums of many actors go straight to the totals.
 namespace turnwise::cuda {
 namespace loss {
 namespace {
@@ -19,10 +23,20 @@ __device__ double add_or_max(int column, double a, double b) {
     return column != ratio_max ? a + b : a < b ? b : a;
 }
 
-// Adds a warp's sums to the row of `actor` in the warp's table, and clears them. The order of additions is fixed,
-// because a warp takes its tokens in order.
+// Adds to a row of the totals: 0 for the batch, 1 + actor for an actor.
+__device__ __forceinline__ void add_total(const Params& p, int row, int column, double value) {
+    Word* total = p.totals + int64_t(row) * kSumWords * kColumns + column;
+    if (column != ratio_max) {
+        add_exact(total, kColumns, value);
+    } else if (value > 0) {
+        atomicMax(total, Word(__double_as_longlong(value)));  // the bits of positive numbers are in their order
+    }
+}
+
+// Adds a warp's sums to the batch and to `actor`, in the warp's table or in the totals, and clears them. The sums are
+// the same in every run, because a warp takes its tokens in order.
 template <Specialization special>
-__device__ __forceinline__ void store_warp_sums(Sums& sums, double* table, int actor) {
+__device__ __forceinline__ void store_warp_sums(const Params& p, Sums& sums, double* table, int actor) {
     const int lane = int(threadIdx.x) % kWarp;
     double mine = 0;
     if (special != Specialization::full) {
@@ -38,9 +52,13 @@ __device__ __forceinline__ void store_warp_sums(Sums& sums, double* table, int a
         if (lane == column) mine = total;
         sums.of[column] = 0;
     }
-    if (lane < kColumns) {
-        double* to = table + actor * kColumns + lane;
+    if (lane >= kColumns) return;
+    table[lane] = add_or_max(lane, table[lane], mine);
+    if (p.table_rows > 1) {
+        double* to = table + (1 + actor) * kColumns + lane;
         *to = add_or_max(lane, *to, mine);
+    } else if (p.options.num_actors > 0) {
+        add_total(p, 1 + actor, lane, mine);
     }
 }
 
@@ -77,12 +95,12 @@ template <class T, bool fast, Specialization special>
 class SpanPass {
   public:
     __device__ __forceinline__ SpanPass(const Params& p, int64_t place, typename WindowOf<T, special>::Table& rows,
-                                        double* table)
+                                        double common, double* table)
         : p_(p),
           table_(table),
           begin_(place * p.rows.span),
           size_(uniform(int(max(min(p.rows.span, p.rows.tokens - begin_), int64_t(0))))),
-          window_(p, rows, begin_, size_) {}
+          window_(p, rows, common, begin_, size_) {}
 
     // per_token: advantages are given per token.
     template <bool per_token>
@@ -107,7 +125,7 @@ class SpanPass {
             done = limit;
         }
         if (window_.table.has_bad_actor) sums_.of[loss] = NAN;
-        store_warp_sums<special>(sums_, table_, max(actor_, 0));
+        store_warp_sums<special>(p_, sums_, table_, max(actor_, 0));
     }
 
   private:
@@ -116,7 +134,7 @@ class SpanPass {
 
     __device__ __forceinline__ void switch_to(int actor) {
         if (actor == actor_) return;
-        if (actor_ >= 0) store_warp_sums<special>(sums_, table_, actor_);
+        if (actor_ >= 0) store_warp_sums<special>(p_, sums_, table_, actor_);
         actor_ = actor;
     }
 
@@ -246,63 +264,44 @@ __device__ void write_metrics(const Params& p, const double* s, float* to) {
     if (p.entropy.data) *to++ = float(s[entropy] * share);
 }
 
-// Called by the last block. Adds up the sums of all blocks in a fixed order, and writes loss and metrics.
-__device__ void reduce_blocks(const Params& p, double* scratch) {
-    const int column = int(threadIdx.x) % kColumnStride, slice = int(threadIdx.x) / kColumnStride;
-    const int blocks = int(gridDim.x);
-    // Actor by actor: each slice of threads adds up its blocks, then the first slice adds up the slices.
-    for (int actor = 0; actor < p.actors; ++actor) {
-        double total = 0;
-        if (column < kColumns) {
-#pragma unroll 8
-            for (int block = slice; block < blocks; block += kSlices) {
-                total = add_or_max(column, total,
-                                   p.block_partials[(int64_t(block) * p.actors + actor) * kColumns + column]);
-            }
-        }
-        scratch[threadIdx.x] = total;
-        __syncthreads();
-        if (threadIdx.x < kColumns) {
-            for (int k = 1; k < kSlices; ++k) total = add_or_max(column, total, scratch[k * kColumnStride + column]);
-            p.actor_totals[actor * kColumns + column] = total;
-        }
-        __syncthreads();
-    }
-    // The metrics of each actor.
+// Writes loss and metrics from the totals. A block writes kTotalRows rows at a time: those from number `first` on, then
+// those `step` rows later.
+__device__ void write_totals(const Params& p, int first, int step, double* scratch) {
     const int columns = 8 + (p.ref.data ? 1 : 0) + (p.rollout.data ? 3 : 0) + (p.entropy.data ? 1 : 0);
-    if (p.options.num_actors > 0) {
-        for (int actor = int(threadIdx.x); actor < p.actors; actor += kThreads) {
-            write_metrics(p, p.actor_totals + actor * kColumns, p.metrics + (1 + actor) * columns);
+    const int column = int(threadIdx.x) % kColumnStride, rows = 1 + p.options.num_actors;
+    for (; first < rows; first += step) {
+        const int row = first + int(threadIdx.x) / kColumnStride;
+        if (row < rows && column < kColumns) {
+            const Word* total = p.totals + int64_t(row) * kSumWords * kColumns + column;
+            scratch[threadIdx.x] =
+                column != ratio_max ? read_exact(total, kColumns) : __longlong_as_double((long long)__ldcg(total));
         }
-    }
-    // The batch: all actors together.
-    if (threadIdx.x == 0) {
-        double all[kColumns] = {};
-        for (int actor = 0; actor < p.actors; ++actor) {
-            for (int k = 0; k < kColumns; ++k) all[k] = add_or_max(k, all[k], p.actor_totals[actor * kColumns + k]);
+        __syncwarp();  // a row is within a warp
+        if (row < rows && column == 0) {
+            const double* sums = scratch + threadIdx.x;
+            write_metrics(p, sums, p.metrics + int64_t(row) * columns);
+            if (row == 0) *p.loss = float(sums[loss]);
         }
-        write_metrics(p, all, p.metrics);
-        *p.loss = float(all[loss]);
+        __syncwarp();
     }
 }
 
-// Gradients of all tokens; the last block writes loss and metrics.
+// Gradients of all tokens, then loss and metrics: the last block writes few, and all blocks write many.
 template <class T, bool fast, Specialization special>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Specialization::full ? 3 : 2)
     loss_grad_kernel(const Params p) {
     const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
     const int64_t place = int64_t(blockIdx.x) * kWarps + warp;
-    const int size = p.actors * kColumns;
-    // Shared memory: scratch for reduce_blocks, the warps' tables of rows, then one table of sums per warp if they fit.
+    const int size = p.table_rows * kColumns;
+    // Shared memory: scratch for write_totals, the warps' tables of rows, then a table of sums per warp.
     using Rows = typename WindowOf<T, special>::Table;
     double* scratch = shared<double>();
     Rows* rows = reinterpret_cast<Rows*>(scratch + kThreads);
-    double* tables = p.shared_tables ? reinterpret_cast<double*>(rows + kWarps)
-                                     : p.warp_tables + int64_t(blockIdx.x) * kWarps * size;
+    double* tables = reinterpret_cast<double*>(rows + kWarps);
     double* table = tables + warp * size;
     for (int i = lane; i < size; i += kWarp) table[i] = 0;
     __syncwarp();
-    SpanPass<T, fast, special> pass(p, place, rows[warp], table);
+    SpanPass<T, fast, special> pass(p, place, rows[warp], common_weight(p, scratch), table);
     p.advantages.given ? pass.template run<true>() : pass.template run<false>();
     __syncthreads();
 
@@ -310,11 +309,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && special != Special
     for (int i = int(threadIdx.x); i < size; i += kThreads) {
         double total = tables[i];
         for (int k = 1; k < kWarps; ++k) total = add_or_max(i % kColumns, total, tables[k * size + i]);
-        p.block_partials[int64_t(blockIdx.x) * size + i] = total;
+        add_total(p, i / kColumns, i % kColumns, total);
     }
-    if (is_last_block(&p.counts->ticket, reinterpret_cast<int*>(scratch))) {
+    if (is_spread(p)) {
+        grid_barrier();
+        write_totals(p, int(blockIdx.x) * kTotalRows, int(gridDim.x) * kTotalRows, scratch);
+    } else if (is_last_block(&p.counts->ticket, reinterpret_cast<int*>(scratch))) {
         __syncthreads();
-        reduce_blocks(p, scratch);
+        write_totals(p, 0, kTotalRows, scratch);
     }
 }
 
@@ -342,12 +344,9 @@ __global__ void __launch_bounds__(kThreads) count_tokens_kernel(const Params p) 
 }
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
-// Bytes of the warps' tables of sums, and whether shared memory holds them.
-int64_t table_bytes(int64_t actors) {
-    return 8 * actors * kWarps * kColumns;
-}
-bool fits_shared(int64_t actors) {
-    return table_bytes(actors) <= 22 << 10;
+// Rows of a warp's table of sums: the batch, and all actors if the tables of a block then fit into 22 KiB.
+int table_rows(int num_actors) {
+    return 8 * (1 + int64_t(num_actors)) * kWarps * kColumns <= 22 << 10 ? 1 + num_actors : 1;
 }
 
 // True if kernels can use 16-byte packs: every stream has the layout of the gradient, which is contiguous.
@@ -399,15 +398,13 @@ void launch_count_tokens(const Params& p, Stream stream) {
 
 }  // namespace
 
-Layout::Layout(int64_t rows, int64_t warps, int64_t actors) {
-    actor_tokens = sizeof(Counts);
-    lengths = actor_tokens + actors * 8;
+Layout::Layout(int64_t rows, int64_t warps, int64_t num_actors) {
+    totals = sizeof(Counts);
+    actor_tokens = totals + (1 + num_actors) * kSumWords * kColumns * 8;
+    lengths = actor_tokens + std::max<int64_t>(num_actors, 1) * 8;
     zeroed = (lengths + rows * 4 + 15) / 16 * 16;
     row_partials = zeroed;
-    block_partials = row_partials + (rows + warps) * kRowSums * 8;
-    actor_totals = block_partials + (warps / kWarps + 1) * actors * kColumns * 8;
-    warp_tables = actor_totals + actors * kColumns * 8;
-    bytes = (warp_tables + (fits_shared(actors) ? 0 : warps * actors * kColumns * 8) + 15) / 16 * 16;
+    bytes = (row_partials + (rows + warps) * kRowSums * 8 + 15) / 16 * 16;
 }
 
 int64_t most_warps() {
@@ -468,36 +465,37 @@ void plan(Params& p, const View& workspace) {
     p.clip_only = v.kind == VariantKind::clip && (o.kl == KlKind::none || o.kl == KlKind::k3) && v.low <= 1 &&
                   v.high >= 1 && v.dual >= 1;  // so that a masked token's ratio of 1 is inside the range
     p.fast = is_fast(p);
-    p.shared_tables = fits_shared(p.actors);
+    p.table_rows = table_rows(o.num_actors);
     dispatch(p.fast, p.grad_dtype, [&](auto kind) {
         const LossKernel kernel = kernel_for(p, kind);
-        p.shared_bytes = 8 * kThreads + kernel.table_bytes + (p.shared_tables ? int(table_bytes(p.actors)) : 0);
+        p.shared_bytes = 8 * kThreads + kernel.table_bytes + 8 * p.table_rows * kWarps * kColumns;
         const int64_t resident = resident_blocks(kernel.run, kThreads, p.shared_bytes);
         p.warps = p.rows.cut(std::min(resident * kWarps, most_warps()));
     });
     // Divide the workspace.
-    const Layout layout(p.rows.rows, most_warps(), p.actors);
+    const Layout layout(p.rows.rows, most_warps(), o.num_actors);
     require_bytes("workspace", workspace, layout.bytes);
     char* base = workspace.as<char>();
     p.counts = reinterpret_cast<Counts*>(base);
     p.actor_tokens = reinterpret_cast<unsigned long long*>(base + layout.actor_tokens);
     p.lengths = reinterpret_cast<int*>(base + layout.lengths);
     p.row_partials = reinterpret_cast<double*>(base + layout.row_partials);
-    p.block_partials = reinterpret_cast<double*>(base + layout.block_partials);
-    p.actor_totals = reinterpret_cast<double*>(base + layout.actor_totals);
-    p.warp_tables = reinterpret_cast<double*>(base + layout.warp_tables);
+    p.totals = reinterpret_cast<Word*>(base + layout.totals);
 }
 
 void launch_loss_grad(const Params& p, Stream stream) {
-    dispatch(p.fast, p.grad_dtype,
-             [&](auto kind) { launch(kernel_for(p, kind).run, blocks_of(p), kThreads, p.shared_bytes, stream, p); });
+    dispatch(p.fast, p.grad_dtype, [&](auto kind) {
+        const auto kernel = kernel_for(p, kind).run;
+        if (is_spread(p)) return launch_cooperative(kernel, blocks_of(p), kThreads, p.shared_bytes, stream, p);
+        launch(kernel, blocks_of(p), kThreads, p.shared_bytes, stream, p);
+    });
 }
 
 }  // namespace loss
 
 int64_t policy_loss_workspace(int64_t rows, int64_t, int num_actors, int device) {
     const DeviceGuard guard(device);
-    return loss::Layout(rows, loss::most_warps(), std::max(num_actors, 1)).bytes;
+    return loss::Layout(rows, loss::most_warps(), num_actors).bytes;
 }
 
 void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options, const PolicyLossOutput& output,
@@ -507,8 +505,8 @@ void policy_loss(const PolicyLossInput& input, const PolicyLossOptions& options,
     const DeviceGuard guard(input.logprobs.device);
     loss::Params p = loss::bind(input, options, output);
     loss::plan(p, workspace);
-    const loss::Layout layout(p.rows.rows, loss::most_warps(), p.actors);
-    fill_bytes(workspace.data, 0, p.count_first ? layout.zeroed : int64_t(sizeof(loss::Counts)), stream);
+    const loss::Layout layout(p.rows.rows, loss::most_warps(), options.num_actors);
+    fill_bytes(workspace.data, 0, p.count_first ? layout.zeroed : layout.actor_tokens, stream);
     if (p.count_first) loss::launch_count_tokens(p, stream);
     loss::launch_loss_grad(p, stream);
 }

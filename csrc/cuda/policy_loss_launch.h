@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/exact_sums.h"
 #include "cuda/row_segments.h"
 #include "ops/policy_loss.h"
 #include "ops/scalar_math.h"
@@ -16,7 +17,7 @@ constexpr int kWarps = kThreads / kWarp;
 // Counts of the batch, all 0 before anything is counted.
 struct Counts {
     unsigned ticket;            // blocks of loss_grad_kernel that have finished
-    unsigned padding;           // aligns the 8-byte members
+    unsigned actors;            // actors with a trained token
     unsigned long long tokens;  // trained tokens
     unsigned long long rows;    // rows with a trained token
 };
@@ -52,16 +53,14 @@ struct Params {
     unsigned long long* actor_tokens;  // [actors]: trained tokens
     int* lengths;                      // [rows]: trained tokens
     double* row_partials;              // [rows + warps, kRowSums]: the sums of a row within a span, at index row + span
-    double* block_partials;            // [blocks, actors, kColumns]: sums of a block
-    double* actor_totals;              // [actors, kColumns]: sums of the batch
-    double* warp_tables;               // [warps, actors, kColumns]: sums of a warp; used if shared memory is too small
+    Word* totals;                      // [1 + num_actors, kSumWords, kColumns]: exact sums of the batch, then by actor
     int actors;                        // max(num_actors, 1)
     // What the first launch must provide (count_rows, count_actors, sum_rows), and the kind of kernel.
-    bool count_rows;     // lengths, and counts->rows
-    bool count_actors;   // actor_tokens
-    bool sum_rows;       // row_partials
-    bool shared_tables;  // the warps' tables of sums are in shared memory
-    bool clip_only;      // PPO's clip, with the k3 estimator or none
+    bool count_rows;    // lengths, and counts->rows
+    bool count_actors;  // actor_tokens
+    bool sum_rows;      // row_partials
+    bool clip_only;     // PPO's clip, with the k3 estimator or none
+    int table_rows;     // rows of a warp's table of sums in shared memory: the batch, then all actors or none
 
     // The launch.
     bool fast;         // streams are contiguous, aligned and of grad_dtype, so kernels can use 16-byte packs
@@ -69,6 +68,11 @@ struct Params {
     int64_t warps;     // number of spans, one per warp of loss_grad_kernel
     int shared_bytes;  // shared memory per block of loss_grad_kernel
 };
+
+// True if the actors are too many for the warps' tables. Then all blocks write metrics, after a barrier of the grid.
+TW_HD bool is_spread(const Params& p) {
+    return p.options.num_actors >= p.table_rows;
+}
 
 // The row's actor; -1 for an id out of range.
 __device__ __forceinline__ int actor_of(const Params& p, int64_t row) {
@@ -161,6 +165,11 @@ struct SpanCounts {
     int rows = 0;            // rows of which this warp was the first to find a trained token
 };
 
+// Adds trained tokens of an actor, and counts the actor if they are the first.
+__device__ __forceinline__ void add_actor_tokens(const Params& p, int actor, long long count) {
+    if (atomicAdd(p.actor_tokens + actor, (unsigned long long)count) == 0) atomicAdd(&p.counts->actors, 1u);
+}
+
 // Adds the trained tokens of rows to those of their actors. `count`: the row's, in one lane of every row; else 0.
 __device__ __forceinline__ void count_by_actor(const Params& p, int64_t row, int count, SpanCounts& counts) {
     const int lane = int(threadIdx.x) % kWarp, actor = count > 0 ? actor_of(p, row) : -1;
@@ -171,7 +180,7 @@ __device__ __forceinline__ void count_by_actor(const Params& p, int64_t row, int
         if (turn < kWarp) {
             if (lane == turn) counts.of_actor += total;
         } else if (lane == 0) {
-            atomicAdd(p.actor_tokens + turn, (unsigned long long)total);
+            add_actor_tokens(p, turn, total);
         }
         left &= ~__ballot_sync(kFullWarp, actor == turn);
     }
@@ -210,15 +219,17 @@ __device__ __forceinline__ void record_span(const Params& p, const SpanCounts& c
     const long long tokens = warp_sum(counts.tokens);
     if (lane == 0 && tokens > 0) atomicAdd(&p.counts->tokens, (unsigned long long)tokens);
     if (lane == 0 && rows > 0) atomicAdd(&p.counts->rows, (unsigned long long)rows);
-    if (counts.of_actor > 0) atomicAdd(p.actor_tokens + lane, (unsigned long long)counts.of_actor);
+    if (counts.of_actor > 0) add_actor_tokens(p, lane, counts.of_actor);
 }
 
 // ---- Host: check_inputs, bind, plan, launch -------------------------------------------------------------------------
-// Offsets into the workspace, in bytes; see Params. The first `zeroed` bytes must be 0 before anything is counted.
+// Offsets into the workspace, in bytes; see Params. Its size depends on the actors and rows, and on the device only by
+// row_partials.
 struct Layout {
-    Layout(int64_t rows, int64_t warps, int64_t actors);
-    // Where members of Params start; `zeroed` is the end of the part that must be 0.
-    int64_t actor_tokens, lengths, zeroed, row_partials, block_partials, actor_totals, warp_tables;
+    Layout(int64_t rows, int64_t warps, int64_t num_actors);
+    // Where members of Params start. What is before `actor_tokens` must be 0 before loss_grad_kernel, and what is
+    // before `zeroed` before anything is counted.
+    int64_t totals, actor_tokens, lengths, zeroed, row_partials;
     int64_t bytes;  // total size
 };
 

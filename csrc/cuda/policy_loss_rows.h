@@ -28,12 +28,17 @@ __device__ __forceinline__ double normalizer_of(const Params& p, int actor) {
     }
 }
 
-// The factor that the weights of all rows have in common. Called by a whole warp.
-__device__ __forceinline__ double common_weight(const Params& p) {
+// The factor that the weights of all rows have in common. Called by a whole block. `scratch`: as for block_sum.
+__device__ __forceinline__ double common_weight(const Params& p, double* scratch) {
     if (p.options.aggregation != Aggregation::agent_mean) return inverse(normalizer_of(p, 0));
     double active = 0;  // actors with trained tokens
-    for (int actor = int(threadIdx.x) % kWarp; actor < p.actors; actor += kWarp) active += normalizer_of(p, actor) > 0;
-    const double common = inverse(warp_sum(active));
+    if (p.normalizer.data) {
+        for (int actor = int(threadIdx.x); actor < p.actors; actor += kThreads) active += normalizer_of(p, actor) > 0;
+        active = block_sum(active, scratch);
+    } else {
+        active = double(p.counts->actors);
+    }
+    const double common = inverse(active);
     return p.actor_ids.data ? common : common * inverse(normalizer_of(p, 0));
 }
 
@@ -150,8 +155,9 @@ class RowWindow {
     using Table = RowTable<R, size, step>;
     static constexpr int kPack = step / kWarp;  // tokens per lane and step
 
-    __device__ __forceinline__ RowWindow(const Params& p, Table& table, int64_t begin, int tokens)
-        : table(table), p_(p), begin_(begin), tokens_(tokens), common_(common_weight(p)) {
+    // `common`: see common_weight.
+    __device__ __forceinline__ RowWindow(const Params& p, Table& table, double common, int64_t begin, int tokens)
+        : table(table), p_(p), begin_(begin), tokens_(tokens), common_(common) {
         next_ = tokens > 0 ? warp_find_row(p.rows, begin) : p.rows.rows;
         const int lane = int(threadIdx.x) % kWarp;
         for (int i = lane; i < 2 * size; i += kWarp) table.ends[i] = kNoEnd;

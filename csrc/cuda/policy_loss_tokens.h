@@ -24,8 +24,8 @@ enum Column {
     ratio_max,      // max(r): the only column that is not a sum
 };
 constexpr int kColumns = ratio_max + 1;
-constexpr int kColumnStride = 16;                  // threads per slice in reduce_blocks: kColumns rounded up
-constexpr int kSlices = kThreads / kColumnStride;  // of the blocks, each added up by its own threads
+constexpr int kColumnStride = 16;                     // threads per row in write_totals: kColumns rounded up
+constexpr int kTotalRows = kThreads / kColumnStride;  // that a block writes at once
 static_assert(kColumns <= kColumnStride);
 
 // ---- Tokens ---------------------------------------------------------------------------------------------------------

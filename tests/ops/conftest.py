@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ from turnwise.ops import KL, Clip, ImportanceCorrection
 from turnwise.ops.common import dispatch as backends
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,6 +100,41 @@ def emulator() -> Any:
     loader.exec_module(loaded)
     assert loaded.emulates_cuda
     return loaded
+
+
+# The emulated build of CMakeLists.txt compiles kernels with these, which add a call before every access to memory.
+SETTINGS = ("instrumentation-with-call-threshold=0", "stack=0", "globals=0")
+BOUNDS_FLAGS = {
+    "GNU": ["-fsanitize=kernel-address", *(f"--param=asan-{setting}" for setting in SETTINGS)],
+    "Clang": ["-fsanitize=kernel-address", *(part for s in SETTINGS for part in ("-mllvm", f"-asan-{s}"))],
+}
+
+
+def bounds_flags() -> list[str]:
+    said = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True, check=True).stdout
+    return BOUNDS_FLAGS["Clang" if "clang" in said.lower() else "GNU"]
+
+
+def _compile_and_run(program: Path, given: str = "") -> list[str]:
+    emulation = ROOT / "tests" / "cpp" / "cuda_emulation"
+    flags = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-DTURNWISE_EMULATE_CUDA"]
+    include = [f"-I{ROOT / 'csrc'}", f"-I{emulation}"]
+    sources = [str(emulation / "cuda_emulation.cpp"), str(ROOT / "csrc" / "core" / "check.cpp")]
+    kernels, binary = program.with_suffix(".o"), program.with_suffix("")
+    for command in (
+        [str(COMPILER), *flags, *bounds_flags(), *include, "-c", str(program), "-o", str(kernels)],
+        [str(COMPILER), *flags, *include, str(kernels), *sources, "-o", str(binary)],
+    ):
+        subprocess.run(command, check=True, timeout=300)
+    done = subprocess.run([str(binary)], input=given, capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def compile_and_run() -> Callable[..., list[str]]:
+    """``compile_and_run(program, given="")``: the lines that a C++ file with kernels prints, built as the emulator's
+    kernels are. ``given`` is its standard input."""
+    return _compile_and_run
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from turnwise.ops.common import dispatch as backends
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 @pytest.fixture(
@@ -59,7 +56,7 @@ def test_a_build_without_cuda_says_so() -> None:
             backends.extension.cuda_scale(torch.zeros(1), torch.zeros(()), 0)
 
 
-def test_tensors_of_two_devices_are_refused(tmp_path) -> None:
+def test_tensors_of_two_devices_are_refused(tmp_path, compile_and_run) -> None:
     """Before a kernel reads the memory of another device, after which no call works any more."""
     program = tmp_path / "devices.cpp"
     program.write_text(
@@ -79,34 +76,6 @@ def test_tensors_of_two_devices_are_refused(tmp_path) -> None:
     )
     refused = ["expected all tensors on one device"] * 2
     assert compile_and_run(program) == ["ran", "ran", *refused]
-
-
-# The emulated build of CMakeLists.txt compiles kernels with these, which add a call before every access to memory.
-SETTINGS = ("instrumentation-with-call-threshold=0", "stack=0", "globals=0")
-BOUNDS_FLAGS = {
-    "GNU": ["-fsanitize=kernel-address", *(f"--param=asan-{setting}" for setting in SETTINGS)],
-    "Clang": ["-fsanitize=kernel-address", *(part for s in SETTINGS for part in ("-mllvm", f"-asan-{s}"))],
-}
-
-
-def bounds_flags() -> list[str]:
-    said = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True, check=True).stdout
-    return BOUNDS_FLAGS["Clang" if "clang" in said.lower() else "GNU"]
-
-
-def compile_and_run(program: Path) -> list[str]:
-    """The lines that it prints, compiled as the emulator's kernels are."""
-    emulation = ROOT / "tests" / "cpp" / "cuda_emulation"
-    flags = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-DTURNWISE_EMULATE_CUDA"]
-    include = [f"-I{ROOT / 'csrc'}", f"-I{emulation}"]
-    sources = [str(emulation / "cuda_emulation.cpp"), str(ROOT / "csrc" / "core" / "check.cpp")]
-    kernels, binary = program.with_suffix(".o"), program.with_suffix("")
-    for command in (
-        [str(COMPILER), *flags, *bounds_flags(), *include, "-c", str(program), "-o", str(kernels)],
-        [str(COMPILER), *flags, *include, str(kernels), *sources, "-o", str(binary)],
-    ):
-        subprocess.run(command, check=True, timeout=300)
-    return subprocess.run([str(binary)], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
 
 
 # What a kernel can do wrong, and what the emulator must say of it.
@@ -158,7 +127,7 @@ def test_bounds_are_checked_in_every_kernel(emulator) -> None:
         assert "-fsanitize=kernel-address" in command and "call-threshold=0" in command, name
 
 
-def test_the_emulator_finds_what_is_wrong(tmp_path) -> None:
+def test_the_emulator_finds_what_is_wrong(tmp_path, compile_and_run) -> None:
     kernels = "\n".join(
         f"__global__ void kernel{i}(float* out, int* total) {{ {body} }}"
         for i, (body, _) in enumerate(KERNELS.values())

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from turnwise.ops import factorize, group_advantage
 from turnwise.utils.grouping import CENTERS, POOLS, SCALES
 
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 STEPS = 1e-8  # of float64 on a GPU, where offsets count in steps of 2**-31 of the group's span
 
@@ -373,3 +376,100 @@ def test_a_rule_of_before_does_not_stick() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match=next(iter(wrong))):
                 group_advantage(rewards, ids, **wrong)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What reaches memory on a GPU
+# ---------------------------------------------------------------------------------------------------------------------
+COUNT_ATOMICS = """
+#include <cstdio>
+#include <vector>
+#include "cuda/group_advantage.cu"
+using namespace turnwise;
+namespace turnwise {
+void check_group_advantage(const GroupAdvantageInput&, const GroupAdvantageOptions&, const View&) {}
+}
+template <class T>
+View view(std::vector<T>& column, DType dtype) {
+    View v;
+    v.data = column.data(); v.dtype = dtype; v.dims = 1; v.shape[0] = int64_t(column.size()); v.stride[0] = 1;
+    emulation::allow(v.data, column.size() * sizeof(T));
+    return v;
+}
+int main() {
+    int rows = 0, groups = 0;
+    while (std::scanf("%d %d", &rows, &groups) == 2) {
+        std::vector<float> rewards(rows), advantages(rows);
+        std::vector<int64_t> ids(rows);
+        std::vector<unsigned char> space(size_t(cuda::group_advantage_workspace(rows, groups, false, false)));
+        for (int i = 0; i < rows; ++i) {
+            int id = 0;
+            std::scanf("%d", &id);
+            ids[i] = id;
+            rewards[i] = float(i * 7919 % 1009);
+        }
+        GroupAdvantageInput input{};
+        input.rewards = view(rewards, DType::f32);
+        input.group_ids = view(ids, DType::i64);
+        input.num_groups = groups;
+        const GroupAdvantageOptions options{false, Center::mean, Scale::std, Singleton::zero, 1, 1e-6, 0};
+        emulation::atomics = 0;
+        const View out = view(advantages, DType::f32);
+        cuda::group_advantage(input, options, out, view(space, DType::u8), cuda::Stream{});
+        std::printf("%lld\\n", (long long)emulation::atomics);
+    }
+}
+"""
+
+
+@pytest.mark.slow
+def test_atomics_of_large_groups_are_few(tmp_path, compile_and_run) -> None:
+    """A block joins the rows of a group before it touches memory: 6 atomics for each block of 512 rows and group.
+
+    The counts of rows in groups of 8, and in 4 large groups, are those of the report ``bench/results/sass.json``.
+    """
+    rows, seed = 16_384, 3  # the counts per row are those of 65,536 rows, as blocks are alike
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    cases = {
+        "groups of 8": torch.arange(rows) // 8,
+        "4 large groups": torch.arange(rows) % 4,
+        "4 large groups, at random": torch.randint(0, 4, (rows,), generator=generator),
+        "4 large groups, sorted": torch.arange(rows) * 4 // rows,
+        "4 large groups whose ids are far apart": torch.arange(rows) % 4 * 1000 + torch.arange(rows) % 4,
+        "one group": torch.zeros(rows, dtype=torch.int64),
+    }
+    lines = [f"{rows} {int(ids.max()) + 1} {' '.join(map(str, ids.tolist()))}" for ids in cases.values()]
+    program = tmp_path / "atomics.cpp"
+    program.write_text(COUNT_ATOMICS)
+    counts = dict(zip(cases, map(int, compile_and_run(program, "\n".join(lines))), strict=True))
+    for name, count in counts.items():
+        assert count <= (rows if name == "groups of 8" else rows / 16), (name, count)
+    report = json.loads((ROOT / "bench" / "results" / "sass.json").read_text())["rows"]
+    for name in ("groups of 8", "4 large groups"):
+        stated = {row["atomics"] for row in report if row["name"] == f"group advantage, {name}"}
+        assert stated == {round(counts[name] / rows, 4)}, name
+
+
+@pytest.mark.parametrize("groups", [1, 4, 40, 700])
+@pytest.mark.parametrize("order", ["sorted", "interleaved", "random"])
+def test_large_groups_with_an_offset(kernel, groups: int, order: str) -> None:
+    """Against float64, with rewards around 1e3; ids that want one place in a block; two runs of equal bits."""
+    rows, seed = 1700, groups
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.arange(rows) % groups
+    if order == "sorted":
+        ids = ids.sort().values
+    elif order == "random":
+        ids = torch.randint(0, groups, (rows,), generator=generator) * 32  # all at one place of a warp's table
+    rewards = 1e3 + torch.randn(rows, generator=generator)
+    rewards[ids == 0] = 1000.3  # a tied group
+    lengths = torch.randint(1, 50, (rows,), generator=generator)
+    for options in ({}, {"center": "length_weighted", "lengths": lengths, "scale": "none"}):
+        options["num_groups"] = int(ids.max()) + 1
+        got = advantage(kernel, rewards, ids, **options)
+        exact = group_advantage(rewards.double(), ids, backend="torch", **options)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)
+        assert (got[ids == 0] == 0).all()
+        assert torch.equal(advantage(kernel, rewards, ids, **options), got)

@@ -192,3 +192,12 @@ def test_opcheck(make_batch, target, opcheck_calls, form) -> None:
     suffix = "_triton" if target.backend == "triton" else ""
     ops = {"token_reward_sum", "group_advantage", f"policy_loss{suffix}", "policy_loss_backward"}
     assert called == (set() if target.backend == "torch" else ops)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "agent-mean"])
+def test_many_actors(kernel, make_batch, aggregation: str) -> None:
+    """More actors than shared memory has room for, half of them without a row."""
+    arguments = inputs(make_batch, 4, "packed", rows=40, width=23, aggregation=aggregation)
+    arguments |= {"actor_ids": torch.arange(40) * 7 % 40 * 2, "num_actors": 80}
+    arguments = on(kernel, arguments)
+    assert_same(at_once(arguments), in_turn(arguments))

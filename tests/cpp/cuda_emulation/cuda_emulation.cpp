@@ -14,6 +14,7 @@
 namespace turnwise::emulation {
 
 dim3 thread_index, block_index, block_size, grid_size;
+int64_t atomics = 0;
 
 namespace {
 

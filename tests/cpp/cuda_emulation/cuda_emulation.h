@@ -86,6 +86,7 @@ void expect_full(unsigned mask);
 void allow(const void* data, size_t bytes);
 
 extern dim3 thread_index, block_index, block_size, grid_size;
+extern int64_t atomics;  // atomic operations of all launches, one per thread that makes one
 
 }  // namespace turnwise::emulation
 
@@ -94,7 +95,8 @@ extern dim3 thread_index, block_index, block_size, grid_size;
 #define blockDim (::turnwise::emulation::block_size)
 #define gridDim (::turnwise::emulation::grid_size)
 
-// What the emulated device answers: TURNWISE_EMULATED_ERROR, the number of an error, makes it refuse every kernel.
+// What the emulated device answers: TURNWISE_EMULATED_ERROR, the number of an error, makes it refuse every kernel. With
+// TURNWISE_EMULATED_MULTIPROCESSORS it names another number of them, as for the size of a workspace.
 inline cudaError_t emulated_status() {
     const char* error = std::getenv("TURNWISE_EMULATED_ERROR");
     return error ? cudaError_t(std::atoi(error)) : cudaSuccess;
@@ -117,7 +119,8 @@ inline cudaError_t cudaSetDevice(int) {
     return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-    *value = turnwise::emulation::kMultiprocessors;
+    const char* count = std::getenv("TURNWISE_EMULATED_MULTIPROCESSORS");
+    *value = count ? std::atoi(count) : turnwise::emulation::kMultiprocessors;
     return cudaSuccess;
 }
 template <class Kernel>
@@ -208,40 +211,50 @@ unsigned __match_any_sync(unsigned mask, T value) {
 }
 
 // One thread runs at a time, so plain reads and writes are atomic.
+namespace turnwise::emulation {
+
+template <class T>
+T before_atomic(const T* address) {
+    ++atomics;
+    return *address;
+}
+
+}  // namespace turnwise::emulation
+
 template <class T>
 T atomicAdd(T* to, std::common_type_t<T> value) {
     static_assert(std::is_integral_v<T>, "sums of floats in any order differ from run to run");
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     *to = T(before + value);
     return before;
 }
 template <class T>
 T atomicMin(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     if (value < before) *to = value;
     return before;
 }
 template <class T>
 T atomicMax(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     if (value > before) *to = value;
     return before;
 }
 template <class T>
 T atomicOr(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     *to = before | value;
     return before;
 }
 template <class T>
 T atomicExch(T* to, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     *to = value;
     return before;
 }
 template <class T>
 T atomicCAS(T* to, std::common_type_t<T> compare, std::common_type_t<T> value) {
-    const T before = *to;
+    const T before = turnwise::emulation::before_atomic(to);
     if (before == compare) *to = value;
     return before;
 }

@@ -2,12 +2,14 @@
 
 The first finds the extremes of each group. The second makes exact integer sums of offsets, in steps of ``2**-31`` of
 the group's span. The third computes the advantages. Nothing waits for the GPU, and the order of the atomics does not
-change a bit of the result.
+change a bit of the result. Where ``num_groups`` says that groups are few, each block joins its rows by group first, so
+that large groups do not make a queue of atomics.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +21,11 @@ from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, TYPES, CompileCase
 
 BLOCK = 64 if interpreted else 128
+JOINED_BLOCK = 64 if interpreted else 1024  # rows of a block that joins few groups
+FEW = 8  # most groups that a block joins; each costs it some reductions
+LARGEST, SMALLEST = tl.constexpr(2**63 - 1), tl.constexpr(-(2**63))
 STEPS = tl.constexpr(2147483648.0)
 _STEPS = float(2**31)
-_LARGEST, _SMALLEST = 2**63 - 1, -(2**63)
 
 
 class Table(NamedTuple):
@@ -38,8 +42,8 @@ class Table(NamedTuple):
 
     @staticmethod
     def clear(groups: int, device: torch.device) -> Table:
-        low = torch.full((groups,), _LARGEST, dtype=torch.int64, device=device)
-        high = torch.full((groups,), _SMALLEST, dtype=torch.int64, device=device)
+        low = torch.full((groups,), LARGEST.value, dtype=torch.int64, device=device)
+        high = torch.full((groups,), SMALLEST.value, dtype=torch.int64, device=device)
         return Table(low, high, torch.zeros((8, groups), dtype=torch.int64, device=device))
 
 
@@ -77,6 +81,36 @@ def members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID: tl.constexp
     return row, value.to(tl.float64), tl.where(enters, group, 0), enters
 
 
+@triton.jit
+def add(ptr, group, enters, values, groups, JOIN: tl.constexpr):
+    """Adds each row's value to that of its group; with ``JOIN`` one atomic for each group of the block."""
+    if JOIN:
+        for one in range(groups):
+            tl.atomic_add(ptr + one, tl.sum(tl.where(enters & (group == one), values, 0)))
+    else:
+        tl.atomic_add(ptr + group, values, mask=enters)
+
+
+@triton.jit
+def raise_to(ptr, group, enters, values, groups, JOIN: tl.constexpr):
+    """Raises the largest value of each row's group to the row's; see ``add``."""
+    if JOIN:
+        for one in range(groups):
+            tl.atomic_max(ptr + one, tl.max(tl.where(enters & (group == one), values, SMALLEST)))
+    else:
+        tl.atomic_max(ptr + group, values, mask=enters)
+
+
+@triton.jit
+def lower_to(ptr, group, enters, values, groups, JOIN: tl.constexpr):
+    """Lowers the smallest value of each row's group to the row's; see ``add``."""
+    if JOIN:
+        for one in range(groups):
+            tl.atomic_min(ptr + one, tl.min(tl.where(enters & (group == one), values, LARGEST)))
+    else:
+        tl.atomic_min(ptr + group, values, mask=enters)
+
+
 @triton.jit(do_not_specialize=["rows", "groups"])
 def extremes_kernel(
     values_ptr,
@@ -90,17 +124,19 @@ def extremes_kernel(
     groups,
     HAS_VALID: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    JOIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
     key = key_of(value)
-    tl.atomic_min(low_ptr + group, key, mask=enters)
-    tl.atomic_max(high_ptr + group, key, mask=enters)
-    tl.atomic_add(sums_ptr + group, tl.full([BLOCK], 1, tl.int64), mask=enters)
+    lower_to(low_ptr, group, enters, key, groups, JOIN)
+    raise_to(high_ptr, group, enters, key, groups, JOIN)
+    add(sums_ptr, group, enters, tl.full([BLOCK], 1, tl.int64), groups, JOIN)
     if WEIGHTED:
         length = tl.load(lengths_ptr + row, mask=enters, other=0.0)
         length = tl.where(length >= 0, length, float("nan"))
-        tl.atomic_max(sums_ptr + groups.to(tl.int64) * 4 + group, length.to(tl.int64, bitcast=True), mask=enters)
+        longest_ptr = sums_ptr + groups.to(tl.int64) * 4
+        raise_to(longest_ptr, group, enters, length.to(tl.int64, bitcast=True), groups, JOIN)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -116,6 +152,7 @@ def offsets_kernel(
     groups,
     HAS_VALID: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    JOIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
@@ -125,16 +162,16 @@ def offsets_kernel(
     offset = steps_of(value * 0.5 - low * 0.5, high * 0.5 - low * 0.5)
     square = offset * offset  # at most 2**62
     column = groups.to(tl.int64)
-    tl.atomic_add(sums_ptr + column + group, offset, mask=enters)
-    tl.atomic_add(sums_ptr + 2 * column + group, square >> 31, mask=enters)
-    tl.atomic_add(sums_ptr + 3 * column + group, square & 0x7FFFFFFF, mask=enters)
+    add(sums_ptr + column, group, enters, offset, groups, JOIN)
+    add(sums_ptr + 2 * column, group, enters, square >> 31, groups, JOIN)
+    add(sums_ptr + 3 * column, group, enters, square & 0x7FFFFFFF, groups, JOIN)
     if WEIGHTED:
         longest = tl.load(sums_ptr + 4 * column + group, mask=enters, other=0).to(tl.float64, bitcast=True)
         length = steps_of(tl.load(lengths_ptr + row, mask=enters, other=0.0), longest)
         weighted = length * offset
-        tl.atomic_add(sums_ptr + 5 * column + group, length, mask=enters)
-        tl.atomic_add(sums_ptr + 6 * column + group, weighted >> 31, mask=enters)
-        tl.atomic_add(sums_ptr + 7 * column + group, weighted & 0x7FFFFFFF, mask=enters)
+        add(sums_ptr + 5 * column, group, enters, length, groups, JOIN)
+        add(sums_ptr + 6 * column, group, enters, weighted >> 31, groups, JOIN)
+        add(sums_ptr + 7 * column, group, enters, weighted & 0x7FFFFFFF, groups, JOIN)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -220,9 +257,11 @@ def _fill(values: Tensor, ids: Tensor, valid: Tensor | None, lengths: Tensor | N
     """Compute the statistics of all groups."""
     rows = values.shape[0]
     table = Table.clear(groups, values.device)
-    grid = (triton.cdiv(rows, BLOCK),)
+    join = groups <= FEW and rows > groups * BLOCK  # groups are large
+    block = JOINED_BLOCK if join else BLOCK
+    grid = (triton.cdiv(rows, block),)
     columns = (values, ids, ids if valid is None else valid, values if lengths is None else lengths)
-    flags = {"HAS_VALID": valid is not None, "WEIGHTED": lengths is not None, "BLOCK": BLOCK, **FUSED}
+    flags = {"HAS_VALID": valid is not None, "WEIGHTED": lengths is not None, "JOIN": join, "BLOCK": block, **FUSED}
     with torch.cuda.device_of(values):
         extremes_kernel[grid](*columns, *table, rows, groups, **flags)
         offsets_kernel[grid](*columns, *table, rows, groups, **flags)
@@ -230,7 +269,7 @@ def _fill(values: Tensor, ids: Tensor, valid: Tensor | None, lengths: Tensor | N
 
 
 def _values_of(keys: Tensor) -> Tensor:
-    return (keys ^ ((keys >> 63) & _LARGEST)).view(torch.float64)
+    return (keys ^ ((keys >> 63) & LARGEST.value)).view(torch.float64)
 
 
 def _pool(
@@ -318,9 +357,11 @@ def _cases() -> list[CompileCase]:
         columns = {"values_ptr": f"*{dtype}", "ids_ptr": "*i64", "valid_ptr": "*u8"}
         table = {"low_ptr": "*i64", "high_ptr": "*i64", "sums_ptr": "*i64"}
         sizes = {"rows": "i32", "groups": "i32", "HAS_VALID": "constexpr", "BLOCK": "constexpr"}
-        signature = {**columns, "lengths_ptr": "*fp64", **table, **sizes, "WEIGHTED": "constexpr"}
-        for kernel in (extremes_kernel, offsets_kernel):
-            values: dict[str, Any] = {"HAS_VALID": True, "WEIGHTED": True, "BLOCK": 128}
+        flags = dict.fromkeys(("WEIGHTED", "JOIN"), "constexpr")
+        signature = {**columns, "lengths_ptr": "*fp64", **table, **sizes, **flags}
+        for kernel, join in itertools.product((extremes_kernel, offsets_kernel), (False, True)):
+            values: dict[str, Any] = {"HAS_VALID": True, "WEIGHTED": True, "JOIN": join}
+            values["BLOCK"] = JOINED_BLOCK if join else BLOCK
             cases.append(CompileCase(kernel, signature, values, options=FUSED))
         names = ("CENTER", "SCALE", "SINGLETON", "DDOF", "EPS", "MIN_STD")
         signature = {**columns, **table, "advantages_ptr": f"*{dtype}", **sizes, **dict.fromkeys(names, "constexpr")}

@@ -1,15 +1,16 @@
 """The policy loss in Triton: loss, gradient and metrics in one pass over the tokens.
 
-A call makes at most three launches. The first counts the tokens of the batch (integer atomics) and computes terms of
-each row; it runs only if a token's weight or loss needs them. The second is the pass itself, whose programs each write
-one slot of sums. The third sums the slots in a fixed order.
+A call with few actors makes at most three launches. The first counts the tokens of the batch (integer atomics) and
+computes terms of each row; it runs only if a token's weight or loss needs them. The second is the pass itself, whose
+programs each write one slot of sums. The third sums the slots in a fixed order. With many actors PyTorch sorts the
+slots by actor first, and a program reads those of its actor only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from turnwise.ops.common.layout import Streams, row_count
 from turnwise.ops.common.triton import CompileCase
 from turnwise.ops.loss import triton_finish as last
 from turnwise.ops.loss import triton_kernels as k
-from turnwise.ops.loss.aggregation import SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
+from turnwise.ops.loss.aggregation import AgentMean, SeqMeanTokenMean, SeqMeanTokenSumNorm, TokenMean
 from turnwise.ops.loss.options import GMPO, GSPO
 from turnwise.ops.loss.reference import metric_names
 from turnwise.ops.loss.triton_math import K3, SEQUENCE
@@ -30,6 +31,8 @@ _BLOCKS = (256, 128, 64) if interpreted else (2048, 1024, 512)
 _COUNT_BLOCK = 64 if interpreted else 16384
 _FINISH_BLOCK = 32 if interpreted else 512
 _FINISH_WARPS, _COUNT_WARPS = 16, 8
+_ACTOR_BLOCK, _ACTOR_WARPS = 32, 1  # of the slots of one of many actors
+_MANY_ACTORS = 4 if interpreted else 32  # more than these are many
 
 
 def _warps(block: int, few: bool = False) -> int:
@@ -162,13 +165,16 @@ def compute(
 
     with torch.cuda.device_of(logprobs):
         counts, terms = _launch_counts(s, row_advantages, o, tiling.width, divisor, flat)
+        active = None  # the number of actors with tokens
+        if o.aggregation == AgentMean.index:
+            active = counts[2:] if counts is not None else (cast(Tensor, normalizer) > 0).sum()
         partials = logprobs.new_empty((k.COLUMNS, slots), dtype=torch.float32)
         slot_actors = logprobs.new_empty((slots,), dtype=torch.int32) if o.num_actors else None
         if slot_actors is not None and many:  # some slots may stay unused
             slot_actors.fill_(-1)
         k.loss_kernel[(tiling.tiles,)](
             logprobs, s.old_logprobs, s.advantages, row_advantages, s.mask, s.cu_seqlens, s.ref_logprobs,
-            s.rollout_logprobs, normalizer, s.actor_ids, s.entropy, selected, counts, terms, grad, partials,
+            s.rollout_logprobs, normalizer, active, s.actor_ids, s.entropy, selected, counts, terms, grad, partials,
             slot_actors, *_strides(logprobs), *_strides(s.old_logprobs), *_strides(s.advantages), *_strides(s.mask),
             *_strides(s.ref_logprobs), *_strides(s.rollout_logprobs), *_strides(s.entropy), o.low, o.high, o.dual,
             o.kl_coef, o.cap, o.below, o.above, known, tokens, rows, tiling.width, tiling.pieces, slots, o.num_actors,
@@ -176,11 +182,36 @@ def compute(
             AGGREGATION=o.aggregation, DIVISOR=divisor, MODE=tiling.mode, WHOLE=tiling.whole, BLOCK=tiling.block,
             num_warps=_warps(tiling.block, few), enable_fp_fusion=True,
         )  # fmt: skip
-        last.finish_kernel[(1 + o.num_actors,)](
-            partials, slot_actors, loss, metrics, slots, used, HAS_REF=has[0], HAS_ROLLOUT=has[1], HAS_ENTROPY=has[2],
-            BLOCK=_FINISH_BLOCK, num_warps=_FINISH_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+        _launch_finish(partials, slot_actors, loss, metrics, used, o.num_actors, has)
     return loss, grad, metrics
+
+
+def _launch_finish(
+    partials: Tensor,
+    slot_actors: Tensor | None,
+    loss: Tensor,
+    metrics: Tensor,
+    used: int,
+    num_actors: int,
+    has: tuple[bool, bool, bool],
+) -> None:
+    """Sum the slots, and write loss and metrics: of everything and, if they are few, of the actors in one launch."""
+    flags = dict(zip(("HAS_REF", "HAS_ROLLOUT", "HAS_ENTROPY"), has, strict=True)) | {"enable_fp_fusion": True}
+    few = num_actors <= _MANY_ACTORS
+    slots = partials.shape[1]
+    last.finish_kernel[(1 + num_actors if few else 1,)](
+        partials, slot_actors, None, None, loss, metrics, slots, used, -1, BLOCK=_FINISH_BLOCK,
+        num_warps=_FINISH_WARPS, **flags,
+    )  # fmt: skip
+    if few:
+        return
+    assert slot_actors is not None
+    actors, order = slot_actors[:used].sort(stable=True)
+    starts = torch.searchsorted(actors, torch.arange(num_actors + 1, dtype=torch.int32, device=actors.device))
+    last.finish_kernel[(num_actors,)](
+        partials, slot_actors, order, starts, loss, metrics, slots, used, 0, BLOCK=_ACTOR_BLOCK,
+        num_warps=_ACTOR_WARPS, **flags,
+    )  # fmt: skip
 
 
 def _launch_counts(
@@ -188,11 +219,11 @@ def _launch_counts(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Launch the counts that the host doesn't know, and the terms of rows if a token needs them.
 
-    Returns ``counts [2 + num_actors]`` (tokens, non-empty rows, tokens by actor) and ``terms [TERMS, rows]``; ``None``
-    for one that is not needed.
+    Returns ``counts [3 + num_actors]`` (tokens, rows with tokens, actors with tokens, tokens by actor) and ``terms
+    [TERMS, rows]``; ``None`` for one that is not needed.
     """
     counted = divisor is k.COUNTED
-    counts = s.logprobs.new_zeros(2 + o.num_actors, dtype=torch.int64) if counted else None
+    counts = s.logprobs.new_zeros(3 + o.num_actors, dtype=torch.int64) if counted else None
     if o.by_row or (counted and (o.aggregation != TokenMean.index or not flat)):
         # A program per row computes its terms, and adds to the counts as well.
         rows = row_count(s.logprobs, s.cu_seqlens)
@@ -236,10 +267,13 @@ _POINTERS = {
     "cu_seqlens": "*i32",
     "actor_ids": "*i64",
     "normalizer": "*fp32",
+    "active": "*i64",
     "counts": "*i64",
     "terms": "*fp32",
     "partials": "*fp32",
     "slot_actors": "*i32",
+    "order": "*i64",
+    "starts": "*i64",
     "loss": "*fp32",
     "metrics": "*fp32",
     "factor": "*fp32",
@@ -272,6 +306,7 @@ def _loss_case(absent: str, dtype: str = "fp32", **constants: Any) -> CompileCas
     usual = {"VARIANT": 0, "KL": K3.value, "KL_WEIGHTED": 0, "LEVEL": 0, "AGGREGATION": 0, "DIVISOR": k.COUNTED.value}
     constants = {**usual, "MODE": k.ONE_ROW.value, "WHOLE": True, "BLOCK": _BLOCKS[0], **constants}
     warps = _warps(constants["BLOCK"], "rollout entropy" in absent)
+    absent += "" if constants["AGGREGATION"] == AgentMean.index else " active"
     wide = "ld.global.L1::evict_first.L2::cache_hint.v4.b32", "st.global.cs.v4.b32"
     case = _case(k.loss_kernel, absent, constants, warps, *wide, dtype=dtype)
     # Gradients must not pass through shared memory. With `selected`, whose bytes spread the other streams, they do.
@@ -292,9 +327,11 @@ def _other_cases() -> Iterator[CompileCase]:
         constants = {"VARIANT": variant, "KL": K3.value, "KL_WEIGHTED": 1, "LEVEL": 2, "COUNT": True}
         constants["BLOCK"] = _BLOCKS[1]
         yield _case(k.rows_kernel, absent, constants, _warps(_BLOCKS[1]), "ld.global", "relaxed.add.u64")
-    for whole in (True, False):
-        constants = {"HAS_REF": whole, "HAS_ROLLOUT": whole, "HAS_ENTROPY": whole, "BLOCK": _FINISH_BLOCK}
-        yield _case(last.finish_kernel, "" if whole else "slot_actors", constants, _FINISH_WARPS)
+    for whole, absent in ((True, "order starts"), (False, "slot_actors order starts"), (True, "")):
+        constants = {"HAS_REF": whole, "HAS_ROLLOUT": whole, "HAS_ENTROPY": whole}
+        by_actor = absent == ""
+        constants["BLOCK"] = _ACTOR_BLOCK if by_actor else _FINISH_BLOCK
+        yield _case(last.finish_kernel, absent, constants, _ACTOR_WARPS if by_actor else _FINISH_WARPS)
     yield _case(last.scale_kernel, "", {"BLOCK": 2048}, 4, "ld.global.v4.b32", "st.global.v4.b32")
 
 

@@ -34,33 +34,43 @@ def _column(partials, column, slots, at, mine, present: tl.constexpr, BLOCK: tl.
     return value
 
 
-@triton.jit(do_not_specialize=["used"])
+@triton.jit(do_not_specialize=["used", "begin"])
 def finish_kernel(
     partials,
     slot_actors,
+    order,
+    starts,
     loss,
     metrics,
     slots,
     used,
+    begin,
     HAS_REF: tl.constexpr,
     HAS_ROLLOUT: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program 0 adds up everything, program ``1 + a`` what belongs to actor ``a``; each writes a row of metrics."""
-    group = tl.program_id(0) - 1
+    """Program ``p`` adds up what belongs to actor ``begin + p``, where -1 is everything, and writes a row of metrics.
+
+    With ``order``, the slots sorted by actor, it reads only the actor's: from ``starts[a]`` to ``starts[a + 1]``.
+    """
+    group = tl.program_id(0) + begin
     lanes = tl.arange(0, BLOCK)
     none = tl.zeros([BLOCK], tl.float64)
     tokens, low, high, clipped_dual, log_ratio, growth, total = none, none, none, none, none, none, none
     kl, mismatch, weight, square, rejected, entropy = none, none, none, none, none, none
     largest = tl.full([BLOCK], -INF, tl.float32)
     # Sum each column over the slots, in the order of the slots.
-    first = 0
-    while first < used:
+    first, end = begin * 0, used
+    if order is not None:
+        first, end = tl.load(starts + group).to(tl.int32), tl.load(starts + group + 1).to(tl.int32)
+    while first < end:
         for part in tl.static_range(4):  # unrolled, so that many loads are in flight
             at = first + part * BLOCK + lanes
-            mine = at < used
-            if slot_actors is not None:
+            mine = at < end
+            if order is not None:
+                at = tl.load(order + at, mask=mine, other=0)
+            elif slot_actors is not None:
                 actor = tl.load(slot_actors + at, mask=mine, other=-1)
                 mine = mine & (actor >= 0) & ((actor == group) | (lanes * 0 + group < 0))
             tokens += _column(partials, TOKENS, slots, at, mine, True, BLOCK)

@@ -188,7 +188,9 @@ def rows_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: its terms, and its trained tokens added to ``counts``: of the batch, of non-empty rows and by actor."""
+    """One row: its terms, and its trained tokens added to ``counts``.
+
+    These are the tokens of the batch, the rows with tokens, the actors with tokens, and the tokens of each actor."""
     row = tl.program_id(0).to(tl.int64)
     begin, size = row * 0, row * 0 + width
     place = row
@@ -244,7 +246,9 @@ def rows_kernel(
         tl.atomic_add(counts + 1, (length > 0).to(tl.int64), sem="relaxed")
         if actor_ids is not None:
             actor = tl.load(actor_ids + row).to(tl.int64)
-            tl.atomic_add(counts + 2 + actor, length, mask=(actor >= 0) & (actor < num_actors), sem="relaxed")
+            counted = (actor >= 0) & (actor < num_actors) & (length > 0)
+            before = tl.atomic_add(counts + 3 + actor, length, mask=counted, sem="relaxed")
+            tl.atomic_add(counts + 2, 1, mask=counted & (before == 0), sem="relaxed")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,20 +262,9 @@ def _inverse(value):
 
 
 @triton.jit
-def _active(normalizer, num_actors):
-    """The number of actors that have tokens."""
-    count = 0
-    first = 0
-    while first < num_actors:
-        actors = first + tl.arange(0, 128)
-        count += tl.sum((tl.load(normalizer + actors, mask=actors < num_actors, other=0) > 0).to(tl.int32))
-        first += 128
-    return count
-
-
-@triton.jit
 def _weights(
     normalizer,
+    active,
     counts,
     terms,
     row,
@@ -284,8 +277,8 @@ def _weights(
 ):
     """The weight of each token in the loss."""
     if AGGREGATION == AGENT_MEAN:
-        of_actor = counts + 2 if DIVISOR == COUNTED else normalizer
-        share = _inverse(_active(of_actor, num_actors))
+        of_actor = counts + 3 if DIVISOR == COUNTED else normalizer
+        share = _inverse(tl.load(active))
         number = tl.load(of_actor + actor, mask=actor < num_actors, other=0)
         weight = tl.broadcast_to(share * _inverse(number), [BLOCK])
     else:
@@ -371,6 +364,7 @@ def loss_kernel(
     ref,
     rollout,
     normalizer,
+    active,
     actor_ids,
     entropy,
     selected,
@@ -461,7 +455,7 @@ def loss_kernel(
     if actor_ids is not None:
         actor = tl.load(actor_ids + row).to(tl.int64)  # narrowed once it is in range
         actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors).to(tl.int32)
-    weight = _weights(normalizer, counts, terms, row, actor, known, num_actors, AGGREGATION, DIVISOR, BLOCK)
+    weight = _weights(normalizer, active, counts, terms, row, actor, known, num_actors, AGGREGATION, DIVISOR, BLOCK)
     if actor_ids is not None:
         weight = tl.where(actor < num_actors, weight, float("nan"))
 
