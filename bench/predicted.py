@@ -20,6 +20,7 @@ from sass import GPUS
 RESULTS = Path(__file__).resolve().parent / "results"
 OFF = 0.2  # a ratio that differs from 1 by more is flagged
 LEAST = 128e6  # bytes that a call must move: less is the time of launches
+LONG = 1024  # tokens of a row: the counts of shorter ones are other cases
 WRONG = 0.05  # relative difference of a constant that is worth correcting
 
 
@@ -118,7 +119,8 @@ def streams(rows: Rows, gpu: str) -> list[Line]:
             if row["bench"] != kernel.bench or any(row.get(k) != v for k, v in kernel.columns.items()):
                 continue
             total = row["GB/s"] * row["µs"] * 1e3  # bytes
-            if total >= LEAST:
+            width = int(row["shape"].strip("[]").split(",")[-1])
+            if total >= LEAST and width >= LONG:
                 predicted = total / moved * per_token * 1e3
                 lines.append(Line(row["bench"], ", ".join(kernel.cases), row["shape"], row["µs"] / 1e3, predicted))
     return lines

@@ -277,14 +277,6 @@ def _cases() -> Iterator[Case]:
     yield Case("gae, fp32", "gae", "scan_kernelIfhLb1", 17, scan, threads=512, shared=920)
     pack = (HotPath({"stream16": 1, "store16": 1}, WARP * 4),)
     yield Case("scale, fp32", "scale", "scale_kernelIf", 8, pack)
-    # The LM head's tiles of float32 logits, without a bias; a token here is a logit. The scan's maximum rarely grows,
-    # but its path here is the one where it does.
-    scan_step = HotPath({"stream16": 4, "exp": 17}, WARP * 16)
-    yield Case("LM head, scan of logits", "logprob", "scan_kernelIfLb0ELb0", 4, (scan_step,), shared=256)
-    for dtype, (mangled, size) in FLOATS.items():
-        step = HotPath({"stream16": 4, "exp": 16, "store16": size}, WARP * 16)
-        kernel = rf"grad_kernelIf{mangled}Lb0"
-        yield Case(f"LM head, gradient in {dtype}", "logprob", kernel, 4 + size, (step,))
     # Triton: a program does a tile, from start to end.
     for index, (dtype, (_, size)) in enumerate(FLOATS.items()):
         path = HotPath({"any": ANY}, WARP, loop=False)

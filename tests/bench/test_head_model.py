@@ -93,5 +93,5 @@ def test_the_tiles_are_near_the_best(model: Any, gpu: str) -> None:
 def test_instructions_are_those_that_were_counted(model: Any) -> None:
     rows = json.loads((RESULTS / "sass.json").read_text())["rows"]
     counted = {r["name"]: r["instructions"] for r in rows if r["architecture"] == 90}
-    assert abs(model.SCAN / counted["LM head, scan of logits"] - 1) < 0.1
-    assert abs(model.GRAD / counted["LM head, gradient in bf16"] - 1) < 0.1
+    assert abs(model.SCAN / counted["logprob scan, fp32, per logit"] - 1) < 0.1
+    assert abs(model.GRAD / counted["logprob gradient, fp32 to bf16, per logit"] - 1) < 0.1
