@@ -51,22 +51,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     hidden, weight, targets, bias, positions, *softmax, entropy, backend = inputs
     _, lse, entropies = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(hidden, weight, targets, bias, positions, lse, entropies)
+    # Autograd can't save tensors made in inference mode. They can't change either, so the context keeps them.
+    tensors = hidden, weight, targets, bias, positions
+    ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
+    ctx.save_for_backward(*(None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)), lse, entropies)
     ctx.softmax, ctx.entropy, ctx.backend = softmax, entropy, backend
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-    hidden, weight, targets, bias, positions, lse, entropies = ctx.saved_tensors
+    *tensors, lse, entropies = ctx.saved_tensors
+    tensors = [t if s is None else s for t, s in zip(tensors, ctx.sampled, strict=True)]
     need_hidden, need_weight, _, need_bias, *_ = ctx.needs_input_grad
     with_entropy = ctx.entropy and grad_entropy is not None
     if grad_logprob is None:
         grad_logprob = torch.zeros_like(lse)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(lse.device.type, enabled=False):
         grads = torch.ops.turnwise.linear_logprob_backward(
             grad_logprob,
             grad_entropy if with_entropy else None,
-            *(hidden, weight, targets, bias, positions, lse),
+            *(*tensors, lse),
             entropies if with_entropy else None,
             *(*ctx.softmax, need_hidden, need_weight, need_bias, ctx.backend),
         )
