@@ -84,7 +84,9 @@ def test_trl_trie(tmp_path: Path) -> None:
     assert "loss and gradient are TRL's" in printed
 
 
-@pytest.mark.parametrize("name", ["plan_path", "sokoban", pytest.param("code_duel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["plan_path", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sokoban", "code_duel"))]
+)
 def test_teams_that_walk_or_write(name: str, tmp_path: Path) -> None:
     """Three steps: both actors' calls train, and no episode fails."""
     given = {**SHORT, "run_dir": str(tmp_path / "run")}

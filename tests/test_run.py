@@ -178,6 +178,7 @@ def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
     assert run.evaluate().failed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside the repository")
 def test_math_orchestra_on_gsm8k(tmp_path):
     config = config_of(
@@ -222,6 +223,7 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
         assert "equals the record, bit for bit" in str(replay(tmp_path, json.loads(row)["id"]))
 
 
+@pytest.mark.slow
 def test_several_rewards_each_normalised_by_itself(tmp_path):
     """The values of the rubric's functions reach the rule, and the record holds them. ``valid_format`` has weight 0."""
     config = config_of(
@@ -488,7 +490,8 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
 
 
-@pytest.mark.parametrize("level", ["lora_per_actor", pytest.param("model_per_actor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["lora_per_actor", "model_per_actor"])
 def test_a_resumed_team_equals_an_uninterrupted_one(tmp_path, level):
     """Warm-started base, adapters with dropout, two optimizers and schedules, references: all of it comes back."""
     changes = {

@@ -177,7 +177,14 @@ sys.exit(cli.main(["serve", "some/model", "--port", "0"]))
 """
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "number, code",
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    ],
+)
 def test_turnwise_serve_ends_what_it_started(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """SIGKILL aside, which only vLLM's own launcher notices (see test_vllm_launch)."""
     program = COMMAND.format(program=PROGRAM, folder=str(tmp_path))

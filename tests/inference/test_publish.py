@@ -254,8 +254,9 @@ def test_older_weights_and_those_of_a_closed_sender_are_gone(receivers: Receiver
         assert "TransferError: the weights at 127.0.0.1" in found and "did not arrive" in found
 
 
-def test_the_same_weights_again_take_the_same_group(receivers: Receivers) -> None:
-    """As when an update failed at all engines, and is repeated."""
+def test_the_same_weights_again_take_the_same_group(receivers: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an update failed at all engines, and is repeated. The three may ask some time apart."""
+    monkeypatch.setattr(hub, "SETTLED", 1.5)
     numbers = receivers.start(3)
     with sending() as transfer:
         handle = transfer.send(weights_of(0))

@@ -50,9 +50,8 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "module", [m if m.endswith("gae_triton") else pytest.param(m, marks=pytest.mark.slow) for m in MODULES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
 def test_compiles_ahead_of_time(module: str, tmp_path: Path) -> None:
     result = run("-P", "-c", COMPILE, module, TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr

@@ -95,7 +95,7 @@ async def test_updates_and_sampling_overlap(make_trainer):
     assert len(whole) == 3
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(make_trainer, ahead):
     settings = {"loop": {"max_staleness": ahead, "deterministic": True}, "checkpoint": {"every": 1}}
     whole = make_trainer("whole", steps=6, **settings)
@@ -130,7 +130,7 @@ async def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(make_trainer,
     assert_equal_runs(whole, resumed)
 
 
-@pytest.mark.parametrize(("ahead", "every"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("ahead", "every"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)])
 async def test_a_deterministic_run_that_is_extended_equals_a_straight_one(make_trainer, ahead, every):
     """The queue stopped at the last step, so newer weights sampled what a straight run has sampled by then."""
     settings = {"loop": {"max_staleness": ahead, "deterministic": True}, "checkpoint": {"every": every}}

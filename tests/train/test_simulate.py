@@ -18,7 +18,7 @@ def names(steps, episodes):
     return [[f"e{step * episodes + i}" for i in range(episodes)] for step in range(steps)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     ahead=st.integers(0, 4),
     mode=st.sampled_from(MODES),
