@@ -89,8 +89,8 @@ KERNELS = [
     # rollout and entropy too.
     ("policy_loss", r"loss_grad_kernelI\w+Lb1ELNS\d_14SpecializationE[24]", 6),
     ("policy_loss", r"loss_grad_kernelI\w+Lb1ELNS\d_14SpecializationE[13]", 8),
-    ("policy_loss", r"count_tokens_kernelI\w+Lb1", 6),
-    ("grouped_policy_loss", r"rewards_to_advantages_kernelI\w+Lb1", 6),
+    ("policy_loss", r"count_tokens_kernelI\w+Lb1ELb0E", 6),
+    ("grouped_policy_loss", r"rewards_to_advantages_kernelI\w+Lb1ELb0E", 6),
 ]
 
 
