@@ -164,7 +164,8 @@ def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["updates"] for row in rows)
     assert {("ended", "worker-0"), ("ended", "engine-main-1")} <= set(events(tmp_path / "run"))
-    assert [row["cluster/engines_serving"] for row in rows] == [2, 2, 2]
+    serving = [row["cluster/engines_serving"] for row in rows]  # the run begins with the first engine that answers
+    assert serving[0] >= 1 and serving[-1] == 2
     assert "report: " in ran.stdout
 
 
