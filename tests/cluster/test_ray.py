@@ -117,8 +117,15 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, a
             time.sleep(0.02)
         started = {e["role"]: e["pid"] for e in map(json.loads, events_file(folder).read_text().splitlines())}
         assert set(started) == {"rank-0", "engine-main-0", "engine-main-1", "worker-0", "worker-1"}
+        # The rank stands still until both are back, as two steps might end before.
+        os.kill(started["rank-0"], signal.SIGSTOP)
         for role in ("engine-main-0", "worker-1"):
             os.kill(started[role], signal.SIGKILL)
+        back, deadline = {("restarted", "engine-main-0"), ("restarted", "worker-1")}, time.monotonic() + 120
+        while not back <= set(events(folder)):
+            assert process.poll() is None and time.monotonic() < deadline, events(folder)
+            time.sleep(0.1)
+        os.kill(started["rank-0"], signal.SIGCONT)
         told, _ = process.communicate(timeout=400)
     finally:
         process.kill()
@@ -129,7 +136,6 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, a
     for name in ("rollouts.jsonl",):
         a, b = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in (folder, alone))
         assert [row["rewards"] for row in a] == [row["rewards"] for row in b]
-    # The run may end before the engine is back.
     assert {("died", "engine-main-0"), ("died", "worker-1"), ("ended", "worker-0")} <= set(events(folder))
     assert Members.read(folder).engines == {}
     # The secret is in no file.

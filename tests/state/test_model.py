@@ -164,6 +164,7 @@ def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
         return "raises", (type(error), str(error))
 
 
+# ---- the histories ---------------------------------------------------------------------------------------------------
 class Version:
     """A state, the model of it, and pairs of objects that a user of both might still hold."""
 

@@ -43,6 +43,7 @@ pytestmark = pytest.mark.slow
 WORLD, STEPS = 2, 3
 
 
+# ---- the cases, their models and batches -----------------------------------------------------------------------------
 class Case(NamedTuple):
     layout: str
     lora: bool
@@ -125,6 +126,7 @@ def read_policy(case: Case, folder: Path) -> Policy:
     return Policy("default", model, UPDATE, total_steps=20, with_reference=True, layout=case.layout)
 
 
+# ---- what the ranks do: torchrun starts this file --------------------------------------------------------------------
 def results(case: Case, mesh: Any, *, offload: bool = False, path: Path | None = None) -> dict[str, Any]:
     policy = make_policy(case) if path is None else read_policy(case, path)
     if mesh is not None:
@@ -369,6 +371,7 @@ def leave(found: dict[str, Any], folder: Path) -> None:
     os._exit(0)  # gloo's threads now and then abort the interpreter's last moments
 
 
+# ---- the tests: one torchrun for most of them ------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
@@ -596,6 +599,7 @@ def test_layers_are_computed_in_the_chosen_type(done: list[dict[str, Any]]) -> N
         assert got["metrics"]["grad_norm"] != pytest.approx(want["grad_norm"], rel=1e-5)
 
 
+# ---- comparing -------------------------------------------------------------------------------------------------------
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - value).abs().max()) for name, value in other.items())
