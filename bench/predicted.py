@@ -238,7 +238,7 @@ def page(rows: Rows) -> str:
     off = sum(line.is_off for line in lines)
     parts = [title, ""]
     parts += [
-        f"On an {gpu}: {len(lines)} times, {off} off by more than {OFF:.0%}. Ratio: measured over predicted time. The",
+        f"On the {gpu}: {len(lines)} times, {off} off by more than {OFF:.0%}. Ratio: measured over predicted time. The",
         "machine's: of its copy, or of its bare products. Where both agree, the kernel does what was predicted.",
         "",
     ]

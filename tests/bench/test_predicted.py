@@ -107,7 +107,7 @@ def test_the_page_names_the_constants_that_the_rows_contradict(predicted: Any) -
     bare = model.bare("H100", model.Case(8192, 4096, 32_768, "bf16", "forward")).time
     rows = [loss(240, copy=2.5e12), head("products", "forward", bare * 1e3 / 0.8)]
     text = predicted.page(rows)
-    assert "On an H100: 2 times, 2 off by more than 20%" in text
+    assert "On the H100: 2 times, 2 off by more than 20%" in text
     assert text.count("| OFF |") == 2
     # The copy is 1.16 times slower than assumed, which explains most of the kernel's 1.22.
     assert "| 0.24 | 0.197 | 1.22 | 1.16 | OFF |" in text
