@@ -1,10 +1,11 @@
 """LM head: log-probabilities and loss from hidden states, ours beside eager PyTorch, torch.compile, TRL and verl.
 
 It verifies, then times log-probabilities alone, log-probabilities with their backward, and the clipped loss with its
-backward. "eager" computes all logits, in float32 for the softmax, as trainers do. TRL's function takes those logits;
-verl's works by chunks of tokens. On a GPU, verl's Triton kernel and Liger's are timed too. "share of products" is the
-time of the bare matrix products (one forward, two more backward) by torch.mm over the method's time. "peak MB" is
-memory above the inputs, with gradients. Run all cases, or some; on a CPU each takes minutes at the larger vocabulary:
+backward; the last two also with a frozen weight. "eager" computes all logits, in float32 for the softmax, as trainers
+do. TRL's function takes those logits; verl's works by chunks of tokens. On a GPU, verl's Triton kernel and Liger's are
+timed too. "share of products" is the time of the bare matrix products by torch.mm over the method's time: one forward,
+and two backward, or one if the weight is frozen. "peak MB" is memory above the inputs, with gradients. Run all cases,
+or some; on a CPU each takes minutes at the larger vocabulary:
 
     python bench/bench_linear_logprob.py
     python bench/bench_linear_logprob.py --vocabulary 151936 --dtype bfloat16
@@ -13,6 +14,7 @@ memory above the inputs, with gradients. Run all cases, or some; on a CPU each t
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -145,12 +147,12 @@ def backward(i: Inputs, out: Tensor) -> None:
     out.backward(i.upstream if out.dim() else None)
 
 
-def products(i: Inputs, with_backward: bool) -> Callable[[], Any]:
+def products(i: Inputs, backward: bool = True, frozen: bool = False) -> Callable[[], Any]:
     hidden, weight = i.hidden.detach(), i.weight.detach()
 
     def run() -> Any:
         logits = hidden @ weight.T
-        return (logits @ weight, logits.T @ hidden) if with_backward else logits
+        return (logits @ weight, None if frozen else logits.T @ hidden) if backward else logits
 
     return run
 
@@ -168,8 +170,9 @@ def verify(methods: dict[str, Method], i: Inputs, tolerance: float) -> None:
     expected: list[Tensor] = []
     for name, out in served(methods, lambda method: method(i)):
         backward(i, out)
-        assert i.hidden.grad is not None and i.weight.grad is not None
-        got = [out.detach().float(), i.hidden.grad.float(), i.weight.grad[:4096].float()]
+        assert i.hidden.grad is not None
+        got = [out.detach().float(), i.hidden.grad.float()]
+        got += [] if i.weight.grad is None else [i.weight.grad[:4096].float()]
         expected = expected or got
         for mine, theirs in zip(got, expected, strict=True):
             off = (mine - theirs).norm() / theirs.norm().clamp(min=1e-12)
@@ -193,16 +196,23 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -
 
 def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
     i = make(case, device)
+    frozen = i._replace(weight=i.weight.detach())  # as under LoRA
     methods, losses = logprob_methods(device), dict(LOSSES)
-    for group in (methods, losses):
-        verify(group, i, TOLERANCE[case.dtype])
+    for group, inputs in itertools.product((methods, losses), (i, frozen)):
+        verify(group, inputs, TOLERANCE[case.dtype])
     parts: dict[str, dict[str, Callable[[], Any]]] = {
         "forward": {name: forward_alone(method, i) for name, method in methods.items()},
         "forward, backward": {name: lambda m=method: backward(i, m(i)) for name, method in methods.items()},
         "loss, backward": {name: lambda m=method: backward(i, m(i)) for name, method in losses.items()},
+        "forward, backward, frozen": {
+            name: lambda m=method: backward(frozen, m(frozen)) for name, method in methods.items()
+        },
+        "loss, backward, frozen": {
+            name: lambda m=method: backward(frozen, m(frozen)) for name, method in losses.items()
+        },
     }
     for part, calls in parts.items():
-        calls["products"] = products(i, part != "forward")
+        calls["products"] = products(i, part != "forward", part.endswith("frozen"))
     timed = {part: interleaved(calls, rounds, device) for part, calls in parts.items()}
     rows = []
     for part, calls in parts.items():  # after all timing, as it gives the process's memory back to the kernel

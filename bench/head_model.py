@@ -21,7 +21,18 @@ from typing import Any, NamedTuple
 
 from sass import GPUS
 
-from turnwise.ops.logprob.choice import FEW, MEMORY, Chunks, Device, Sizes, Tiles, choose, choose_chunks, one_pass
+from turnwise.ops.logprob.choice import (
+    FEW,
+    MEMORY,
+    Chunks,
+    Device,
+    Sizes,
+    Tiles,
+    choose,
+    choose_chunks,
+    choose_frozen,
+    one_pass,
+)
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -230,6 +241,24 @@ def backward(gpu: str, case: Case, tiles: Tiles, fused: bool = False) -> Cost:
     return total + stream(gpu, case.tokens * case.width, 2, 6) if narrow else total
 
 
+def slopes(gpu: str, case: Case, tiles: Tiles) -> Cost:
+    """A frozen weight: the forward makes each tile's softmax weights too, and multiplies them out."""
+    total, size = Cost(), case.sizes.size
+    for (span, count), (columns, across) in itertools.product(
+        parts(case.tokens, tiles.span), parts(case.vocabulary, tiles.columns)
+    ):
+        for rows, down in parts(span, tiles.rows):
+            inside = residency(gpu, 4 * rows * columns)
+            one = product(gpu, rows, columns, case.width, case.dtype, 4 * (1 - inside))
+            one += stream(gpu, rows * columns, SCAN, 4, inside)
+            one += stream(gpu, rows * columns, GRAD, 4 + size, inside)
+            one += product(gpu, rows, case.width, columns, case.dtype, 4, adds=True)
+            total += one * (count * across * down)
+    # The slope from its sums and the target's row of the weight; the backward scales it.
+    ends = stream(gpu, case.tokens * case.width, 4, 16 + 2 * size) + stream(gpu, case.tokens * case.width, 3, 2 * size)
+    return total + ends
+
+
 def triton_tile(gpu: str, case: Case, rows: int, columns: int, instructions: float, written: int) -> Cost:
     """Triton's kernel: a product whose logits stay on the chip, then ``instructions`` per logit."""
     rate = (PEAKS[gpu].bf16 if case.sizes.narrow else PEAKS[gpu].tf32 / 3) * TRITON
@@ -324,6 +353,10 @@ def paths(gpu: str, case: Case) -> dict[str, Found]:
         "Triton": by_triton(gpu, case),
         "whole logits": whole_logits(gpu, case),
     }
+    if case.what.endswith("frozen"):
+        tiles = choose_frozen(case.sizes, device(gpu))
+        cut = f"{tiles.rows} x {tiles.columns}, span {tiles.span}"
+        found["slopes"] = Found(slopes(gpu, case, tiles), tiles.slope_memory(case.sizes), cut)
     if case.what.startswith("loss"):
         chunks, sizes = choose_chunks(case.sizes, device(gpu)), case.sizes
         cut = f"{chunks.rows} x {chunks.columns}"
@@ -338,6 +371,8 @@ def paths(gpu: str, case: Case) -> dict[str, Found]:
 
 def chosen(case: Case, gpu: str) -> str:
     """The path that turnwise takes with Triton installed."""
+    if case.what.endswith("frozen") and (case.sizes.narrow or device(gpu).capability < (10, 0)):
+        return "slopes"
     if case.what.startswith("loss"):
         chunks = choose_chunks(case.sizes, device(gpu))
         if one_pass(case.sizes, chunks, device(gpu), case.trains_weight, triton=not case.sizes.narrow):
@@ -402,7 +437,7 @@ def rows_of(gpus: Sequence[str]) -> list[dict[str, Any]]:
     return [row(gpu, case) for gpu in gpus for case in CASES]
 
 
-NAMES = ("tiles", "one pass", "Triton", "whole logits", "Liger")
+NAMES = ("tiles", "slopes", "one pass", "Triton", "whole logits", "Liger")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -448,7 +483,8 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         "over the predicted time. `best` names the fastest path where turnwise takes another. It must fit in 256 MiB",
         "beside gradients, drop its logits before it returns (`whole logits` does not), and keep them in float32:",
         "Liger's way rounds them to bf16, so it counts in fp32 alone. A backward that makes the logits again takes",
-        "four products for three, or three for two with a frozen weight: its share is at most 0.75, or 0.67.",
+        "four products for three: its share is at most 0.75. With a frozen weight `slopes` takes two for two, where",
+        "`tiles` takes three.",
         "",
         machines,
         "- Source: NVIDIA's data sheets (SXM); the H200's 60 MiB of L2 and copy rate are those of the design page.",

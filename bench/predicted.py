@@ -141,6 +141,9 @@ def head(rows: Rows, gpu: str) -> list[Line]:
             path = path or head_model.chosen(case, gpu)
             if row["method"] == "turnwise, two ops" and dtype == "fp32":
                 path = "Triton"
+            if case.what.endswith("frozen"):  # the bench's "turnwise" names the native backend
+                chosen = "slopes" if row["method"] == "turnwise" else head_model.chosen(case, gpu)
+                path = "Triton" if row["method"] == "turnwise, Triton" else chosen
             predicted = head_model.paths(gpu, case)[path].cost.time
         name = f"LM head, {case.what}: {path}"
         text = f"{case.tokens} x {case.width} x {case.vocabulary}, {dtype}"

@@ -234,6 +234,9 @@ def _logprobs() -> Iterator[Case]:
     ):
         path = HotPath({"stream16": size, "store16": out, "exp": ANY}, columns)
         yield Case(f"logprob gradient, {name}, per logit", "logprob", f"grad_kernelI{types}Lb0E", size + out, (path,))
+    path = HotPath({"stream16": 4, "store16": 2, "exp": ANY}, columns)
+    kernel = rf"weights_kernelI{FLOATS['bf16'][0]}Lb0E"
+    yield Case("logprob weights, fp32 to bf16, per logit", "logprob", kernel, 4 + 2, (path,))
 
 
 def _groups() -> Iterator[Case]:

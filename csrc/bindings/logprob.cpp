@@ -37,6 +37,16 @@ void grad(py::object logits, py::object bias, py::object targets, int64_t first,
     logprob_grad(tile, gradient, to, threads);
 }
 
+void weights(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
+             int64_t ignore, py::object state, py::object reference, py::object sums, py::object out, int threads) {
+    const LogitTile tile{
+        view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
+    const View kept = view_of(state, "state"), moved = view_of(reference, "reference"), total = view_of(sums, "sums"),
+               to = view_of(out, "out");
+    py::gil_scoped_release unlocked;
+    logprob_weights(tile, kept, moved, total, to, threads);
+}
+
 void add(py::object total, py::object part, int threads) {
     const View to = view_of(total, "total"), from = view_of(part, "part");
     py::gil_scoped_release unlocked;
@@ -81,6 +91,22 @@ void cuda_grad(py::object logits, py::object bias, py::object targets, int64_t f
     cuda::logprob_grad(tile, gradient, to, {stream});
 }
 
+void cuda_weights(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
+                  int64_t ignore, py::object state, py::object reference, py::object sums, py::object out,
+                  uintptr_t stream) {
+    const LogitTile tile{cuda_view_of(logits, "logits"),
+                         cuda_view_of(bias, "bias"),
+                         cuda_view_of(targets, "targets"),
+                         first,
+                         scale,
+                         cap,
+                         ignore};
+    const View kept = cuda_view_of(state, "state"), moved = cuda_view_of(reference, "reference"),
+               total = cuda_view_of(sums, "sums"), to = cuda_view_of(out, "out");
+    py::gil_scoped_release unlocked;
+    cuda::logprob_weights(tile, kept, moved, total, to, {stream});
+}
+
 }  // namespace
 
 void bind_logprob(py::module_& module) {
@@ -93,6 +119,10 @@ void bind_logprob(py::module_& module) {
                py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("lse"), py::arg("grad_logprob"),
                py::arg("entropy"), py::arg("grad_entropy"), py::arg("out"), py::arg("threads"),
                "Turns a tile of logits into its gradient.");
+    module.def("logprob_weights", &weights, py::arg("logits"), py::arg("bias"), py::arg("targets"), py::arg("first"),
+               py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("state"), py::arg("reference"),
+               py::arg("sums"), py::arg("out"), py::arg("threads"),
+               "Turns a scanned tile of logits into the softmax weights of all tokens but the target.");
     module.def("add_narrow", &add, py::arg("total"), py::arg("part"), py::arg("threads"),
                "total += part, where total is float32 and part may be narrower.");
     module.def("cuda_logprob_scan", &cuda_scan, py::arg("logits"), py::arg("bias"), py::arg("targets"),
@@ -104,6 +134,10 @@ void bind_logprob(py::module_& module) {
                py::arg("first"), py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("lse"),
                py::arg("grad_logprob"), py::arg("entropy"), py::arg("grad_entropy"), py::arg("out"), py::arg("stream"),
                "logprob_grad on a GPU; out may be narrower than float32 logits.");
+    module.def("cuda_logprob_weights", &cuda_weights, py::arg("logits"), py::arg("bias"), py::arg("targets"),
+               py::arg("first"), py::arg("scale"), py::arg("cap"), py::arg("ignore"), py::arg("state"),
+               py::arg("reference"), py::arg("sums"), py::arg("out"), py::arg("stream"),
+               "logprob_weights on a GPU; out may be narrower than the float32 logits.");
 }
 
 }  // namespace turnwise

@@ -195,26 +195,9 @@ __device__ __forceinline__ void store_word(T* to, const float* values) {
     __stcg(reinterpret_cast<uint4*>(to), bits);  // into the L2, because a matrix product reads it next
 }
 
-// One block per row: writes the gradient of the row's logits in this tile.
-template <class T, class Out, bool has_cap>
-__global__ void __launch_bounds__(kThreads)
-    grad_kernel(const T* logits, Columns c, Targets targets, Upstream up, Out* out, int64_t out_stride) {
-    const int64_t row = blockIdx.x;
-    const T* mine = logits + row * c.row_stride;
-    Out* to = out + row * out_stride;
-    const int64_t id = targets.id(row), target = id - targets.first;
-    const RowGradient g =
-        row_gradient(up.lse[row * up.lse_stride], up.entropy ? up.entropy[row * up.entropy_stride] : 0,
-                     up.grad_logprob[row * up.logprob_stride],
-                     up.entropy ? up.grad_entropy[row * up.grad_entropy_stride] : 0, c.scale);
-    if (is_zero(g) || targets.ignored(id)) {  // the token does not train, so even NaN logits get 0
-        for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
-        return;
-    }
-    const auto d = [&](float x, int64_t column) {
-        const float gradient = logit_gradient<ScalarMath>(x, g) + (column == target ? g.target : 0.0f);
-        return has_cap ? gradient * cap_slope<ScalarMath>(x, c.cap) : gradient;
-    };
+// Writes d(x, column) of a row's scaled logits x to `to`.
+template <bool has_cap, class T, class Out, class Value>
+__device__ __forceinline__ void write_columns(const T* mine, const Columns& c, Out* to, const Value& d) {
     constexpr int G = kWord<Out>;
     const int64_t whole = covered<kStep>(c), end = covered<G>(c);
     for (int64_t i = 0; i < whole; i += kThreads * kStep) {
@@ -235,6 +218,58 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
         to[i] = from_float<Out>(d(logit_at<has_cap>(mine, c, i), i));
     }
+}
+
+// One block per row: writes the gradient of the row's logits in this tile.
+template <class T, class Out, bool has_cap>
+__global__ void __launch_bounds__(kThreads)
+    grad_kernel(const T* logits, Columns c, Targets targets, Upstream up, Out* out, int64_t out_stride) {
+    const int64_t row = blockIdx.x;
+    const T* mine = logits + row * c.row_stride;
+    Out* to = out + row * out_stride;
+    const int64_t id = targets.id(row), target = id - targets.first;
+    const RowGradient g =
+        row_gradient(up.lse[row * up.lse_stride], up.entropy ? up.entropy[row * up.entropy_stride] : 0,
+                     up.grad_logprob[row * up.logprob_stride],
+                     up.entropy ? up.grad_entropy[row * up.grad_entropy_stride] : 0, c.scale);
+    if (is_zero(g) || targets.ignored(id)) {  // the token does not train, so even NaN logits get 0
+        for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
+        return;
+    }
+    const auto d = [&](float x, int64_t column) {
+        const float gradient = logit_gradient<ScalarMath>(x, g) + (column == target ? g.target : 0.0f);
+        return has_cap ? gradient * cap_slope<ScalarMath>(x, c.cap) : gradient;
+    };
+    write_columns<has_cap>(mine, c, to, d);
+}
+
+// One block per row: writes the weights of the row's logits in this tile, see logprob_weights.
+template <class Out, bool has_cap>
+__global__ void __launch_bounds__(kThreads)
+    weights_kernel(const float* logits, Columns c, Targets targets, const double* state, float* reference, float* sums,
+                   int64_t sums_width, int64_t sums_stride, Out* out, int64_t out_stride) {
+    const int64_t row = blockIdx.x;
+    const float* mine = logits + row * c.row_stride;
+    Out* to = out + row * out_stride;
+    const int64_t id = targets.id(row), target = id - targets.first;
+    const bool first = targets.first == 0;
+    const float before = reference[row], kept = moved_reference(before, state[row], kReferenceLag, first);
+    __syncthreads();  // all threads have read the reference
+    if (threadIdx.x == 0) reference[row] = kept;
+    if (targets.ignored(id)) {
+        for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
+        return;
+    }
+    if (!first && kept > before) {
+        const float factor = expf(before - kept);
+        float* sum = sums + row * sums_stride;
+        for (int64_t i = threadIdx.x; i < sums_width; i += kThreads) sum[i] *= factor;
+    }
+    const RowGradient g = row_weights(kept, c.scale);
+    write_columns<has_cap>(mine, c, to, [&](float x, int64_t column) {
+        const float weight = column == target ? 0.0f : logit_gradient<ScalarMath>(x, g);
+        return has_cap ? weight * cap_slope<ScalarMath>(x, c.cap) : weight;
+    });
 }
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
@@ -282,6 +317,16 @@ void run_grad(const LogitTile& tile, const Upstream& up, const View& out, Stream
     const auto kernel = tile.cap > 0 ? grad_kernel<T, Out, true> : grad_kernel<T, Out, false>;
     launch(kernel, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const T>(), columns_of(tile, aligned),
            targets_of(tile), up, out.as<Out>(), out.stride[0]);
+}
+
+template <class Out>
+void run_weights(const LogitTile& tile, const View& state, const View& reference, const View& sums, const View& out,
+                 Stream stream) {
+    const bool aligned = rows_aligned(tile.logits, sizeof(float)) && rows_aligned(out, sizeof(Out));
+    const auto kernel = tile.cap > 0 ? weights_kernel<Out, true> : weights_kernel<Out, false>;
+    launch(kernel, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const float>(), columns_of(tile, aligned),
+           targets_of(tile), state.as<const double>(), reference.as<float>(), sums.as<float>(), sums.shape[1],
+           sums.stride[0], out.as<Out>(), out.stride[0]);
 }
 
 }  // namespace
@@ -345,6 +390,24 @@ void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const 
         if (out.dtype == DType::bf16) return run_grad<float, BFloat16>(tile, up, out, stream);
         return run_grad<float, Half>(tile, up, out, stream);
     });
+}
+
+void logprob_weights(const LogitTile& tile, const View& state, const View& reference, const View& sums, const View& out,
+                     Stream stream) {
+    const int64_t rows = tile.logits.shape[0];
+    check_tile(tile);
+    require_dtype("logits", tile.logits, {DType::f32});
+    check_logprob_state(state, rows);
+    check_logprob_sums(reference, sums, rows);
+    require_one_device(tile.logits, {&state, &reference, &sums, &out});
+    require_shape_of("out", out, "logits", tile.logits);
+    require(has_contiguous_rows(out), "out: expected contiguous rows");
+    require_float_stream("out", out);
+    if (rows == 0) return;
+    const DeviceGuard guard(tile.logits.device);
+    if (out.dtype == DType::f32) return run_weights<float>(tile, state, reference, sums, out, stream);
+    if (out.dtype == DType::bf16) return run_weights<BFloat16>(tile, state, reference, sums, out, stream);
+    run_weights<Half>(tile, state, reference, sums, out, stream);
 }
 
 }  // namespace turnwise::cuda

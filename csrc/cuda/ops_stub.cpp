@@ -22,6 +22,9 @@ void logprob_finish(const View&, const View&, const View&, const View&, Stream) 
 void logprob_grad(const LogitTile&, const LogprobGradient&, const View&, Stream) {
     refuse_without_cuda();
 }
+void logprob_weights(const LogitTile&, const View&, const View&, const View&, const View&, Stream) {
+    refuse_without_cuda();
+}
 int64_t grouped_policy_loss_workspace(int64_t, int64_t, int, int64_t, bool, int) {
     refuse_without_cuda();
 }

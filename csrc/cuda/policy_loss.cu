@@ -460,6 +460,7 @@ void plan(Params& p, const View& workspace) {
     p.count_actors = own_normalizer && o.aggregation == Aggregation::agent_mean;
     const bool count_tokens = own_normalizer && p.mask.data && o.aggregation == Aggregation::token_mean;
     p.count_first = p.sum_rows || p.count_rows || p.count_actors || count_tokens;
+    p.one_weight = p.actors == 1 && !p.actor_ids.data && o.aggregation != Aggregation::seq_mean_token_mean;
     // Choose the kernel and its grid.
     const Variant& v = o.variant;
     p.clip_only = v.kind == VariantKind::clip && (o.kl == KlKind::none || o.kl == KlKind::k3) && v.low <= 1 &&

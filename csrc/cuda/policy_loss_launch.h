@@ -59,6 +59,7 @@ struct Params {
     bool count_rows;    // lengths, and counts->rows
     bool count_actors;  // actor_tokens
     bool sum_rows;      // row_partials
+    bool one_weight;    // all rows have the same weight, and there is one actor
     bool clip_only;     // PPO's clip, with the k3 estimator or none
     int table_rows;     // rows of a warp's table of sums in shared memory: the batch, then all actors or none
 

@@ -101,12 +101,14 @@ __device__ __forceinline__ R make_row(const Params& p, int64_t row, double commo
     R out{};
     double weight = common;
     actor = 0;
-    if (p.actor_ids.data) {
-        actor = actor_of(p, row);
-        if (o.aggregation == Aggregation::agent_mean) weight *= inverse(normalizer_of(p, max(actor, 0)));
-        if (actor < 0) weight = NAN;
+    if (!p.one_weight) {
+        if (p.actor_ids.data) {
+            actor = actor_of(p, row);
+            if (o.aggregation == Aggregation::agent_mean) weight *= inverse(normalizer_of(p, max(actor, 0)));
+            if (actor < 0) weight = NAN;
+        }
+        if (o.aggregation == Aggregation::seq_mean_token_mean) weight *= inverse(double(max(p.lengths[row], 1)));
     }
-    if (o.aggregation == Aggregation::seq_mean_token_mean) weight *= inverse(double(max(p.lengths[row], 1)));
     out.weight = float(weight);
     const float advantage = p.row_advantages.data ? p.row_advantages.number(row) : 0.0f;
     const auto range = clip_range<ScalarMath>(advantage, o.variant);
@@ -175,7 +177,7 @@ class RowWindow {
         const int lane = int(threadIdx.x) % kWarp;
 #pragma unroll
         for (int i = 0; i < size; i += kWarp) table.ends[i + lane] = kNoEnd;
-        if (lane == 0) table.has_zero_weight = false;
+        if (lane == 0) table.has_zero_weight = p_.one_weight && float(common_) == 0;
         __syncwarp();
         first = count_ = 0;
         const int wanted = min(until + 2 * step, tokens_);
@@ -265,8 +267,9 @@ class RowWindow {
     // A token counted from the span's begin, or the nearest one that is in the span.
     __device__ __forceinline__ int in_span(int64_t token) const {
         const int64_t place = token - begin_;
-        if (uint64_t(place) < uint64_t(tokens_)) return int(place);
-        return place < 0 ? 0 : tokens_;
+        const int high = int(place >> 32);
+        const int low = int(min(unsigned(place), unsigned(tokens_)));
+        return high == 0 ? low : high < 0 ? 0 : tokens_;
     }
 
     // Appends those of the next 32 rows that hold tokens.
@@ -287,16 +290,21 @@ class RowWindow {
             add_row_sums(p_, row, here, whole ? begin_ / p_.rows.span : -1, sums);
         }
         const unsigned all = __ballot_sync(kFullWarp, here);
+        const int place = count_ + __popc(all & ((1u << lane) - 1));
+        int actor = 0;
+        bool is_zero = false;
         if (here) {
-            const int place = count_ + __popc(all & ((1u << lane) - 1));
-            int actor;
             const R prepared = make_row<R>(p_, row, common_, sums, actor);
             table.rows[place] = prepared;
             table.indices[place] = row;
             table.ends[place] = end;
-            if (p_.actors > 1) table.actors[place] = max(actor, 0);
-            if (actor < 0) table.has_bad_actor = true;
-            if (prepared.weight == 0) table.has_zero_weight = true;
+            is_zero = prepared.weight == 0;
+        }
+        if (!p_.one_weight) {
+            if (p_.actors > 1 && here) table.actors[place] = max(actor, 0);
+            const bool bad_actor = __any_sync(kFullWarp, actor < 0), zero = __any_sync(kFullWarp, is_zero);
+            if (lane == 0 && bad_actor) table.has_bad_actor = true;
+            if (lane == 0 && zero) table.has_zero_weight = true;
         }
         __syncwarp();
         count_ += __popc(all);

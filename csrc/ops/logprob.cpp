@@ -164,6 +164,14 @@ void check_logprob_gradient(const LogprobGradient& gradient, int64_t rows) {
     check_row_floats("grad_entropy", gradient.grad_entropy, rows);
 }
 
+void check_logprob_sums(const View& reference, const View& sums, int64_t rows) {
+    check_row_floats("reference", reference, rows);
+    require(is_contiguous_1d(reference), "reference: expected a contiguous tensor");
+    if (sums.dims != 2 || sums.shape[0] != rows) refuse_shape("sums", sums, "[N, H]");
+    require_dtype("sums", sums, {DType::f32});
+    require(has_contiguous_rows(sums), "sums: expected contiguous rows");
+}
+
 void logprob_scan(const LogitTile& given, const View& state_view, bool weighted, int threads) {
     const Tile tile(given);
     const State state(state_view, tile.rows());
@@ -224,6 +232,34 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
             row, [&](const LogitSegment& segment, int64_t begin) { kernel.grad(segment, g, out, start + begin); });
         if (target < 0) return;
         Tile::write(out, start + target, (g.target + logit_gradient<ScalarMath>(x, g)) * tile.slope(x));
+    });
+}
+
+void logprob_weights(const LogitTile& given, const View& state_view, const View& reference, const View& sums,
+                     const View& out, int threads) {
+    const Tile tile(given);
+    const State state(state_view, tile.rows());
+    check_logprob_sums(reference, sums, tile.rows());
+    require_shape_of("out", out, "logits", given.logits);
+    require_dtype("out", out, {given.logits.dtype});
+    require(has_contiguous_rows(out), "out: expected contiguous rows");
+    const LogprobKernels& kernel = kernels();
+    tile.each_row(threads, [&](int64_t row) {
+        const int64_t start = row * out.stride[0], target = tile.target(row);
+        float& kept = reference.as<float>()[row];
+        const float before = kept;
+        const bool first = given.first == 0;
+        kept = moved_reference(before, state.seen(row).max, kReferenceLag, first);
+        if (tile.ignored(row)) return tile.clear(out, start);
+        if (!first && kept > before) {
+            const float factor = std::exp(before - kept);
+            float* sum = sums.as<float>() + row * sums.stride[0];
+            for (int64_t i = 0; i < sums.shape[1]; ++i) sum[i] *= factor;
+        }
+        const RowGradient g = row_weights(kept, given.scale);
+        tile.each_segment(
+            row, [&](const LogitSegment& segment, int64_t begin) { kernel.grad(segment, g, out, start + begin); });
+        if (target >= 0) Tile::write(out, start + target, 0.0f);
     });
 }
 

@@ -42,6 +42,15 @@ struct LogprobGradient {
 // Writes the gradient of the logits to `out`, which has their shape and dtype and may be the logits themselves.
 void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const View& out, int threads);
 
+// Writes the derivative of sum(exp(x)) over all tokens but the target, for gradients that need no second look at the
+// logits: `out` is scale exp(x - reference) times the slope of the cap, and 0 for the target. Call it after
+// logprob_scan of the same tile. `out`: as for logprob_grad. `reference` [n] f32, contiguous, follows the state's
+// maximum: within a factor of exp(kReferenceLag). Where it grows, the row of `sums` [n, h] f32, contiguous rows,
+// shrinks with the weights to come. A tile with first == 0 resets it; the sums are then 0.
+constexpr float kReferenceLag = 8;
+void logprob_weights(const LogitTile& tile, const View& state, const View& reference, const View& sums, const View& out,
+                     int threads);
+
 // total += part, both [n, h] with contiguous rows; total f32, part f32, bf16 or f16.
 void add_narrow(const View& total, const View& part, int threads);
 
@@ -49,6 +58,7 @@ void add_narrow(const View& total, const View& part, int threads);
 void check_logit_tile(const LogitTile& tile);
 void check_logprob_state(const View& state, int64_t rows);
 void check_logprob_gradient(const LogprobGradient& gradient, int64_t rows);
+void check_logprob_sums(const View& reference, const View& sums, int64_t rows);
 void check_row_floats(const char* name, const View& values, int64_t rows);
 
 }  // namespace turnwise

@@ -81,6 +81,20 @@ def logprob_grad(
     out: Tensor,
     threads: int,
 ) -> None: ...
+def logprob_weights(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    scale: float,
+    cap: float,
+    ignore: int,
+    state: Tensor,
+    reference: Tensor,
+    sums: Tensor,
+    out: Tensor,
+    threads: int,
+) -> None: ...
 def cuda_logprob_scan(
     logits: Tensor,
     bias: Tensor | None,
@@ -106,6 +120,20 @@ def cuda_logprob_grad(
     grad_logprob: Tensor,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
+    out: Tensor,
+    stream: int,
+) -> None: ...
+def cuda_logprob_weights(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    first: int,
+    scale: float,
+    cap: float,
+    ignore: int,
+    state: Tensor,
+    reference: Tensor,
+    sums: Tensor,
     out: Tensor,
     stream: int,
 ) -> None: ...

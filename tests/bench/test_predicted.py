@@ -43,7 +43,7 @@ def loss(micros: float, copy: float = 2.9e12) -> dict[str, Any]:
 
 
 def head(method: str, what: str, ms: float) -> dict[str, Any]:
-    row = recorded("linear_logprob", method=method, what=what)
+    row = recorded("linear_logprob", method=method, what=what.removesuffix(", frozen")) | {"what": what}
     return row | {"tokens": 8192, "H": 4096, "V": 32_768, "dtype": "bfloat16", "ms": ms}
 
 
@@ -88,6 +88,9 @@ def test_the_head_by_hand(predicted: Any) -> None:
     assert not products.is_off and tiles.is_off
     (one,) = predicted.compare([head("turnwise, in one", "loss, backward", 12.0)])
     assert one.kernel == "LM head, loss, backward: one pass"
+    for method, path in (("turnwise, in one", "slopes"), ("turnwise, two ops", "slopes"), ("products", "bare")):
+        (one,) = predicted.compare([head(method, "loss, backward, frozen", 12.0)])
+        assert one.kernel == f"LM head, loss, backward, frozen: {path}"
 
 
 def test_every_kernel_is_recorded_and_counted(predicted: Any) -> None:

@@ -15,7 +15,17 @@ from torch.utils._pytree import tree_leaves
 from turnwise.ops import linear_logprob
 from turnwise.ops.common import dispatch
 from turnwise.ops.logprob import choice, linear_native
-from turnwise.ops.logprob.choice import MEMORY, Chunks, Device, Sizes, Tiles, choose, choose_chunks, one_pass
+from turnwise.ops.logprob.choice import (
+    MEMORY,
+    Chunks,
+    Device,
+    Sizes,
+    Tiles,
+    choose,
+    choose_chunks,
+    choose_frozen,
+    one_pass,
+)
 
 A100, H100, B200 = Device(108, 40 << 20, (8, 0)), Device(), Device(148, 126 << 20, (10, 0))
 SIZES = [
@@ -53,6 +63,10 @@ def test_every_choice_fits_in_the_memory(device, sizes) -> None:
             assert tiles.backward_memory(sizes) <= MEMORY
         else:
             assert tiles.forward_memory(sizes) <= MEMORY
+    frozen = choose_frozen(sizes, device)
+    assert frozen[:2] == choose(sizes, device, backward=False)[:2]  # so log-probabilities have the same bits
+    assert frozen.slope_memory(sizes) <= MEMORY
+    assert frozen.span % frozen.rows == 0 or frozen.span >= sizes.tokens
     chunks = choose_chunks(sizes, device)
     assert chunks.rows % choice.ROWS == chunks.columns % choice.COLUMNS == 0
     for weight, triton in itertools.product((False, True), repeat=2):

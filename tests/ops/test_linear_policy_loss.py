@@ -314,9 +314,14 @@ def test_the_loss_may_be_changed_in_place(target) -> None:
 def test_a_second_derivative_raises() -> None:
     given = make(11)
     hidden = given.pop("hidden").requires_grad_()
+    given["weight"].requires_grad_()
     loss = linear_policy_loss(hidden, **given).loss
     with pytest.raises(RuntimeError, match="differentiated again; use backend='torch'"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+    given["weight"].requires_grad_(False)
+    (grad,) = torch.autograd.grad(linear_policy_loss(hidden, **given).loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
+        grad.sum().backward()
 
 
 def test_without_grad_mode_there_is_no_graph(target) -> None:

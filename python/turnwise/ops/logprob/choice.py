@@ -88,6 +88,13 @@ class Tiles(NamedTuple):
                 total += 4 * sizes.vocabulary * sizes.width
         return total
 
+    def slope_memory(self, sizes: Sizes) -> int:
+        """Bytes beside inputs and the slope of hidden that a frozen weight's forward makes."""
+        rows, span, columns = min(self.rows, sizes.tokens), min(self.span, sizes.tokens), self.columns
+        each = 4 + sizes.size * sizes.narrow  # bytes of a logit, and of its narrow weight
+        total = each * rows * min(columns, sizes.vocabulary) + sizes.copied * sizes.size * rows * sizes.width
+        return total + 32 * sizes.tokens + 4 * span * sizes.width * sizes.narrow  # else the sums are the slope itself
+
 
 def choose_on_cpu(sizes: Sizes, backward: bool) -> Tiles:
     """Choose tiles that stay in a CPU's cache. Each block of tokens is its own group."""
@@ -121,6 +128,17 @@ def choose(sizes: Sizes, device: Device, backward: bool) -> Tiles:
                 work += sizes.width * (sums + weight)
                 found.append((tiles.backward_memory(sizes) > MEMORY, work, tiles))
     return min(found)[2] if found else Tiles(ROWS, COLUMNS, ROWS, ROWS)
+
+
+def choose_frozen(sizes: Sizes, device: Device) -> Tiles:
+    """Choose the tiles of a frozen weight's forward on a GPU: those of :func:`choose`, so that the results are equal.
+
+    A span has as many tokens as :data:`MEMORY` holds the sums of.
+    """
+    rows, columns, *_ = choose(sizes, device, backward=False)
+    left = MEMORY - _LOST - Tiles(rows, columns, rows, 0).slope_memory(sizes)
+    span = _part(sizes.tokens, left // (4 * sizes.width), rows) if sizes.narrow else max(sizes.tokens, rows)
+    return Tiles(rows, columns, rows, span)
 
 
 def _part(total: int, most: int, unit: int) -> int:
@@ -172,12 +190,15 @@ def tf32_allowed() -> bool:
 tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in common/dispatch.py
 
 
-def prefers_triton(hidden: Tensor) -> bool:
+def prefers_triton(hidden: Tensor, frozen: bool = False) -> bool:
     """True if Triton's kernels, where they serve, are expected to be faster than cuBLAS's products with our kernels.
 
-    They make a float32 product of three in TF32 on the tensor cores. cuBLAS uses those only if torch allows TF32.
+    They make a float32 product of three in TF32 on the tensor cores. cuBLAS uses those only if torch allows TF32. With
+    a ``frozen`` weight cuBLAS makes two products where Triton's way makes three, so TF32 must be farther ahead.
     """
-    return hidden.is_cuda and hidden.dtype is torch.float32 and not tf32_allowed()
+    if not hidden.is_cuda or hidden.dtype is not torch.float32 or tf32_allowed():
+        return False
+    return not frozen or device_of(hidden).capability >= (10, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

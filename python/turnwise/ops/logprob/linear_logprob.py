@@ -10,6 +10,7 @@ from torch import Tensor
 from turnwise.ops.common.dispatch import extension, select_backend, serves_by_default
 from turnwise.ops.common.dtensor import ROUTES, is_dtensor
 from turnwise.ops.common.layout import transform_reason
+from turnwise.ops.logprob import linear_frozen
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.choice import prefers_triton
 from turnwise.ops.logprob.linear_native import backward, forward
@@ -47,21 +48,27 @@ def reference(
 _TWICE = "linear_logprob: this backend has no second derivative; use backend='torch' to differentiate twice"
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, targets, bias, positions, *softmax, entropy, backend = inputs
-    _, lse, entropies = output
-    ctx.mark_non_differentiable(lse)
+    _, lse, entropies, *slope = output
+    ctx.mark_non_differentiable(lse, *slope)
     # Autograd can't save tensors made in inference mode. They can't change either, so the context keeps them.
     tensors = hidden, weight, targets, bias, positions
     ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
-    ctx.save_for_backward(*(None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)), lse, entropies)
+    kept = [None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)]
+    ctx.save_for_backward(*kept, lse, entropies, *slope)
     ctx.softmax, ctx.entropy, ctx.backend = softmax, entropy, backend
     ctx.set_materialize_grads(False)
 
 
+def _inputs(ctx: Any) -> list[Any]:
+    """Return hidden, weight, targets, bias, positions, lse and entropies."""
+    tensors = ctx.saved_tensors[: len(ctx.sampled)]
+    return [*(t if s is None else s for t, s in zip(tensors, ctx.sampled, strict=True)), *ctx.saved_tensors[5:7]]
+
+
 def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-    *tensors, lse, entropies = ctx.saved_tensors
-    tensors = [t if s is None else s for t, s in zip(tensors, ctx.sampled, strict=True)]
+    *tensors, lse, entropies = _inputs(ctx)
     need_hidden, need_weight, _, need_bias, *_ = ctx.needs_input_grad
     with_entropy = ctx.entropy and grad_entropy is not None
     if grad_logprob is None:
@@ -78,6 +85,20 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
         value if needed else None for value, needed in zip(grads, (need_hidden, need_weight, need_bias), strict=True)
     )
     return hidden_grad, weight_grad, None, bias_grad, *[None] * 6
+
+
+def _save_frozen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, (*inputs, "native"), output)
+
+
+def _differentiate_frozen(
+    ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None, __: Any
+) -> tuple[Any, ...]:
+    if grad_logprob is None or grad_entropy is not None:  # the entropy's gradient needs the logits again
+        return _differentiate(ctx, grad_logprob, None, grad_entropy)[:-1]
+    hidden, _, _, _, positions, *_ = _inputs(ctx)
+    slope = ctx.saved_tensors[-1]
+    return torch.ops.turnwise.linear_logprob_scale(grad_logprob, slope, hidden, positions), *[None] * 8
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -106,6 +127,19 @@ if extension is not None:
             bias.new_empty(weight.shape[0] if need_bias else 0),
         )
 
+    _frozen_op = torch.library.custom_op("turnwise::linear_logprob_frozen", linear_frozen.forward, mutates_args=())
+    _scale_op = torch.library.custom_op("turnwise::linear_logprob_scale", linear_frozen.backward, mutates_args=())
+
+    @_frozen_op.register_fake
+    def _fake_frozen(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return *_fake(hidden, weight, targets, *rest, "native"), hidden.new_empty(targets.shape[0], hidden.shape[1])
+
+    @_scale_op.register_fake
+    def _fake_scale(_: Tensor, __: Tensor, like: Tensor, ___: Tensor | None) -> Tensor:
+        return like.new_empty(like.shape)
+
+    _frozen_op.register_autograd(_differentiate_frozen, setup_context=_save_frozen)
+    _scale_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
     _op.register_autograd(_differentiate, setup_context=_save)
     _backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
 
@@ -137,10 +171,12 @@ def linear_logprob(
     log-probability 0, entropy 0 and no gradient; its hidden row is not read. On a CPU such tokens cost nothing.
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
-    Gradients flow to hidden, weight and bias if they require one; a frozen weight costs nothing. The backward
-    recomputes each tile of logits. Apart from the gradients it holds one tile and float32 sums of hidden rows, all
-    ``[N, H]`` on a CPU; on a GPU everything fits in 256 MiB. There the gradient of a narrow weight is summed in
-    float32 over as many tokens as that allows, then in its own dtype over up to 24 such parts.
+    Gradients flow to hidden, weight and bias if they require one. The backward recomputes each tile of logits. Apart
+    from the gradients it holds one tile and float32 sums of hidden rows, all ``[N, H]`` on a CPU; on a GPU everything
+    fits in 256 MiB. There the gradient of a narrow weight is summed in float32 over as many tokens as that allows, then
+    in its own dtype over up to 24 such parts. If weight and bias are frozen, as under LoRA, the native backend makes
+    the slope of hidden ``[M, H]`` in the forward, so that the backward recomputes nothing, unless the entropy's
+    gradient is asked for. Float16 has no such path.
 
     Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
     ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
@@ -182,10 +218,15 @@ def linear_logprob(
     )
     reason = transform_reason(backend, hidden, weight, targets, bias, positions) or unsupported_reason
     chosen = select_backend(backend, hidden, native=reason, triton=reason)
-    if chosen == "native" and prefers_triton(hidden) and serves_by_default("triton", backend, hidden):
+    frozen = linear_frozen.serves(hidden, weight, bias)
+    if chosen == "native" and prefers_triton(hidden, frozen) and serves_by_default("triton", backend, hidden):
         chosen = "triton"
     if chosen == "torch":
         logprob, entropies = reference(hidden, weight, targets, bias, positions, softmax, entropy)
+    elif chosen == "native" and frozen:
+        logprob, _, entropies, _ = torch.ops.turnwise.linear_logprob_frozen(
+            hidden, weight, targets, bias, positions, *softmax, entropy
+        )
     else:
         logprob, _, entropies = torch.ops.turnwise.linear_logprob(
             hidden, weight, targets, bias, positions, *softmax, entropy, chosen

@@ -116,6 +116,19 @@ def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
         core.cuda_logprob_grad(*tile, *upstream, out, stream_of(tile.logits))
 
 
+def weights(tile: Tile, state: Tensor, reference: Tensor, sums: Tensor, out: Tensor) -> None:
+    """Write the slopes of ``sum(exp(x - reference))``, without the target's, of a tile that was just scanned.
+
+    ``reference [n]`` (float32) follows the maximum in ``state``. Where it grows, the rows of ``sums [n, H]`` shrink, so
+    that the products of all tiles can be added to them. ``out`` may be the logits.
+    """
+    device, core = native_core(tile.logits)
+    if device == "cpu":
+        core.logprob_weights(*tile, state, reference, sums, out, torch.get_num_threads())
+    else:
+        core.cuda_logprob_weights(*tile, state, reference, sums, out, stream_of(tile.logits))
+
+
 def add_narrow(total: Tensor, part: Tensor) -> None:
     """Add ``part`` (any float) to ``total`` (float32). Torch's own addition is slow for different types."""
     device, core = native_core(total)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core, select_backend, serves_by_default, stream_of
 from turnwise.ops.common.layout import RowLayout, Streams, check_tensors, transform_reason
+from turnwise.ops.logprob import linear_frozen
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, one_pass, prefers_triton
 from turnwise.ops.logprob.linear_logprob import linear_logprob
@@ -221,12 +222,18 @@ def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
     return select_backend(backend, hidden, native=reason, triton=reason) == "native"
 
 
-def _is_faster(hidden: Tensor, weight: Tensor, tokens: int, copied: bool, backend: str | None) -> bool:
-    """True if one pass is expected to be faster than two and to need no more memory; on a CPU always."""
+def _is_faster(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, copied: bool, backend: str | None
+) -> bool:
+    """True if one pass is expected to be faster than two ops and to need no more memory."""
+    frozen = linear_frozen.serves(hidden, weight, bias)
+    triton = prefers_triton(hidden, frozen) and serves_by_default("triton", backend, hidden)
+    if frozen and not triton:
+        return False  # two ops make no more products, and their logits stay in the cache
     if native_core(hidden)[0] == "cpu":
         return True
     sizes = Sizes(tokens, hidden.shape[1], weight.shape[0], hidden.element_size(), copied)
-    device, triton = device_of(hidden), prefers_triton(hidden) and serves_by_default("triton", backend, hidden)
+    device = device_of(hidden)
     return one_pass(sizes, choose_chunks(sizes, device), device, weight.requires_grad, triton)
 
 
@@ -345,8 +352,9 @@ def linear_policy_loss(
     logits in memory, and the backward scales and returns them. GSPO, LUSPO, GMPO, VESPO, Clip-Cov, KL-Cov and
     corrections by sequence need whole rows first, so they compute the logits twice. So do ``torch.compile``, backends
     other than ``native``, and a GPU where two passes are expected to be faster: with a large vocabulary a chunk has few
-    tokens, and each chunk reads and writes the whole weight gradient. Masked tokens cost nothing on a CPU. Gradients
-    that are not required are not computed.
+    tokens, and each chunk reads and writes the whole weight gradient. With a frozen weight :func:`linear_logprob` makes
+    the logits once, for every loss. Masked tokens cost nothing on a CPU. Gradients that are not required are not
+    computed.
 
     The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more.
     Gradients of float16 are kept in float32, and scaled up, until the loss's own gradient has scaled them. A loss scale
@@ -390,17 +398,23 @@ def linear_policy_loss(
     others = positions, targets, old_logprobs, advantages, selected, *batch.values()
     reason = transform_reason(backend, *leaves, *others)
     copied = positions is not None or ignore_index is not None
-    once = once and _serves(hidden, backend, reason) and _is_faster(hidden, weight, targets.shape[0], copied, backend)
+    once = once and _serves(hidden, backend, reason)
+    once = once and _is_faster(hidden, weight, bias, targets.shape[0], copied, backend)
+    eager = not torch.compiler.is_compiling()
+    if (hidden.is_cpu or check) and eager:
+        check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
+        if positions is not None:
+            check_id_values("positions", positions, hidden.shape[0])
     if not once:
+        if mask is not None and eager and native_core(hidden)[0] == "cpu" and _serves(hidden, backend, reason):
+            # Masked tokens cost nothing then. All ids were checked, so -1 is none of them.
+            head["ignore_index"] = -1 if ignore_index is None else ignore_index
+            targets = targets.masked_fill(mask == 0, head["ignore_index"])
         logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
         logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
         exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
         batch |= {"selected": selected, "entropy": entropies, "backend": exact}
         return policy_loss(logprob, old_logprobs, advantages, **objective, **batch)
-    if hidden.is_cpu or check:
-        check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
-        if positions is not None:
-            check_id_values("positions", positions, hidden.shape[0])
 
     whole = functools.partial(Head, hidden, weight, targets, bias, positions, softmax)
     return one_pass_loss(whole, leaves, old_logprobs, advantages, objective, batch, entropy)
