@@ -7,11 +7,13 @@ tests marked `vllm` only if vLLM is installed; `make test-all` runs those in a s
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
 import re
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +33,26 @@ settings.load_profile("turnwise")
 MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
 # Types of parameters that are compared by value; others are compared by identity.
 PLAIN = (str, int, float, type(None))
+
+
+NARROW = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def narrow_model() -> Iterator[None]:
+    """Runs of this process with ``path = "tiny"`` get one narrow layer: enough where a test asks for no skill."""
+    from turnwise.tasks import tiny
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "build_model", functools.partial(tiny.build_model, **NARROW))
+        yield
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -16,6 +16,8 @@ from turnwise.train.config.toml import ConfigError
 
 from .test_run import config_of, questions_file
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 
 def lineups(name, options=None, names=("all",)):
     """The actors that play without each actor, and alone, by actor."""

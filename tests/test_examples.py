@@ -14,6 +14,8 @@ import torch
 from turnwise.run.build import train_from_config
 from turnwise.train.validate import load_config
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SUDOKU = sorted((EXAMPLES / "sudoku").glob("*.toml"))
 SHORT: dict[str, object] = {

@@ -15,6 +15,8 @@ from turnwise.train.validate import read_config
 
 from .test_run import SMALL, config_of, questions_file
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 
 def trained(folder, task, **changes):
     """A run of two steps that records all of its episodes; its folder."""

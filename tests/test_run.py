@@ -41,6 +41,9 @@ SMALL = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+
 def config_of(run_dir, **changes):
     return config_from_dict({**SMALL, "run_dir": str(run_dir), **changes})
 
@@ -168,7 +171,7 @@ def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
         rollout={"prompts_per_step": 2, "group_size": 2, "branches": branches, "max_tokens": 12},
         credit={"rule": "at_grpo"},
-        warm_start={"steps": 40, "batch_size": 16},
+        warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
     )
     run = train_from_config(config)
     lines = lines_of(tmp_path)
@@ -550,7 +553,8 @@ def wait_for_step(process, run_dir, step, timeout=120):
 
 
 def test_ctrl_c_saves_and_exits_and_the_run_goes_on(tmp_path):
-    config = config_of(tmp_path / "run", steps=10_000, checkpoint={"every": 0})
+    model = {"policies": {"default": {"path": save_tiny(tmp_path / "model")}}}
+    config = config_of(tmp_path / "run", steps=10_000, checkpoint={"every": 0}, **model)
     process = start(config, tmp_path / "run.toml")
     wait_for_step(process, config.run_dir, 2)
     process.send_signal(signal.SIGINT)
@@ -560,6 +564,6 @@ def test_ctrl_c_saves_and_exits_and_the_run_goes_on(tmp_path):
     (newest,) = list_checkpoints(config.run_dir / "checkpoints")
     reached = len(lines_of(config.run_dir))
     assert newest.name == f"step_{reached:08d}"
-    train_from_config(config_of(tmp_path / "run", steps=reached + 1))
-    train_from_config(config_of(tmp_path / "whole", steps=reached + 1))
+    train_from_config(config_of(tmp_path / "run", steps=reached + 1, **model))
+    train_from_config(config_of(tmp_path / "whole", steps=reached + 1, **model))
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")

@@ -17,6 +17,8 @@ from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.config.toml import to_toml
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 SMALL = {
     "steps": 2,
     "threads": 1,

@@ -25,6 +25,8 @@ from turnwise.train.log.run_log import read_metrics
 from turnwise.train.loop import Trainer
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 TINY = {
     "threads": 1,
     "health": {"start_questions": 0},

@@ -13,9 +13,11 @@ from turnwise.run.build import build_run
 from turnwise.tasks.kuhn_poker import equilibrium, kuhn_tree
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 SETTINGS = {
     "task": "kuhn_poker", "steps": 4, "threads": 1, "health": {"start_questions": 0}, "task_options": {"max_tokens": 6},
-    "warm_start": {"steps": 40, "batch_size": 16, "warmup": 5, "lr": 4e-3},
+    "warm_start": {"steps": 60, "batch_size": 16, "warmup": 5, "lr": 1e-2},
     "rollout": {"prompts_per_step": 6}, "update": {"lr": 1e-4}, "checkpoint": {"every": 2},
     "league": {"share": 0.34, "every": 1, "size": 2},
 }  # fmt: skip

@@ -51,7 +51,7 @@ def config_of(folder: Path, cluster: Any = None, **rollout: Any) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, narrow_model: None) -> Path:
     folder = tmp_path_factory.mktemp("pool")
     config = config_from_dict({"run_dir": str(folder / "unused")})
     for part in tiny_model(config, task_of(config)):

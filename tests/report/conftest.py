@@ -19,8 +19,8 @@ def made_run(tmp_path) -> Path:
     return tmp_path / "made"
 
 
-@pytest.fixture(scope="session")
-def real_run(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory, narrow_model) -> Path:
     """The folder of a real run: the tiny model on sudoku trees, three steps, and then the hand-made episode."""
     folder = tmp_path_factory.mktemp("runs") / "sudoku"
     settings = {

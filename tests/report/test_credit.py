@@ -23,6 +23,8 @@ from turnwise.tasks.proposer_solver.episodes import correct, worth
 from turnwise.train.validate import config_from_dict
 from turnwise.types import GenerateResult, Rollout, Step
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 RUNS = {
     "trees": {"task": "sudoku", "rollout": {"prompts_per_step": 2, "branches": 3}, "credit": {"rule": "at_grpo"}},
     "games": {"task": "kuhn_poker", "rollout": {"prompts_per_step": 4}, "credit": {"rule": "rae"}},

@@ -12,6 +12,8 @@ from turnwise.run.build import train_from_config
 from turnwise.tasks.generated import GeneratedTask
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 SMALL = {
     "steps": 2,
     "threads": 1,

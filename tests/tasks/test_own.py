@@ -15,6 +15,8 @@ from turnwise.tasks.base import held_out, split_of
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 MODULE = """
 from turnwise import MultiTurnEpisode, Rubric
 from turnwise.tasks import OwnOptions, OwnTask

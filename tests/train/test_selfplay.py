@@ -13,6 +13,8 @@ from turnwise.tasks.two_player import score_policy
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 
 def settings_of(folder, **changes):
     return {

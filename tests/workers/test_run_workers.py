@@ -69,7 +69,7 @@ class SpyTask(SudokuTask):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, narrow_model: None) -> Path:
     folder = tmp_path_factory.mktemp("workers")
     config = config_from_dict({"run_dir": str(folder / "unused")})
     for part in tiny_model(config, task_of(config)):

@@ -12,6 +12,8 @@ from turnwise.types import EpisodeRequest
 
 from .helpers import check_lines, check_replays, played, trained
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 gymnasium = pytest.importorskip("gymnasium", reason="the extra 'gymnasium' brings it")
 LAKE = "gymnasium:FrozenLake-v1"
 NAMES = ["left", "down", "right", "up"]

@@ -12,6 +12,8 @@ from turnwise.tasks import build_task
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 ARTIFACT = {"question": "2 + 2?", "answer": "4"}
 
 

@@ -15,14 +15,16 @@ from turnwise.tasks.two_player import SEATS, sample_policy, score_policy
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict, load_config
 
-GAMES = {"kuhn_poker": 30, "negotiation": 80, "tic_tac_toe": 30}
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+GAMES = {"kuhn_poker": 60, "negotiation": 120, "tic_tac_toe": 60}
 """How many steps of a warm start it takes until both seats mostly say something legal."""
 
 
 def run_of(game, folder, **changes):
     settings = {
         "task": game, "run_dir": str(folder), "steps": 1, "threads": 1, "health": {"start_questions": 0},
-        "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 4e-3},
+        "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 1e-2},
         "rollout": {"prompts_per_step": 16, "check_private": True},
         "eval": {"num_prompts": 8},
     }  # fmt: skip
@@ -93,7 +95,7 @@ def test_a_tree_is_refused_before_anything_runs(tmp_path):
 
 
 def test_the_tiny_models_exploitability_is_known_two_ways(tmp_path):
-    run = run_of("kuhn_poker", tmp_path, warm_start={"steps": 60, "batch_size": 12, "warmup": 5, "lr": 4e-3})
+    run = run_of("kuhn_poker", tmp_path, warm_start={"steps": 150, "batch_size": 12, "warmup": 5, "lr": 1e-2})
 
     async def asked():
         scored = await score_policy(run.arena, run.task)

@@ -13,6 +13,8 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.health import Sums
 from turnwise.train.validate import config_from_dict
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 ALWAYS = 1e9
 """A threshold that entropy always falls below."""
 

@@ -18,6 +18,8 @@ from turnwise.types import GenerateResult, Rollout
 
 from ...test_run import SMALL, lines_of
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 
 def config_of(folder, questions=4, samples=6, **changes):
     health = {"start_questions": questions, "start_samples": samples}

@@ -13,6 +13,8 @@ from turnwise.train.log.run_log import read_metrics
 from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest
 
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
 
 def warnings_of(trainer):
     return [(row["step"], row["warning"]) for row in read_metrics(trainer.config.run_dir, "warnings.jsonl")]

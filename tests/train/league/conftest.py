@@ -22,12 +22,12 @@ def settings_of(folder, **changes):
 
 
 @pytest.fixture
-def settings(tmp_path):
+def settings(tmp_path, narrow_model):
     return lambda name="run", **changes: settings_of(tmp_path / name, **changes)
 
 
 @pytest.fixture
-def make_run(tmp_path):
+def make_run(tmp_path, narrow_model):
     return lambda name="run", **changes: build_run(config_from_dict(settings_of(tmp_path / name, **changes)))
 
 
