@@ -8,6 +8,7 @@ tests marked `vllm` only if vLLM is installed; `make test-all` runs those in a s
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import itertools
 import os
@@ -91,6 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for index, case in enumerate(cases):
             if index not in chosen:
                 case.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt tests and imports from garbage collection, which every training run begins with: it took a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def axes(case: pytest.Function) -> tuple[tuple[str, object], ...]:

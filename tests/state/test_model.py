@@ -610,18 +610,7 @@ def some(examples: int) -> settings:
 
 
 class TestHistories(Histories.TestCase):  # type: ignore[misc, valid-type]
-    """What other tests imported is kept out of the many collections."""
-
     settings = some(40)
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        gc.collect()
-        gc.freeze()
-
-    @classmethod
-    def tearDownClass(cls) -> None:
-        gc.unfreeze()
 
 
 @pytest.mark.slow

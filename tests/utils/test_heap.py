@@ -1,10 +1,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from turnwise.utils.heap import frozen_heap
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """The heap is frozen around each test: see ``conftest.py``."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_what_exists_is_not_searched_and_what_is_made_is_collected():

@@ -36,14 +36,14 @@ async def played(task, requests, script=random_reply, tree=None, credit=None, **
     return [result.rollout for result in results]
 
 
-def trained(folder, task, branches=1, measured=None, **options):
+def trained(folder, task, branches=1, measured=None, lr=3e-3, **options):
     """Train two steps of the tiny model on ``task`` with ``options``; return the run and the lines of its metrics.
 
-    ``measured`` has more keys of ``[eval]``.
+    ``measured`` has more keys of ``[eval]``; ``lr`` is the rate of the warm start.
     """
     settings = {
         **SMALL,
-        "warm_start": {"steps": 40, "batch_size": 16, "lr": 3e-3},
+        "warm_start": {"steps": 40, "batch_size": 16, "lr": lr},
         "run_dir": str(folder),
         "task": task,
         "task_options": options,

@@ -148,7 +148,7 @@ def test_wrong_environments_are_named():
 
 @pytest.mark.parametrize("branches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_trains(tmp_path, branches):
-    run, lines = trained(tmp_path, LAKE, branches, actions=NAMES)
+    run, lines = trained(tmp_path, LAKE, branches, lr=1e-2, actions=NAMES)
     check_lines(lines)
     check_replays(tmp_path)
     assert run.task.success_metric == "success/player"
