@@ -69,11 +69,9 @@ CASES = {
     "credit with nothing": ((), refused("turnwise.credit", "numpy")),
     "credit with numpy": (("numpy",), CREDIT),
     "ops with numpy": (("numpy",), refused("turnwise.ops", "torch")),
-    "ops with torch and numpy": (("torch", "numpy"), OPS),
-    "credit with torch and numpy": (("torch", "numpy"), CREDIT),
-    "training with torch and numpy": (
+    "credit, ops and training with torch and numpy": (  # in one process: an import of torch takes seconds
         ("torch", "numpy"),
-        refused("turnwise.train", "transformers", "tokenizers", "safetensors", "pydantic", "rich"),
+        CREDIT + OPS + refused("turnwise.train", "transformers", "tokenizers", "safetensors", "pydantic", "rich"),
     ),
     "tasks with numpy": (("numpy",), refused("turnwise.tasks", "pydantic")),
 }

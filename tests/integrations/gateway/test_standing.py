@@ -25,7 +25,7 @@ from turnwise.integrations.gateway.standing import standing
 from turnwise.run.build import train_from_config
 from turnwise.types import Actor, Sampling
 
-from ...test_run import config_of
+from ...test_run import config_of, save_tiny
 from .helpers import ADD, USER, arena_of, call_of
 from .sdks import both, refused
 
@@ -141,8 +141,9 @@ def test_an_answer_that_fails_leaves_the_next_one_alone() -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    warm = {"steps": 20, "batch_size": 8}
-    config = config_of(tmp_path_factory.mktemp("sudoku"), warm_start=warm, eval={"num_prompts": 2})
+    folder = tmp_path_factory.mktemp("sudoku")
+    model = {"default": {"path": save_tiny(folder / "model")}}
+    config = config_of(folder / "run", policies=model, warm_start={"steps": 20, "batch_size": 8}, eval={"num_prompts": 2})
     return train_from_config(config).config.run_dir
 
 
