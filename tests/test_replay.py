@@ -61,7 +61,7 @@ def test_kuhn_poker_for_two(tmp_path):
             "kuhn_poker",
             rollout={"prompts_per_step": 3, "group_size": 2},
             credit={"rule": "task"},
-            warm_start={"steps": 40, "batch_size": 16},
+            warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
         ),
         12,
     )
@@ -74,7 +74,7 @@ def test_proposer_solver_with_nested_episodes_and_a_store(tmp_path):
         tmp_path,
         "proposer_solver",
         rollout={"prompts_per_step": 3, "group_size": 2, "branches": 2},
-        warm_start={"steps": 30, "batch_size": 24},
+        warm_start={"steps": 60, "batch_size": 24, "lr": 1e-2},
     )
     rows = check_all(folder, 12)
     assert any(row["children"] for row in rows)
@@ -235,7 +235,7 @@ def test_a_run_of_a_programs_own_arena_says_what_it_lacks(sudoku, tmp_path):
 LEAGUE = {
     "steps": 4,
     "task_options": {"max_tokens": 6},
-    "warm_start": {"steps": 80, "batch_size": 12, "lr": 4e-3},
+    "warm_start": {"steps": 80, "batch_size": 12, "lr": 1e-2},
     "rollout": {"prompts_per_step": 4},
     "update": {"lr": 2e-2},
     "checkpoint": {"every": 1, "keep_last": 4},

@@ -212,7 +212,7 @@ def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
         rollout={"prompts_per_step": 2, "group_size": 1, "branches": 3, "max_tokens": 12, "tree": tree},
         credit={"rule": rule, "options": options},
-        warm_start={"steps": 40, "batch_size": 16},
+        warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
         log={"rollouts_per_step": 9, "progress": False},
     )
     train_from_config(config)
@@ -235,7 +235,7 @@ def test_several_rewards_each_normalised_by_itself(tmp_path):
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
         rollout={"prompts_per_step": 2, "group_size": 4, "max_tokens": 12},
         credit={"rule": "gdpo", "options": {"rewards": {"gained": 1.0, "valid_format": 0.5}}},
-        warm_start={"steps": 40, "batch_size": 16},
+        warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
         log={"rollouts_per_step": 9, "progress": False},
     )
     train_from_config(config)

@@ -69,7 +69,7 @@ def test_nothing_to_train_is_told(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_start_from_another_runs_episodes(tmp_path, capsys):
     # So many supervised steps that the model ends some of what it samples.
-    train_from_config(config_of(tmp_path / "first", steps=1, warm_start={"steps": 40, "batch_size": 32}))
+    train_from_config(config_of(tmp_path / "first", steps=1, warm_start={"steps": 60, "batch_size": 32, "lr": 1e-2}))
     record = tmp_path / "first" / "rollouts.jsonl"
     steps = [step for line in record.read_text().splitlines() for step in json.loads(line)["steps"]]
     finished = sum(step["finish_reason"] == "stop" and step["trainable"] for step in steps)

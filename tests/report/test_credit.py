@@ -75,7 +75,7 @@ def record(folder: Path, name: str) -> Path:
     settings = {k: dict(v) if isinstance(v, dict) else v for k, v in RUNS[name].items()}
     shared = {"steps": 3, "threads": 1, "update": {"lr": 1e-4}, "eval": {"every": 0, "num_prompts": 1}}
     shared |= {
-        "warm_start": {"steps": 80, "batch_size": 16, "lr": 4e-3},
+        "warm_start": {"steps": 80, "batch_size": 16, "lr": 1e-2},
         "health": {"start_questions": 0},
         "checkpoint": {"every": 1},
         "log": {"rollouts_per_step": 1000},

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("narrow_model")
 def settings_of(folder, **changes):
     return {
         "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 4},
-        "warm_start": {"steps": 20, "batch_size": 12, "warmup": 5, "lr": 4e-3},
+        "warm_start": {"steps": 40, "batch_size": 12, "warmup": 5, "lr": 1e-2},
         "rollout": {"prompts_per_step": 4}, "update": {"lr": 1e-3}, "eval": {"exploitability_every": 2},
         "health": {"start_questions": 0}, **changes,
     }  # fmt: skip

@@ -143,7 +143,9 @@ def test_an_answer_that_fails_leaves_the_next_one_alone() -> None:
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sudoku")
     model = {"default": {"path": save_tiny(folder / "model")}}
-    config = config_of(folder / "run", policies=model, warm_start={"steps": 20, "batch_size": 8}, eval={"num_prompts": 2})
+    config = config_of(
+        folder / "run", policies=model, warm_start={"steps": 20, "batch_size": 8}, eval={"num_prompts": 2}
+    )
     return train_from_config(config).config.run_dir
 
 

@@ -17,8 +17,6 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.resume import resume_run
 from turnwise.train.validate import config_from_dict
 
-pytestmark = pytest.mark.usefixtures("narrow_model")
-
 NO_WARM_START = {"steps": 0}
 
 

@@ -14,7 +14,7 @@ def settings_of(folder, **changes):
     return {
         "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 6},
         "health": {"start_questions": 0},
-        "warm_start": {"steps": 30, "batch_size": 12, "warmup": 5, "lr": 4e-3},
+        "warm_start": {"steps": 50, "batch_size": 12, "warmup": 5, "lr": 1e-2},
         "rollout": {"prompts_per_step": 8, "check_private": True}, "update": {"lr": 1e-4},
         "checkpoint": {"every": 1}, "log": {"rollouts_per_step": 100},
         "league": {"share": 0.5, "every": 2, "size": 2, "opponents_per_step": 2}, **changes,
