@@ -36,6 +36,13 @@ MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
 PLAIN = (str, int, float, type(None))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_heap() -> None:
+    """Exempt collected tests and imports from garbage collection: each training run begins with one, of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 NARROW = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -92,12 +99,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for index, case in enumerate(cases):
             if index not in chosen:
                 case.add_marker(pytest.mark.slow)
-
-
-def pytest_collection_finish() -> None:
-    """Exempt tests and imports from garbage collection, which every training run begins with: it took a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def axes(case: pytest.Function) -> tuple[tuple[str, object], ...]:

@@ -10,7 +10,7 @@ from turnwise.utils.heap import frozen_heap
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
-    """The heap is frozen around each test: see ``conftest.py``."""
+    """The tests of each file begin with a frozen heap: see ``conftest.py``."""
     gc.unfreeze()
     yield
     gc.freeze()
