@@ -74,7 +74,7 @@ def test_proposer_solver_with_nested_episodes_and_a_store(tmp_path):
         tmp_path,
         "proposer_solver",
         rollout={"prompts_per_step": 3, "group_size": 2, "branches": 2},
-        warm_start={"steps": 60, "batch_size": 24, "lr": 1e-2},
+        warm_start={"steps": 150, "batch_size": 24, "lr": 1e-2},
     )
     rows = check_all(folder, 12)
     assert any(row["children"] for row in rows)

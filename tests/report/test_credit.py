@@ -26,7 +26,12 @@ from turnwise.types import GenerateResult, Rollout, Step
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
 RUNS = {
-    "trees": {"task": "sudoku", "rollout": {"prompts_per_step": 2, "branches": 3}, "credit": {"rule": "at_grpo"}},
+    "trees": {
+        "task": "plan_path",
+        "rollout": {"prompts_per_step": 2, "branches": 3},
+        "credit": {"rule": "at_grpo"},
+        "task_options": {"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
+    },
     "games": {"task": "kuhn_poker", "rollout": {"prompts_per_step": 4}, "credit": {"rule": "rae"}},
     "nested": {
         "task": "proposer_solver",
