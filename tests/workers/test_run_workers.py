@@ -132,7 +132,7 @@ def lines_of(config: TrainConfig) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith(told)} for line in lines]
 
 
-def test_a_run_with_two_workers_and_two_engines_has_the_weights_of_one_process(
+def test_a_run_with_two_workers_and_an_engine_has_the_weights_of_one_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """User code in the workers finds no key, neither when it is imported nor in an episode."""
@@ -148,7 +148,7 @@ def test_a_run_with_two_workers_and_two_engines_has_the_weights_of_one_process(
     run.close()
     assert any(not torch.equal(expected[name], before[name]) for name in before)
 
-    with EngineServers(folder / "model") as engines:
+    with EngineServers(folder / "model", 1) as engines:
         rollout = {"client": "vllm-server", "server": {"url": engines.urls, "api_key_env": ENGINE_KEY}}
         plain = config_of(folder, "cluster", task="spying:SpyTask", rollout=rollout)
         with workers(plain, folder / "run.toml", 2, PYTHONPATH=path) as addresses:
