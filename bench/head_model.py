@@ -64,7 +64,7 @@ FP32, TRITON, LAUNCH, HOST, RESIDENT, EXPOSED = 0.8, 0.45, 3e-6, 8e-6, 0.5, 0.5
 KERNELS = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9), (64, 128, 0.7))  # rows, columns, relative speed
 SPLITS = (1, 2, 4)
 LOSS_CALLS = 14
-SCAN, GRAD = 13.4, 14.9  # instructions per logit: bench/results/sass.json, sm_90
+SCAN, GRAD, WEIGHTS = 13.4, 14.9, 17.6  # instructions per logit: bench/results/sass.json, sm_90
 ASSUMED = {
     "cublas": "cuBLAS's large products reach 0.85 of the tensor cores' peak on an A100 and 0.70 on the others",
     "FP32": f"without tensor cores cuBLAS reaches {FP32} of the fp32 peak",
@@ -251,7 +251,7 @@ def slopes(gpu: str, case: Case, tiles: Tiles) -> Cost:
             inside = residency(gpu, 4 * rows * columns)
             one = product(gpu, rows, columns, case.width, case.dtype, 4 * (1 - inside))
             one += stream(gpu, rows * columns, SCAN, 4, inside)
-            one += stream(gpu, rows * columns, GRAD, 4 + size, inside)
+            one += stream(gpu, rows * columns, WEIGHTS, 4 + size, inside)
             one += product(gpu, rows, case.width, columns, case.dtype, 4, adds=True)
             total += one * (count * across * down)
     # The slope from its sums and the target's row of the weight; the backward scales it.

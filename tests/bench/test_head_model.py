@@ -42,6 +42,18 @@ def test_a_forward_by_hand(model: Any) -> None:
     assert found.calls == 2
 
 
+def test_a_frozen_weight_by_hand(model: Any) -> None:
+    """One tile of 17.3 MB, all in the L2: two products, two kernels over the logits, then the slope and its scaling."""
+    case = model.Case(1024, 4096, 4224, "bf16", "forward, backward, frozen")
+    found = model.slopes("H100", case, Tiles(1024, 4224, 1024, 1024))
+    logits, states = 1024 * 4224, 1024 * 4096
+    products = model.product("H100", 1024, 4224, 4096, "bf16", 0).seconds
+    products += model.product("H100", 1024, 4096, 4224, "bf16", 4, adds=True).seconds
+    kernels = logits * (4 + 6) / 5.5e12 + states * (20 + 4) / 2.9e12 + 4 * 3e-6
+    assert found.seconds == pytest.approx(products + kernels, rel=1e-6)
+    assert found.calls == 6
+
+
 def test_the_cpu_may_be_slower_than_the_gpu(model: Any) -> None:
     assert model.Cost(seconds=1e-6, calls=2).time == 16e-6
 
@@ -95,3 +107,4 @@ def test_instructions_are_those_that_were_counted(model: Any) -> None:
     counted = {r["name"]: r["instructions"] for r in rows if r["architecture"] == 90}
     assert abs(model.SCAN / counted["logprob scan, fp32, per logit"] - 1) < 0.1
     assert abs(model.GRAD / counted["logprob gradient, fp32 to bf16, per logit"] - 1) < 0.1
+    assert abs(model.WEIGHTS / counted["logprob weights, fp32 to bf16, per logit"] - 1) < 0.1

@@ -360,6 +360,7 @@ def opcheck_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any
     """
 
     def check(function: Callable[[], Any]) -> set[str]:
+        importlib.import_module("torch._dynamo")  # which remembers the functions of torch.compiler that it finds
         with monkeypatch.context() as patch, _Calls() as calls:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
             function()

@@ -207,7 +207,7 @@ def test_opcheck() -> None:
     ):
         torch.library.opcheck(torch.ops.turnwise.linear_logprob_frozen.default, arguments)
     slope = torch.randn(4, WIDTH)
-    scale = torch.ops.turnwise.linear_logprob_scale.default
+    scale = torch.ops.turnwise.linear_logprob_frozen_backward.default
     torch.library.opcheck(scale, (torch.ones(4), slope, hidden.detach(), torch.tensor([3, 3, 0, 8])))
     torch.library.opcheck(scale, (torch.ones(4), slope, slope, None))
 

@@ -98,7 +98,7 @@ def _differentiate_frozen(
         return _differentiate(ctx, grad_logprob, None, grad_entropy)[:-1]
     hidden, _, _, _, positions, *_ = _inputs(ctx)
     slope = ctx.saved_tensors[-1]
-    return torch.ops.turnwise.linear_logprob_scale(grad_logprob, slope, hidden, positions), *[None] * 8
+    return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 8
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -128,7 +128,9 @@ if extension is not None:
         )
 
     _frozen_op = torch.library.custom_op("turnwise::linear_logprob_frozen", linear_frozen.forward, mutates_args=())
-    _scale_op = torch.library.custom_op("turnwise::linear_logprob_scale", linear_frozen.backward, mutates_args=())
+    _scale_op = torch.library.custom_op(
+        "turnwise::linear_logprob_frozen_backward", linear_frozen.backward, mutates_args=()
+    )
 
     @_frozen_op.register_fake
     def _fake_frozen(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
