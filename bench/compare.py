@@ -114,13 +114,15 @@ def _heads(options: argparse.Namespace) -> Iterator[Case]:
     if options.quick:
         case = bench_linear_logprob.QUICK
 
-    def make(way: bench_linear_logprob.Method) -> Callable[[], Any]:
+    def make(way: bench_linear_logprob.Method, frozen: bool) -> Callable[[], Any]:
         inputs = bench_linear_logprob.make(case, "cpu")
+        inputs.weight.requires_grad_(not frozen)
         return lambda: bench_linear_logprob.backward(inputs, way(inputs))
 
-    shape = str(list(case[:3]))
-    yield Case("linear_logprob", "backward too", shape, functools.partial(make, bench_linear_logprob.ours(None)))
-    yield Case("linear_policy_loss", "backward too", shape, functools.partial(make, bench_linear_logprob.in_one))
+    ways = {"linear_logprob": bench_linear_logprob.ours(None), "linear_policy_loss": bench_linear_logprob.in_one}
+    for (op, way), frozen in itertools.product(ways.items(), (False, True)):
+        form = "frozen weight, backward too" if frozen else "backward too"
+        yield Case(op, form, str(list(case[:3])), functools.partial(make, way, frozen))
 
 
 def _state(options: argparse.Namespace) -> Iterator[Case]:
