@@ -9,10 +9,16 @@ namespace py = pybind11;
 namespace turnwise {
 namespace {
 
+// `view`: view_of or cuda_view_of.
+template <class ViewOf>
+LogitTile tile_of(const ViewOf& view, const py::object& logits, const py::object& bias, const py::object& targets,
+                  int64_t first, float scale, float cap, int64_t ignore) {
+    return {view(logits, "logits"), view(bias, "bias"), view(targets, "targets"), first, scale, cap, ignore};
+}
+
 void scan(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap, int64_t ignore,
           py::object state, bool weighted, int threads) {
-    const LogitTile tile{
-        view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
+    const LogitTile tile = tile_of(view_of, logits, bias, targets, first, scale, cap, ignore);
     const View kept = view_of(state, "state");
     py::gil_scoped_release unlocked;
     logprob_scan(tile, kept, weighted, threads);
@@ -28,8 +34,7 @@ void finish(py::object state, py::object logprob, py::object lse, py::object ent
 void grad(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap, int64_t ignore,
           py::object lse, py::object grad_logprob, py::object entropy, py::object grad_entropy, py::object out,
           int threads) {
-    const LogitTile tile{
-        view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
+    const LogitTile tile = tile_of(view_of, logits, bias, targets, first, scale, cap, ignore);
     const LogprobGradient gradient{view_of(lse, "lse"), view_of(grad_logprob, "grad_logprob"),
                                    view_of(entropy, "entropy"), view_of(grad_entropy, "grad_entropy")};
     const View to = view_of(out, "out");
@@ -39,8 +44,7 @@ void grad(py::object logits, py::object bias, py::object targets, int64_t first,
 
 void weights(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
              int64_t ignore, py::object state, py::object reference, py::object sums, py::object out, int threads) {
-    const LogitTile tile{
-        view_of(logits, "logits"), view_of(bias, "bias"), view_of(targets, "targets"), first, scale, cap, ignore};
+    const LogitTile tile = tile_of(view_of, logits, bias, targets, first, scale, cap, ignore);
     const View kept = view_of(state, "state"), moved = view_of(reference, "reference"), total = view_of(sums, "sums"),
                to = view_of(out, "out");
     py::gil_scoped_release unlocked;
@@ -55,13 +59,7 @@ void add(py::object total, py::object part, int threads) {
 
 void cuda_scan(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
                int64_t ignore, py::object state, bool weighted, uintptr_t stream) {
-    const LogitTile tile{cuda_view_of(logits, "logits"),
-                         cuda_view_of(bias, "bias"),
-                         cuda_view_of(targets, "targets"),
-                         first,
-                         scale,
-                         cap,
-                         ignore};
+    const LogitTile tile = tile_of(cuda_view_of, logits, bias, targets, first, scale, cap, ignore);
     const View kept = cuda_view_of(state, "state");
     py::gil_scoped_release unlocked;
     cuda::logprob_scan(tile, kept, weighted, {stream});
@@ -77,13 +75,7 @@ void cuda_finish(py::object state, py::object logprob, py::object lse, py::objec
 void cuda_grad(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
                int64_t ignore, py::object lse, py::object grad_logprob, py::object entropy, py::object grad_entropy,
                py::object out, uintptr_t stream) {
-    const LogitTile tile{cuda_view_of(logits, "logits"),
-                         cuda_view_of(bias, "bias"),
-                         cuda_view_of(targets, "targets"),
-                         first,
-                         scale,
-                         cap,
-                         ignore};
+    const LogitTile tile = tile_of(cuda_view_of, logits, bias, targets, first, scale, cap, ignore);
     const LogprobGradient gradient{cuda_view_of(lse, "lse"), cuda_view_of(grad_logprob, "grad_logprob"),
                                    cuda_view_of(entropy, "entropy"), cuda_view_of(grad_entropy, "grad_entropy")};
     const View to = cuda_view_of(out, "out");
@@ -94,13 +86,7 @@ void cuda_grad(py::object logits, py::object bias, py::object targets, int64_t f
 void cuda_weights(py::object logits, py::object bias, py::object targets, int64_t first, float scale, float cap,
                   int64_t ignore, py::object state, py::object reference, py::object sums, py::object out,
                   uintptr_t stream) {
-    const LogitTile tile{cuda_view_of(logits, "logits"),
-                         cuda_view_of(bias, "bias"),
-                         cuda_view_of(targets, "targets"),
-                         first,
-                         scale,
-                         cap,
-                         ignore};
+    const LogitTile tile = tile_of(cuda_view_of, logits, bias, targets, first, scale, cap, ignore);
     const View kept = cuda_view_of(state, "state"), moved = cuda_view_of(reference, "reference"),
                total = cuda_view_of(sums, "sums"), to = cuda_view_of(out, "out");
     py::gil_scoped_release unlocked;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choice, name, size)
     monkeypatch.setattr(linear_native, "choose", lambda *_: Tiles(24, 256, 24, 96))
     monkeypatch.setattr(linear_frozen, "choose_frozen", lambda *_: Tiles(24, 256, 24, 48))
+
+
+@pytest.fixture
+def logits_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of logits of each product of hidden states and weights that the test makes."""
+    made: list[int] = []
+    plain = linear_native.Products.logits
+
+    def counted(self: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        made.append(len(hidden) * len(weight))
+        return plain(self, hidden, weight)
+
+    monkeypatch.setattr(linear_native.Products, "logits", counted)
+    return made
 
 
 def make(seed: int, tokens: int = 60, vocabulary: int = 700, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -139,24 +154,16 @@ def test_log_probabilities_have_the_bits_of_a_call_without_gradients(target, dty
 
 
 @NATIVE
-def test_the_logits_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    plain = linear_native.Products.logits
-
-    def counted(self: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        made.append(len(hidden) * len(weight))
-        return plain(self, hidden, weight)
-
-    monkeypatch.setattr(linear_native.Products, "logits", counted)
+def test_the_logits_are_made_once(logits_made: list[int]) -> None:
     given = make(7)
     logprob = linear_logprob(given["hidden"].requires_grad_(), given["weight"], given["targets"])
-    assert sum(made) == 60 * 700
+    assert sum(logits_made) == 60 * 700
     logprob.sum().backward()
-    assert sum(made) == 60 * 700
+    assert sum(logits_made) == 60 * 700
     given["hidden"].grad = None
     given["weight"].requires_grad_()
     linear_logprob(given["hidden"], given["weight"], given["targets"]).sum().backward()
-    assert sum(made) == 3 * 60 * 700
+    assert sum(logits_made) == 3 * 60 * 700
 
 
 def test_a_token_that_does_not_train_passes_no_nan_on(kernel) -> None:
@@ -253,17 +260,9 @@ def test_the_loss_is_that_of_a_trained_weight(options, masked) -> None:
 
 @NATIVE
 @pytest.mark.parametrize("options", [{}, {"variant": GSPO()}], ids=["PPO", "GSPO"])
-def test_masked_tokens_cost_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch, options) -> None:
-    made: list[int] = []
-    plain = linear_native.Products.logits
-
-    def counted(self: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        made.append(len(hidden) * len(weight))
-        return plain(self, hidden, weight)
-
-    monkeypatch.setattr(linear_native.Products, "logits", counted)
+def test_masked_tokens_cost_nothing_on_a_cpu(logits_made: list[int], options) -> None:
     loss_of(make(14), True, mask=torch.arange(60) < 10, **options)
-    assert sum(made) == 10 * 700
+    assert sum(logits_made) == 10 * 700
 
 
 @NATIVE
@@ -276,11 +275,19 @@ def test_a_wrong_id_of_a_masked_token_is_refused(wrong) -> None:
         loss_of(given, True, mask=torch.arange(60) != 3)
 
 
-def test_a_gpu_takes_the_loss_in_two_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ops make no more products with a frozen weight, except by Triton's TF32 on a GPU where that is far ahead."""
+def test_two_ops_are_faster_where_the_weight_is_frozen() -> None:
     module = sys.modules["turnwise.ops.loss.linear_policy_loss"]
     hidden, weight = torch.zeros(4, 8, requires_grad=True), torch.zeros(9, 8)
     assert not module._is_faster(hidden, weight, None, 4, False, None)
     assert module._is_faster(hidden, weight.clone().requires_grad_(), None, 4, False, None)
     assert module._is_faster(hidden, weight, torch.zeros(9, requires_grad=True), 4, False, None)
     assert module._is_faster(hidden.half(), weight.half(), None, 4, False, None)  # its softmax weights would underflow
+
+
+@pytest.mark.parametrize(("capability", "frozen"), [((8, 0), False), ((9, 0), False), ((10, 0), True)])
+def test_tf32_must_be_far_ahead_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch, capability, frozen) -> None:
+    """Triton makes three products in TF32 where cuBLAS makes two in float32."""
+    monkeypatch.setattr(choice, "device_of", lambda tensor: choice.Device(capability=capability))
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    assert choice.prefers_triton(on_gpu)
+    assert choice.prefers_triton(on_gpu, frozen=True) is frozen

@@ -400,14 +400,14 @@ def linear_policy_loss(
     copied = positions is not None or ignore_index is not None
     once = once and _serves(hidden, backend, reason)
     once = once and _is_faster(hidden, weight, bias, targets.shape[0], copied, backend)
-    eager = not torch.compiler.is_compiling()
-    if (hidden.is_cpu or check) and eager:
+    native_cpu = hidden.is_cpu and native_core(hidden)[0] == "cpu" and not torch.compiler.is_compiling()
+    skips = not once and mask is not None and native_cpu and _serves(hidden, backend, reason)
+    if (once or skips) and (hidden.is_cpu or check):  # else linear_logprob checks the ids
         check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
     if not once:
-        if mask is not None and eager and native_core(hidden)[0] == "cpu" and _serves(hidden, backend, reason):
-            # Masked tokens cost nothing then. All ids were checked, so -1 is none of them.
+        if skips and mask is not None:  # masked tokens cost nothing then; no id is -1, as all were checked
             head["ignore_index"] = -1 if ignore_index is None else ignore_index
             targets = targets.masked_fill(mask == 0, head["ignore_index"])
         logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
