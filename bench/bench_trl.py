@@ -82,8 +82,8 @@ def make_batches(case: Case) -> list[Batch]:
     return batches
 
 
-def save_model(folder: Path) -> None:
-    """Save a model, which has about a third as many weights in its head as in its layers, and a tokenizer."""
+def save_model(folder: Path, width: int) -> None:
+    """Save a tokenizer and a model, which at 512 has a third as many weights in its head as in its layers."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -92,8 +92,9 @@ def save_model(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, num_hidden_layers=LAYERS,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=2048,
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=LAYERS,
+        num_attention_heads=width // 64, num_key_value_heads=max(1, width // 128), head_dim=64,
+        max_position_embeddings=2048,
         tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=1,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
@@ -255,7 +256,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with contextlib.redirect_stderr(io.StringIO()):
-            save_model(folder)
+            save_model(folder, 64 if options.quick else 512)
         for case in cases:
             rows = measure(case, min(options.rounds, 3), options.threads, folder)
             finish("trl", f"TRL's GRPO step, {', '.join(case[:3])}", rows, options)  # what is done stays

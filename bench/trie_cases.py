@@ -21,6 +21,7 @@ from turnwise.types import TrainingBatch
 OBSERVATION = 16  # tokens between a completion and the next turn's
 ROWS = 8  # of the longest of which a forward pass holds the tokens; TRL's default rows per pass
 SMALL, LARGE = 1_000, 20_000  # tokens below and from which a case runs a model of one layer, for the time it takes
+# Below SMALL, which is --quick alone, the layer is also narrow.
 LR = 1e-6
 
 
@@ -50,19 +51,23 @@ class Case(NamedTuple):
     def layers(self) -> int:
         return 4 if SMALL <= self.tokens < LARGE else 1
 
+    @property
+    def width(self) -> int:
+        return 512 if SMALL <= self.tokens else 64
+
 
 def make_model(case: Case) -> nn.Module:
-    """Build a Qwen3 with random weights, the same at each call, and hidden size 512. The head has a third as many
-    weights as the layers, about the share that it has in Qwen3 0.6B."""
+    """Build a Qwen3 with random weights, the same at each call. At hidden size 512 the head has a third as many weights
+    as the layers, about the share that it has in Qwen3 0.6B."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=2048 * case.layers,
-        hidden_size=512,
-        intermediate_size=1536,
+        hidden_size=case.width,
+        intermediate_size=3 * case.width,
         num_hidden_layers=case.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=case.width // 64,
+        num_key_value_heads=max(1, case.width // 128),
         head_dim=64,
         max_position_embeddings=2 * case.longest,
         tie_word_embeddings=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,12 +38,15 @@ BASE: Settings = {
 """Settings of all cells. ``steps`` never ends a run: ``max_sampled_tokens`` does."""
 
 
+rows_of = functools.cache(read_results)
+
+
 def swept(setting: str, contender: str) -> float:
     """Return the learning rate of the sweep with the best validation in the mean of its runs and their curves, so that
     a rate that learns sooner wins where several end equal. 5e-4 if it was not swept."""
     setting = "drill" if setting.startswith("drill") else setting
     found: dict[str, dict[float, list[float]]] = {}
-    for row in read_results(RESULTS / "sweep.jsonl"):
+    for row in rows_of(RESULTS / "sweep.jsonl"):
         _, its_setting, its_contender, _ = row["cell"].split("/")
         name, _, rate = its_contender.partition("@")
         if its_setting == setting and rate:
@@ -418,7 +422,19 @@ def variations(seed: int) -> list[Cell]:
     ]
 
 
-CELLS = [cell for seed in SWEEP_SEEDS for cell in sweep(seed)]
+# ---------------------------------------------------------------------------------------------------------------------
+# The smallest cell, which answers no question: a test runs it again
+# ---------------------------------------------------------------------------------------------------------------------
+def smallest() -> Cell:
+    """A drill of 2 calls that starts below the others, and that is trained for a few steps."""
+    start = drill_start(SEEDS[0])
+    start = replace(start, settings=merged(start.settings, {"steps": 100, "batch_size": 64}))
+    short = {"max_sampled_tokens": 14_000, "update": {"lr": 1e-3}, "eval": {"every": 2, "num_prompts": 100}}
+    config = merged(drill_play(1, 0.0), short, DRILL_CONTENDERS["team-grpo"])
+    return Cell("smallest", "drill-2-calls", "team-grpo", SEEDS[0], config, start)
+
+
+CELLS = [smallest(), *(cell for seed in SWEEP_SEEDS for cell in sweep(seed))]
 QUESTIONS = (views, roles, drill, sudoku, plan_path, sokoban, code_duel, stability, rae, curriculum)
 CELLS += [cell for seed in SEEDS for cells in QUESTIONS for cell in cells(seed)]
 

@@ -114,10 +114,12 @@ def pooled(rows: Sequence[Row]) -> str:
     for as many trials as there are questions, or a bootstrap if a success is not 0 or 1."""
     values = [value for row in rows for value in row["values"]]
     questions = [i for row in rows for i in range(len(row["values"]))]
+    if set(values) <= {0.0, 1.0}:
+        share = mean(values)
+        low, high = wilson(share, len(set(questions)))
+        return f"{share:.1%} ({low:.1%} to {high:.1%})"
     found = estimate(values, questions)
-    binary = set(values) <= {0.0, 1.0}
-    low, high = wilson(found.mean, len(set(questions))) if binary else (found.low, found.high)
-    return f"{found.mean:.1%} ({low:.1%} to {high:.1%})"
+    return f"{found.mean:.1%} ({found.low:.1%} to {found.high:.1%})"
 
 
 def difference(rows: Sequence[Row], against: Sequence[Row]) -> str:
