@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
     @property
     def width(self) -> int:
-        return 512 if SMALL <= self.tokens else 64
+        return 512 if self.tokens >= SMALL else 64
 
 
 def make_model(case: Case) -> nn.Module:

@@ -7,6 +7,7 @@ to that process, passes signals on, and ends as the fork does. Other code can't 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import importlib
@@ -18,6 +19,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,5 +151,24 @@ def run(words: list[str]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
+def main() -> None:
+    words, code = serve(*sys.argv[1:]), 0
+    try:
+        run(words)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # As Python ends, but for the imported modules, whose end takes seconds.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    run(serve(*sys.argv[1:]))
+    main()
