@@ -86,18 +86,19 @@ def arguments(
 
 
 SHORT_ROWS = (7, 1, 33, 200)  # tokens; agents of many turns have rows of about 7
+QUICK = (8, 128)
 
 
 def sizes(options: argparse.Namespace, long: Mapping[str, Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
     """Return the ``(rows, width)`` to time: the ``long`` rows of the device, then rows of ``SHORT_ROWS`` tokens.
 
-    These have about as many tokens as the last but one of ``long``, and rows in groups of 8. ``--quick`` leaves the
-    first of each.
+    These have about as many tokens as the last but one of ``long``, and rows in groups of 8. ``--quick`` has two small
+    sizes instead.
     """
-    chosen = list(long[options.device])
-    height, width = chosen[0 if options.quick else -2]
+    chosen = [QUICK] if options.quick else list(long[options.device])
+    height, width = QUICK if options.quick else chosen[-2]
     short = [(height * width // (8 * tokens) * 8, tokens) for tokens in SHORT_ROWS]
-    return chosen[:1] + short[:1] if options.quick else chosen + short
+    return chosen + (short[:1] if options.quick else short)
 
 
 def peer(module: str) -> Any | None:

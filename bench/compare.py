@@ -205,11 +205,11 @@ class Installation:
 
 def measure(options: argparse.Namespace, words: Sequence[str]) -> list[dict[str, Any]]:
     both = [Installation(options.other_name, options.other, words), Installation("now", None, words)]
-    rows = []
+    rows, fewest = [], 2 if options.quick else 6
     for number, case in enumerate(cases(options)):
         slowest = max(installation.ask(f"case {number}") for installation in both)
         samples: list[list[float]] = [[], []]
-        for turn in range(max(6, min(options.rounds, int(SECONDS_PER_CASE / max(slowest, 1e-9))))):
+        for turn in range(max(fewest, min(options.rounds, int(SECONDS_PER_CASE / max(slowest, 1e-9))))):
             for which in ((0, 1), (1, 0))[turn % 2]:
                 samples[which].append(both[which].ask("round"))
         before, now = (statistics.median(taken) for taken in samples)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import marshal
 import os
@@ -84,6 +85,8 @@ def serve(path: str, program: str) -> list[str]:
         for name in SHARED:
             with contextlib.suppress(ImportError):  # a bench says what is missing
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # benches collect garbage often, which takes long with so many modules
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
@@ -131,9 +134,9 @@ def attend(connection: socket.socket) -> list[str]:
 
 
 def run(words: list[str]) -> None:
-    """Do as Python does for these words: the options -P and -u, then a script, -m or -c."""
+    """Do as Python does for these words: the options -B, -P and -u, then a script, -m or -c."""
     safe = False
-    while words[0] in ("-P", "-u"):
+    while words[0] in ("-B", "-P", "-u"):
         safe |= words.pop(0) == "-P"
     kind, *rest = words
     if kind == "-c":
@@ -144,7 +147,7 @@ def run(words: list[str]) -> None:
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif kind.startswith("-"):
-        raise SystemExit(f"{kind}: this Python knows -P, -u, -c and -m")
+        raise SystemExit(f"{kind}: this Python knows -B, -P, -u, -c and -m")
     else:
         sys.path[:0] = [] if safe else [str(Path(kind).resolve().parent)]
         sys.argv = words
