@@ -103,13 +103,14 @@ def run(options: argparse.Namespace) -> None:
         addresses = [json.loads(process.stdout.readline())["address"] for process in processes]
         rows = []
         for ms in ENVIRONMENT_MS[1:2] if options.quick else ENVIRONMENT_MS:
-            episodes = 64 if options.quick else options.episodes
+            episodes = 16 if options.quick else options.episodes
+            few = requests(min(episodes, 64), ms)
             seconds: dict[int, list[float]] = {}
             for count in range(3):
                 seconds[count] = []
                 made = arena() if not count else attached(addresses[:count])
-                expected = loop.submit(arena().generate_rollouts(requests(64, ms))).result()
-                assert loop.submit(made.generate_rollouts(requests(64, ms))).result() == expected, "other results"
+                expected = loop.submit(arena().generate_rollouts(few)).result()
+                assert loop.submit(made.generate_rollouts(few)).result() == expected, "other results"
                 for _ in range(2 if options.quick else min(options.rounds, 5)):
                     began = time.perf_counter()
                     loop.submit(made.generate_rollouts(requests(episodes, ms))).result()

@@ -2,7 +2,8 @@
 
 At their smallest sizes the imports take most of the time, and many benches start further processes. ``started`` runs
 the process and writes a small program that stands for Python. It hands its words, environment, folder and open files
-to that process, passes signals on, and ends as the fork does. Other code can't tell it from Python.
+to that process, passes signals on, and ends as the fork does. What imports read of the environment, such as
+``OMP_NUM_THREADS``, is that of the process.
 """
 
 from __future__ import annotations
