@@ -183,7 +183,8 @@ test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, 
 	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers
 
 test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 and its whole trainer in an environment of its own
-	@$(ONE_THREAD) $(VERL)/bin/python -P -m pytest -n auto --maxprocesses 2 --dist loadfile tests/integrations/verl \
+	@$(ONE_THREAD) $(VERL)/bin/python -P -m pytest -n auto --maxprocesses 2 --dist loadfile \
+	  tests/integrations/verl/test_trainers.py tests/integrations/verl \
 	  'tests/bench/test_run.py::test_each_bench_verifies_and_reports[verl]'
 
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own

@@ -26,6 +26,7 @@ SIZES = {
     "vocabulary 4k": {"vocab_size": 4_096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4},
     "vocabulary 32k": {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4},
 }
+QUICK = {"vocabulary 512": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}}
 ROWS, PROMPT, RESPONSE = 8, 32, 128
 
 
@@ -40,7 +41,7 @@ def prepare(device: str) -> None:
         os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu"}
 
 
-def updates(size: dict[str, int], device: str, folder: Path) -> dict[str, Callable[[], float]]:
+def updates(size: dict[str, int], response: int, device: str, folder: Path) -> dict[str, Callable[[], float]]:
     """Return the methods: each makes one optimizer step and returns the norm of its gradient."""
     from helpers import settings, write_inputs
     from omegaconf import open_dict
@@ -53,7 +54,7 @@ def updates(size: dict[str, int], device: str, folder: Path) -> dict[str, Callab
     theirs = engine.logprobs_from_logits
     from turnwise.integrations.verl.logprobs import logprobs_from_logits as ours
 
-    write_inputs(folder, **size, max_position_embeddings=PROMPT + RESPONSE)
+    write_inputs(folder, **size, max_position_embeddings=PROMPT + response)
     chosen = settings(folder) | {"actor_rollout_ref.actor.optim.lr": 0.0, "trainer.device": device}
     worker, actor = make_worker([f"{key}={value}" for key, value in chosen.items()])
 
@@ -65,7 +66,7 @@ def updates(size: dict[str, int], device: str, folder: Path) -> dict[str, Callab
         def update() -> float:
             engine.logprobs_from_logits = logprobs
             worker.set_loss_fn(loss)
-            batch = rows(0, 1, count=ROWS, prompt=PROMPT, response=RESPONSE, entropy=False)
+            batch = rows(0, 1, count=ROWS, prompt=PROMPT, response=response, entropy=False)
             return tu.get(worker.train_batch(batch), "metrics")["grad_norm"]
 
         return update
@@ -85,11 +86,12 @@ def main() -> None:
     prepare(options.device)
     from verl_on_cpu.worker import rows
 
-    tokens = int(rows(0, 1, count=ROWS, prompt=PROMPT, response=RESPONSE, entropy=False)["input_ids"].values().numel())
+    sizes, response = (QUICK, 16) if options.quick else ({name: SIZES[name] for name in options.size}, RESPONSE)
+    tokens = int(rows(0, 1, count=ROWS, prompt=PROMPT, response=response, entropy=False)["input_ids"].values().numel())
     table: list[dict[str, Any]] = []
-    for name in options.size[:1] if options.quick else options.size:
+    for name, size in sizes.items():
         with tempfile.TemporaryDirectory() as folder:
-            methods = updates(SIZES[name], options.device, Path(folder))
+            methods = updates(size, response, options.device, Path(folder))
             norms = {method: update() for method, update in methods.items()}
             for method, norm in norms.items():
                 # verl rounds log-probabilities to bfloat16 where flash-attn is missing; turnwise's keep float32.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import pandas as pd
 import torch
@@ -122,23 +124,39 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", **verl, **more}
 
 
-def train(inputs: Path, folder: Path, *overrides: str, rollouts: Path | None = None) -> str:
-    """Run ``main_ppo`` for two steps in ``folder``, on ``rollouts`` if given, and return what it printed."""
+@contextmanager
+def training(inputs: Path, folder: Path, *overrides: str, replayed: Path | None = None) -> Iterator[Popen[str]]:
+    """Run ``main_ppo`` for two steps in ``folder``, on the samples and advantages of the run in ``replayed`` if given.
+
+    Both may run at the same time. What still runs at the end of the block is ended.
+    """
     folder.mkdir()
-    if rollouts is not None:
-        shutil.copy(rollouts, folder / "rollouts.json")
+    more = {} if replayed is None else {"VERL_ON_CPU_REPLAYED": str(replayed)}
     # Ray's sockets need a short path.
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as sockets:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as sockets, (folder / "log").open("w") as log:
         ray = {"num_cpus": 16, "num_gpus": 1, "include_dashboard": False, "_temp_dir": sockets}
         given = settings(inputs) | {f"++ray_kwargs.ray_init.{name}": value for name, value in ray.items()}
-        done = subprocess.run(
+        process = Popen(
             [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in given.items()), *overrides],
             cwd=folder,
-            env=environment(VERL_ON_CPU_FOLDER=str(folder), RAY_DEDUP_LOGS="0"),
-            capture_output=True,
+            env=environment(VERL_ON_CPU_FOLDER=str(folder), RAY_DEDUP_LOGS="0", **more),
+            stdout=log,
+            stderr=log,
             text=True,
-            timeout=570,
         )
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed[-6000:]
+        try:
+            # Two clusters that start at once may take longer than Ray waits.
+            while process.poll() is None and "Started a local Ray instance" not in (folder / "log").read_text():
+                time.sleep(0.2)
+            yield process
+        finally:
+            process.terminate()  # and Ray with it
+            process.wait(60)
+
+
+def printed_by(process: Popen[str], folder: Path) -> str:
+    """Wait for the end of ``process``, and return what it printed."""
+    process.wait(timeout=570)
+    printed = (folder / "log").read_text()
+    assert process.returncode == 0, printed[-6000:]
     return printed

@@ -73,7 +73,7 @@ def step_info(batch: dict[str, Tensor], ranks: int) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:loss_agg_mode=")
 def test_every_mode_and_aggregation(mode: str, agg: str, ranks: int) -> None:
     """Each rank has two micro-batches, or one row each."""
-    for seed in range(20):
+    for seed in range(6):
         batch = draw(seed)
         scale = 7 if seed % 2 else None
         if seed % 3 or mode == "kl_cov":

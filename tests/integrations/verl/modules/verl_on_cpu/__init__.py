@@ -2,7 +2,8 @@
 
 Set ``VERL_USE_EXTERNAL_MODULES=verl_on_cpu``, ``VERL_PLATFORM=cpu`` and ``VERL_ENGINE_DEVICE=cuda``. Everything goes
 through verl's registries, but for two functions. The process group starts with gloo alone: verl asks for
-``cpu:gloo,cpu:gloo``, and torch takes a device once. The trainers' advantages are also written to a file.
+``cpu:gloo,cpu:gloo``, and torch takes a device once. The trainers' advantages are also written to a file, or replayed
+from that of another run, and the rows of an update have an order that is the same in both runs.
 """
 
 from __future__ import annotations
@@ -146,16 +147,35 @@ def _register() -> None:
 
     if "VERL_ON_CPU_FOLDER" not in os.environ:
         return
-    folder, compute = Path(os.environ["VERL_ON_CPU_FOLDER"]), trainer_base.compute_advantage_for_multi_trajectories
+    folder, replayed = Path(os.environ["VERL_ON_CPU_FOLDER"]), os.environ.get("VERL_ON_CPU_REPLAYED")
+    compute, update = trainer_base.compute_advantage_for_multi_trajectories, trainer_base.PPOTrainer._update_actor
+    contents: dict[str, tuple[float, ...]] = {}
 
     def record(data: Any, batch_keys: list[str], **options: Any) -> Any:
-        """Write the advantages of each batch, ``key -> [T]``, into the folder of the run."""
+        """Write the advantages of each batch, or put those of the other run into the rows with its samples."""
         done = compute(data, batch_keys=batch_keys, **options)
-        rows = dict(zip(batch_keys, done.batch["advantages"], strict=True))
-        torch.save(rows, folder / f"advantages-{len(list(folder.glob('advantages-*')))}.pt")
+        name = f"advantages-{len(list(folder.glob('advantages-*')))}.pt"
+        masks, advantages = done.batch["response_mask"].bool(), done.batch["advantages"]
+        samples = [tuple(row[mask].tolist()) for row, mask in zip(done.batch["rollout_log_probs"], masks, strict=True)]
+        if replayed:
+            theirs: dict[Any, list[torch.Tensor]] = {}
+            for sample, row in torch.load(Path(replayed) / name).values():
+                theirs.setdefault(sample, []).append(row)
+            for row, mask, sample in zip(advantages, masks, samples, strict=True):
+                row[mask] = theirs[sample].pop()
+            done.batch["returns"] = advantages.clone()
+        rows = [(sample, row[mask]) for row, mask, sample in zip(advantages, masks, samples, strict=True)]
+        torch.save(dict(zip(batch_keys, rows, strict=True)), folder / name)
+        contents.update((key, (*sample, *row.tolist())) for key, (sample, row) in zip(batch_keys, rows, strict=True))
         return done
 
+    def in_order(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        places = sorted(range(len(batch.keys)), key=lambda place: contents[batch.keys[place]])
+        batch.keys, batch.tags = ([of[place] for place in places] for of in (batch.keys, batch.tags))
+        return update(self, batch, metrics)
+
     trainer_base.compute_advantage_for_multi_trajectories = record
+    trainer_base.PPOTrainer._update_actor = in_order
 
 
 _register()

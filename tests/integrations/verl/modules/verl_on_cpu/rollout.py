@@ -1,11 +1,13 @@
 """A rollout of verl that samples with transformers in a Ray actor, and records what it sampled.
 
-``VERL_ON_CPU_FOLDER`` names a folder. If it holds ``rollouts.json``, the server replays it. Otherwise it samples, and
-writes ``sampled.json`` of the same form. The weights after each step go to ``weights-<step>.pt``.
+``VERL_ON_CPU_FOLDER`` names a folder. What is sampled goes to its ``sampled.json``, and the weights after each step to
+``weights-<step>.pt``. If ``VERL_ON_CPU_REPLAYED`` names the folder of another run, the server waits for the end of that
+run, and replays what it sampled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections import defaultdict
@@ -18,22 +20,22 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 NAME = "transformers_server_0"
+LAST = "weights-2.pt"
+"""Written after the last step."""
 MOST_TOKENS = 8
 
 
 @ray.remote(num_cpus=0, num_gpus=0)
 class Server:
-    def __init__(self, path: str, folder: str) -> None:
+    def __init__(self, path: str, folder: str, replayed: str | None) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.step, self.file = 0, Path(folder) / "rollouts.json"
-        self.replays = self.file.exists()
+        self.step, self.file = 0, Path(folder) / "sampled.json"
+        self.replayed = replayed and Path(replayed)
         self.samples: dict[str, list[Any]] = defaultdict(list)
-        if self.replays:
-            self.samples.update(json.loads(self.file.read_text()))
 
     def address(self) -> str:
         return "transformers:0"
@@ -53,12 +55,16 @@ class Server:
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
         key = f"{self.step} {list(prompt_ids)}"
-        if self.replays:
+        if self.replayed:
+            while not (self.replayed / LAST).exists():
+                await asyncio.sleep(0.1)
+            if not self.samples:
+                self.samples.update(json.loads((self.replayed / "sampled.json").read_text()))
             tokens, logprobs = self.samples[key].pop(0)
         else:
             tokens, logprobs = self.sample(list(prompt_ids))
             self.samples[key].append((tokens, logprobs))
-            self.file.with_name("sampled.json").write_text(json.dumps(self.samples))
+            self.file.write_text(json.dumps(self.samples))
         return TokenOutput(
             token_ids=tokens, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": self.step}
         )
@@ -79,7 +85,7 @@ class Server:
 class Replica(RolloutReplica):
     async def launch_servers(self) -> None:
         server = Server.options(name=NAME, max_concurrency=64).remote(
-            self.model_config.path, os.environ["VERL_ON_CPU_FOLDER"]
+            self.model_config.path, os.environ["VERL_ON_CPU_FOLDER"], os.environ.get("VERL_ON_CPU_REPLAYED")
         )
         self.servers, self._server_handle = [server], server
         self._server_address = await server.address.remote()
