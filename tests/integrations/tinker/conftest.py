@@ -1,6 +1,6 @@
 """Collects these tests only where SkyRL is with its JAX backend and the Tinker SDK: `make test-tinker`.
 
-One server serves all tests. JAX compiles for each new shape, tens of seconds in all.
+One server serves the tests. JAX compiles for each new shape, seconds each.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def key() -> None:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model that has learned the form of a sudoku's answers, and little more."""
+    """A folder with a narrow model that has begun to learn the form of a task's answers, whose prompts are short."""
     from .helpers import warm_base
 
-    return warm_base(tmp_path_factory.mktemp("base"))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+    return warm_base(tmp_path_factory.mktemp("base"), "split_clues", {}, steps=10, **sizes)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from turnwise.run.build import train_from_config
+from turnwise.tasks import build_task
+from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.validate import config_from_dict
 
 KEY = "tml-no-server-here-checks-it"
@@ -24,15 +26,20 @@ CACHE = Path(__file__).parents[3] / ".cache" / "jax"
 SUDOKU = {"blanks": [3, 5], "quality": 0.6, "answers": 4}
 
 
-def warm_base(folder: Path) -> Path:
+def warm_base(folder: Path, task: str, options: dict[str, Any], steps: int, **sizes: int) -> Path:
     """Write a model after a supervised start on half-right demonstrations, without any reinforcement learning."""
+    tokenizer = build_tokenizer(build_task(task, options).texts())
+    for part in (tokenizer, build_model(tokenizer, max_position_embeddings=2048, **sizes)):
+        part.save_pretrained(folder / "model")
     config = config_from_dict(
         {
-            "task_options": SUDOKU,
+            "task": task,
+            "task_options": options,
             "run_dir": str(folder / "run"),
             "steps": 0,
             "threads": 1,
-            "warm_start": {"steps": 160, "batch_size": 48, "lr": 2.5e-3, "held_out": 0},
+            "policies": {"default": {"path": str(folder / "model")}},
+            "warm_start": {"steps": steps, "batch_size": 48, "lr": 2.5e-3, "held_out": 0},
             "eval": {"num_prompts": 1},
         }
     )
@@ -48,6 +55,13 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.kill()
+
+    def start(self) -> None:
         folder = Path(sys.executable).parent
         environment = {
             **os.environ,
@@ -56,7 +70,9 @@ class Server:
             "PYTHONPATH": str(MODULES),
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(CACHE),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            # What runs once need not run fast.
+            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
             "HF_HUB_OFFLINE": "1",
             "UV_OFFLINE": "1",
         }
@@ -81,12 +97,11 @@ class Server:
         deadline = time.monotonic() + 180
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self.__exit__()
+                self.kill()
                 raise RuntimeError(f"the server did not start: {(self.folder / 'server.log').read_text()[-3000:]}")
-            time.sleep(0.5)
-        return self
+            time.sleep(0.1)
 
-    def __exit__(self, *_: Any) -> None:
+    def kill(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -58,13 +58,13 @@ def make_client(server: TinkerServer, base: Path) -> TinkerClient:
 
 
 async def sampled(client: TinkerClient, version: int) -> TrainingBatch:
-    """Sample four rows, and give them advantages."""
-    sampling = [Sampling(max_tokens=6 + i, seed=2**40 + i) for i in range(4)]
-    responses = await client.generate([ModelRequest(PROMPT, each) for each in sampling])
+    """Sample four rows of several lengths, and give them advantages. SkyRL compiles anew for each ``max_tokens``."""
+    requests = [ModelRequest(PROMPT[: 7 - i], Sampling(max_tokens=8, seed=2**40 + i)) for i in range(4)]
+    responses = await client.generate(requests)
     assert all(response.policy_versions == [(len(response.logprobs), version)] for response in responses)
-    rows = [PROMPT + response.completion_token_ids for response in responses]
-    ours = [np.arange(len(row)) >= len(PROMPT) for row in rows]
-    logprobs = [[0.0] * len(PROMPT) + response.logprobs for response in responses]
+    rows = [response.prompt_token_ids + response.completion_token_ids for response in responses]
+    ours = [np.arange(len(row)) >= 7 - i for i, row in enumerate(rows)]
+    logprobs = [[0.0] * (7 - i) + response.logprobs for i, response in enumerate(responses)]
     return TrainingBatch(
         token_ids=np.concatenate(rows),
         cu_seqlens=np.cumsum([0, *map(len, rows)]),
