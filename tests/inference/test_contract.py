@@ -68,7 +68,7 @@ def _of_servers(endpoints: list[Endpoint]) -> RoutingClient:
     )
 
 
-KEPT = {"vllm-process"}
+KEPT = {"vllm", "vllm-process"}
 """Clients that take long to start: one serves all tests until one of them closes it."""
 
 

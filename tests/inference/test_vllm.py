@@ -128,15 +128,17 @@ async def test_after_a_failed_update_nothing_is_served_until_a_whole_one(
 
 
 # -- prompts, settings, faults -----------------------------------------------------------------------------------------
-async def test_siblings_share_their_prompt() -> None:
-    async with client_of(build("served")) as client:
-        await client.generate([ModelRequest(PROMPT, Sampling(max_tokens=2, seed=i)) for i in range(8)])
-        stats = client.stats()
-        assert stats["prompt_tokens"] == 8 * 40
-        assert stats["cached_tokens"] == 7 * 32  # whole blocks of 32, for all but the first
-        assert (stats["requests"], stats["generated_tokens"]) == (8, 16)
+async def test_siblings_share_their_prompt(served: VLLMClient) -> None:
+    requests = [ModelRequest(PROMPT, Sampling(max_tokens=2, seed=i)) for i in range(8)]
+    client = holding(served, build("served"))
+    before = client.stats()
+    await client.generate(requests)
+    stats = {name: value - before[name] for name, value in client.stats().items()}
+    assert stats["prompt_tokens"] == 8 * 40
+    assert stats["cached_tokens"] == 7 * 32  # whole blocks of 32, for all but the first
+    assert (stats["requests"], stats["generated_tokens"]) == (8, 16)
     async with client_of(build("served"), engine_args={"enable_prefix_caching": False}) as client:
-        await client.generate([ModelRequest(PROMPT, Sampling(max_tokens=2, seed=i)) for i in range(8)])
+        await client.generate(requests)
         assert client.stats()["cached_tokens"] == 0
 
 
@@ -320,11 +322,10 @@ async def test_the_process_stays_as_it_was() -> None:
 
 async def test_one_may_end_while_another_starts() -> None:
     model = build("served")
-    for _ in range(2):
-        one = client_of(model)
-        _, two = await asyncio.gather(one.close(), asyncio.to_thread(client_of, model))
-        assert error_of(model, await two.generate(requests_of())) < EXACT
-        await two.close()
+    one = client_of(model)
+    _, two = await asyncio.gather(one.close(), asyncio.to_thread(client_of, model))
+    assert error_of(model, await two.generate(requests_of())) < EXACT
+    await two.close()
 
 
 def test_a_client_outlives_its_event_loop() -> None:

@@ -22,13 +22,14 @@ pytestmark = pytest.mark.vllm
 FAMILIES = ["served", "served-untied", "served-qwen2", "served-llama"]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(family: str) -> Iterator[VLLMClient]:
+    """One client for the tests of a family: an engine takes seconds to start."""
     client = VLLMClient(build(family), ByteTokenizer(), kv_cache_bytes=2**25)
     yield client
     asyncio.run(client.close())
@@ -69,7 +70,7 @@ async def test_the_short_way_is_exact(client: VLLMClient, family: str, monkeypat
     assert not layerwise
 
 
-@pytest.mark.parametrize("family", ["served"])
+@pytest.mark.parametrize("family", ["served"], indirect=True)
 async def test_it_keeps_no_weights_alive(client: VLLMClient, family: str) -> None:
     [engine] = client._thread.engines
     for seed in (1, 2):
@@ -80,7 +81,7 @@ async def test_it_keeps_no_weights_alive(client: VLLMClient, family: str) -> Non
         assert not [name for name, tensor in watched.items() if tensor() is not None], f"after update {seed}"
 
 
-@pytest.mark.parametrize("family", ["served"])
+@pytest.mark.parametrize("family", ["served"], indirect=True)
 async def test_a_tied_head_may_be_named_or_not(client: VLLMClient, family: str) -> None:
     for seed, named in enumerate((True, False, False, True), 1):
         model = other(family, seed)
@@ -93,10 +94,10 @@ async def test_a_tied_head_may_be_named_or_not(client: VLLMClient, family: str) 
         assert await error_of(client, model) < EXACT
 
 
-@pytest.mark.parametrize("family", ["served-untied"])
+@pytest.mark.parametrize("family", ["served-untied"], indirect=True)
 async def test_a_failure_on_the_way_is_made_good_by_the_next_update(client: VLLMClient, family: str) -> None:
     [engine] = client._thread.engines
-    for _ in range(2):  # when the client started, it took vLLM's way, and after a failure as well
+    for _ in range(2):  # the short way, and vLLM's after a failure
         broken = weights_of(other(family, 9)) | {"model.layers.1.mlp.down_proj.weight": torch.zeros(3, 3)}
         with pytest.raises(Exception):  # noqa: B017 - what vLLM's loaders raise
             reload(engine.llm, broken)
@@ -106,20 +107,22 @@ async def test_a_failure_on_the_way_is_made_good_by_the_next_update(client: VLLM
     assert await error_of(client, model) < EXACT
 
 
-@pytest.mark.parametrize("family", ["served"])
+@pytest.mark.parametrize("family", ["served"], indirect=True)
 async def test_a_model_that_changes_weights_before_it_loads_them_takes_the_long_way(
-    client: VLLMClient, family: str
+    client: VLLMClient, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = served_model(client)
     plain = served.load_weights
     del vars(served)[_ROUTE]  # found when the client put in its model's weights
-    served.load_weights = lambda weights: plain((name, tensor.clone()) for name, tensor in weights)
+    monkeypatch.setattr(served, "load_weights", lambda weights: plain((name, w.clone()) for name, w in weights))
     for seed in (1, 2):
         model = other(family, seed)
         client.load_weights("default", weights_of(model).items(), seed)
         assert vars(served)[_ROUTE] is None
         assert await error_of(client, model) < EXACT
-    served.load_weights = lambda weights: plain(pair for pair in weights if pair[0] != "model.norm.weight")
+    monkeypatch.setattr(
+        served, "load_weights", lambda weights: plain(pair for pair in weights if pair[0] != "model.norm.weight")
+    )
     client.load_weights("default", weights_of(model).items(), 3)
     assert vars(served)[_ROUTE] is None, "a weight that no loader took"
 

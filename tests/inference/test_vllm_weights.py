@@ -136,7 +136,7 @@ async def test_without_in_flight_an_update_waits_for_what_runs(start: Start) -> 
 
 
 async def test_adapters_stay_exact(start: Start) -> None:
-    """Two adapters and their base in one batch, while one adapter and then the base change."""
+    """Two adapters and their base in one batch, while one adapter and then the base change, by itself and with it."""
     torch.manual_seed(0)
     shared, adapters = adapted(build("served"))
     policies = adapters | {"base": shared.plain()}
@@ -153,14 +153,9 @@ async def test_adapters_stay_exact(start: Start) -> None:
             for name in adapters:  # a base that changes drops them
                 client.load_weights(name, adapters[name].state_dict().items(), versions[name])
         await check_adapters(client, lambda: build("served"), shared, policies, versions)
-
-
-async def test_an_adapter_brings_its_base(start: Start) -> None:
-    torch.manual_seed(0)
-    _, policies = adapted(build("served"))
+    # An adapter brings its base.
     second, others = adapted(build("served", seed=1))
-    client = start(policies)
-    client.load_weights("solver", [*others["solver"].state_dict().items(), *second.weights().items()], 1)
+    client.load_weights("solver", [*others["solver"].state_dict().items(), *second.weights().items()], 6)
     assert error_of(others["solver"].activate(), await client.generate(requests_of(policy="solver"))) < EXACT
     with pytest.raises(ValueError, match="missing"):
-        client.load_weights("solver", list(others["solver"].state_dict().items())[:2], 2)
+        client.load_weights("solver", list(others["solver"].state_dict().items())[:2], 7)
