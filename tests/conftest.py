@@ -7,6 +7,7 @@ tests marked `vllm` only if vLLM is installed; `make test-all` runs those in a s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -14,7 +15,8 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,13 +55,25 @@ NARROW = {
 }
 
 
-@pytest.fixture(scope="module")
-def narrow_model() -> Iterator[None]:
-    """Runs of this process with ``path = "tiny"`` get one narrow layer: enough where a test asks for no skill."""
+@contextlib.contextmanager
+def _narrow() -> Iterator[None]:
     from turnwise.tasks import tiny
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "build_model", functools.partial(tiny.build_model, **NARROW))
+        yield
+
+
+@pytest.fixture(scope="session")
+def narrow() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which runs with ``path = "tiny"`` get one narrow layer, for fixtures that outlive a file."""
+    return _narrow
+
+
+@pytest.fixture(scope="module")
+def narrow_model() -> Iterator[None]:
+    """Runs of this process with ``path = "tiny"`` get one narrow layer: enough where a test asks for no skill."""
+    with _narrow():
         yield
 
 

@@ -19,8 +19,9 @@ def made_run(tmp_path) -> Path:
     return tmp_path / "made"
 
 
-@pytest.fixture(scope="module")
-def real_run(tmp_path_factory, narrow_model) -> Path:
+# Made once, and before any file's browser: Playwright's event loop, which lasts as long as the browser, allows no second.
+@pytest.fixture(scope="session")
+def real_run(tmp_path_factory, narrow) -> Path:
     """The folder of a real run: the tiny model on sudoku trees, three steps, and then the hand-made episode."""
     folder = tmp_path_factory.mktemp("runs") / "sudoku"
     settings = {
@@ -35,6 +36,7 @@ def real_run(tmp_path_factory, narrow_model) -> Path:
         "filter": {"drop_zero_advantage": False},
         "eval": {"every": 1, "num_prompts": 3},
     }
-    train_from_config(config_from_dict(settings))
+    with narrow():
+        train_from_config(config_from_dict(settings))
     hand_made(folder, 4)
     return folder
