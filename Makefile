@@ -9,6 +9,8 @@ VERL   ?= .venv-verl
 TINKER ?= .venv-tinker
 # The CUDA part of the core: AUTO builds it where nvcc is and a GPU or a torch for CUDA; `make build CUDA=ON` anywhere with nvcc.
 CUDA   ?= AUTO
+# Other architectures than those of CMakeLists.txt, as CMake names them: ARCHITECTURES='90-real;120-virtual'
+ARCHITECTURES ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA. Python compiles
@@ -67,7 +69,7 @@ $(VENV)/.wheel: $(VENV)/.builders $(if $(shell command -v nvcc),$(VENV)/.depende
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  { echo "turnwise builds a C++17 extension and found no compiler (on Debian and Ubuntu: apt install g++)." >&2; exit 1; }
 	@rm -rf build/wheel && $(PIP) wheel $(QUIET) -c constraints.txt --no-build-isolation --no-deps --wheel-dir build/wheel \
-	  --config-settings=cmake.define.TURNWISE_CUDA=$(CUDA) .
+	  --config-settings=cmake.define.TURNWISE_CUDA=$(CUDA) '--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)' .
 	@sed -n 's/^TURNWISE_CUDA_DECISION:INTERNAL=/turnwise._C: /p' build/cp*/CMakeCache.txt
 	@touch $@
 
@@ -242,7 +244,8 @@ wheel-check: sdist  ## a wheel from the sdist, built in isolation, imports outsi
 
 # In the folder and with the tools of `make build`, so that only the CUDA files are compiled anew.
 cuda-build: $(VENV)/.builders  ## a wheel with CUDA: compiles with this machine's nvcc, imports without a driver
-	@.ci/check-wheel $(BIN)/python . ON --no-build-isolation
+	@.ci/check-wheel $(BIN)/python . ON --no-build-isolation \
+	  '--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)'
 
 docs: $(VENV)/.installed  ## the documentation, into site/
 	@$(INSTALL) mkdocs-material 'mkdocstrings[python]'

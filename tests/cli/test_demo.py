@@ -171,39 +171,22 @@ def run_short_demo(out):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_as_one_does(tmp_path):
-    """Weights differ in rounding after the first update, so that on some machine a later sample may be another one."""
-    script = tmp_path / "short_demo.py"
+def test_two_processes_learn(tmp_path):
+    """That they do as one process does is shown by ``tests/test_run_ranks.py``."""
+    script, out = tmp_path / "short_demo.py", tmp_path / "demo"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_demo import run_short_demo\nraise SystemExit(run_short_demo(sys.argv[1]))\n"
     )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed, summaries, curves = [], [], []
-    for name, starter in (("one", []), ("two", torchrun)):
-        out = tmp_path / name
-        ran = subprocess.run(
-            [sys.executable, "-P", *starter, str(script), str(out)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        printed.append(ran.stdout)
-        summaries.append(json.loads((out / "summary.json").read_text())["parts"][ALWAYS.task])
-        curves.append(read_metrics(out / ALWAYS.task / "team"))
-    # Rank 0 alone prints and writes; its warm start and its first samples are those of one process.
-    assert printed[1].count("the trained team: held-out") == printed[0].count("the trained team: held-out") == 1
-    one, two = curves
-    assert [row["step"] for row in two] == [row["step"] for row in one] == list(range(7))
-    assert two[0] == one[0]
-    for name in ("success", "sampled_tokens", "samples", "reward/writer"):
-        assert two[1][name] == one[1][name]
-    assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-3)
-    # Both teams learn, to the same success within the interval.
-    for name in (ALWAYS.agent, demo.TEAM):
-        first, second = (summary["held_out"][name] for summary in summaries)
-        assert first["low"] <= second["success"] <= first["high"]
-    for summary in summaries:
-        assert summary["held_out"][demo.TEAM]["low"] > summary["held_out"][demo.UNTRAINED]["high"]
+    ran = subprocess.run(
+        [*(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), script, out],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("the trained team: held-out") == 1, "rank 0 alone prints"
+    assert [row["step"] for row in read_metrics(out / ALWAYS.task / "team")] == list(range(7)), "and writes"
+    held_out = json.loads((out / "summary.json").read_text())["parts"][ALWAYS.task]["held_out"]
+    assert held_out[demo.TEAM]["low"] > held_out[demo.UNTRAINED]["high"]
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):

@@ -99,13 +99,13 @@ def test_demonstrations_are_rendered_as_calls_are() -> None:
 
 @pytest.mark.slow
 def test_the_tiny_model_learns_what_to_look_up(tmp_path: Path) -> None:
-    """In the example's own settings: sampled answers go from about a third right to most."""
+    """In the example's own settings, a third of the steps: sampled answers go from about a third right to more than half."""
     from turnwise.run.build import build_run
     from turnwise.train.validate import load_config
 
     example = Path(__file__).parents[3] / "examples" / "lookup.toml"
-    run = build_run(load_config(example, {"run_dir": str(tmp_path), "threads": 1, "eval.num_prompts": 60}))
+    run = build_run(load_config(example, {"run_dir": str(tmp_path), "threads": 1, "steps": 10, "eval.num_prompts": 60}))
     run.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rates = [line["reward/solver"] for line in lines if "reward/solver" in line]
-    assert rates[0] < 0.7 and sum(rates[-3:]) / 3 > rates[0] + 0.15, rates
+    assert rates[0] < 0.5 and sum(rates[-3:]) / 3 > rates[0] + 0.15, rates
