@@ -366,7 +366,7 @@ def count_all(architectures: Sequence[int], module: Path | None = None, only: st
                 key = str(module) if module else case.file
                 if key not in kernels:
                     options = ("-arch", f"sm_{architecture}") if module else ()
-                    binary = module or sass_code.compile_file(case.file, architecture, Path(folder))
+                    binary = module or sass_code.compile_file(case.file, architecture)
                     kernels[key] = sass_code.read(binary, *options)
                 yield count(case, kernels[key], architecture)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 # As CMake's Release build, but for the kernels that nothing counts.
@@ -216,14 +219,23 @@ def tool(name: str) -> str:
     return str(path)
 
 
-def compile_file(name: str, architecture: int, folder: Path) -> Path:
-    """Compile ``csrc/cuda/<name>.cu`` for one architecture; return the cubin."""
+def compile_file(name: str, architecture: int) -> Path:
+    """Return the cubin of ``csrc/cuda/<name>.cu`` for one architecture. What the sources gave before is taken again."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise FileNotFoundError("nvcc: expected it on the PATH. Install the CUDA toolkit.")
+    version = subprocess.run([nvcc, "--version"], check=True, capture_output=True).stdout
+    contents = [path.read_bytes() for path in sorted((ROOT / "csrc").rglob("*")) if path.is_file()]
+    made_of = hashlib.sha256(b"\0".join([version, repr(FLAGS).encode(), *contents])).hexdigest()[:16]
+    folder = ROOT / "build" / "cubin" / made_of
+    folder.mkdir(parents=True, exist_ok=True)
     cubin = folder / f"{name}.sm_{architecture}.cubin"
-    source = [str(ROOT / "csrc" / "cuda" / f"{name}.cu"), "-I", str(ROOT / "csrc")]
-    subprocess.run([nvcc, *FLAGS, f"-arch=sm_{architecture}", "-cubin", "-o", str(cubin), *source], check=True)
+    with FileLock(cubin.with_suffix(".lock")):  # tests in several processes ask for one file
+        if not cubin.exists():
+            source, new = ROOT / "csrc" / "cuda" / f"{name}.cu", cubin.with_suffix(".new")
+            command = [nvcc, *FLAGS, f"-arch=sm_{architecture}", "-I", ROOT / "csrc", "-cubin", "-o", new, source]
+            subprocess.run(command, check=True)
+            new.rename(cubin)
     return cubin
 
 

@@ -22,14 +22,15 @@ BENCHES = sorted(p.stem.removeprefix("bench_") for p in (Path(__file__).parents[
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHES)
 def test_each_bench_verifies_and_reports(
-    load: Load, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str
+    load: Load, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Its smallest size: all methods give the same results, or it fails. Without compiling, which takes long."""
     if name == "verl":
         pytest.importorskip("transfer_queue", reason="verl's trainer has an environment of its own: make test-verl")
+    else:  # verl's environment runs one bench
+        monkeypatch.setattr(sys, "executable", request.getfixturevalue("warm_python"))
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "executable", warm_python)
     run = load("run")
     options = run.parse([name, "--quick", "--rounds", "2", "--device", "cpu", "--report", "--out", str(tmp_path)])
     outcome = run.run_one(name, options, {})

@@ -4,17 +4,17 @@ waits for the one before it leaves the memory idle. Read off the machine code, a
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NVCC = shutil.which("nvcc")
 LOAD = re.compile(r"LDG\.E\.EF\S*?(\.64|\.128)? R(\d+), (.*)")  # EF: past the caches, as streams are read
 REGISTER = re.compile(r"\bR(\d+)(\.64|\.128)?\b")
 WIDTHS = {None: 1, "": 1, ".64": 2, ".128": 4}
@@ -26,14 +26,15 @@ class Instruction(NamedTuple):
     text: str
 
 
-def kernels(name: str, folder: Path) -> dict[str, list[Instruction]]:
+@functools.cache
+def kernels(name: str) -> dict[str, list[Instruction]]:
     """The machine code of each kernel in a file of ``csrc/cuda``, by mangled name."""
-    of_triton = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    dump = shutil.which("cuobjdump") or str(of_triton)
-    binary = folder / "kernels.cubin"
-    command = [str(NVCC), "-std=c++17", "-O3", "-arch=sm_90", "-I", str(ROOT / "csrc"), "-cubin", "-o", str(binary)]
-    subprocess.run([*command, str(ROOT / "csrc" / "cuda" / f"{name}.cu")], check=True)
-    code = subprocess.run([dump, "-sass", str(binary)], check=True, capture_output=True, text=True).stdout
+    spec = importlib.util.spec_from_file_location("sass_code", ROOT / "bench" / "sass_code.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = bench = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up there
+    spec.loader.exec_module(bench)
+    command = [bench.tool("cuobjdump"), "-sass", bench.compile_file(name, 90)]
+    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     _, *parts = re.split(r"Function : (\w+)", code)
     return {kernel: instructions(body) for kernel, body in zip(parts[::2], parts[1::2], strict=True)}
 
@@ -94,16 +95,11 @@ KERNELS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[Instruction]]]:
-    return functools.cache(lambda name: kernels(name, tmp_path_factory.mktemp(name)))
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(("name", "kernel", "least"), KERNELS)
-def test_loads_are_on_their_way_together(compiled, name: str, kernel: str, least: int) -> None:
-    found = {n: most_at_once(code) for n, code in compiled(name).items() if re.search(kernel, n)}
+def test_loads_are_on_their_way_together(name: str, kernel: str, least: int) -> None:
+    found = {n: most_at_once(code) for n, code in kernels(name).items() if re.search(kernel, n)}
     assert found and min(found.values()) >= least, found
 
 

@@ -19,7 +19,7 @@ def made_run(tmp_path) -> Path:
     return tmp_path / "made"
 
 
-# Made once, and before any file's browser: Playwright's event loop, which lasts as long as the browser, allows no second.
+# Made once, before any file's browser: Playwright's event loop lasts as long as the browser, and allows no second.
 @pytest.fixture(scope="session")
 def real_run(tmp_path_factory, narrow) -> Path:
     """The folder of a real run: the tiny model on sudoku trees, three steps, and then the hand-made episode."""

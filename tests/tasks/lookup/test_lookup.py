@@ -99,7 +99,7 @@ def test_demonstrations_are_rendered_as_calls_are() -> None:
 
 @pytest.mark.slow
 def test_the_tiny_model_learns_what_to_look_up(tmp_path: Path) -> None:
-    """In the example's own settings, a third of the steps: sampled answers go from about a third right to more than half."""
+    """In a third of the steps of the example: sampled answers go from about a third right to more than half."""
     from turnwise.run.build import build_run
     from turnwise.train.validate import load_config
 
