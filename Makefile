@@ -170,14 +170,15 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes, against the installed package
 	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
 
+# TESTED='-m "not long"' leaves out those that take minutes each, as .ci/run does.
 test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, and vLLM where its CPU build can be had
 	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $(VERL)/.verl $(TINKER)/.tinker $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(MAKE) --no-print-directory test-verifiers || failed=1; \
 	$(MAKE) --no-print-directory test-verl || failed=1; \
-	$(MAKE) --no-print-directory test-tinker TINKER_TESTED='-m "not slow"' || failed=1; \
-	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal || failed=1; \
+	$(MAKE) --no-print-directory test-tinker || failed=1; \
+	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal $(TESTED) || failed=1; \
 	exit $$failed
 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
@@ -192,7 +193,7 @@ test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 an
 	  'tests/bench/test_run.py::test_each_bench_verifies_and_reports[verl]'
 
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
-	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TINKER_TESTED)
+	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TESTED)
 
 test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v

@@ -1,8 +1,9 @@
 """Settings of all tests: no network, no time limit on property tests, and which tests `make test` leaves out.
 
-Marks: only `make test-all` runs `slow` tests. For products of three or more parameters, `make test` runs a few cases
-that contain each pair of values; the others are slow. Tests marked `gpu` exist only if torch sees a CUDA device, and
-tests marked `vllm` only if vLLM is installed; `make test-all` runs those in a separate environment.
+Marks: only `make test-all` runs `slow` tests; `.ci/run` leaves out those that are also `long`. For products of three
+or more parameters, `make test` runs a few cases that contain each pair of values; the others are slow. Tests marked
+`gpu` exist only if torch sees a CUDA device, and tests marked `vllm` only if vLLM is installed; `make test-all` runs
+those in a separate environment.
 """
 
 from __future__ import annotations

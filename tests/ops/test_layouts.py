@@ -32,6 +32,7 @@ from turnwise.ops import (
     token_returns,
     token_reward_sum,
 )
+from turnwise.ops.common import dispatch as backends
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Layouts
@@ -382,7 +383,10 @@ def is_quick(target: Any) -> bool:
 def test_results_do_not_depend_on_the_layout(target: Any, name: str) -> None:
     case = CASES[name]
     size = LONG if is_quick(target) and case.size in (LARGE, MIDDLE) else case.size
-    for run in runs(steps=range(2) if is_quick(target) else [1]):
+    chosen = list(runs(steps=range(2) if is_quick(target) else [1]))
+    if backends.interpreted:  # a third of them, another one for the next op: the interpreter is slow
+        chosen = chosen[list(CASES).index(name) % 3 :: 3]
+    for run in chosen:
         compare(case, target, size, run)
 
 

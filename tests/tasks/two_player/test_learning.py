@@ -14,6 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "kuhn_poker.toml"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_self_play_makes_kuhn_poker_less_exploitable(tmp_path):
     """The start plays 30% of an equilibrium's moves, and sees its card; so it is below uniform play (0.458)."""
     changes = {

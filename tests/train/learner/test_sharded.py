@@ -532,7 +532,7 @@ def test_rank_0_trains_sends_saves_and_loads_for_all(done, alone, folder: Path, 
 
 
 @pytest.mark.parametrize("case", LEARNED, ids=str)
-def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: Case) -> None:
+def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: Case, tmp_path: Path) -> None:
     got = done[0][f"learner {case}"]
     assert got["told"] == "the client is gone" and "nowhere" in got["refused"]
     assert got["sums"] == done[1][f"learner {case}"]["sums"]
@@ -546,9 +546,10 @@ def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: C
     assert {".metadata", "__0_0.distcp", "__1_0.distcp", "rng.safetensors", "rng-1.safetensors", "queue.pickle"} <= {
         file.name for file in saved.iterdir()
     }
-    (saved / "__1_0.distcp").write_bytes(b"cut off")
+    damaged = shutil.copytree(saved, tmp_path / saved.name)
+    (damaged / "__1_0.distcp").write_bytes(b"cut off")
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged"):
-        learner.load(saved)
+        learner.load(damaged)
 
 
 def test_adapters_of_one_base_train_one_after_another(done: list[dict[str, Any]], folder: Path) -> None:
