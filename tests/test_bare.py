@@ -5,15 +5,15 @@ Each environment is an empty one with links to turnwise and to some of the packa
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 import turnwise
+
+from .installed import closure, link
 
 STATE = """
 from turnwise.state import Store
@@ -75,35 +75,6 @@ CASES = {
     ),
     "tasks with numpy": (("numpy",), refused("turnwise.tasks", "pydantic")),
 }
-
-
-def closure(names: tuple[str, ...]) -> set[str]:
-    """The distributions ``names`` and what they require, as far as it is installed here."""
-    found: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for text in importlib.metadata.requires(name) or []:
-            need = Requirement(text)
-            if need.marker is None or need.marker.evaluate({"extra": ""}):
-                try:
-                    importlib.metadata.version(need.name)
-                except importlib.metadata.PackageNotFoundError:
-                    continue
-                waiting.append(need.name)
-    return found
-
-
-def link(distribution: str, folder: Path) -> None:
-    """Link the top-level files of an installed distribution into ``folder``."""
-    found = importlib.metadata.distribution(distribution)
-    for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
-        at = Path(str(found.locate_file(top)))
-        if at.exists() and not (folder / top).exists():
-            (folder / top).symlink_to(at)
 
 
 @pytest.mark.parametrize("case", CASES)

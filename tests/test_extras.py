@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+
+from .installed import closure, link
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -59,19 +59,8 @@ def pip(*words: str) -> None:
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with turnwise and its own requirements, linked from where they are installed, for all environments."""
     folder = tmp_path_factory.mktemp("core")
-    wanted, linked = [Requirement("turnwise")], set()
-    while wanted:
-        requirement = wanted.pop()
-        if requirement.name in linked:
-            continue
-        linked.add(requirement.name)
-        installed = distribution(requirement.name)
-        for name in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
-            if not (folder / name).exists():
-                (folder / name).symlink_to(Path(str(installed.locate_file(name))).resolve())
-        for each in map(Requirement, installed.requires or ()):
-            if each.marker is None or any(each.marker.evaluate({"extra": e}) for e in ("", *requirement.extras)):
-                wanted.append(each)
+    for name in closure(("turnwise",)):
+        link(name, folder)
     return folder
 
 
