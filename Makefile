@@ -14,7 +14,9 @@ ARCHITECTURES ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # torch is pinned in every pip call: a looser requirement could swap it for one with several GB of CUDA. Python compiles
-# what it imports, a small part of what lies there.
+# what it imports, a small part of what lies there, and must be let keep it: else each process compiles it anew, for
+# most of a minute.
+export PYTHONDONTWRITEBYTECODE :=
 QUIET   := $(if $(shell test -t 2 && echo tty),,-qq)
 INTO    := bin/python -m pip --disable-pip-version-check install --no-compile -qq
 INSTALL := $(PIP) install --no-compile $(QUIET) -c constraints.txt
