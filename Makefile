@@ -184,7 +184,7 @@ test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, 
 	exit $$failed
 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
-	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadfile -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
+	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
 
 test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, with verifiers 0.4 in an environment of its own
 	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers

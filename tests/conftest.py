@@ -13,14 +13,18 @@ import functools
 import gc
 import importlib.util
 import itertools
+import multiprocessing.spawn
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from .warm_python import started
 
 # Set this before any import of transformers, so that a test that asks the Hub for a model fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -78,6 +82,24 @@ def narrow_model() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A program to start as Python: its imports are done. Without compilation, which takes long, and with one thread."""
+    if not sys.platform.startswith("linux"):
+        yield sys.executable
+        return
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    with started(tmp_path_factory.mktemp("warm"), environment) as program:
+        yield program
+
+
+@pytest.fixture
+def warm_starts(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process starts as ``sys.executable``, or by multiprocessing, has its imports done."""
+    monkeypatch.setattr(sys, "executable", warm_python)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(warm_python))
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     import torch
 
@@ -100,6 +122,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for fixture in set(getattr(item, "fixturenames", ())) & MARKED_FIXTURES.keys():
             item.add_marker(MARKED_FIXTURES[fixture])
+        if not item.get_closest_marker("xdist_group"):  # `--dist loadgroup` keeps files whole
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     without = {item for item in items if missing & {mark.name for mark in item.iter_markers()}}
     config.hook.pytest_deselected(items=list(without))
     items[:] = [item for item in items if item not in without]

@@ -15,8 +15,8 @@ SCRIPT = Path(__file__).with_name("kill_loop.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async", "lora", "league"])
-def test_a_run_killed_and_resumed_equals_one_left_alone(mode, tmp_path):
-    command = [sys.executable, "-P", str(SCRIPT), "--kills", "2", "--mode", mode, "--folder", str(tmp_path)]
+def test_a_run_killed_and_resumed_equals_one_left_alone(mode, tmp_path, warm_python):
+    command = [warm_python, "-P", str(SCRIPT), "--kills", "2", "--mode", mode, "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -62,6 +62,7 @@ def train_on_two_ranks(config: TrainConfig) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:
     one, two = (config_from_dict({**COMMON, **CASES[case], "run_dir": str(tmp_path / name)}) for name in ("one", "two"))
@@ -94,6 +95,7 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_starts")
 def test_equal_runs_of_two_processes_have_equal_bits(tmp_path: Path) -> None:
     """Also of what each rank draws for itself: adapters with dropout."""
     found = []

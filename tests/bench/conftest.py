@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from .warm_python import started
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -30,14 +27,3 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         return module
 
     return by_path
-
-
-@pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A program to start as Python, without compilation, which takes long, and with one thread."""
-    if not sys.platform.startswith("linux"):
-        yield sys.executable
-        return
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    with started(tmp_path_factory.mktemp("warm"), environment) as program:
-        yield program

@@ -24,6 +24,7 @@ from turnwise.types import ContextLengthError, InferenceClient, ModelError, Mode
 from .engine_server import engine_here
 from .helpers import CONTEXT, build
 
+pytestmark = pytest.mark.xdist_group("vllm_servers")
 STOPS = tuple(range(100, 256))  # half of what a random model says, and the letters d to z of a script
 
 CLIENTS: dict[str, Callable[[Callable[[str], Any]], InferenceClient]] = {

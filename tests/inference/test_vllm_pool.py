@@ -7,6 +7,8 @@ import os
 import signal
 from typing import Any
 
+import pytest
+
 from turnwise.inference import PoolClient, VLLMServerClient, VLLMServerReader
 from turnwise.inference.pool.router import PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
@@ -24,6 +26,8 @@ from .helpers import (
     requests_of,
     versions_of,
 )
+
+pytestmark = pytest.mark.xdist_group("vllm_servers")
 
 
 def engines_of(servers: list[Any], model: Any) -> dict[str, VLLMServerClient]:

@@ -249,7 +249,10 @@ async def test_adapters_and_base_stay_exact_also_in_a_new_engine(transfer: str) 
         await check(3)
         assert host.stats.restarts == 1
         [process] = host.processes
+        core = host._engine.llm.engine_core
+        core._finalizer.detach()  # as vLLM's own watch does when it is the first to see that the process ended
     assert not alive(process)
+    assert core.resources.input_socket.closed and core.resources.output_socket.closed
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelRe
 from .fake_server import Act, FakeServer, Hang, Reset, Say, Script, faking
 from .helpers import EXACT, build, error_of, requests_of, sent, versions_of
 
+pytestmark = pytest.mark.xdist_group("vllm_servers")
 GENERATE = "/inference/v1/generate"
 
 

@@ -29,7 +29,7 @@ from .helpers import (
     versions_of,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_servers")]
 
 KINDS = ["vllm", "vllm-process", "vllm-server"]
 

@@ -390,23 +390,23 @@ def alone(folder: Path) -> dict[Case, dict[str, dict[str, Tensor]]]:
 
 
 @pytest.fixture(scope="module")
-def done(folder: Path, alone: Any) -> list[dict[str, Any]]:
+def done(folder: Path, alone: Any, warm_python: str) -> list[dict[str, Any]]:
     """What each rank found."""
     for tied in (False, True):
         make_policy(Case("trie", False, tied)).model.save_pretrained(folder / f"tied {tied}")
-    return found_by(WORLD, folder)
+    return found_by(warm_python, WORLD, folder)
 
 
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def torchrun(python: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [python, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, __file__, *arguments], env=environment, capture_output=True, text=True, timeout=400
     )
 
 
-def found_by(ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    ran = torchrun(ranks, str(folder), *arguments)
+def found_by(python: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    ran = torchrun(python, ranks, str(folder), *arguments)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
@@ -437,17 +437,17 @@ def test_groups_of_weights_train_at_the_same_time(done: list[dict[str, Any]], fo
     check_pair(done[0]["pair"], folder, 1e-6)
 
 
-def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
-    ran = torchrun(WORLD, str(tmp_path), "--die")
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path, warm_python: str) -> None:
+    ran = torchrun(warm_python, WORLD, str(tmp_path), "--die")
     assert ran.returncode != 0 and "exitcode  : 3" in ran.stderr, ran.stderr
 
 
-def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: Path) -> None:
+def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: Path, warm_python: str) -> None:
     """Four ranks hold two copies in two shards each; one process resumes from their checkpoint, and they from its."""
     for case in LEARNED:
         shutil.copytree(folder / str(case) / "one", tmp_path / str(case) / "one")
     near = 5e-6  # four ranks cut other micro-batches, and Adam's first step divides a small gradient by itself
-    found = found_by(4, tmp_path, "--copies")
+    found = found_by(warm_python, 4, tmp_path, "--copies")
     for case in LEARNED:
         got, want = found[0][f"learner {case}"], alone[case]
         for number in ("first", "second", "third"):

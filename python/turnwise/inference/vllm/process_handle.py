@@ -91,6 +91,11 @@ class EngineProcess:
         for process in self._started:
             process.join(KILL_SECONDS)  # vLLM's shutdown fails while the system still removes the process
         self.llm.shutdown()
+        # vLLM's own watch may have seen the end first. It then leaves the sockets to this loop, which may stop before,
+        # and an open one hangs whoever collects its context as garbage.
+        core = self.llm.engine_core.resources
+        for socket in (core.input_socket, core.output_socket):
+            socket.close(linger=0)
 
     def _died(self) -> None:
         for sentinel in self._sentinels:

@@ -1,9 +1,9 @@
-"""A Python whose imports are done: each start is a fork of one process that has imported what the benches share.
+"""A Python whose imports are done: each start is a fork of one process that has imported what runs and benches share.
 
-At their smallest sizes the imports take most of the time, and many benches start further processes. ``started`` runs
-the process and writes a small program that stands for Python. It hands its words, environment, folder and open files
-to that process, passes signals on, and ends as the fork does. What imports read of the environment, such as
-``OMP_NUM_THREADS``, is that of the process.
+The imports of a run take ten seconds of a slow core, more than most tests train, and many tests start several
+processes. ``started`` runs the process and writes a small program that stands for Python. It hands its words,
+environment, folder and open files to that process, passes signals on, and ends as the fork does. What imports read of
+the environment, such as ``OMP_NUM_THREADS``, is that of the process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import gc
 import importlib
 import marshal
+import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -81,6 +82,7 @@ def started(folder: Path, environment: dict[str, str]) -> Iterator[str]:
 def serve(path: str, program: str) -> list[str]:
     """Fork for each start until standard input ends. Returns in the forks: what they are to run."""
     sys.executable = program  # for what a fork starts itself
+    multiprocessing.set_executable(program)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in SHARED:
@@ -119,6 +121,7 @@ def attend(connection: socket.socket) -> list[str]:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        sys.orig_argv = [sys.executable, *words]
         return words
     for file in files:
         os.close(file)
