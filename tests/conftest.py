@@ -39,6 +39,8 @@ settings.load_profile("turnwise")
 
 # Fixtures that mark the tests that use them: one builds for minutes, one starts servers.
 MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
+# Environment variable: 1 lets products of parameters cover each value once, instead of each pair of values.
+TOGETHER = "TURNWISE_TESTS_TOGETHER"
 # Types of parameters that are compared by value; others are compared by identity.
 PLAIN = (str, int, float, type(None))
 
@@ -129,12 +131,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in without]
 
     # Mark the cases of a product slow that are not needed to cover each pair of values.
+    together = int(os.environ.get(TOGETHER, "2"))
     quick: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             quick.setdefault((str(item.path), item.originalname), []).append(item)
     for cases in quick.values():
-        chosen = pairs([axes(case) for case in cases])
+        chosen = covering([axes(case) for case in cases], together)
         for index, case in enumerate(cases):
             if index not in chosen:
                 case.add_marker(pytest.mark.slow)
@@ -149,16 +152,18 @@ def axes(case: pytest.Function) -> tuple[tuple[str, object], ...]:
     return tuple((",".join(some), tuple(given[name] for name in some)) for some in [*names, *alone])
 
 
-def pairs(cases: list[tuple[tuple[str, object], ...]]) -> set[int]:
-    """Choose a few cases that contain each pair of values of all cases. Returns their indices.
+def covering(cases: list[tuple[tuple[str, object], ...]], together: int) -> set[int]:
+    """Choose a few cases that contain each pair of values of all cases, or each value alone. Returns their indices.
 
     >>> cases = [(("a", a), ("b", b), ("c", c)) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
-    >>> sorted(pairs(cases))
+    >>> sorted(covering(cases, 2))
     [0, 3, 5, 6]
+    >>> sorted(covering(cases, 1))
+    [0, 7]
     """
-    if len(cases[0]) < 3:
+    if len(cases[0]) <= together:
         return set(range(len(cases)))
-    of_case = [set(itertools.combinations(case, 2)) for case in cases]
+    of_case = [set(itertools.combinations(case, together)) for case in cases]
     missing: set[object] = set().union(*of_case)
     chosen: set[int] = set()
     while missing:

@@ -61,11 +61,14 @@ def test_compiles_ahead_of_time(module: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's run")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_op_in_the_interpreter(part: int) -> None:
-    """Of products of parameters, the cases that contain each pair of values: an op takes a second here."""
+@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_every_op_in_the_interpreter(part: int, together: int) -> None:
+    """Of products of parameters, the cases that contain each value (each pair): an op takes seconds here."""
     files = map(str, OF_TARGETS[part::PARTS])
     options = ("-q", "-x", "-p", "no:cacheprovider", "-k", "triton-interpreted", "-m", "not slow")
-    result = run("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
+    result = run(
+        "-m", "pytest", *options, *files, TRITON_INTERPRET="1", TURNWISE_TESTS_TOGETHER=str(together)
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
     passed = result.stdout.splitlines()[-1]
     assert "passed" in passed
