@@ -177,9 +177,7 @@ test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, 
 	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $(VERL)/.verl $(TINKER)/.tinker $$vllm
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
-	$(MAKE) --no-print-directory test-verifiers || failed=1; \
-	$(MAKE) --no-print-directory test-verl || failed=1; \
-	$(MAKE) --no-print-directory test-tinker || failed=1; \
+	$(MAKE) --no-print-directory --keep-going --output-sync -j2 test-verl test-tinker test-verifiers || failed=1; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal $(TESTED) || failed=1; \
 	exit $$failed
 
