@@ -86,7 +86,7 @@ def narrow_model() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A program to start as Python: its imports are done. Without compilation, which takes long, and with one thread."""
+    """A program to start as Python: its imports are done. Without compilation, and with one thread."""
     if not sys.platform.startswith("linux"):
         yield sys.executable
         return

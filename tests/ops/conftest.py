@@ -83,9 +83,8 @@ def emulator() -> Any:
     programs = sysconfig.get_path("scripts")
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     settings = ["-DTURNWISE_CUDA=EMULATED", "-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
-    settings += [
-        "-DCMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF"
-    ]  # which pybind11 sets otherwise, and links for half a minute
+    # pybind11 sets link-time optimisation otherwise, which takes half a minute.
+    settings += ["-DCMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF"]
     settings += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):  # the tests' other processes build it too
