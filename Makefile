@@ -39,6 +39,9 @@ SKYRL    := skyrl[tinker,jax] tinker
 # What the vLLM tests need beside vLLM and what it brings.
 VLLM_TESTS := accelerate execnet hypothesis iniconfig msgpack peft pluggy pytest pytest-asyncio pytest-xdist ray sortedcontainers tomli-w
 
+# Empty where no CUDA compiler is.
+NVCC := $(shell command -v nvcc)
+
 # Where vLLM's CPU build can be had and is the right one.
 VLLM_HERE := [ "$$(uname -sm)" = "Linux x86_64" ] && ! command -v nvidia-smi >/dev/null
 
@@ -47,7 +50,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning gpu-check docs clean
+.PHONY: help build environments demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -184,27 +187,31 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 	@$(BIN)/turnwise demo --compare
 
 test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes, against the installed package
-	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
+	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist loadgroup -m "not slow"
 
-# TESTED='-m "not long"' leaves out those that take minutes each, as .ci/run does.
-test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, and vLLM where its CPU build can be had
-	@vllm=; if $(VLLM_HERE); then vllm=$(VLLM)/.vllm; fi; $(MAKE) --no-print-directory -j2 GOAL=test-all $(VENV)/.peers $(VERIFIERS)/.verifiers $(VERL)/.verl $(TINKER)/.tinker $$vllm
+# `.ci/run` runs the quick tests and, of each slow kind, its representative: TESTED='-m "not slow or representative"'.
+test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, vLLM where its CPU build can be had, and the CUDA build where nvcc is
+	@$(MAKE) --no-print-directory -j2 GOAL=test-all environments
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(MAKE) --no-print-directory --keep-going --output-sync -j2 test-verl test-tinker test-verifiers || failed=1; \
-	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal $(TESTED) || failed=1; \
+	if [ -n "$(NVCC)" ]; then $(MAKE) --no-print-directory cuda-build || failed=1; fi; \
+	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist loadgroup $(TESTED) || failed=1; \
 	exit $$failed
 
+# Every environment that `make test-all` uses.
+environments: $(VENV)/.peers $(VERIFIERS)/.installed $(VERL)/.installed $(TINKER)/.installed $(if $(shell $(VLLM_HERE) && echo yes),$(VLLM)/.installed)
+
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
-	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
+	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py $(TESTED)
 
 test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, with verifiers 0.4 in an environment of its own
-	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers
+	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers $(TESTED)
 
 test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 and its whole trainer in an environment of its own
 	@$(ONE_THREAD) $(VERL)/bin/python -P -m pytest -n auto --maxprocesses 2 --dist loadfile \
 	  tests/integrations/verl/test_trainers.py tests/integrations/verl \
-	  'tests/bench/test_run.py::test_each_bench_verifies_and_reports[verl]'
+	  'tests/bench/test_run.py::test_each_bench_verifies_and_reports[verl]' $(TESTED)
 
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
 	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TESTED)
