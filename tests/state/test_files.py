@@ -372,7 +372,7 @@ OWN_CLASS = b"X\x01\0\0\0K)}\x87"  # the arguments of type("K", (), {})
     ("pickled", "message"),
     [
         (b"](cfractions\nFraction\n" + CHANGED + b"e.", "changes <class 'fractions.Fraction'>"),
-        (b"](cpathlib\nPath\n" + CHANGED + b"e.", "changes <class 'pathlib.Path'>"),
+        (b"](cpathlib\nPath\n" + CHANGED + b"e.", r"changes <class 'pathlib\.(_local\.)?Path'>"),
         (b"](cre\n_compile\n" + CHANGED + b"e.", "changes <function _compile"),
         (b"](cturnwise.state.versions\nABSENT\n" + CHANGED + b"e.", "changes ABSENT"),
         (b"](cbuiltins\nint\n" + CHANGED + b"e.", "can't be read"),

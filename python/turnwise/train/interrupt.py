@@ -58,6 +58,7 @@ class StopRequest:
             await asyncio.gather(task, return_exceptions=True)
             return None
         finally:
-            waiting.cancel()
             if not task.done():
                 task.cancel()
+            waiting.cancel()
+            await asyncio.wait({waiting})  # no task is left behind

@@ -153,9 +153,9 @@ def test_error_has_the_last_50_lines_and_no_keys(tmp_path):
     code = """
 for line in range(3000):
     print(f"line {line} " + "x" * 50)
+sys.stdout.flush()
 print(os.environ["OPENAI_API_KEY"], file=sys.stderr)
 print(json.load(open(os.environ["TURNWISE_MODELS"]))["checker"]["api_key"], file=sys.stderr)
-sys.stdout.flush()
 print("\\xff".encode("latin-1"), flush=True)
 sys.exit(1)
 """

@@ -60,6 +60,8 @@ class CollectiveTransfer:
             raise ValueError(f"backend={backend!r}: expected 'gloo' or 'nccl'")
         if not getattr(distributed, f"is_{backend}_available")():
             raise ValueError(f"transfer={backend!r}: this PyTorch ({torch.__version__}) was built without it")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise ValueError("transfer='nccl' needs a CUDA GPU, and PyTorch sees none here")
         for name, value in (("bucket_mib", bucket_mib), ("deadline", deadline)):
             if not value > 0:
                 raise ValueError(f"{name}={value!r}: expected a number > 0")
