@@ -62,20 +62,8 @@ def test_some_coders_meet_a_program_that_failed():
     assert all(read_view(messages).program is None for _, messages, _ in alone)
 
 
-def test_the_seed_decides():
-    made = demonstrations(STATEMENTS[:40], TEAM, 3)
-    assert demonstrations(STATEMENTS[:40], TEAM, 3) == made != demonstrations(STATEMENTS[:40], TEAM, 4)
-
-
 def test_cases_have_different_arguments():
     from random import Random
 
     written = write_cases(find_problem(STATEMENTS[0]), 8, 1.0, Random(0))
     assert len({repr(case.arguments) for case in written}) == 8
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"quality=1\.5"):
-        demonstrations(STATEMENTS[:1], TEAM, 0, quality=1.5)
-    with pytest.raises(ValueError, match="actors"):
-        demonstrations(STATEMENTS[:1], (), 0)

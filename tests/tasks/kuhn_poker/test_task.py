@@ -1,4 +1,4 @@
-"""The task: episodes against the exact value of the policies that play them, and what the options are."""
+"""The task: episodes against the exact value of the policies that play them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from turnwise.tasks import build_task
 from turnwise.tasks.kuhn_poker import DEALS, KuhnOptions, KuhnPokerTask, equilibrium, solve, table_player
 
 
@@ -25,19 +24,15 @@ async def mean_payoff(table, policy, games, **options):
     return won.mean(), won.std() / np.sqrt(games)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [equilibrium(), np.full((12, 2), 0.5), np.tile([0.3, 0.5, 0.2], (12, 1))],
-    ids=["equilibrium", "uniform", "erring"],
-)
+@pytest.mark.parametrize("policy", [equilibrium(), np.tile([0.3, 0.5, 0.2], (12, 1))], ids=["equilibrium", "erring"])
 async def test_episodes_pay_what_the_tree_says(table, policy):
-    mean, error = await mean_payoff(table, policy, 1500, invalid_cost=2.5)
+    mean, error = await mean_payoff(table, policy, 900, invalid_cost=2.5)
     assert mean == pytest.approx(solve(policy, 2.5).value, abs=4 * error)
 
 
 async def test_the_oracle_wins_what_the_tree_says_against_the_random_player(table):
     expected = solve_against(equilibrium(), np.full((12, 2), 0.5))
-    results = await table(task(), task().oracle()).play(task().eval_requests("eval", 1200))
+    results = await table(task(), task().oracle()).play(task().eval_requests("eval", 600))
     won = np.array([result.rollout.rewards[result.rollout.artifact["model"]] for result in results])
     assert won.mean() == pytest.approx(expected, abs=4 * won.std() / np.sqrt(len(won)))
     assert expected > 0.1
@@ -54,17 +49,3 @@ def test_every_six_games_hold_every_deal():
     dealt = [request.artifact["cards"] for request in task().requests(3, 12, 1)]
     assert Counter(dealt[:6]) == Counter(dealt[6:]) == Counter(DEALS)
     assert dealt != [request.artifact["cards"] for request in task(seed=1).requests(3, 12, 1)]
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"invalid_cost": 1.5}, "invalid_cost=1.5"),
-        ({"alpha": 0.5}, "alpha=0.5"),
-        ({"opponent": "me"}, "opponent='me'"),
-        ({"oponent": "random"}, "did you mean 'opponent'"),
-    ],
-)
-def test_bad_options_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        build_task("kuhn_poker", options)

@@ -129,10 +129,3 @@ def test_roles_take_turns_and_the_seed_decides():
         read_messages(m)[1] is not None for actor, m, _ in demonstrations(MAZES, TEAM, 3) if actor == "planner"
     ]
     assert 0.8 < sum(suggested) / len(suggested) < 0.97
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"quality=1\.5"):
-        demonstrations(MAZES[:1], TEAM, 0, 1.5)
-    with pytest.raises(ValueError, match="actors"):
-        demonstrations(MAZES[:1], (), 0)

@@ -8,7 +8,7 @@ from turnwise.arena import Arena, TreeSampler
 from turnwise.credit import HierarchyCredit
 from turnwise.tasks.base import split_of
 from turnwise.tasks.proposer_solver import ProposerSolverOptions, ProposerSolverTask
-from turnwise.tasks.proposer_solver.arithmetic import Size, value_of
+from turnwise.tasks.proposer_solver.arithmetic import value_of
 from turnwise.tasks.proposer_solver.episodes import (
     PROPOSE,
     PROPOSER,
@@ -16,8 +16,6 @@ from turnwise.tasks.proposer_solver.episodes import (
     STORE,
     ProposeEpisode,
     choose_example,
-    propose_message,
-    read_example,
 )
 from turnwise.types import EpisodeRequest
 
@@ -199,19 +197,9 @@ def test_copies_see_the_same_example_whatever_was_stored_meanwhile():
     assert [choose_example(store, artifact) for artifact in artifacts] == before
 
 
-def test_prompts_read_back():
-    assert read_example([propose_message("3 + 4", Size())]) == "3 + 4"
-
-
 async def test_an_arena_gets_the_stores_that_its_episodes_ask_for(table):
     seat = table(task(), [])
     assert set(seat.arena.stores) == {STORE} and isinstance(seat.arena, Arena)
     own = seat.arena.stores[STORE]
     seat.arena.add_episode("again", ProposeEpisode())
     assert seat.arena.stores[STORE] is own, "one store of a name, whoever asks"
-
-
-@pytest.mark.parametrize(("options", "named"), [({"attempts": 0}, "attempts=0"), ({"curve": "cubic"}, "curve='cubic'")])
-def test_bad_options_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        ProposeEpisode(**options)

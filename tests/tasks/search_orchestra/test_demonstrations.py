@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.tasks.search_orchestra import SearchOrchestraTask, made_up_world
+from turnwise.tasks.search_orchestra import made_up_world
 from turnwise.tasks.search_orchestra.corpus import sufficient
 from turnwise.tasks.search_orchestra.demonstrations import demonstrations
 from turnwise.tasks.search_orchestra.prompts import ANSWERER, SEARCHER, SYSTEM_PROMPTS, VERIFIER, read_view
@@ -40,11 +40,3 @@ def test_verifiers_meet_both_situations():
     shown = [read_view(m) for actor, m, _ in demonstrations(WORLD, TEXTS, 0) if actor == VERIFIER]
     enough = sum(sufficient(WORLD.questions[view.question], view.found) for view in shown) / len(shown)
     assert 0.2 < enough < 0.6
-
-
-def test_the_seed_decides_and_bad_quality_is_named():
-    task = SearchOrchestraTask()
-    assert task.demonstrations(30, 1) == task.demonstrations(30, 1) != task.demonstrations(30, 2)
-    assert len(task.demonstrations(3000, 0)) == 3000
-    with pytest.raises(ValueError, match=r"quality=1\.5"):
-        demonstrations(WORLD, TEXTS[:1], 0, 1.5)

@@ -7,6 +7,7 @@ import pytest
 
 from turnwise.tasks.search_orchestra.corpus import Passage, made_up_world
 from turnwise.tasks.search_orchestra.index import SearchIndex
+from turnwise.tasks.search_orchestra.prompts import PASSAGE_CHARS, view_message
 
 RIVER, TOWN, BOTH = Passage("dun", "river flows"), Passage("osk", "town sleeps"), Passage("harn", "river river town")
 
@@ -47,3 +48,7 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(ImportError, match=r"pip install 'turnwise\[search\]'"):
         SearchIndex([RIVER])
+
+
+def test_long_passages_are_cut():
+    assert len(view_message("Who?", [Passage("t", "x" * 9999)])["content"]) < PASSAGE_CHARS + 20

@@ -6,10 +6,7 @@ import pytest
 
 from turnwise.arena import TreeSampler
 from turnwise.tasks import build_task
-from turnwise.tasks.base import split_of
 from turnwise.tasks.search_orchestra import (
-    SearchIndex,
-    SearchOrchestraEpisode,
     SearchOrchestraOptions,
     SearchOrchestraTask,
 )
@@ -95,30 +92,6 @@ async def test_a_tree_scores_each_action_by_itself(table):
 
 
 # --- the task --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("hops", [1, 3])
-async def test_oracle_and_random_players(table, hops):
-    task = SearchOrchestraTask(SearchOrchestraOptions(hops=hops))
-    requests = task.eval_requests("eval", 30)
-    score = {}
-    for name, player in (("oracle", task.oracle()), ("random", task.random_player(0))):
-        results = await table(task, player).play(requests)
-        score[name] = sum(result.rollout.metrics[task.success_metric] for result in results)
-        if name == "oracle":
-            assert all(r.rollout.metrics[f"found_share/{SEARCHER}"] == 1.0 for r in results)
-            assert all(r.rollout.extras["queries"] for r in results)
-    assert score["oracle"] == 30 and score["random"] < 12
-
-
-def test_splits_share_no_question():
-    asked = {split: set(texts) for split, texts in TASK.splits.items()}
-    assert sum(map(len, asked.values())) == len(TASK.world.questions) == 7200
-    assert all(split_of(text) == split for split, texts in asked.items() for text in texts)
-    trained = {r.artifact["question"] for step in range(30) for r in TASK.requests(step, 32, 1)}
-    trained |= {read_view(messages).question for _, messages, _ in TASK.demonstrations(2000, 0)}
-    assert trained <= asked["train"] and len(trained) > 600
-    assert {r.artifact["question"] for r in TASK.eval_requests("eval", 100)} <= asked["eval"]
-    first = TASK.requests(3, 4, 2)
-    assert first == TASK.requests(3, 4, 2) and len({r.group_id for r in first}) == 4
 
 
 async def test_a_folder_of_ones_own(table, tmp_path):
@@ -134,34 +107,6 @@ async def test_a_folder_of_ones_own(table, tmp_path):
     assert task.demonstrations(5, 0) == [], "there is nothing to demonstrate where no supports are known"
     with pytest.raises(ValueError, match=r"n=500: the train split holds \d+ questions"):
         task.requests(0, 500, 1)
-
-
-def test_completions_fit():
-    from turnwise.tasks.tiny import build_tokenizer
-
-    tokenizer = build_tokenizer(TASK.texts())
-    longest = max(len(tokenizer(reply)["input_ids"]) for *_, reply in TASK.demonstrations(200, 0))
-    assert longest < TASK.options.max_tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"corpus": "docs"}, "expected 'corpus' and 'questions' together"),
-        ({"hops": 4}, "hops=4"),
-        ({"max_searches": 0}, "max_searches=0"),
-        ({"hop": 1}, "unknown option 'hop'; did you mean 'hops'"),
-        ({"quality": 2}, "quality=2"),
-    ],
-)
-def test_bad_options_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        build_task("search_orchestra", options)
-
-
-def test_bad_counts_are_named():
-    with pytest.raises(ValueError, match="passages=0"):
-        SearchOrchestraEpisode(SearchIndex(TASK.world.passages), passages=0)
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,3 @@ def test_faults_and_decisions_by_hand():
     assert decide(level, "DR", 0.0, Random(0)) == "DR" == decide(level, "U", 1.0, Random(0))
     # A faulty suggestion is not kept for its own sake: the planner's routes are those of one who plays alone.
     assert {decide(level, "U", 0.0, Random(seed)) for seed in range(300)} == set(faulty)
-
-
-def test_both_roles_appear_and_the_seed_decides():
-    made = demonstrations(LEVELS[:40], TEAM, 3)
-    assert Counter(actor for actor, *_ in made) == {"tool": 20, "planner": 20}
-    assert demonstrations(LEVELS[:40], TEAM, 3) == made != demonstrations(LEVELS[:40], TEAM, 4)
-    with pytest.raises(ValueError, match=r"quality=1\.5"):
-        demonstrations(LEVELS[:1], TEAM, 0, 1.5)
-    with pytest.raises(ValueError, match="actors"):
-        demonstrations(LEVELS[:1], (), 0)

@@ -8,7 +8,7 @@ from turnwise.arena import TreeSampler
 from turnwise.credit import VineCredit
 from turnwise.samples.collect import collect_samples
 from turnwise.tasks import build_task
-from turnwise.tasks.split_clues import SplitCluesTask, parse_question, split_clues_messages
+from turnwise.tasks.split_clues import parse_question, split_clues_messages
 from turnwise.tasks.split_clues.prompts import read_messages
 from turnwise.types import EpisodeRequest
 
@@ -87,22 +87,3 @@ def test_demonstrations_know_the_format_and_half_of_the_answer():
     unread = [messages for actor, messages, _ in made if actor == "writer" and read_messages(messages)[0] is None]
     assert 0.05 < len(unread) / 300 < 0.3
     assert team().demonstrations(30, 1) == team().demonstrations(30, 1) != team().demonstrations(30, 2)
-
-
-async def test_oracle_and_random_players(table):
-    task = team()
-    requests = task.eval_requests("eval", 40)
-    right = await table(task, task.oracle()).play(requests)
-    assert all(result.rollout.metrics[task.success_metric] == 1.0 for result in right)
-    drawn = await table(task, task.random_player(0)).play(requests)
-    assert sum(result.rollout.metrics[task.success_metric] for result in drawn) <= 2
-
-
-def test_wrong_options_are_named():
-    with pytest.raises(ValueError, match="the writer or the solver last"):
-        team(actors=("reader",))
-    with pytest.raises(ValueError, match="digits=1"):
-        team(digits=1)
-    with pytest.raises(ValueError, match="max_turns=2"):
-        team(max_turns=2)
-    assert SplitCluesTask().success_metric == "solved/reader"

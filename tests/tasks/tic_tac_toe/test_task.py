@@ -7,7 +7,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from turnwise.tasks import build_task
 from turnwise.tasks.tic_tac_toe import (
     TicTacToeOptions,
     TicTacToeTask,
@@ -56,9 +55,9 @@ async def test_the_oracle_never_loses(table):
 
 async def test_episodes_pay_what_the_positions_say(table):
     policy = np.concatenate([0.9 * uniform_policy(), np.full((len(positions().open), 1), 0.1)], axis=1)
-    results = await table(task(invalid_cost=1.25), table_player(policy, Random(0))).play(task().requests(0, 500, 1))
+    results = await table(task(invalid_cost=1.25), table_player(policy, Random(0))).play(task().requests(0, 300, 1))
     won = np.array([result.rollout.rewards["player0"] for result in results])
-    assert won.mean() == pytest.approx(solve(policy, 1.25).value, abs=4 * won.std() / np.sqrt(500))
+    assert won.mean() == pytest.approx(solve(policy, 1.25).value, abs=4 * won.std() / np.sqrt(300))
 
 
 def test_a_table_player_plays_its_table():
@@ -67,8 +66,3 @@ def test_a_table_player_plays_its_table():
     player = table_player(policy, Random(0))
     assert player("player0", [{"role": "user", "content": "0 1 2\n3 4 5\n6 7 8"}]) == "[8]"
     assert optimal_policy().shape == (4520, 9)
-
-
-def test_an_invalid_action_is_never_cheaper_than_a_loss():
-    with pytest.raises(ValueError, match=r"invalid_cost=0.5"):
-        build_task("tic_tac_toe", {"invalid_cost": 0.5})
