@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from turnwise.arena import TreeSampler
-from turnwise.arena.answers import Contribution
 from turnwise.tasks.code_duel import CodeDuelOptions, CodeDuelTask, View, find_problem, read_view
 from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS
 from turnwise.tasks.code_duel.scoring import judge_cases, parse_cases
@@ -73,17 +72,6 @@ async def test_unreadable_replies_change_nothing_and_pay(table):
     assert result.rollout.metrics["valid_format/coder"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [("return os.fork()", "forbidden"), ("while True: print('x' * 9999)", "output"), ("return 'x' * 10**10", "memory")],
-)
-async def test_programs_that_misbehave_earn_nothing_and_are_told(table, body, why):
-    program = f"import os\ndef f(xs):\n    {body}"
-    result = await table(team(max_turns=1), [program, "f([1]) == 1"]).one(ARTIFACT)
-    assert table.rewards(result)[0] == ("coder", 0, 0.0)
-    assert result.rollout.extras["stopped"] == [why] and result.rollout.metrics["contained/coder"] == 1.0
-
-
 async def test_a_tree_runs_each_branch_s_own_program(table):
     other = "f([1, 2]) == 3"
     seat = table(team(max_turns=1), [LEN, RIGHT, "f([]) == 0", other], tree=TreeSampler(branches=2, select="best"))
@@ -94,13 +82,6 @@ async def test_a_tree_runs_each_branch_s_own_program(table):
         ("tester", 1.0, False),
         ("tester", 1 + worth(other), True),
     ]
-
-
-async def test_a_foreign_artifact_is_named(table):
-    from turnwise.arena.runtime.concurrency import BatchFailedError
-
-    with pytest.raises(BatchFailedError, match=r"statement='Do it\.'"):
-        await table(team(), []).one({"problem": "Do it."})
 
 
 # --- the task --------------------------------------------------------------------------------------------------------
@@ -114,12 +95,6 @@ def test_other_families_may_be_demonstrated_than_are_played():
 
 
 # --- what each actor adds --------------------------------------------------------------------------------------------
-async def test_the_coder_mends_and_breaks_programs_and_the_tester_hands_none_on(table):
-    seat = table(team(max_turns=3), [LEN, "f([1, 2]) == 3", RIGHT, "f([7]) == 8", LEN, "f([1, 2]) == 3"])
-    assert await seat.contributions(ARTIFACT) == [
-        ("coder", 1, Contribution(handed=1, changed=1, wrong=1, mended=1)),
-        ("coder", 2, Contribution(handed=1, changed=1, right=1, broke=1)),
-    ]
 
 
 def test_only_the_tester_can_be_left_out():

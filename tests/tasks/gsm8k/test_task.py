@@ -18,29 +18,6 @@ def task(build):
     return build("gsm8k")
 
 
-@pytest.mark.parametrize(
-    ("said", "reward", "answered"),
-    [
-        ("2 + 2 is 4.\n#### 4", 1.0, 1.0),
-        ("#### 4.00 apples", 1.0, 1.0),
-        ("#### 5", 0.0, 1.0),
-        ("#### 5\nNo, wait.\n#### 4", 1.0, 1.0),  # the last one counts
-        ("#### 4\n#### 5", 0.0, 1.0),
-        ("4", 0.0, 0.0),  # no mark, no answer
-        ("#### 4 or 5", 0.0, 0.0),
-        ("<think>#### 5</think>#### 4", 1.0, 1.0),
-        ("<think>#### 4", 0.0, 0.0),
-    ],
-)
-async def test_rewards_worked_by_hand(table, task, said, reward, answered):
-    seat = table(task, [said])
-    result = await seat.one(ARTIFACT)
-    assert result.rollout.rewards == {"solver": reward}
-    assert result.rollout.metrics == {"correct/solver": reward, "answered/solver": answered}
-    [(actor, messages)] = seat.seen
-    assert actor == "solver" and messages[-1] == {"role": "user", "content": "2 + 2?"}
-
-
 def test_demonstrations_are_worked_solutions_of_training_questions(task):
     solutions = {q.question: f"{q.solution}\n#### {q.answer}" for q in task.splits["train"]}
     assert all(

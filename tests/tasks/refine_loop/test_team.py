@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.arena import TreeSampler
-from turnwise.arena.answers import Contribution
-from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.tasks.refine_loop import (
     RefineLoopOptions,
     RefineLoopTask,
@@ -25,16 +22,6 @@ def team(**options):
 
 
 # --- one episode, worked by hand -------------------------------------------------------------------------------------
-async def test_approval_ends_the_episode(table):
-    seat = table(team(), ["1 3 5", "ok"])
-    result = await seat.one(ARTIFACT)
-    assert table.rewards(result) == [(GENERATOR, 0, 2.0), (CRITIC, 0, 2.0)]
-    assert result.rollout.rewards == {GENERATOR: 2.0, CRITIC: 2.0}
-    assert result.rollout.metrics["solved/generator"] == result.rollout.metrics["found_faults/critic"] == 1.0
-    assert [(who, read_view(messages)) for who, messages in seat.seen] == [
-        (GENERATOR, View(TEXT)),
-        (CRITIC, View(TEXT, (1, 3, 5))),
-    ]
 
 
 async def test_two_rounds_by_hand(table):
@@ -56,12 +43,6 @@ async def test_two_rounds_by_hand(table):
     assert result.rollout.extras["broken"] == [] and result.rollout.metrics["found_faults/critic"] == 0.0
 
 
-async def test_approving_what_is_wrong_is_no_success(table):
-    result = await table(team(), ["1 2 5", "ok"]).one(ARTIFACT)
-    assert table.rewards(result) == [(GENERATOR, 0, 3 / 4), (CRITIC, 0, 3 / 4)]
-    assert result.rollout.metrics["solved/generator"] == 0.0
-
-
 async def test_what_can_not_be_read_changes_nothing_and_pays(table):
     seat = table(team(), ["Hm.", "Well.", "1 3 5", "?"])
     result = await seat.one(ARTIFACT)
@@ -73,43 +54,6 @@ async def test_what_can_not_be_read_changes_nothing_and_pays(table):
     ]
     assert "Draft: none" in seat.seen[1][1][-1]["content"] and "Draft" not in seat.seen[0][1][-1]["content"]
     assert result.rollout.metrics["valid_format/generator"] == 0.5
-
-
-async def test_rules_that_the_question_lacks_count_against_the_critic(table):
-    result = await table(
-        team(max_turns=1, max_tokens=99), ["1 3 5", "wrong: first, last, smallest, ascending, sum"]
-    ).one(ARTIFACT)
-    assert table.rewards(result)[1] == (CRITIC, 0, 1.0 + 0.0)
-
-
-async def test_thoughts_decide_nothing(table):
-    result = await table(team(), ["<think>9 9 9\n</think>1 3 5", "<think>wrong: sum</think> ok"]).one(ARTIFACT)
-    assert result.rollout.rewards == {GENERATOR: 2.0, CRITIC: 2.0}
-
-
-async def test_the_generator_alone(table):
-    result = await table(team(actors=(GENERATOR,), max_turns=1), ["1 3 5"], reward={"alpha": 0.5}).one(ARTIFACT)
-    assert table.rewards(result) == [(GENERATOR, 0, 1.5)] and result.rollout.rewards == {GENERATOR: 1.5}
-
-
-async def test_each_branch_is_judged_by_itself(table):
-    replies = ["1 2 5", "9", "ok", "wrong: sum", "1 3 5", "5 5 5", "ok", "wrong: count"]
-    result = await table(team(), replies, tree=TreeSampler(branches=2, select="best")).one(ARTIFACT)
-    assert table.branches(result) == [
-        (GENERATOR, 0.75, True),
-        (GENERATOR, 0.5, False),
-        (CRITIC, 0.75, False),
-        (CRITIC, 1.0, True),
-        (GENERATOR, 2.0, True),
-        (GENERATOR, 0.5, False),
-        (CRITIC, 2.0, True),
-        (CRITIC, 1.75, False),
-    ]
-
-
-async def test_a_foreign_artifact_is_named(table):
-    with pytest.raises(BatchFailedError, match=r"question='Write!'"):
-        await table(team(), []).one({"question": "Write!"})
 
 
 # --- the task --------------------------------------------------------------------------------------------------------
@@ -133,11 +77,3 @@ def test_demonstrations_are_well_formed_and_quality_is_the_share_that_is_right(q
     assert sum(right[GENERATOR]) / 400 == pytest.approx(quality, abs=0.07)
     assert sum(right[CRITIC]) / 400 == pytest.approx(quality + (1 - quality) / 16, abs=0.07)
     assert team().demonstrations(20, 1) == team().demonstrations(20, 1) != team().demonstrations(20, 2)
-
-
-async def test_the_generator_mends_and_breaks_its_drafts(table):
-    lines = ["2 2 6", "wrong: sum", "1 3 5", "wrong: count", "2 2 6", "ok"]
-    assert await table(team(max_turns=3), lines).contributions(ARTIFACT) == [
-        (GENERATOR, 1, Contribution(handed=1, changed=1, wrong=1, mended=1)),
-        (GENERATOR, 2, Contribution(handed=1, changed=1, right=1, broke=1)),
-    ]

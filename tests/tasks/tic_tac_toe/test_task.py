@@ -32,12 +32,6 @@ async def test_a_game_worked_by_hand(table):
     assert [step.turn for step in result.rollout.steps] == [0, 0, 1, 1, 2]
 
 
-async def test_a_taken_cell_loses(table):
-    result = await table(task(), ["[4]", "[4]"]).one({})
-    assert result.rollout.rewards == {"player0": 1.5, "player1": -1.5}
-    assert result.rollout.metrics["legal/player1"] == 0.0 and result.rollout.metrics["readable/player1"] == 1.0
-
-
 async def test_random_games_end_as_often_as_they_should(table):
     results = await table(task(), task().random_player(1)).play(task().requests(0, 500, 1))
     won = np.array([result.rollout.rewards["player0"] for result in results])

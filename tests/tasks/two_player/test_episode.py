@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from turnwise.arena import LeakError
@@ -18,37 +16,6 @@ GAMES = ("kuhn_poker", "negotiation", "tic_tac_toe")
 @pytest.fixture
 def task():
     return KuhnPokerTask()
-
-
-async def test_the_model_plays_both_seats(table, task):
-    result = await table(task, ["[check]", "[bet]", "[call]"]).one({"cards": "KQ"})
-    rollout = result.rollout
-    assert [step.actor_id for step in rollout.steps] == ["player0", "player1", "player0"]
-    assert rollout.rewards == {"player0": 2.0, "player1": -2.0}
-    assert rollout.extras["scores"] == {"player0": 1.0, "player1": 0.0}
-    assert rollout.extras["history"] == "pbb" and rollout.extras["invalid"] is None
-    assert {name: value for name, value in rollout.metrics.items() if "legal" in name} == {
-        "legal/player0": 1.0,
-        "legal/player1": 1.0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("lines", "won", "readable", "legal"),
-    [
-        (["hm"], -3.0, {"player0": 0.0}, {"player0": 0.0}),
-        (["[fold]"], -3.0, {"player0": 1.0}, {"player0": 0.0}),
-        (["[check]", "[call]"], 3.0, {"player0": 1.0, "player1": 1.0}, {"player0": 1.0, "player1": 0.0}),
-        (["[check]", "[bet]", ""], -3.0, {"player0": 0.5, "player1": 1.0}, {"player0": 0.5, "player1": 1.0}),
-    ],
-)
-async def test_an_invalid_action_ends_the_game_and_pays_the_other(table, task, lines, won, readable, legal):
-    result = await table(task, lines).one({"cards": "KQ"})
-    assert result.rollout.rewards == {"player0": won, "player1": -won} and len(result.rollout.steps) == len(lines)
-    for name, expected in (("readable", readable), ("legal", legal)):
-        metrics = {key.partition("/")[2]: value for key, value in result.rollout.metrics.items() if name in key}
-        assert metrics == expected
-    assert result.rollout.extras["invalid"] == f"player{(len(lines) - 1) % 2}"
 
 
 @pytest.mark.parametrize("seat", SEATS)
@@ -98,21 +65,3 @@ async def test_and_the_check_finds_rules_that_leak(table, task):
         LeakError, match=r"the prompt of actor 'player\d' holds what is private to 'player\d': 'Your card:"
     ):
         await seat.one({"cards": "KQ"})
-
-
-@pytest.mark.parametrize(
-    ("artifact", "named"),
-    [
-        ({"cards": "KK"}, r"artifact\['cards'\]='KK'"),
-        ({"cards": "KQ", "model": "player0"}, "expected both 'model' and 'opponent'"),
-        ({"cards": "KQ", "model": "me", "opponent": "random"}, r"artifact\['model'\]='me'"),
-        ({"cards": "KQ", "model": "player0", "opponent": "me"}, r"artifact\['opponent'\]='me'.*\['oracle', 'random'\]"),
-        ("KQ", "artifact='KQ': expected the game's question"),
-    ],
-)
-def test_bad_artifacts_fail_their_episode_by_name(table, task, artifact, named):
-    seat = table(task, task.oracle())
-    seat.arena.failure_threshold = 1.0
-    result = asyncio.run(seat.one(artifact))
-    with pytest.raises(AssertionError, match=named):
-        raise AssertionError(result.rollout.error)
