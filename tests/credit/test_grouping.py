@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from turnwise.credit import ATGRPOCredit, DrMASCredit, GiGPOCredit, GRPOCredit, HierarchyCredit, ReinforcePPCredit
+from turnwise.credit.returns import discounted_returns
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 
@@ -177,3 +178,27 @@ def test_equal_rewards_say_nothing(make: Any) -> None:
     assert ReinforcePPCredit().compute_columns(samples + other)[5] == 0
     causes = ["equal_rewards"] * 3 + ["zero_advantage"]
     assert ReinforcePPCredit().zero_causes(samples + other, [0, 1, 2, 5]) == causes, "the batch is its policy's group"
+
+
+def test_worked_values_by_actor_and_rollout_in_the_order_of_the_steps(make: Any) -> None:
+    samples = [
+        make("a", reward=4.0, step_index=4),
+        make("a", reward=1.0, step_index=0),
+        make("a", "verifier", reward=100.0, step_index=1),
+        make("a", reward=2.0, step_index=2),
+        make("b", reward=8.0),
+    ]
+    assert discounted_returns(samples, 0.5).tolist() == [4, 1 + 0.5 * (2 + 0.5 * 4), 100, 2 + 0.5 * 4, 8]
+
+
+def test_the_rollouts_reward_is_earned_once_at_the_end(make: Any) -> None:
+    """Calls without a reward of their own all carry the rollout's: summed up, it would count once per call."""
+    samples = [make("a", reward=3.0, step_index=index, has_step_reward=False) for index in range(3)]
+    assert discounted_returns(samples, 0.5).tolist() == [0.75, 1.5, 3.0]
+    samples[2].reward, samples[2].has_step_reward = 7.0, True
+    assert discounted_returns(samples, 1.0).tolist() == [7, 7, 7]
+
+
+def test_trees_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"step 2 of rollout 'a' grew in a tree"):
+        discounted_returns([make("a"), make("a", tree_node=5, step_index=2)], 1.0)

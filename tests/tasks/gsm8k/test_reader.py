@@ -77,22 +77,22 @@ def test_bad_files_are_named(tmp_path):
         read_questions(tmp_path / "latin.jsonl")
 
 
-@pytest.mark.parametrize(("name", "count"), [("train.jsonl", 7473), ("test.jsonl", 1319)])
-def test_every_gold_answer_of_the_real_file_scores_right(name, count):
-    path = REAL / name
-    if not path.is_file():
-        pytest.skip(f"no GSM8K file at {path}")
-    questions = read_questions(path)
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert len(questions) == len(records) == count
-    for question, record in zip(questions, records, strict=True):
-        gold = int(re.search(r"#### (-?[\d,]+)$", record["answer"]).group(1).replace(",", ""))
-        assert question.answer == str(gold)
-        assert answers_match(extract_answer(record["answer"]), question.answer)
-        assert "<<" not in question.solution and "####" not in question.solution
-        for near in (gold + 1, gold - 1, 10 * gold + 1, f"{gold}.5", f"{gold}0.1"):
-            assert not answers_match(extract_answer(f"#### {near}"), question.answer)
-        assert answers_match(extract_answer(f"#### ${gold:,}.00"), question.answer)
+if REAL.is_dir():
+
+    @pytest.mark.parametrize(("name", "count"), [("train.jsonl", 7473), ("test.jsonl", 1319)])
+    def test_every_gold_answer_of_the_real_file_scores_right(name, count):
+        path = REAL / name
+        questions = read_questions(path)
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert len(questions) == len(records) == count
+        for question, record in zip(questions, records, strict=True):
+            gold = int(re.search(r"#### (-?[\d,]+)$", record["answer"]).group(1).replace(",", ""))
+            assert question.answer == str(gold)
+            assert answers_match(extract_answer(record["answer"]), question.answer)
+            assert "<<" not in question.solution and "####" not in question.solution
+            for near in (gold + 1, gold - 1, 10 * gold + 1, f"{gold}.5", f"{gold}0.1"):
+                assert not answers_match(extract_answer(f"#### {near}"), question.answer)
+            assert answers_match(extract_answer(f"#### ${gold:,}.00"), question.answer)
 
 
 # --- datasets --------------------------------------------------------------------------------------------------------

@@ -8,8 +8,15 @@ from turnwise.arena import TreeSampler
 from turnwise.credit import VineCredit
 from turnwise.samples.collect import collect_samples
 from turnwise.tasks import build_task
-from turnwise.tasks.split_clues import parse_question, split_clues_messages
+from turnwise.tasks.split_clues import split_clues_messages
 from turnwise.tasks.split_clues.prompts import read_messages
+from turnwise.tasks.split_clues.rows import (
+    Rows,
+    format_question,
+    maximum,
+    parse_question,
+    right_share,
+)
 
 ROWS = parse_question("195/278")
 ARTIFACT = {"rows": "195/278"}
@@ -70,3 +77,16 @@ def test_demonstrations_know_the_format_and_half_of_the_answer():
     unread = [messages for actor, messages, _ in made if actor == "writer" and read_messages(messages)[0] is None]
     assert 0.05 < len(unread) / 300 < 0.3
     assert team().demonstrations(30, 1) == team().demonstrations(30, 1) != team().demonstrations(30, 2)
+
+
+def test_the_answer_is_the_maximum_of_each_place():
+    assert maximum("195", "278") == "298" == Rows("195", "278").answer
+    assert right_share("298", "298") == 1.0 and right_share("208", "298") == pytest.approx(2 / 3)
+    assert right_share(None, "298") == 0.0
+
+
+def test_questions_read_back():
+    assert parse_question(format_question(Rows("195", "278"))) == Rows("195", "278")
+    for text in ("195", "195/27", "19a/278", "/", "1/2/3"):
+        with pytest.raises(ValueError, match="expected two rows"):
+            parse_question(text)

@@ -17,6 +17,7 @@ from turnwise.tasks.tic_tac_toe import (
     table_player,
     uniform_policy,
 )
+from turnwise.tasks.tic_tac_toe.board import LINES, outcome
 
 
 def task(**options):
@@ -60,3 +61,12 @@ def test_a_table_player_plays_its_table():
     player = table_player(policy, Random(0))
     assert player("player0", [{"role": "user", "content": "0 1 2\n3 4 5\n6 7 8"}]) == "[8]"
     assert optimal_policy().shape == (4520, 9)
+
+
+def test_eight_lines_win():
+    for line in LINES:
+        for mark, won in (("X", 1.0), ("O", -1.0)):
+            assert outcome("".join(mark if cell in line else "." for cell in range(9))) == won
+    assert len({tuple(sorted(line)) for line in LINES}) == 8
+    magic = (2, 7, 6, 9, 5, 1, 4, 3, 8)
+    assert all(sum(magic[cell] for cell in line) == 15 for line in LINES), "the lines of a magic square"

@@ -65,3 +65,17 @@ async def test_and_the_check_finds_rules_that_leak(table, task):
         LeakError, match=r"the prompt of actor 'player\d' holds what is private to 'player\d': 'Your card:"
     ):
         await seat.one({"cards": "KQ"})
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_each_match_is_played_from_both_seats_with_one_luck(name):
+    task = build_task(name)
+    requests = task.eval_requests("eval", 40)
+    for first, second in zip(requests[::2], requests[1::2], strict=True):
+        assert (first.artifact["model"], second.artifact["model"]) == ("player0", "player1")
+        assert {**first.artifact, "model": ""} == {**second.artifact, "model": ""}
+        assert (first.seed, first.group_id) == (second.seed, second.group_id)
+        assert not first.is_trainable and first.artifact["opponent"] == "random"
+    assert len({request.seed for request in requests}) == 20
+    assert len(task.eval_requests("eval", 7)) == 7
+    assert requests == build_task(task.name, {"seed": 5}).eval_requests("eval", 40)
