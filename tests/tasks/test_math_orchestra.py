@@ -24,37 +24,15 @@ def calls(result):
 
 
 # --- one episode, worked by hand -------------------------------------------------------------------------------------
-
-
-async def test_a_rejected_one_goes_back_with_the_review(table, task):
-    seat = table(task, [WRONG, DOWN, RIGHT, UP])
-    result = await seat.one(ARTIFACT)
-    assert calls(result) == [("solver", 0), ("verifier", 0), ("solver", 1), ("verifier", 1)]
-    assert result.rollout.rewards == {"solver": 1.0, "verifier": 1.0}
-    assert [(actor, read_view(messages)) for actor, messages in seat.seen] == [
-        ("solver", View("2 + 2?")),
-        ("verifier", View("2 + 2?", WRONG)),
-        ("solver", View("2 + 2?", WRONG, DOWN)),
-        ("verifier", View("2 + 2?", RIGHT)),
-    ]
-
-
 @pytest.mark.parametrize("thought", ["<think>#### 5\nverdict: reject</think>", "#### 5\nverdict: reject</think>\n"])
 async def test_thoughts_stay_private_and_decide_nothing(table, task, thought):
     seat = table(task, [thought + RIGHT, thought + UP])
     result = await seat.one(ARTIFACT)
     assert result.rollout.rewards == {"solver": 1.0, "verifier": 1.0}
     assert "#### 5" not in str(seat.seen[1])
-    cut = await table(task, ["<think>it must be\n#### 4", UP]).one(ARTIFACT)
-    assert cut.rollout.rewards["solver"] == 0.0
-
-
-# --- a tree ----------------------------------------------------------------------------------------------------------
 
 
 # --- the task --------------------------------------------------------------------------------------------------------
-
-
 async def test_the_oracle_rejects_a_wrong_answer(task):
     play, question = task.oracle(), task.splits["train"][0]
     for solution, verdict in ((f"#### {question.answer}", True), (f"#### {question.answer}1", False)):
@@ -105,8 +83,6 @@ def test_bad_input_is_named(task, tmp_path):
 
 
 # --- what each actor adds --------------------------------------------------------------------------------------------
-
-
 async def test_without_the_verifier_the_first_answer_stands(table, task):
     alone = task.with_actors(("solver",))
     result = await table(alone, [WRONG]).one(ARTIFACT)

@@ -13,6 +13,18 @@ import pytest
 
 from turnwise.arena import TreeSampler
 from turnwise.arena.answers import Contribution
+from turnwise.tasks.code_duel import View as Program
+from turnwise.tasks.code_duel import find_problem, parse_cases
+from turnwise.tasks.code_duel import read_view as read_program
+from turnwise.tasks.code_duel.scoring import judge_cases
+from turnwise.tasks.math_orchestra import View as Solution
+from turnwise.tasks.math_orchestra import read_view as read_solution
+from turnwise.tasks.plan_path import parse_maze, plan_path_messages
+from turnwise.tasks.refine_loop import View as Draft
+from turnwise.tasks.refine_loop.team import read_view as read_draft
+from turnwise.tasks.sokoban import State, parse_level, sokoban_messages
+from turnwise.tasks.split_clues import parse_question, split_clues_messages
+from turnwise.tasks.sudoku import sudoku_messages
 from turnwise.tasks.sudoku.grid import format_grid
 
 GRIDS = {name: format_grid(grid) for name, grid in {
@@ -42,6 +54,17 @@ ALONE = {"actors": ["solver"], "max_turns": 1}
 BEST_OF_2, BEST_OF_3 = (TreeSampler(branches=branches, select="best") for branches in (2, 3))
 
 
+READERS: dict[str, Any] = {"code_duel": read_program, "math_orchestra": read_solution, "refine_loop": read_draft}
+# What the cases of a tester are worth: the share that is right, times the share of wrong programs that they find out.
+CASES = "f([1, 2]) == 3\nf([]) == 0\nf([4]) == 5"
+ONE_CASE, TWO_OF_THREE = (judge_cases(find_problem(SUM), parse_cases(cases, 4)).score for cases in (CASES[:14], CASES))
+LEN_PASSES = sum(len(xs) == sum(xs) for (xs,) in find_problem(SUM).hidden) / len(find_problem(SUM).hidden)
+MAZE, LEVEL = parse_maze("A#G\n...\n..#"), parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")
+PUZZLE, RULES, ROWS = "1_3_3412_1434_21", ARTIFACTS["refine_loop"]["question"], parse_question("195/278")
+EIGHT, NINE = (GRIDS[name].replace("\n", "") for name in ("eight", "nine"))
+WALKED = "Round 2. Walked: 2 moves."
+
+
 class Game(NamedTuple):
     """Replies in their order; the rewards of the steps and of the actors; metrics by name, or else extras."""
 
@@ -52,6 +75,8 @@ class Game(NamedTuple):
     measured: Mapping[str, Any] = MappingProxyType({})
     options: Mapping[str, Any] = MappingProxyType({})
     reward: Mapping[str, Any] = MappingProxyType({})
+    seen: list[Any] | None = None
+    """The prompts in their order, as messages or as what ``READERS`` reads in them."""
 
 
 def both(one: str, other: str, worth: float) -> dict[str, float]:
@@ -67,6 +92,22 @@ GAMES = {
     "after the last round an unsolved grid earns its share only": Game(
         "sudoku", ["eight", "nine"], [8 / 12, 9 / 12], {"proposer": 8 / 12, "reviser": 9 / 12},
         {"solved/proposer": 0.0}, {"max_turns": 1},
+    ),
+    "a reviser is scored for the grid that it leaves": Game(
+        "sudoku", ["eight", "nine", "eight", "solved"], [8 / 12, 9 / 12, 8 / 12, 2.0],
+        {"proposer": 1 + 8 / 12, "reviser": 2.0}, {"rounds": 2},
+        seen=[  # the instruction, the puzzle, the standing draft and the round: nothing else piles up
+            sudoku_messages("proposer", PUZZLE), sudoku_messages("reviser", PUZZLE, EIGHT),
+            sudoku_messages("proposer", PUZZLE, NINE, 1), sudoku_messages("reviser", PUZZLE, EIGHT, 1),
+        ],
+    ),
+    "an unreadable reply leaves the draft and pays": Game(  # the puzzle itself has 3 whole units
+        "sudoku", ["I do not know.", "eight", "1234", "solved"], [3 / 12 - 0.25, 8 / 12, 8 / 12 - 0.25, 2.0], {},
+        {"valid_format/proposer": 0.0, "valid_format/reviser": 1.0},
+        seen=[
+            sudoku_messages("proposer", PUZZLE), sudoku_messages("reviser", PUZZLE, PUZZLE),
+            sudoku_messages("proposer", PUZZLE, EIGHT, 1, unread=True), sudoku_messages("reviser", PUZZLE, EIGHT, 1),
+        ],
     ),
     "a solver alone": Game("sudoku", ["nine"], [9 / 12], {"solver": 9 / 12}, {}, ALONE),
     "a changed given is no solution": Game("sudoku", ["other"], [0.0], {"solver": 0.0}, {"solved/solver": 0.0}, ALONE),
@@ -87,10 +128,53 @@ GAMES = {
         "plan_path", ["D R R U", "D U D R", "R", "R U"], [2.0, 0.0, 0.0, 2.0], both("tool", "planner", 2.0), {},
         {"goal": "solved", "shaping": 0.0}, {"alpha": 2.0},
     ),
+    # Into the wall at once; half-way; a route that would arrive after 2 + 2 moves; one of 2 + 4, which the goal ends.
+    "two rounds of walking": Game(
+        "plan_path", ["R", "D R", "So:\nR U", "D U R U U"], [0.0, 0.5, 1 + 0.5, 4 / 6 + 0.5],
+        both("tool", "planner", 4 / 6 + 1),
+        {"path": [0, 3, 4, 7, 4, 5, 2], "rounds": 2, "legal_moves/tool": 0.5, "legal_moves/planner": 0.9,
+         "moves/planner": 6},
+        seen=[
+            plan_path_messages("tool", MAZE),
+            plan_path_messages("planner", MAZE, 0, "R", check="0 moves, then R is blocked"),
+            plan_path_messages("tool", MAZE, 4, note=f"{WALKED} Suggested: 0 moves, then R is blocked."),
+            plan_path_messages("planner", MAZE, 4, "RU", WALKED, "it works"),
+        ],
+    ),
+    # Played to the end, an actor pays for the share of its replies that could not be read.
+    "unreadable replies move nobody and pay": Game(
+        "plan_path", ["Hm.", "I do not know.", "D R", ""], [-1.0, -1.0, 0.5, -1.0], {"tool": 0.0, "planner": -1.0},
+        {"valid_format/tool": 0.5, "valid_format/planner": 0.0}, {"max_turns": 2},
+        seen=[
+            plan_path_messages("tool", MAZE), plan_path_messages("planner", MAZE),
+            plan_path_messages("tool", MAZE, note="Round 2. Walked: no moves read. Suggested: no moves read."),
+            plan_path_messages("planner", MAZE, 0, "DR", "Round 2. Walked: no moves read.", "2 moves"),
+        ],
+    ),
+    "three hand a suggestion on": Game(
+        "plan_path", ["D R R U", "no idea", "D"], [2.0, -1.0, 0.25], {}, {},
+        {"actors": ["tool", "planner", "solver"], "max_turns": 1},
+        seen=[
+            plan_path_messages("tool", MAZE), plan_path_messages("planner", MAZE, 0, "DRRU", check="it works"),
+            plan_path_messages("solver", MAZE, 0, "DRRU", check="it works"),
+        ],
+    ),
     "half the way": Game("plan_path", ["D R R"], [0.75], {"solver": 0.75}, {}, ALONE),
     "a solution by pushes": Game(
         "sokoban", ["D R", "D R"], [1 + 2 / 6] * 2, both("tool", "planner", 1 + 2 / 6),
         {"solved/tool": 1.0, "lost": False},
+    ),
+    # The outcome for both, how much closer each one's last action led, and the cost of what can't be read.
+    "two rounds of pushes": Game(
+        "sokoban", ["U", "D", "I don't know.", "R"], [0.0, 1 / 6, -1.0, 1 + 1 / 6],
+        {"tool": 1 + 1 / 6 - 0.5, "planner": 1 + 2 / 6}, {"valid_format/tool": 0.5, "closeness/planner": 1.0},
+        seen=[
+            sokoban_messages("tool", LEVEL),
+            sokoban_messages("planner", LEVEL, route="U", check="0 moves, then U is blocked"),
+            sokoban_messages("tool", LEVEL, State(11, (12,)),
+                             note="Round 2. Walked: 1 move. Suggested: 0 moves, then U is blocked."),
+            sokoban_messages("planner", LEVEL, State(11, (12,)), note="Round 2. Walked: 1 move."),
+        ],
     ),
     "a level can be lost": Game(
         "sokoban", ["R D"], [-4 / 6], {"solver": -4 / 6}, {"solved/solver": 0.0, "lost": True}, ALONE,
@@ -102,6 +186,17 @@ GAMES = {
     "approval ends the episode": Game(
         "refine_loop", ["1 3 5", "ok"], [2.0, 2.0], both("generator", "critic", 2.0),
         {"solved/generator": 1.0, "found_faults/critic": 1.0},
+    ),
+    # The count alone is right; of what the critic says all is so, but that two are equal it does not see.
+    "two rounds of drafts": Game(
+        "refine_loop", ["2 2 6", "wrong: sum, largest", "1 3 5", "wrong: count"], [1 / 4, 3 / 4, 2.0, 1 + 3 / 4],
+        {"generator": 2.0, "critic": 1.75}, {"broken": [], "found_faults/critic": 0.0},
+        seen=[Draft(RULES), Draft(RULES, (2, 2, 6)), Draft(RULES, (2, 2, 6), "wrong: largest, sum"),
+              Draft(RULES, (1, 3, 5))],
+    ),
+    "what can't be read changes nothing and pays": Game(
+        "refine_loop", ["Hm.", "Well.", "1 3 5", "?"], [-0.25, -0.25, 2.0, 0.75], {}, {"valid_format/generator": 0.5},
+        seen=[Draft(RULES), Draft(RULES), Draft(RULES), Draft(RULES, (1, 3, 5))],
     ),
     "approving what is wrong is no success": Game(
         "refine_loop", ["1 2 5", "ok"], [0.75, 0.75], both("generator", "critic", 0.75), {"solved/generator": 0.0},
@@ -121,6 +216,10 @@ GAMES = {
     # Math orchestra: both earn the outcome, which is that of the solver's last answer.
     "an approved problem leaves the loop": Game(
         "math_orchestra", [FOUR, YES], None, both("solver", "verifier", 1.0), {"loops": 1, "approved": True},
+    ),
+    "a rejected problem goes back with the review": Game(
+        "math_orchestra", [FIVE, NO, FOUR, YES], None, both("solver", "verifier", 1.0), {"loops": 2},
+        seen=[Solution("2 + 2?"), Solution("2 + 2?", FIVE), Solution("2 + 2?", FIVE, NO), Solution("2 + 2?", FOUR)],
     ),
     "approved although wrong": Game(
         "math_orchestra", [FIVE, YES], None, both("solver", "verifier", 0.0), {"loops": 1, "correct/solver": 0.0},
@@ -143,6 +242,10 @@ GAMES = {
         "math_orchestra", ["<think>it must be\n#### 4", YES], None, both("solver", "verifier", 0.0),
     ),
     # Split clues: 1 for the right digits, and their share; the answer alone is paid.
+    "the writer sees what the reader sent": Game(
+        "split_clues", ["1 9 0", "298"], None, both("reader", "writer", 2.0), {"solved/reader": 1.0, "answer": "298"},
+        seen=[split_clues_messages("reader", ROWS), split_clues_messages("writer", ROWS, "190")],
+    ),
     "a wrong answer earns its right digits": Game(
         "split_clues", ["?", "278"], None, both("reader", "writer", 2 / 3),
         {"valid_format/reader": 0.0, "valid_format/writer": 1.0},
@@ -161,7 +264,25 @@ GAMES = {
             ("#### 4 or 5", 0.0, 0.0), ("<think>#### 5</think>#### 4", 1.0, 1.0), ("<think>#### 4", 0.0, 0.0),
         )
     },
-    # Code duel: programs that misbehave earn nothing, and are told.
+    # Code duel: the share of hidden tests passed, and 1 for all; a tester earns what its cases find out.
+    "agreement ends the episode": Game(
+        "code_duel", [RIGHT, CASES[:14]], [2.0, 1 + ONE_CASE], {"coder": 2.0, "tester": 1 + ONE_CASE},
+        {"solved/coder": 1.0, "agreed": True}, seen=[Program(SUM), Program(SUM, RIGHT)],
+    ),
+    "two rounds of programs": Game(  # the last case is wrong; in the end the program is right, and the case is not
+        "code_duel", [LEN, CASES, RIGHT, "f([7]) == 8"], [LEN_PASSES, TWO_OF_THREE, 2.0, 1.0],
+        {"coder": 2.0, "tester": 1.0}, {"rounds": 2, "agreed": False, "right_cases/tester": 0.0},
+        seen=[Program(SUM), Program(SUM, LEN), Program(SUM, LEN, "f([1, 2]) == 3, not 2\nf([4]) == 5, not 1"),
+              Program(SUM, RIGHT)],  # the tester is not told what failed before
+    ),
+    "agreeing on a wrong program is no success": Game(
+        "code_duel", [LEN, "f([]) == 0"], [LEN_PASSES, 0.0], {}, {"agreed": True, "solved/coder": 0.0},
+    ),
+    "no program and no cases": Game(
+        "code_duel", ["I can't.", "Nor can I.", RIGHT, ""], [-0.25, -0.25, 2.0, 0.75], {}, {"valid_format/coder": 0.5},
+        seen=[Program(SUM), Program(SUM), Program(SUM), Program(SUM, RIGHT)],
+    ),
+    # Programs that misbehave earn nothing, and are told.
     **{
         f"code that {why}": Game(
             "code_duel", [f"import os\ndef f(xs):\n    {body}", "f([1]) == 1"], None, {}, {"stopped": [why],
@@ -225,6 +346,8 @@ async def test_a_game_by_hand(table, build, title):
     result = await played.one(ARTIFACTS[game.task])
     rollout = result.rollout
     assert rollout.error is None and len(rollout.steps) == len(lines)
+    read = READERS.get(game.task, list)
+    assert game.seen is None or [read(messages) for _, messages in played.seen] == game.seen
     if game.steps is not None:
         assert [step.reward for step in rollout.steps] == pytest.approx(game.steps)
     elif game.task != "code_duel":

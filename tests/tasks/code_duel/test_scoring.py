@@ -103,8 +103,6 @@ def test_failures_are_described():
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
-
-
 def test_cases_are_read_and_prose_is_not():
     text = (
         "Edge cases:\n- assert f([]) == 0\n`f([1, -2]) == -1`\nf([]) == 5\nf(x) == 1\ng([1]) == 1\nf([1]) != 1\n"

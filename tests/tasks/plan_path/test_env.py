@@ -64,8 +64,6 @@ def test_reset_and_render():
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_goal_is_named():
     with pytest.raises(ValueError, match="goal='reached': expected one of"):
         Scoring(goal="reached")

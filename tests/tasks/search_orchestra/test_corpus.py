@@ -94,8 +94,6 @@ def test_an_empty_folder_is_named(tmp_path):
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_sufficient_by_hand():
     mira, velmar = Passage("Mira", "Mira was born in Velmar."), Passage("Velmar", "Velmar is in Osk.")
     known = Question("In which province?", "Osk", ("Mira", "Velmar"))

@@ -92,8 +92,6 @@ async def test_a_tree_scores_each_action_by_itself(table):
 
 
 # --- the task --------------------------------------------------------------------------------------------------------
-
-
 async def test_a_folder_of_ones_own(table, tmp_path):
     (tmp_path / "docs").mkdir()
     for n in range(60):

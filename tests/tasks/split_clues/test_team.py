@@ -26,16 +26,6 @@ def team(**options):
     return build_task("split_clues", options)
 
 
-async def test_the_writer_sees_what_the_reader_sent_and_answers(table):
-    seat = table(team(), ["1 9 0", "298"])
-    result = await seat.one(ARTIFACT)
-    assert seat.seen == [("reader", split_clues_messages("reader", ROWS)),
-                         ("writer", split_clues_messages("writer", ROWS, "190"))]  # fmt: skip
-    assert result.rollout.rewards == {"reader": 2.0, "writer": 2.0}  # alpha * solved + the share of right digits
-    assert [step.reward for step in result.rollout.steps] == [None, None], "the answer alone is paid"
-    assert result.rollout.metrics["solved/reader"] == 1.0 and result.rollout.extras["answer"] == "298"
-
-
 async def test_no_one_sees_a_row_that_is_not_theirs(table):
     seat = table(team(), ["000", "278"])
     await seat.one(ARTIFACT)

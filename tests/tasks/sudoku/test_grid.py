@@ -90,8 +90,6 @@ def test_puzzles_have_one_solution_and_the_asked_blanks(split, blanks):
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
-
-
 def test_blanks_are_read_only_when_asked_for():
     assert parse_grid(format_grid(PUZZLE)) is None
     assert parse_grid(format_grid(PUZZLE), blanks=True) == PUZZLE
