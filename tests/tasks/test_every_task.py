@@ -354,6 +354,43 @@ async def test_no_text_crashes_an_episode(name, build, strings):
         step += 1
 
 
+@pytest.mark.parametrize(
+    ("name", "actors", "metric"),
+    [
+        ("code_duel", ["coder"], "solved/coder"),
+        ("math_orchestra", ["solver"], "correct/solver"),
+        ("plan_path", ["planner"], "solved/planner"),
+        ("refine_loop", ["generator"], "solved/generator"),
+        ("search_orchestra", ["searcher", "answerer"], "correct/answerer"),
+        ("sokoban", ["tool"], "solved/tool"),
+        ("split_clues", ["writer"], "solved/writer"),
+        ("sudoku", ["reviser"], "solved/reviser"),
+    ],
+)
+async def test_some_actors_play_without_the_others(table, build, name, actors, metric):
+    task = build(name, max_tokens=77)
+    some = task.with_actors(actors)
+    assert [actor.id for actor in some.actors] == actors != [actor.id for actor in task.actors], (
+        "the task keeps its team"
+    )
+    assert some.success_metric == metric and some.options.max_tokens == 77
+    [result] = await table(some, task.oracle()).play(some.requests(0, 1, 1))
+    assert result.rollout.error is None and [step.actor_id for step in result.rollout.steps][-1] in actors
+
+
+@pytest.mark.parametrize(
+    ("name", "actors", "named"),
+    [
+        ("code_duel", ["tester"], "expected the coder first"),
+        ("math_orchestra", ["verifier"], r"actors=\('verifier',\): expected 'solver' among them"),
+        ("search_orchestra", ["verifier", "searcher"], "expected 'answerer' among them"),
+    ],
+)
+def test_those_who_can_not_play_alone_are_named(build, name, actors, named):
+    with pytest.raises(ValueError, match=named):
+        build(name).with_actors(actors)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", NO_TREE)
 def test_a_tree_is_refused_by_name(name, build):

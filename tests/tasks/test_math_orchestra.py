@@ -18,11 +18,6 @@ def task(build):
     return build("math_orchestra", max_loops=2)
 
 
-def calls(result):
-    assert result.rollout.error is None
-    return [(step.actor_id, step.turn) for step in result.rollout.steps]
-
-
 # --- one episode, worked by hand -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("thought", ["<think>#### 5\nverdict: reject</think>", "#### 5\nverdict: reject</think>\n"])
 async def test_thoughts_stay_private_and_decide_nothing(table, task, thought):
@@ -83,10 +78,3 @@ def test_bad_input_is_named(task, tmp_path):
 
 
 # --- what each actor adds --------------------------------------------------------------------------------------------
-async def test_without_the_verifier_the_first_answer_stands(table, task):
-    alone = task.with_actors(("solver",))
-    result = await table(alone, [WRONG]).one(ARTIFACT)
-    assert calls(result) == [("solver", 0)] and result.rollout.metrics["correct/solver"] == 0.0
-    assert [actor.id for actor in task.actors] == ["solver", "verifier"], "the task itself keeps its team"
-    with pytest.raises(ValueError, match=r"actors=\('verifier',\): expected 'solver' among them"):
-        task.with_actors(("verifier",))

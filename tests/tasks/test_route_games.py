@@ -100,6 +100,23 @@ def test_scoring_by_hand(scoring):
             scoring(shaping=shaping)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "shape"),
+    [
+        ("plan_path", {"side": 6, "walls": 0.0, "min_route": 3}, {"\n": 5, "#": 0}),
+        ("plan_path", {"side": 8, "walls": 0.35, "min_route": 9}, {"\n": 7, "#": 22}),
+        ("sokoban", {"side": 6, "boxes": 2, "min_route": 6}, {"\n": 5, "B": 2}),
+        ("sokoban", {"side": 8, "boxes": 1, "min_route": 9}, {"\n": 7, "B": 1}),
+    ],
+)
+def test_options_make_boards_harder(build, name, options, shape):
+    task = build(name, **options)
+    for request in task.requests(0, 6, 1):
+        [board] = request.artifact.values()
+        assert {sign: board.count(sign) for sign in shape} == shape
+        assert len(task.oracle()("solver", [{"role": "user", "content": board}]).split()) >= options["min_route"]
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("route", [None, "DRU"])
 @pytest.mark.parametrize("note", ["", "Round 2. Walked: 1 move."])

@@ -110,6 +110,10 @@ GAMES = {
         ],
     ),
     "a solver alone": Game("sudoku", ["nine"], [9 / 12], {"solver": 9 / 12}, {}, ALONE),
+    "a reviser alone plays all rounds with its own prompt": Game(
+        "sudoku", ["eight", "solved"], [8 / 12, 2.0], {}, {"solved/reviser": 1.0}, {"actors": ["reviser"]},
+        seen=[sudoku_messages("reviser", PUZZLE), sudoku_messages("reviser", PUZZLE, EIGHT, 1)],
+    ),
     "a changed given is no solution": Game("sudoku", ["other"], [0.0], {"solver": 0.0}, {"solved/solver": 0.0}, ALONE),
     # Routes: 1 for the goal, or less by a longer way, and how much closer an action led.
     "the goal ends the episode": Game(
@@ -149,6 +153,13 @@ GAMES = {
             plan_path_messages("tool", MAZE), plan_path_messages("planner", MAZE),
             plan_path_messages("tool", MAZE, note="Round 2. Walked: no moves read. Suggested: no moves read."),
             plan_path_messages("planner", MAZE, 0, "DR", "Round 2. Walked: no moves read.", "2 moves"),
+        ],
+    ),
+    "a tool alone walks its own routes": Game(
+        "plan_path", ["D R", "R U"], [0.5, 1.5], {}, {"path": [0, 3, 4, 5, 2], "solved/tool": 1.0},
+        {"actors": ["tool"]},
+        seen=[
+            plan_path_messages("tool", MAZE), plan_path_messages("tool", MAZE, 4, note=f"{WALKED} Suggested: 2 moves."),
         ],
     ),
     "three hand a suggestion on": Game(
@@ -374,6 +385,10 @@ TREES = {
         BEST_OF_2, ["1 2 5", "9", "ok", "wrong: sum", "1 3 5", "5 5 5", "ok", "wrong: count"], {},
         [("generator", 0.75, True), ("generator", 0.5, False), ("critic", 0.75, False), ("critic", 1.0, True),
          ("generator", 2.0, True), ("generator", 0.5, False), ("critic", 2.0, True), ("critic", 1.75, False)],
+    ),
+    "code_duel": (
+        BEST_OF_2, [LEN, RIGHT, "f([]) == 0", CASES[:14]], {"max_turns": 1},
+        [("coder", LEN_PASSES, False), ("coder", 2.0, True), ("tester", 1.0, False), ("tester", 1 + ONE_CASE, True)],
     ),
     "math_orchestra": (  # two solvers; two verifiers of the first, right one (a tie selects the first)
         BEST_OF_2, [FOUR, FOUR, NO, YES], {},

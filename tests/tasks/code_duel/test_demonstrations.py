@@ -4,9 +4,10 @@ from collections import Counter
 
 import pytest
 
+from turnwise.tasks.code_duel import CodeDuelOptions, CodeDuelTask
 from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
 from turnwise.tasks.code_duel.problems import draw_problems, find_family, find_problem, run_trusted
-from turnwise.tasks.code_duel.prompts import read_view
+from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS, read_view
 from turnwise.tasks.code_duel.scoring import judge_cases, parse_cases, parse_program
 
 TEAM = ("coder", "tester")
@@ -67,3 +68,27 @@ def test_cases_have_different_arguments():
 
     written = write_cases(find_problem(STATEMENTS[0]), 8, 1.0, Random(0))
     assert len({repr(case.arguments) for case in written}) == 8
+
+
+def team(**options):
+    return CodeDuelTask(CodeDuelOptions(**options))
+
+
+# --- one episode, worked by hand -------------------------------------------------------------------------------------
+
+
+# --- the task --------------------------------------------------------------------------------------------------------
+def test_other_families_may_be_demonstrated_than_are_played():
+    from turnwise.tasks.code_duel.problems import find_family
+
+    task = team(families=("sums",), demonstrated=("lists", "sums"))
+    shown = {find_family(read_view(messages).statement).name for _, messages, _ in task.demonstrations(60, 0)}
+    assert shown == {"lists", "sums"}
+    assert {find_family(problem).name for problem in task.draw("eval", 20, 0)} == {"sums"}
+
+
+# --- what each actor adds --------------------------------------------------------------------------------------------
+
+
+def test_the_tester_is_told_which_inputs_there_are():
+    assert "-9 to 9, lists have up to 6, strings up to 8" in SYSTEM_PROMPTS["tester"]

@@ -7,6 +7,7 @@ import pytest
 
 from turnwise.state import ForkableMixin, fork_many
 from turnwise.tasks.routes import Outcome
+from turnwise.tasks.sokoban import SokobanOptions, SokobanTask, State, sokoban_messages
 from turnwise.tasks.sokoban.demonstrations import blind_route, decide, suggest
 from turnwise.tasks.sokoban.env import SokobanEnv
 from turnwise.tasks.sokoban.level import distances, farthest, parse_level, shortest_route
@@ -75,3 +76,15 @@ def test_faults_and_decisions_by_hand():
     assert decide(level, "DR", 0.0, Random(0)) == "DR" == decide(level, "U", 1.0, Random(0))
     # A faulty suggestion is not kept for its own sake: the planner's routes are those of one who plays alone.
     assert {decide(level, "U", 0.0, Random(seed)) for seed in range(300)} == set(faulty)
+
+
+LEVEL = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")  # 2 moves: D R
+
+
+def team(**options):
+    return SokobanTask(SokobanOptions(**options))
+
+
+# --- the task --------------------------------------------------------------------------------------------------------
+async def test_the_oracle_plays_on_where_nothing_can_be_won(table):
+    assert team().oracle()("tool", sokoban_messages("tool", LEVEL, State(7, (17,)))) == "U"
