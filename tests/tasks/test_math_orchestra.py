@@ -18,7 +18,6 @@ def task(build):
     return build("math_orchestra", max_loops=2)
 
 
-# --- one episode, worked by hand -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("thought", ["<think>#### 5\nverdict: reject</think>", "#### 5\nverdict: reject</think>\n"])
 async def test_thoughts_stay_private_and_decide_nothing(table, task, thought):
     seat = table(task, [thought + RIGHT, thought + UP])
@@ -27,7 +26,6 @@ async def test_thoughts_stay_private_and_decide_nothing(table, task, thought):
     assert "#### 5" not in str(seat.seen[1])
 
 
-# --- the task --------------------------------------------------------------------------------------------------------
 async def test_the_oracle_rejects_a_wrong_answer(task):
     play, question = task.oracle(), task.splits["train"][0]
     for solution, verdict in ((f"#### {question.answer}", True), (f"#### {question.answer}1", False)):
@@ -75,6 +73,3 @@ def test_bad_input_is_named(task, tmp_path):
         build_task("math_orchestra", {"path": str(tmp_path / "nowhere.jsonl")})
     with pytest.raises(ValueError, match=r"n=1000: the eval split of .*questions\.jsonl has \d+ questions"):
         task.eval_requests("eval", 1000)
-
-
-# --- what each actor adds --------------------------------------------------------------------------------------------

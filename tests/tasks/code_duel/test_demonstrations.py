@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 
@@ -64,30 +65,15 @@ def test_some_coders_meet_a_program_that_failed():
 
 
 def test_cases_have_different_arguments():
-    from random import Random
-
     written = write_cases(find_problem(STATEMENTS[0]), 8, 1.0, Random(0))
     assert len({repr(case.arguments) for case in written}) == 8
 
 
-def team(**options):
-    return CodeDuelTask(CodeDuelOptions(**options))
-
-
-# --- one episode, worked by hand -------------------------------------------------------------------------------------
-
-
-# --- the task --------------------------------------------------------------------------------------------------------
 def test_other_families_may_be_demonstrated_than_are_played():
-    from turnwise.tasks.code_duel.problems import find_family
-
-    task = team(families=("sums",), demonstrated=("lists", "sums"))
+    task = CodeDuelTask(CodeDuelOptions(families=("sums",), demonstrated=("lists", "sums")))
     shown = {find_family(read_view(messages).statement).name for _, messages, _ in task.demonstrations(60, 0)}
     assert shown == {"lists", "sums"}
     assert {find_family(problem).name for problem in task.draw("eval", 20, 0)} == {"sums"}
-
-
-# --- what each actor adds --------------------------------------------------------------------------------------------
 
 
 def test_the_tester_is_told_which_inputs_there_are():

@@ -160,13 +160,11 @@ def team(**options):
     return PlanPathTask(PlanPathOptions(**options))
 
 
-# --- one episode, worked by hand -------------------------------------------------------------------------------------
 def test_a_prompt_by_hand():
     shown = plan_path_messages("planner", MAZE, 4, "RU", "Round 2. Walked: 2 moves.", "it works")[1]["content"]
     assert shown == "Round 2. Walked: 2 moves.\nRoute: R U\nChecked: it works.\nBoard:\n.#G\n.A.\n..#"
 
 
-# --- a tree, worked by hand ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("branches", [3, 4])
 async def test_each_walks_its_own_branch_and_the_best_goes_on(table, branches):
     suggested = ["R", "D R", "?", "U"][:branches]
@@ -194,14 +192,8 @@ async def test_each_walks_its_own_branch_and_the_best_goes_on(table, branches):
     assert result.rollout.metrics["goal/tool"] == 1.0
 
 
-# --- the task --------------------------------------------------------------------------------------------------------
-
-
 def test_a_move_is_a_token():
     from turnwise.tasks.tiny import build_tokenizer
 
     tokenizer = build_tokenizer(team().texts())
     assert len(tokenizer("D R R U L D")["input_ids"]) == 6
-
-
-# --- what each actor adds --------------------------------------------------------------------------------------------

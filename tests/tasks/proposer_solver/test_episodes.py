@@ -36,7 +36,6 @@ def attempts(result):
     return [child.rollout.rewards[SOLVER] for child in result.children]
 
 
-# --- one episode, worked by hand -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("curve", "answers", "worth"),
     [

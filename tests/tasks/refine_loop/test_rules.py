@@ -93,7 +93,6 @@ def team(**options):
     return RefineLoopTask(RefineLoopOptions(**options))
 
 
-# --- the task --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("quality", [0.0, 0.4, 1.0])
 def test_demonstrations_are_well_formed_and_quality_is_the_share_that_is_right(quality):
     made = team(quality=quality).demonstrations(800, 1)

@@ -85,6 +85,5 @@ def team(**options):
     return SokobanTask(SokobanOptions(**options))
 
 
-# --- the task --------------------------------------------------------------------------------------------------------
 async def test_the_oracle_plays_on_where_nothing_can_be_won(table):
     assert team().oracle()("tool", sokoban_messages("tool", LEVEL, State(7, (17,)))) == "U"

@@ -100,7 +100,6 @@ PUZZLE = "1_3_3412_1434_21"
 SOLVED, EIGHT, NINE = "1234341221434321", "1432341221434321", "1134341221434321"  # 12, 8 and 9 of 12 units
 
 
-# --- one episode, worked by hand -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("turn", [0, 1])
 def test_the_puzzle_ends_the_prompt(turn):
     """Each cell of the puzzle is as far before the reply's own, whatever the notes and the draft say."""
@@ -111,6 +110,3 @@ def test_the_puzzle_ends_the_prompt(turn):
         "Round 2.\nWrong: columns 2 4, boxes 1 2." if turn else "Wrong: columns 2 4, boxes 1 2."
     )
     assert sudoku_messages("proposer", PUZZLE)[1]["content"] == "1_3_\n3412\n_143\n4_21"
-
-
-# --- what each actor adds --------------------------------------------------------------------------------------------
