@@ -67,10 +67,13 @@ async def test_no_failed_action_leads_to_the_same_prompt(table, build, name, art
         ("sudoku", PUZZLE, "1134\n3412\n2143\n4321", "Wrong: rows 1, columns 2, boxes 1."),
         ("sudoku", PUZZLE, "2143\n4321\n1234\n3412", "Wrong: rows 1 2 3 4, columns 1 2 3 4, boxes 1 2 3 4."),
         ("sudoku", PUZZLE, "?", "Round 2. Your last reply had no grid."),
+        ("code_duel", CODE, "?", "Round 2. Your last reply could not be read."),
+        ("refine_loop", LIST, "?", "Round 2. Your last reply could not be read."),
     ],
 )
 async def test_the_next_prompt_says_that_it_failed_and_where(table, name, artifact, said, told):
-    seat = table(build_task(name, {"actors": ("solver",), "max_turns": 2}), [said, said])
+    actor = {"code_duel": "coder", "refine_loop": "generator"}.get(name, "solver")
+    seat = table(build_task(name, {"actors": (actor,), "max_turns": 2}), [said, said])
     await seat.one(artifact)
     first, second = (messages[-1]["content"] for _, messages in seat.seen)
     assert told in second and told not in first

@@ -209,6 +209,12 @@ GAMES = {
         "refine_loop", ["Hm.", "Well.", "1 3 5", "?"], [-0.25, -0.25, 2.0, 0.75], {}, {"valid_format/generator": 0.5},
         seen=[Draft(RULES), Draft(RULES), Draft(RULES), Draft(RULES, (1, 3, 5))],
     ),
+    "a review belongs to its draft": Game(
+        "refine_loop", ["2 2 6", "wrong: sum", "1 1 5", "?", "1 3 5", "ok"], [0.25, 0.5, 0.5, -0.25, 2.0, 2.0], {}, {},
+        {"max_turns": 3},
+        seen=[Draft(RULES), Draft(RULES, (2, 2, 6)), Draft(RULES, (2, 2, 6), "wrong: sum"), Draft(RULES, (1, 1, 5)),
+              Draft(RULES, (1, 1, 5)), Draft(RULES, (1, 3, 5))],
+    ),
     "approving what is wrong is no success": Game(
         "refine_loop", ["1 2 5", "ok"], [0.75, 0.75], both("generator", "critic", 0.75), {"solved/generator": 0.0},
     ),
