@@ -43,6 +43,7 @@ def test_what_is_not_there_is_an_error(name: Any, column: Any, problem: str) -> 
 @pytest.mark.parametrize("hops", [1, 2])
 async def test_an_answer_needs_a_look_up_per_hop(table: Any, hops: int) -> None:
     task: Any = build_task("lookup", {"hops": hops})
+    assert [actor.max_tool_rounds for actor in task.actors] == [hops + 1], "one call may fail"
     for result in await table(task, task.oracle()).play(task.eval_requests("eval", 3)):
         assert len(result.rollout.steps) == hops + 1 and result.rollout.metrics["looked_up/solver"] == hops
 
