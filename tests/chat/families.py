@@ -43,6 +43,13 @@ CHAT_FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
 def chat_tokenizer(family: str) -> Any:
     """Return the tokenizer of a family in :data:`CHAT_FAMILIES`."""
     file, special, marks = CHAT_FAMILIES[family]
+    return byte_tokenizer(file, special, marks, bos=special[0] if special[0].startswith("<|begin") else None)
+
+
+def byte_tokenizer(
+    file: str, special: list[str], marks: list[str], bos: str | None = None, chatml: str = CHATML
+) -> Any:
+    """Return a tokenizer of bytes with these tokens, and TRL's template in ``file``, or ``chatml`` without one."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -53,9 +60,9 @@ def chat_tokenizer(family: str) -> Any:
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in marks])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        bos_token=special[0] if special[0].startswith("<|begin") else None,
+        bos_token=bos,
         eos_token=special[1],
-        chat_template=(TEMPLATES / file).read_text(encoding="utf-8") if file else CHATML,
+        chat_template=(TEMPLATES / file).read_text(encoding="utf-8") if file else chatml,
         clean_up_tokenization_spaces=False,
     )
 

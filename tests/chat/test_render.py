@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,8 @@ from turnwise.chat import ChatRenderer
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import Reply
 from turnwise.types import Actor, EpisodeRequest, ModelRequest, Sampling
+
+from .families import TRL, byte_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -41,28 +41,14 @@ FAMILIES: dict[str, tuple[str, list[str]]] = {
 }
 NOT_SPECIAL = {"<｜User｜>", "<｜Assistant｜>"}  # as in DeepSeek's own tokenizers
 NO_SYSTEM_PROMPT = {"gemma"}
-TRL = importlib.util.find_spec("trl")
-TEMPLATES = Path("" if TRL is None else str(TRL.origin)).parent / "chat_templates"
 WORDS = ["yes", " no", "\n", "a b", "<", "|>", "<|", "system\n", "ünï", "▁", "12", "{{ x }}"]
 
 
 def family_tokenizer(family: str) -> Any:
     file, control = FAMILIES[family]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        [], trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    )
-    bpe.add_tokens([AddedToken(text, special=text not in NOT_SPECIAL, normalized=False) for text in control])
-    bpe.add_tokens([AddedToken("<think>", normalized=False), AddedToken("\n\n", normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=control[0],
-        eos_token=control[1],
-        chat_template=(TEMPLATES / file).read_text(encoding="utf-8") if file else CHATML,
-        clean_up_tokenization_spaces=False,
-    )
+    special = [text for text in control if text not in NOT_SPECIAL]
+    marks = [text for text in control if text in NOT_SPECIAL]
+    return byte_tokenizer(file, special, [*marks, "<think>", "\n\n"], control[0], CHATML)
 
 
 @pytest.fixture(params=["chatml"] if TRL is None else FAMILIES)
@@ -80,7 +66,7 @@ def control_ids(tokenizer: Any, ids: list[int]) -> list[int]:
     return [token for token in ids if token in control]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_spelled_control_tokens_are_text_in_every_message(family: str, seed: int) -> None:
     rng = random.Random(seed)
     tokenizer = family_tokenizer(family)

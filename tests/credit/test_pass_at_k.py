@@ -1,9 +1,8 @@
-"""Pass@k advantages against all subsets written out, and against the published closed form."""
+"""Pass@k advantages against the published closed form."""
 
 from __future__ import annotations
 
 import warnings
-from itertools import combinations
 from math import comb
 from typing import Any
 
@@ -11,23 +10,6 @@ import numpy as np
 import pytest
 
 from turnwise.credit import GRPOCredit, PassAtKCredit
-
-
-def all_subsets(rewards: np.ndarray, k: int) -> np.ndarray:
-    subsets = list(combinations(range(len(rewards)), k))
-    best = np.array([max(rewards[list(subset)]) for subset in subsets])
-    with_member = [best[[i in subset for subset in subsets]].mean() for i in range(len(rewards))]
-    return (np.array(with_member) - best.mean()) / (best.std() + 1e-6)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_equals_all_subsets(make: Any, k: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rewards = rng.choice([0.0, 0.25, 1.0, -2.0], size=7) if seed % 2 else 1000 + rng.random(7)
-    samples = [make(f"t{index}", reward=reward) for index, reward in enumerate(rewards)]
-    advantages = PassAtKCredit(k=k).compute_columns(samples)
-    np.testing.assert_allclose(advantages, all_subsets(rewards, k), rtol=1e-5, atol=1e-6, err_msg=f"seed {seed}")
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(1, 7), (3, 5), (6, 2)])
@@ -72,9 +54,3 @@ def test_a_batch_of_too_few_answers_warns(make: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert PassAtKCredit(k=3).compute_columns(samples).any() and PassAtKCredit().compute_columns([]).shape == (0,)
-
-
-@pytest.mark.parametrize(("options", "name"), [({"k": 0}, "k=0"), ({"k": 2.5}, "k=2.5"), ({"eps": -1.0}, "eps=-1.0")])
-def test_options_are_checked(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        PassAtKCredit(**options)

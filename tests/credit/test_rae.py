@@ -48,14 +48,6 @@ def test_a_long_game_counts_once(make: Any) -> None:
     assert rule.baseline("solve", "solver") == 0.5
 
 
-def test_truncated_calls_earn_their_reward_and_move_the_baseline(make: Any) -> None:
-    cut = make("a", reward=-9.0, finish_reason="length")
-    rule = RAECredit(decay=0.0)
-    assert rule.compute_columns([cut]).tolist() == [-9.0]
-    assert rule.baseline("solve", "solver") == -9.0
-    assert rule.compute_columns([cut]).tolist() == [0.0] and rule.zero_causes([cut], [0]) == ["zero_advantage"]
-
-
 def test_bias_correction_is_the_mean_of_what_was_seen(make: Any) -> None:
     rule = RAECredit(decay=0.95, bias_correction=True)
     for _ in range(3):
@@ -70,11 +62,6 @@ def test_state_survives_a_checkpoint(make: Any) -> None:
     batch = [make("b", reward=2.0), make("b", "other", 2.0)]
     assert first.compute_columns(batch).tolist() == second.compute_columns(batch).tolist()
     assert first.state_dict() == second.state_dict()
-
-
-def test_bad_decay() -> None:
-    with pytest.raises(ValueError, match=r"decay=1.0"):
-        RAECredit(decay=1.0)
 
 
 def test_per_trajectory_each_game_is_judged_by_those_before_it(make: Any) -> None:
@@ -121,6 +108,8 @@ def test_per_trajectory_one_batch_or_many_is_the_same(make: Any) -> None:
         assert parts.state_dict() == whole.state_dict()
 
 
-def test_unknown_per() -> None:
-    with pytest.raises(ValueError, match=r"per='game': expected one of \['batch', 'trajectory'\]"):
-        RAECredit(per="game")
+def test_a_zero_is_no_loss(make: Any) -> None:
+    rule = RAECredit(decay=0.0)
+    assert rule.compute_columns([make("a", reward=-9.0)]).tolist() == [-9.0]
+    assert rule.compute_columns([make("a", reward=-9.0)]).tolist() == [0.0]
+    assert rule.zero_causes([make("a")], [0]) == ["zero_advantage"]

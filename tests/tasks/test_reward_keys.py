@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from turnwise.arena import RewardMix, TreeSampler
@@ -39,14 +37,6 @@ REFUSED = {
 }
 PUZZLE = "1_3_3412_1434_21"
 SOLVED, EIGHT, NINE = "1234341221434321", "1432341221434321", "1134341221434321"  # 12, 8 and 9 of 12 units
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory):
-    file = tmp_path_factory.mktemp("questions") / "questions.jsonl"
-    rows = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(60)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return str(file)
 
 
 def config_of(task, questions="", **settings):
@@ -125,6 +115,23 @@ def test_the_values_reach_the_arena(table):
     config = config_of("sudoku", reward={"alpha": 0.4, "difference": 2.0}, credit={"rule": "at_grpo"})
     arena = arena_for_client(client, config, task, task.actors, client.tokenizer, None)
     assert arena.mix_of("sudoku") == RewardMix(alpha=0.4, difference=2.0, invalid_cost=0.25)
+
+
+@pytest.mark.parametrize("reward", [{"alpha": 3.0}, {"alpha": 0.25, "mode": "convex"}, {"alpha": 0.0}])
+@pytest.mark.parametrize(
+    ("name", "artifact", "lines", "own"),
+    [
+        ("sudoku", {"puzzle": PUZZLE}, [format_grid(EIGHT), format_grid(SOLVED)], 8 / 12),
+        ("plan_path", {"maze": "A#G\n...\n..#"}, ["D R", "D R R U"], 1 / 2),
+    ],
+)
+async def test_actions_and_episodes_mix_outcome_and_own_part_alike(table, name, artifact, lines, own, reward):
+    """The first actor's own part is ``own``; the second one's is 1, and it solves the puzzle for both."""
+    result = await table(build_task(name), lines, reward=reward).one(artifact)
+    weight = 0.75 if "mode" in reward else 1.0
+    assert [step.reward for step in result.rollout.steps] == pytest.approx([weight * own, reward["alpha"] + weight])
+    whole = [reward["alpha"] + weight * own, reward["alpha"] + weight]
+    assert list(result.rollout.rewards.values()) == pytest.approx(whole)
 
 
 # --- differences by hand ----------------------------------------------------------------------------------------------

@@ -16,20 +16,16 @@ MAZE = {"maze": "A.#..\n.#...\n.....\n..#..\n....G"}
 LEVEL = {"level": "######\n#A...#\n#.B..#\n#....#\n#..G.#\n######"}
 PUZZLE = {"puzzle": "1_3_3412_1434_21"}
 
-# Every way that an action can fail, by what it leaves behind.
-ROUTES = {
-    "unread": "I do not know.",
-    "blocked at once": "U",
-    "blocked later": "D U U",
-    "elsewhere": "D",
-    "there and back": "D U",
-}
-GRIDS = {
-    "unread": "I do not know.",
-    "a row, a column and a box": "1134\n3412\n2143\n4321",
-    "columns and boxes": "1432\n3412\n2143\n4321",
-    "a given changed": "2143\n4321\n1234\n3412",
-}
+# Every way that an action can fail: unread, blocked at once or later, elsewhere, there and back;
+# unread, with a wrong row, with wrong columns, with a given changed.
+ROUTES = ("I do not know.", "U", "D U U", "D", "D U")
+GRIDS = (
+    "I do not know.", "1134\n3412\n2143\n4321", "1432\n3412\n2143\n4321", "2143\n4321\n1234\n3412",
+)  # fmt: skip
+CODE = {"problem": "Start with a plus b, square it, then add 1, and return it."}
+LIST = {"question": "Write 3 numbers from 1 to 9: sum 9, largest 5."}
+SEARCH = {"question": "Where was Ada born?", "answer": "Velmar", "supports": ["Ada"]}
+SUM = {"question": "1 + 1 = ?", "answer": "2"}
 
 
 @pytest.mark.parametrize(
@@ -41,43 +37,22 @@ GRIDS = {
         ("sokoban", LEVEL, ROUTES, ("solver",)),
         ("sudoku", PUZZLE, GRIDS, ("proposer", "reviser")),
         ("sudoku", PUZZLE, GRIDS, ("solver",)),
+        ("code_duel", CODE, ("?",), None),
+        ("refine_loop", LIST, ("?", "1 1 1\nwrong: sum"), None),
+        ("search_orchestra", SEARCH, ("search", "search\n!"), None),
+        ("math_orchestra", SUM, ("#### 3\nverdict: reject",), None),
     ],
 )
-async def test_no_failed_action_leads_to_the_same_prompt(table, name, artifact, failures, team):
-    """Actors who say the same whatever they see: every combination of failures, four rounds of each."""
-    for said in product(failures.values(), repeat=len(team)):
-        replies = dict(zip(team, said, strict=True))
-        seat = table(build_task(name, {"actors": team, "max_turns": 4}), lambda actor, _: replies[actor])  # noqa: B023
-        result = await seat.one(artifact)
-        assert result.rollout.error is None and result.rollout.extras["rounds"] == 4, said
-        for actor in team:
-            prompts = [str(messages) for who, messages in seat.seen if who == actor]
-            assert len(set(prompts)) == 4, f"{actor} meets a prompt again after {said}"
-
-
-SEARCH = {"question": "Where was Ada born?", "answer": "Velmar", "supports": ["Ada"]}
-
-
-@pytest.mark.parametrize(
-    ("name", "artifact", "failures", "team"),
-    [
-        ("code_duel", {"problem": "Start with a plus b, square it, then add 1, and return it."}, ("?",), 2),
-        ("refine_loop", {"question": "Write 3 numbers from 1 to 9: sum 9, largest 5."}, ("?", "1 1 1\nwrong: sum"), 2),
-        ("search_orchestra", SEARCH, ("search", "search\n!"), 3),
-        ("math_orchestra", {"question": "1 + 1 = ?", "answer": "2"}, ("#### 3\nverdict: reject",), 2),
-    ],
-)
-async def test_the_other_teams_do_not_meet_a_prompt_twice_either(table, tmp_path, name, artifact, failures, team):
-    (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1 = ?", "answer": "#### 2"}')
-    options = {"path": str(tmp_path / "questions.jsonl")} if name == "math_orchestra" else {}
-    for said in product(failures, repeat=team):
-        task = build_task(name, options)
+async def test_no_failed_action_leads_to_the_same_prompt(table, build, name, artifact, failures, team):
+    """Actors who say the same whatever they see: every combination of failures, four rounds of each, or the task's."""
+    task = build(name, **({"actors": team, "max_turns": 4} if team else {}))
+    for said in product(failures, repeat=len(task.actors)):
         replies = {actor.id: reply for actor, reply in zip(task.actors, said, strict=True)}
         seat = table(task, lambda actor, _: replies[actor])  # noqa: B023
         result = await seat.one(artifact)
-        assert result.rollout.error is None, result.rollout.error
+        assert result.rollout.error is None and (not team or result.rollout.extras["rounds"] == 4), said
         prompts = [str(messages) for _, messages in seat.seen]
-        assert len(prompts) >= 4 and len(set(prompts)) == len(prompts), said
+        assert len(prompts) >= 4 and len(set(prompts)) == len(prompts), f"an actor meets a prompt again after {said}"
 
 
 @pytest.mark.parametrize(
@@ -92,10 +67,13 @@ async def test_the_other_teams_do_not_meet_a_prompt_twice_either(table, tmp_path
         ("sudoku", PUZZLE, "1134\n3412\n2143\n4321", "Wrong: rows 1, columns 2, boxes 1."),
         ("sudoku", PUZZLE, "2143\n4321\n1234\n3412", "Wrong: rows 1 2 3 4, columns 1 2 3 4, boxes 1 2 3 4."),
         ("sudoku", PUZZLE, "?", "Round 2. Your last reply had no grid."),
+        ("code_duel", CODE, "?", "Round 2. Your last reply could not be read."),
+        ("refine_loop", LIST, "?", "Round 2. Your last reply could not be read."),
     ],
 )
 async def test_the_next_prompt_says_that_it_failed_and_where(table, name, artifact, said, told):
-    seat = table(build_task(name, {"actors": ("solver",), "max_turns": 2}), [said, said])
+    actor = {"code_duel": "coder", "refine_loop": "generator"}.get(name, "solver")
+    seat = table(build_task(name, {"actors": (actor,), "max_turns": 2}), [said, said])
     await seat.one(artifact)
     first, second = (messages[-1]["content"] for _, messages in seat.seen)
     assert told in second and told not in first
@@ -112,6 +90,6 @@ async def test_a_policy_without_luck_solves_more_mazes_in_more_rounds(table):
     solved = {}
     for rounds in (1, 2, 3):
         task = build_task("plan_path", {"actors": ("solver",), "max_turns": rounds, "side": 8})
-        results = await table(task, greedy).play(task.eval_requests("validation", 200))
+        results = await table(task, greedy).play(task.eval_requests("validation", 120))
         solved[rounds] = sum(result.rollout.metrics["solved/solver"] for result in results) / len(results)
     assert solved[1] < 0.15 and solved[2] > 2 * solved[1] and solved[3] > 1.2 * solved[2], solved

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 
+from turnwise.tasks.code_duel import CodeDuelOptions, CodeDuelTask
 from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
 from turnwise.tasks.code_duel.problems import draw_problems, find_family, find_problem, run_trusted
-from turnwise.tasks.code_duel.prompts import read_view
+from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS, read_view
 from turnwise.tasks.code_duel.scoring import judge_cases, parse_cases, parse_program
 
 TEAM = ("coder", "tester")
@@ -62,20 +64,17 @@ def test_some_coders_meet_a_program_that_failed():
     assert all(read_view(messages).program is None for _, messages, _ in alone)
 
 
-def test_the_seed_decides():
-    made = demonstrations(STATEMENTS[:40], TEAM, 3)
-    assert demonstrations(STATEMENTS[:40], TEAM, 3) == made != demonstrations(STATEMENTS[:40], TEAM, 4)
-
-
 def test_cases_have_different_arguments():
-    from random import Random
-
     written = write_cases(find_problem(STATEMENTS[0]), 8, 1.0, Random(0))
     assert len({repr(case.arguments) for case in written}) == 8
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"quality=1\.5"):
-        demonstrations(STATEMENTS[:1], TEAM, 0, quality=1.5)
-    with pytest.raises(ValueError, match="actors"):
-        demonstrations(STATEMENTS[:1], (), 0)
+def test_other_families_may_be_demonstrated_than_are_played():
+    task = CodeDuelTask(CodeDuelOptions(families=("sums",), demonstrated=("lists", "sums")))
+    shown = {find_family(read_view(messages).statement).name for _, messages, _ in task.demonstrations(60, 0)}
+    assert shown == {"lists", "sums"}
+    assert {find_family(problem).name for problem in task.draw("eval", 20, 0)} == {"sums"}
+
+
+def test_the_tester_is_told_which_inputs_there_are():
+    assert "-9 to 9, lists have up to 6, strings up to 8" in SYSTEM_PROMPTS["tester"]

@@ -4,16 +4,13 @@ from random import Random
 
 import pytest
 
-from turnwise.tasks.base import split_of
 from turnwise.tasks.code_duel.problems import (
     FAMILIES,
     HIDDEN,
     MUTANTS,
     catalogue,
-    draw_problems,
     find_family,
     find_problem,
-    in_turns,
     run_trusted,
 )
 
@@ -84,30 +81,3 @@ def test_a_statement_states_one_problem():
 )  # fmt: skip
 def test_inputs_of_another_kind_are_not_accepted(family, arguments):
     assert not FAMILIES[family].accepts(arguments)
-
-
-def test_splits_share_no_problem_and_depend_on_the_text_alone():
-    splits = {split: set(in_turns(split, 0, tuple(FAMILIES))) for split in ("train", "validation", "eval")}
-    assert sum(map(len, splits.values())) == len(set.union(*splits.values())) == 2649
-    assert all(split_of(text) == split for split, texts in splits.items() for text in texts)
-    assert splits["eval"] == set(in_turns("eval", 1, tuple(FAMILIES)))
-
-
-def test_draws_depend_on_the_seed_alone_and_mix_the_families():
-    first = draw_problems("train", 50, 7)
-    assert draw_problems("train", 50, 7) == first and draw_problems("train", 20, 7) == first[:20]
-    assert draw_problems("train", 50, 8) != first
-    assert [find_family(text).name for text in first[:6]] == ["lists", "strings", "sums"] * 2
-    # Frozen: other problems would silently change every published number.
-    assert draw_problems("eval", 1, 0) == [
-        "Return the count of different values of the numbers above -1 in the list xs."
-    ]
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"n=1000: the eval split holds \d+ problems of lists"):
-        draw_problems("eval", 1000, 0, ("lists",))
-    with pytest.raises(ValueError, match="split='test'"):
-        draw_problems("test", 1, 0)
-    with pytest.raises(ValueError, match="n=-1"):
-        draw_problems("eval", -1, 0)

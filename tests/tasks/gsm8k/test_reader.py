@@ -15,67 +15,10 @@ from turnwise.tasks.gsm8k import (
     extract_answer,
     read_dataset,
     read_questions,
-    without_thoughts,
 )
 
 REAL = Path(__file__).parents[3] / "../shared/data/gsm8k"
 LINE = {"question": "2 apples at $3 each cost?", "answer": "2 * 3 = <<2*3=6>>6\n#### 6"}
-
-
-@pytest.mark.parametrize(
-    ("tail", "answer"),
-    [
-        ("18", "18"),
-        ("$1,018.50 per day", "1018.5"),
-        ("18.", "18"),
-        ("18.00", "18"),
-        ("018", "18"),
-        ("-18", "-18"),
-        ("$ -18", "-18"),
-        ("\N{MINUS SIGN}18", "-18"),
-        ("+18", "18"),
-        (".5", "0.5"),
-        ("-0.125", "-0.125"),
-        ("100", "100"),
-        ("25%", "25"),
-        ("**18**", "18"),
-        ("$\\boxed{18}$", "18"),
-        ("Answer: 18 dollars.", "18"),
-        ("5kg", "5"),
-        ("18 m^2", "18"),
-        ("1/3 cup", "1/3"),
-        ("3.5/2", "1.75"),
-        ("2 million", "2000000"),
-        ("18 = 18.0", "18"),
-        ("1,234,567,890", "1234567890"),
-        ("\n\n 7", "7"),
-        ("7\n8", "7"),
-    ],
-)
-def test_the_number_after_the_mark_is_read(tail, answer):
-    assert extract_answer(f"3 + 4 = 99\n#### 5\nNo.\n####{tail}") == answer
-
-
-@pytest.mark.parametrize(
-    "tail", ["", "   ", "none", "18 or 19", "18-20", "1,2", "1,000,00", "1e3", "12e999999", "5/0", "a18", "9" * 60]
-)
-def test_what_is_not_one_number_is_no_answer(tail):
-    assert extract_answer(f"#### {tail}") is None
-
-
-def test_without_the_mark_there_is_no_answer():
-    assert extract_answer("The answer is 18") is None
-    assert extract_answer("### 18") is None
-
-
-@pytest.mark.parametrize("given", ["18", "$18", "18.0", "18 eggs", "018", "36/2", "18."])
-def test_equal_numbers_match(given):
-    assert answers_match(given, "18")
-
-
-@pytest.mark.parametrize("given", [None, "", "180", "1.8", "-18", "17", "18.01", "18,0", "1 8", "18 or 19", "eighteen"])
-def test_near_misses_do_not(given):
-    assert not answers_match(given, "18")
 
 
 @given(st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=10**4))
@@ -84,11 +27,6 @@ def test_what_is_written_reads_back_exactly(value):
     assert written is not None and answers_match(written, str(value))
     assert extract_answer(f"#### {written}") == written
     assert not answers_match(written, str(value + 1))
-
-
-@given(st.text(max_size=40))
-def test_reading_never_fails(text):
-    assert extract_answer(f"#### {text}") is None or "\n" not in extract_answer(f"#### {text}")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -139,22 +77,22 @@ def test_bad_files_are_named(tmp_path):
         read_questions(tmp_path / "latin.jsonl")
 
 
-@pytest.mark.parametrize(("name", "count"), [("train.jsonl", 7473), ("test.jsonl", 1319)])
-def test_every_gold_answer_of_the_real_file_scores_right(name, count):
-    path = REAL / name
-    if not path.is_file():
-        pytest.skip(f"no GSM8K file at {path}")
-    questions = read_questions(path)
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert len(questions) == len(records) == count
-    for question, record in zip(questions, records, strict=True):
-        gold = int(re.search(r"#### (-?[\d,]+)$", record["answer"]).group(1).replace(",", ""))
-        assert question.answer == str(gold)
-        assert answers_match(extract_answer(record["answer"]), question.answer)
-        assert "<<" not in question.solution and "####" not in question.solution
-        for near in (gold + 1, gold - 1, 10 * gold + 1, f"{gold}.5", f"{gold}0.1"):
-            assert not answers_match(extract_answer(f"#### {near}"), question.answer)
-        assert answers_match(extract_answer(f"#### ${gold:,}.00"), question.answer)
+if REAL.is_dir():
+
+    @pytest.mark.parametrize(("name", "count"), [("train.jsonl", 7473), ("test.jsonl", 1319)])
+    def test_every_gold_answer_of_the_real_file_scores_right(name, count):
+        path = REAL / name
+        questions = read_questions(path)
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert len(questions) == len(records) == count
+        for question, record in zip(questions, records, strict=True):
+            gold = int(re.search(r"#### (-?[\d,]+)$", record["answer"]).group(1).replace(",", ""))
+            assert question.answer == str(gold)
+            assert answers_match(extract_answer(record["answer"]), question.answer)
+            assert "<<" not in question.solution and "####" not in question.solution
+            for near in (gold + 1, gold - 1, 10 * gold + 1, f"{gold}.5", f"{gold}0.1"):
+                assert not answers_match(extract_answer(f"#### {near}"), question.answer)
+            assert answers_match(extract_answer(f"#### ${gold:,}.00"), question.answer)
 
 
 # --- datasets --------------------------------------------------------------------------------------------------------
@@ -176,10 +114,3 @@ def test_without_the_package_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'turnwise\[datasets\]'"):
         read_dataset("openai/gsm8k", "main", "train")
-
-
-@pytest.mark.parametrize(
-    "text", ["<think>#### 5</think>\n#### 4", "#### 5</think> #### 4", "#### 4 <think>#### 5", "#### 4"]
-)
-def test_thoughts_are_no_answers(text):
-    assert without_thoughts(text) == "#### 4"

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from turnwise.arena import TreeSampler
 from turnwise.credit import GRPOCredit
 from turnwise.run.build import build_run
 from turnwise.tasks import build_task
@@ -18,69 +17,30 @@ ARTIFACT = {"question": "2 + 2?", "answer": "4"}
 
 
 @pytest.fixture
-def path(tmp_path):
-    lines = [
-        json.dumps({"question": f"{n} + {n}?", "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"})
-        for n in range(100, 300)
-    ]
-    (tmp_path / "q.jsonl").write_text("\n".join(lines))
-    return tmp_path / "q.jsonl"
-
-
-@pytest.fixture
-def task(path):
-    return build_task("gsm8k", {"path": str(path)})
-
-
-@pytest.mark.parametrize(
-    ("said", "reward", "answered"),
-    [
-        ("2 + 2 is 4.\n#### 4", 1.0, 1.0),
-        ("#### 4.00 apples", 1.0, 1.0),
-        ("#### 5", 0.0, 1.0),
-        ("#### 5\nNo, wait.\n#### 4", 1.0, 1.0),  # the last one counts
-        ("#### 4\n#### 5", 0.0, 1.0),
-        ("4", 0.0, 0.0),  # no mark, no answer
-        ("#### 4 or 5", 0.0, 0.0),
-        ("<think>#### 5</think>#### 4", 1.0, 1.0),
-        ("<think>#### 4", 0.0, 0.0),
-    ],
-)
-async def test_rewards_worked_by_hand(table, task, said, reward, answered):
-    seat = table(task, [said])
-    result = await seat.one(ARTIFACT)
-    assert result.rollout.rewards == {"solver": reward}
-    assert result.rollout.metrics == {"correct/solver": reward, "answered/solver": answered}
-    [(actor, messages)] = seat.seen
-    assert actor == "solver" and messages[-1] == {"role": "user", "content": "2 + 2?"}
-
-
-async def test_oracle_and_random_players(table, task):
-    score = {}
-    for name, player in (("oracle", task.oracle()), ("random", task.random_player(0))):
-        results = await table(task, player).play(task.eval_requests("eval", 8))
-        score[name] = sum(result.rollout.metrics[task.success_metric] for result in results) / len(results)
-    assert score["oracle"] == 1.0 and score["random"] == 0.0, "no answer of the file is below 100"
+def task(build):
+    return build("gsm8k")
 
 
 def test_demonstrations_are_worked_solutions_of_training_questions(task):
     solutions = {q.question: f"{q.solution}\n#### {q.answer}" for q in task.splits["train"]}
-    made = task.demonstrations(20, seed=0)
-    assert all(solutions[messages[-1]["content"]] == said for _, messages, said in made)
-    assert made == task.demonstrations(20, seed=0) != task.demonstrations(20, seed=1)
-    assert not any("<<" in said for _, _, said in made)
+    assert all(
+        solutions[messages[-1]["content"]] == said and "<<" not in said
+        for _, messages, said in task.demonstrations(20, seed=0)
+    )
 
 
-def settings(path, folder, **changes):
+def settings(questions, folder, **changes):
     return {
-        "task": "gsm8k", "task_options": {"path": str(path), "max_tokens": 16}, "run_dir": str(folder),
+        "task": "gsm8k", "task_options": {"path": questions, "max_tokens": 16}, "run_dir": str(folder),
         "steps": 1, "threads": 1, "rollout": {"prompts_per_step": 4, "group_size": 4}, "eval": {"num_prompts": 4},
         "warm_start": {"steps": 4, "batch_size": 8}, "health": {"start_questions": 0}, **changes,
     }  # fmt: skip
 
 
-def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(path, tmp_path):
-    run = build_run(config_from_dict(settings(path, tmp_path / "run", **{"filter": {"drop_zero_advantage": False}})))
+def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(questions, tmp_path):
+    run = build_run(
+        config_from_dict(settings(questions, tmp_path / "run", **{"filter": {"drop_zero_advantage": False}}))
+    )
     assert type(run.arena.credit) is GRPOCredit
     # The tiny model solves nothing in one step: its answers are scored by their length here, so that something trains.
     run.arena.episodes["gsm8k"].rubric.funcs[0] = lambda completion, artifact: {"solver": len(completion) / 100}
@@ -97,8 +57,44 @@ def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(path, tmp_p
     assert run.evaluate().failed == 0
 
 
-def test_a_tree_is_refused(path, task, tmp_path):
-    with pytest.raises(ValueError, match=r"'gsm8k' has one call a question"):
-        task.episodes(TreeSampler(branches=2))
+def test_a_tree_is_refused_before_anything_runs(questions, tmp_path):
     with pytest.raises(ConfigError, match=r"'rollout.branches' = 2: .*branch with rollout.group_size"):
-        build_run(config_from_dict(settings(path, tmp_path / "run", rollout={"branches": 2})))
+        build_run(config_from_dict(settings(questions, tmp_path / "run", rollout={"branches": 2})))
+
+
+def write(path, numbers):
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in numbers]
+    path.write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "path=None, dataset=None: expected one of them"),
+        ({"path": "a.jsonl", "dataset": "b"}, "path='a.jsonl', dataset='b': expected one of them"),
+        ({"dataset": "b", "eval_path": "c.jsonl"}, "eval_path='c.jsonl': it goes with path"),
+        ({"path": "a.jsonl", "subset": "main"}, "subset='main': expected a dataset with it"),
+    ],
+)
+def test_one_source_is_asked_for(options, message):
+    with pytest.raises(ValueError, match=message):
+        build_task("gsm8k", options)
+
+
+def test_a_dataset_is_evaluated_on_its_split_test(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    write(folder / "train.jsonl", range(60))
+    write(folder / "test.jsonl", range(55, 70))
+    splits = build_task("gsm8k", {"dataset": str(folder)}).splits
+    asked = {name: {question.question for question in questions} for name, questions in splits.items()}
+    assert asked["eval"] == {f"{n} + 1?" for n in range(55, 70)}
+    assert asked["train"] | asked["validation"] == {f"{n} + 1?" for n in range(55)}, "what is held out does not train"
+    assert asked["train"] and asked["validation"] and not asked["train"] & asked["validation"]
+
+
+def test_both_tasks_over_one_file_hold_the_same_questions_out(tmp_path):
+    write(tmp_path / "q.jsonl", range(100))
+    tasks = [build_task(name, {"path": str(tmp_path / "q.jsonl")}) for name in ("gsm8k", "math_orchestra")]
+    assert tasks[0].splits == tasks[1].splits

@@ -1,4 +1,4 @@
-"""The rules, worked by hand: who acts, what is paid, what each seat is shown, and the players."""
+"""The rules, who is shown what, the players, and episodes against the exact value of the policies that play them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from turnwise.tasks.kuhn_poker import KuhnOptions, KuhnPokerTask, solve
 from turnwise.tasks.kuhn_poker.game import (
     DEALS,
     ENDS,
@@ -16,32 +17,8 @@ from turnwise.tasks.kuhn_poker.game import (
     board,
     equilibrium,
     payoff,
-    read_board,
     table_player,
 )
-
-PLAYS = [
-    ("KQ", ["check", "check"], (1, -1)),
-    ("JQ", ["check", "check"], (-1, 1)),
-    ("KQ", ["check", "bet", "fold"], (-1, 1)),
-    ("KQ", ["check", "bet", "call"], (2, -2)),
-    ("QK", ["check", "bet", "call"], (-2, 2)),
-    ("JK", ["bet", "fold"], (1, -1)),
-    ("JK", ["bet", "call"], (-2, 2)),
-    ("KJ", ["bet", "call"], (2, -2)),
-]
-
-
-@pytest.mark.parametrize(("cards", "actions", "payoffs"), PLAYS)
-def test_plays_worked_by_hand(cards, actions, payoffs):
-    rules = KuhnRules()
-    game = rules.start({"cards": cards})
-    for number, action in enumerate(actions):
-        assert rules.to_move(game) == number % 2
-        assert rules.play(game, f"I think so. [{action}]") == "legal"
-    assert rules.to_move(game) is None
-    assert rules.payoffs(game) == payoffs
-    assert rules.describe(game) == {"cards": cards, "history": game["history"]}
 
 
 def test_every_ending_is_zero_sum_and_the_higher_card_wins_the_showdowns():
@@ -56,27 +33,6 @@ def test_the_score_counts_chips():
     scores = [KuhnRules().score((won, -won), 0) for won in (-3, -2, -1, 0, 1, 2, 3)]
     assert scores == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     assert KuhnRules().score((1, -1), 1) == 0.25
-
-
-@pytest.mark.parametrize(
-    ("history", "text", "verdict"),
-    [
-        ("", "[bet]", "legal"),
-        ("", "[CHECK] or [fold]? [Check]", "legal"),
-        ("", "bet", "unreadable"),
-        ("", "[raise]", "unreadable"),
-        ("", "", "unreadable"),
-        ("", "[call]", "illegal"),
-        ("", "[fold]", "illegal"),
-        ("b", "[bet]", "illegal"),
-        ("b", "[check]", "illegal"),
-        ("pb", "[fold]", "legal"),
-    ],
-)
-def test_what_can_be_read_and_what_is_allowed(history, text, verdict):
-    game = {"cards": "JQ", "history": history}
-    assert KuhnRules().play(game, text) == verdict
-    assert (game["history"] == history) == (verdict != "legal")
 
 
 def test_a_seat_is_shown_its_own_card_the_bets_and_its_choices():
@@ -99,13 +55,6 @@ def test_a_prompt_depends_on_the_information_set_alone():
     assert len(set.union(*seen.values())) == 12
 
 
-def test_prompts_are_read_back():
-    for card, history in INFORMATION_SETS:
-        assert read_board([{"role": "user", "content": board(f"Your card: {card}.", history)}]) == (card, history)
-    with pytest.raises(ValueError, match="expected a prompt of Kuhn poker"):
-        read_board([{"role": "user", "content": "Your card: A."}])
-
-
 def test_a_table_player_plays_its_table():
     policy = np.tile([0.2, 0.5, 0.3], (12, 1))
     player = table_player(policy, Random(1))
@@ -121,12 +70,46 @@ def test_there_is_no_equilibrium_beyond_a_third(bad):
         equilibrium(bad)
 
 
-@pytest.mark.parametrize("cards", ["KK", "K", None, "AK"])
-def test_a_deal_is_two_of_three_cards(cards):
-    with pytest.raises(ValueError, match=r"artifact\['cards'\]="):
-        KuhnRules().start({"cards": cards})
-
-
 def test_an_unfinished_game_pays_nothing():
     with pytest.raises(ValueError, match="history='pb'"):
         payoff("KQ", "pb")
+
+
+def task(**options):
+    return KuhnPokerTask(KuhnOptions(**options))
+
+
+async def mean_payoff(table, policy, games, **options):
+    """Of seat 0 in self-play by ``policy``, over equally many games of each deal, and the standard error."""
+    requests = task(**options).requests(0, games, 1)
+    results = await table(task(**options), table_player(policy, Random(0))).play(requests)
+    won = np.array([result.rollout.rewards["player0"] for result in results])
+    assert all(sum(result.rollout.rewards.values()) == 0 for result in results)
+    return won.mean(), won.std() / np.sqrt(games)
+
+
+@pytest.mark.parametrize("policy", [equilibrium(), np.tile([0.3, 0.5, 0.2], (12, 1))], ids=["equilibrium", "erring"])
+async def test_episodes_pay_what_the_tree_says(table, policy):
+    mean, error = await mean_payoff(table, policy, 900, invalid_cost=2.5)
+    assert mean == pytest.approx(solve(policy, 2.5).value, abs=4 * error)
+
+
+async def test_the_oracle_wins_what_the_tree_says_against_the_random_player(table):
+    expected = solve_against(equilibrium(), np.full((12, 2), 0.5))
+    results = await table(task(), task().oracle()).play(task().eval_requests("eval", 600))
+    won = np.array([result.rollout.rewards[result.rollout.artifact["model"]] for result in results])
+    assert won.mean() == pytest.approx(expected, abs=4 * won.std() / np.sqrt(len(won)))
+    assert expected > 0.1
+
+
+def solve_against(policy, opponent):
+    """The exact average payoff of ``policy`` over both seats against ``opponent``."""
+    first, second = np.array(policy), np.array(policy)
+    first[6:], second[:6] = opponent[6:], opponent[:6]
+    return (solve(first).value - solve(second).value) / 2
+
+
+def test_every_six_games_hold_every_deal():
+    dealt = [request.artifact["cards"] for request in task().requests(3, 12, 1)]
+    assert Counter(dealt[:6]) == Counter(dealt[6:]) == Counter(DEALS)
+    assert dealt != [request.artifact["cards"] for request in task(seed=1).requests(3, 12, 1)]

@@ -6,10 +6,7 @@ import pytest
 
 from turnwise.arena import TreeSampler
 from turnwise.tasks import build_task
-from turnwise.tasks.base import split_of
 from turnwise.tasks.search_orchestra import (
-    SearchIndex,
-    SearchOrchestraEpisode,
     SearchOrchestraOptions,
     SearchOrchestraTask,
 )
@@ -21,104 +18,62 @@ PERSON, TOWN = RIVER.supports
 ARTIFACT = TASK.artifact(RIVER.text)
 
 
-def calls(result):
-    assert result.rollout.error is None, result.rollout.error
-    return [(step.actor_id, step.turn) for step in result.rollout.steps]
+WHO = {"v": VERIFIER, "s": SEARCHER, "a": ANSWERER}
+# Replies; who acts, by first letters; what all three earn; the share of the needed pages that was found; other metrics
+# and extras; the pages in the last prompt; and the actors, if it is not the whole team.
+GAMES = {
+    "two searches and the answer": (
+        ["search", PERSON, "Not yet: search", f"Query: {TOWN}", "answer", f"Answer: {RIVER.answer}."], "vsvsva", 1.0,
+        1.0, {"queries": [PERSON, TOWN], "searches/searcher": 2.0}, [PERSON, TOWN], None,
+    ),
+    "a wrong answer costs all three": (["answer", "Velmar"], "va", 0.0, 0.0, {}, [], None),
+    "searches run out, and the answerer's turn comes": (
+        ["search", "zzz", "search", PERSON, "search", PERSON, RIVER.answer], "vsvsvsa", 1.0, 0.5, {}, [PERSON], None,
+    ),
+    "babble goes to the answer": (
+        ["search", " \n", "Hm.", "<think>so</think>"], "vsva", 0.0, 0.0,
+        {"readable/verifier": 0.5, "readable/searcher": 0.0, "readable/answerer": 0.0, "answer": None}, [], None,
+    ),
+    "no verifier": (
+        [PERSON, TOWN, "?", RIVER.answer], "sssa", 1.0, 1.0, {"queries": [PERSON, TOWN, "?"]}, [PERSON, TOWN],
+        [SEARCHER, ANSWERER],
+    ),
+    "no searcher": (["search", RIVER.answer], "va", 1.0, 0.0, {"queries": []}, [], [VERIFIER, ANSWERER]),
+    "an answerer alone": ([RIVER.answer], "a", 1.0, 0.0, {"queries": []}, [], [ANSWERER]),
+}  # fmt: skip
 
 
-# --- one episode, worked by hand -------------------------------------------------------------------------------------
-async def test_two_searches_and_the_answer(table):
-    seat = table(TASK, ["search", PERSON, "Not yet: search", f"Query: {TOWN}", "answer", f"Answer: {RIVER.answer}."])
-    result = await seat.one(ARTIFACT)
-    order = [VERIFIER, SEARCHER, VERIFIER, SEARCHER, VERIFIER, ANSWERER]
-    assert calls(result) == list(zip(order, [0, 0, 1, 1, 2, 2], strict=True))
-    assert result.rollout.rewards == dict.fromkeys([VERIFIER, SEARCHER, ANSWERER], 1.0)
-    assert all(step.reward is None for step in result.rollout.steps)
-    found = [[passage.title for passage in read_view(messages).found] for _, messages in seat.seen]
-    assert found == [[], [], [PERSON], [PERSON], [PERSON, TOWN], [PERSON, TOWN]]
-    assert result.rollout.extras["queries"] == [PERSON, TOWN]
-    assert result.rollout.metrics[f"found_share/{SEARCHER}"] == 1.0
-    assert result.rollout.metrics[f"searches/{SEARCHER}"] == 2.0
+@pytest.mark.parametrize("title", GAMES)
+async def test_an_episode_by_hand(table, title):
+    lines, order, worth, share, measured, found, actors = GAMES[title]
+    seat = table(TASK.with_actors(actors) if actors else TASK, lines)
+    rollout = (await seat.one(ARTIFACT)).rollout
+    assert rollout.error is None, rollout.error
+    assert [step.actor_id for step in rollout.steps] == [WHO[letter] for letter in order]
+    assert all(step.reward is None for step in rollout.steps), "the outcome alone is paid"
+    assert rollout.rewards == dict.fromkeys([VERIFIER, SEARCHER, ANSWERER], worth)
+    assert rollout.metrics["correct/answerer"] == worth and rollout.metrics["found_share/searcher"] == share
+    assert {name: rollout.metrics.get(name, rollout.extras.get(name)) for name in measured} == measured
+    shown = [[passage.title for passage in read_view(messages).found] for _, messages in seat.seen]
+    assert shown[-1] == found and shown[0] == [], "what was found is shown from then on, and each page once"
 
 
-async def test_a_wrong_answer_costs_all_three(table):
-    result = await table(TASK, ["answer", "Velmar"]).one(ARTIFACT)
-    assert calls(result) == [(VERIFIER, 0), (ANSWERER, 0)]
-    assert result.rollout.rewards == dict.fromkeys([VERIFIER, SEARCHER, ANSWERER], 0.0)
-    assert result.rollout.metrics[f"found_share/{SEARCHER}"] == 0.0
-
-
-async def test_searches_run_out_and_the_answerer_s_turn_comes(table):
-    task = SearchOrchestraTask(SearchOrchestraOptions(max_searches=2))
-    seat = table(task, ["search", "zzz", "search", PERSON, RIVER.answer])
-    result = await seat.one(ARTIFACT)
-    assert [actor for actor, _ in calls(result)] == [VERIFIER, SEARCHER, VERIFIER, SEARCHER, ANSWERER]
-    assert result.rollout.rewards[VERIFIER] == 1.0 and result.rollout.metrics[f"found_share/{SEARCHER}"] == 0.5
-    assert read_view(seat.seen[2][1]).found == (), "nothing was found by words that no page has"
-
-
-async def test_the_same_page_is_shown_once(table):
-    seat = table(TASK, ["search", PERSON, "search", PERSON, "answer", "?"])
-    await seat.one(ARTIFACT)
-    assert [passage.title for passage in read_view(seat.seen[-1][1]).found] == [PERSON]
-
-
-async def test_what_can_not_be_read(table):
-    seat = table(TASK, ["search", " \n", "Hm.", "<think>so</think>"])
-    result = await seat.one(ARTIFACT)
-    assert [actor for actor, _ in calls(result)] == [VERIFIER, SEARCHER, VERIFIER, ANSWERER], (
-        "babble goes to the answer"
-    )
-    metrics = result.rollout.metrics
-    assert [metrics[f"readable/{a}"] for a in (VERIFIER, SEARCHER, ANSWERER)] == [0.5, 0.0, 0.0]
-    assert result.rollout.extras["answer"] is None and result.rollout.rewards[ANSWERER] == 0.0
+async def test_an_option_limits_the_searches(table):
+    task = SearchOrchestraTask(SearchOrchestraOptions(max_searches=1))
+    rollout = (await table(task, ["search", "zzz", RIVER.answer]).one(ARTIFACT)).rollout
+    assert [step.actor_id for step in rollout.steps] == [VERIFIER, SEARCHER, ANSWERER]
 
 
 async def test_a_tree_scores_each_action_by_itself(table):
     lines = ["answer", "search", PERSON, "zzz", "search", "answer", TOWN, PERSON, "answer", "search", "?", RIVER.answer]
-    result = await table(TASK, lines, tree=TreeSampler(branches=2, select="best")).one(ARTIFACT)
-    assert [(step.actor_id, step.reward, step.selected) for step in result.rollout.steps] == [
-        (VERIFIER, 0.0, False),
-        (VERIFIER, 1.0, True),
-        (SEARCHER, 0.5, True),
-        (SEARCHER, 0.0, False),
-        (VERIFIER, 1.0, True),
-        (VERIFIER, 0.0, False),
-        (SEARCHER, 1.0, True),
-        (SEARCHER, 0.5, False),
-        (VERIFIER, 1.0, True),
-        (VERIFIER, 0.0, False),
-        (ANSWERER, 0.0, False),
-        (ANSWERER, 1.0, True),
-    ]
+    seat = table(TASK, lines, tree=TreeSampler(branches=2, select="best"))
+    result = await seat.one(ARTIFACT)
+    assert table.branches(result) == [
+        (VERIFIER, 0.0, False), (VERIFIER, 1.0, True), (SEARCHER, 0.5, True), (SEARCHER, 0.0, False),
+        (VERIFIER, 1.0, True), (VERIFIER, 0.0, False), (SEARCHER, 1.0, True), (SEARCHER, 0.5, False),
+        (VERIFIER, 1.0, True), (VERIFIER, 0.0, False), (ANSWERER, 0.0, False), (ANSWERER, 1.0, True),
+    ]  # fmt: skip
     assert result.rollout.metrics[TASK.success_metric] == 1.0
-
-
-# --- the task --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("hops", [1, 3])
-async def test_oracle_and_random_players(table, hops):
-    task = SearchOrchestraTask(SearchOrchestraOptions(hops=hops))
-    requests = task.eval_requests("eval", 30)
-    score = {}
-    for name, player in (("oracle", task.oracle()), ("random", task.random_player(0))):
-        results = await table(task, player).play(requests)
-        score[name] = sum(result.rollout.metrics[task.success_metric] for result in results)
-        if name == "oracle":
-            assert all(r.rollout.metrics[f"found_share/{SEARCHER}"] == 1.0 for r in results)
-            assert all(r.rollout.extras["queries"] for r in results)
-    assert score["oracle"] == 30 and score["random"] < 12
-
-
-def test_splits_share_no_question():
-    asked = {split: set(texts) for split, texts in TASK.splits.items()}
-    assert sum(map(len, asked.values())) == len(TASK.world.questions) == 7200
-    assert all(split_of(text) == split for split, texts in asked.items() for text in texts)
-    trained = {r.artifact["question"] for step in range(30) for r in TASK.requests(step, 32, 1)}
-    trained |= {read_view(messages).question for _, messages, _ in TASK.demonstrations(2000, 0)}
-    assert trained <= asked["train"] and len(trained) > 600
-    assert {r.artifact["question"] for r in TASK.eval_requests("eval", 100)} <= asked["eval"]
-    first = TASK.requests(3, 4, 2)
-    assert first == TASK.requests(3, 4, 2) and len({r.group_id for r in first}) == 4
 
 
 async def test_a_folder_of_ones_own(table, tmp_path):
@@ -134,47 +89,3 @@ async def test_a_folder_of_ones_own(table, tmp_path):
     assert task.demonstrations(5, 0) == [], "there is nothing to demonstrate where no supports are known"
     with pytest.raises(ValueError, match=r"n=500: the train split holds \d+ questions"):
         task.requests(0, 500, 1)
-
-
-def test_completions_fit():
-    from turnwise.tasks.tiny import build_tokenizer
-
-    tokenizer = build_tokenizer(TASK.texts())
-    longest = max(len(tokenizer(reply)["input_ids"]) for *_, reply in TASK.demonstrations(200, 0))
-    assert longest < TASK.options.max_tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"corpus": "docs"}, "expected 'corpus' and 'questions' together"),
-        ({"hops": 4}, "hops=4"),
-        ({"max_searches": 0}, "max_searches=0"),
-        ({"hop": 1}, "unknown option 'hop'; did you mean 'hops'"),
-        ({"quality": 2}, "quality=2"),
-    ],
-)
-def test_bad_options_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        build_task("search_orchestra", options)
-
-
-def test_bad_counts_are_named():
-    with pytest.raises(ValueError, match="passages=0"):
-        SearchOrchestraEpisode(SearchIndex(TASK.world.passages), passages=0)
-
-
-@pytest.mark.parametrize(
-    ("actors", "lines", "order", "queries"),
-    [
-        ([SEARCHER, ANSWERER], [PERSON, TOWN, "?", RIVER.answer], [SEARCHER] * 3 + [ANSWERER], 3),
-        ([VERIFIER, ANSWERER], ["search", RIVER.answer], [VERIFIER, ANSWERER], 0),
-        ([ANSWERER], [RIVER.answer], [ANSWERER], 0),
-    ],
-)
-async def test_some_actors_without_the_others(table, actors, lines, order, queries):
-    result = await table(TASK.with_actors(actors), lines).one(ARTIFACT)
-    assert [actor for actor, _ in calls(result)] == order
-    assert len(result.rollout.extras["queries"]) == queries and result.rollout.metrics["correct/answerer"] == 1.0
-    with pytest.raises(ValueError, match="expected 'answerer' among them"):
-        TASK.with_actors([VERIFIER, SEARCHER])

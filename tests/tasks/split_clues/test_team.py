@@ -8,9 +8,15 @@ from turnwise.arena import TreeSampler
 from turnwise.credit import VineCredit
 from turnwise.samples.collect import collect_samples
 from turnwise.tasks import build_task
-from turnwise.tasks.split_clues import SplitCluesTask, parse_question, split_clues_messages
+from turnwise.tasks.split_clues import split_clues_messages
 from turnwise.tasks.split_clues.prompts import read_messages
-from turnwise.types import EpisodeRequest
+from turnwise.tasks.split_clues.rows import (
+    Rows,
+    format_question,
+    maximum,
+    parse_question,
+    right_share,
+)
 
 ROWS = parse_question("195/278")
 ARTIFACT = {"rows": "195/278"}
@@ -18,32 +24,6 @@ ARTIFACT = {"rows": "195/278"}
 
 def team(**options):
     return build_task("split_clues", options)
-
-
-async def test_the_writer_sees_what_the_reader_sent_and_answers(table):
-    seat = table(team(), ["1 9 0", "298"])
-    result = await seat.one(ARTIFACT)
-    assert seat.seen == [("reader", split_clues_messages("reader", ROWS)),
-                         ("writer", split_clues_messages("writer", ROWS, "190"))]  # fmt: skip
-    assert result.rollout.rewards == {"reader": 2.0, "writer": 2.0}  # alpha * solved + the share of right digits
-    assert [step.reward for step in result.rollout.steps] == [None, None], "the answer alone is paid"
-    assert result.rollout.metrics["solved/reader"] == 1.0 and result.rollout.extras["answer"] == "298"
-
-
-async def test_a_wrong_answer_earns_its_right_digits_and_an_unreadable_one_nothing(table):
-    result = await table(team(), ["?", "278"]).one(ARTIFACT)
-    assert result.rollout.rewards == {"reader": pytest.approx(2 / 3), "writer": pytest.approx(2 / 3)}
-    assert result.rollout.metrics["valid_format/reader"] == 0.0 and result.rollout.metrics["valid_format/writer"] == 1.0
-    result = await table(team(), ["195", "two nine eight"]).one(ARTIFACT)
-    assert result.rollout.rewards == {"reader": 0.0, "writer": 0.0}
-
-
-async def test_an_evaluation_tells_what_the_writer_mends(table):
-    seat = table(team(), ["190", "298"])
-    [result] = await seat.arena.evaluation().generate_rollouts([EpisodeRequest("split_clues", ARTIFACT, seed=0)])
-    reader, writer = result.rollout.steps
-    assert "handed" not in reader.info  # 190 has one right digit of 298
-    assert writer.info["handed"] == {"handed": 1, "changed": 1, "wrong": 2, "mended": 2, "right": 1, "broke": 0}
 
 
 async def test_no_one_sees_a_row_that_is_not_theirs(table):
@@ -89,20 +69,14 @@ def test_demonstrations_know_the_format_and_half_of_the_answer():
     assert team().demonstrations(30, 1) == team().demonstrations(30, 1) != team().demonstrations(30, 2)
 
 
-async def test_oracle_and_random_players(table):
-    task = team()
-    requests = task.eval_requests("eval", 40)
-    right = await table(task, task.oracle()).play(requests)
-    assert all(result.rollout.metrics[task.success_metric] == 1.0 for result in right)
-    drawn = await table(task, task.random_player(0)).play(requests)
-    assert sum(result.rollout.metrics[task.success_metric] for result in drawn) <= 2
+def test_the_answer_is_the_maximum_of_each_place():
+    assert maximum("195", "278") == "298" == Rows("195", "278").answer
+    assert right_share("298", "298") == 1.0 and right_share("208", "298") == pytest.approx(2 / 3)
+    assert right_share(None, "298") == 0.0
 
 
-def test_wrong_options_are_named():
-    with pytest.raises(ValueError, match="the writer or the solver last"):
-        team(actors=("reader",))
-    with pytest.raises(ValueError, match="digits=1"):
-        team(digits=1)
-    with pytest.raises(ValueError, match="max_turns=2"):
-        team(max_turns=2)
-    assert SplitCluesTask().success_metric == "solved/reader"
+def test_questions_read_back():
+    assert parse_question(format_question(Rows("195", "278"))) == Rows("195", "278")
+    for text in ("195", "195/27", "19a/278", "/", "1/2/3"):
+        with pytest.raises(ValueError, match="expected two rows"):
+            parse_question(text)

@@ -96,22 +96,7 @@ def test_a_reviser_never_sees_a_solved_draft():
         assert 0.05 < sum(d == p.givens for p, d in zip(PUZZLES, drafts, strict=True)) / len(PUZZLES) < 0.16
 
 
-def test_both_roles_appear_and_the_seed_decides():
-    made = demonstrations(PUZZLES[:40], TEAM, 3)
-    assert Counter(actor for actor, *_ in made) == {"proposer": 20, "reviser": 20}
-    assert demonstrations(PUZZLES[:40], TEAM, 3) == made
-    assert demonstrations(PUZZLES[:40], TEAM, 4) != made
-    assert {actor for actor, *_ in demonstrations(PUZZLES[:4], ("solver",), 3)} == {"solver"}
-
-
 def test_a_quarter_is_of_later_rounds():
     later = [m[-1]["content"] for _, m, _ in demonstrations(PUZZLES, TEAM, 1) if "Round 2." in m[-1]["content"]]
     assert 0.2 < len(later) / len(PUZZLES) < 0.3 and any("Your last reply had no grid." in text for text in later)
     assert "Round" not in str(demonstrations(PUZZLES, TEAM, 1, rounds=1))
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"quality=1\.5"):
-        demonstrations(PUZZLES[:1], TEAM, 0, 1.5)
-    with pytest.raises(ValueError, match="actors"):
-        demonstrations(PUZZLES[:1], (), 0)

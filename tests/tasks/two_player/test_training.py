@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,72 +11,23 @@ import pytest
 
 from turnwise.credit import RAECredit
 from turnwise.run.build import build_run
-from turnwise.run.checks import dry_run
 from turnwise.tasks.two_player import SEATS, sample_policy, score_policy
-from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict, load_config
 
-pytestmark = pytest.mark.usefixtures("narrow_model")
+pytestmark = pytest.mark.xdist_group("two_player_training")
 
-GAMES = {"kuhn_poker": 60, "negotiation": 120, "tic_tac_toe": 60}
+GAMES = {"kuhn_poker": 90, "negotiation": 120, "tic_tac_toe": 60}
 """How many steps of a warm start it takes until both seats mostly say something legal."""
 
 
-def run_of(game, folder, **changes):
+def run_of(game, folder):
     settings = {
         "task": game, "run_dir": str(folder), "steps": 1, "threads": 1, "health": {"start_questions": 0},
         "warm_start": {"steps": GAMES[game], "batch_size": 12, "warmup": 5, "lr": 1e-2},
         "rollout": {"prompts_per_step": 16, "check_private": True},
         "eval": {"num_prompts": 8},
     }  # fmt: skip
-    return build_run(config_from_dict({**settings, **changes}))
-
-
-def train(run):
-    """One step, and the batch that it trained on with the episodes behind it."""
-    seen = []
-
-    def assign_credit_and_pack(results):
-        seen.append((type(run.arena).assign_credit_and_pack(run.arena, results), results))
-        return seen[-1][0]
-
-    run.arena.assign_credit_and_pack = assign_credit_and_pack
-    progress = run.train()
-    assert progress.step == 1 and len(seen) == 1
-    return seen[0]
-
-
-@pytest.mark.parametrize("game", ["kuhn_poker", "tic_tac_toe", pytest.param("negotiation", marks=pytest.mark.slow)])
-def test_one_step_of_self_play_and_an_evaluation_from_each_seat(game, tmp_path):
-    run = run_of(game, tmp_path)
-    assert run.arena.check_private
-    check_evaluation(run)
-    weights = dict(run.trainer.policies["default"].model.named_parameters())
-    before = {name: values.detach().clone() for name, values in weights.items()}
-    batch, results = train(run)
-    rewards = {actor: batch.rewards[batch.actor_index == index] for index, actor in enumerate(batch.actors)}
-    assert set(rewards) == set(SEATS), "both seats' samples are in the batch"
-    assert {np.sign(value) for value in batch.rewards} >= {-1.0, 1.0}
-    for result in results:
-        assert result.rollout.error is None
-        assert result.rollout.rewards["player0"] == -result.rollout.rewards["player1"], "zero sum"
-    both = [result.rollout for result in results if {step.actor_id for step in result.rollout.steps} == set(SEATS)]
-    assert any(rollout.rewards["player0"] for rollout in both), "some games were decided after both had acted"
-    assert np.array_equal(batch.advantages, batch.rewards), "the baselines of the first batch are 0"
-    check_baselines(run.arena.credit, game, results)
-    assert max(float((values.detach() - before[name]).abs().max()) for name, values in weights.items()) > 0
-
-
-def check_baselines(credit, game, results):
-    """After the batch each seat has its own: a twentieth of its mean reward over the games in which it acted."""
-    assert isinstance(credit, RAECredit)
-    for seat in SEATS:
-        spoke = [
-            result.rollout.rewards[seat]
-            for result in results
-            if any(step.actor_id == seat for step in result.rollout.steps)
-        ]
-        assert credit.baseline(game, seat) == pytest.approx(0.05 * np.mean(spoke), abs=1e-6)
+    return build_run(config_from_dict(settings))
 
 
 def check_evaluation(run):
@@ -89,13 +41,53 @@ def check_evaluation(run):
     assert run.arena.credit.state_dict() == baselines
 
 
-def test_a_tree_is_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ConfigError, match=r"'rollout.branches' = 4: task 'kuhn_poker' is played to its end"):
-        run_of("kuhn_poker", tmp_path, rollout={"branches": 4})
+@pytest.fixture(
+    scope="module",
+    params=["kuhn_poker", *(pytest.param(g, marks=pytest.mark.slow) for g in GAMES if g != "kuhn_poker")],
+)
+def trained(request, narrow_model, tmp_path_factory):
+    """A run of a step, its evaluation before it, its weights before it, and the batch and the episodes of the step."""
+    run = run_of(request.param, tmp_path_factory.mktemp(request.param))
+    check_evaluation(run)
+    weights = dict(run.trainer.policies["default"].model.named_parameters())
+    before = {name: values.detach().clone() for name, values in weights.items()}
+    seen = []
+
+    def assign_credit_and_pack(results):
+        seen.append((type(run.arena).assign_credit_and_pack(run.arena, results), results))
+        return seen[-1][0]
+
+    run.arena.assign_credit_and_pack = assign_credit_and_pack
+    assert run.train().step == 1 and len(seen) == 1
+    assert max(float((values.detach() - before[name]).abs().max()) for name, values in weights.items()) > 0
+    return run, *seen[0]
 
 
-def test_the_tiny_models_exploitability_is_known_two_ways(tmp_path):
-    run = run_of("kuhn_poker", tmp_path, warm_start={"steps": 150, "batch_size": 12, "warmup": 5, "lr": 1e-2})
+def test_both_seats_learn_by_rae(trained):
+    run, batch, results = trained
+    rewards = {actor: batch.rewards[batch.actor_index == index] for index, actor in enumerate(batch.actors)}
+    assert run.arena.check_private and set(rewards) == set(SEATS), "both seats' samples are in the batch"
+    assert {np.sign(value) for value in batch.rewards} >= {-1.0, 1.0}
+    for result in results:
+        assert result.rollout.error is None
+        assert result.rollout.rewards["player0"] == -result.rollout.rewards["player1"], "zero sum"
+    both = [result.rollout for result in results if {step.actor_id for step in result.rollout.steps} == set(SEATS)]
+    assert any(rollout.rewards["player0"] for rollout in both), "some games were decided after both had acted"
+    assert np.array_equal(batch.advantages, batch.rewards), "the baselines of the first batch are 0"
+    # After the batch each seat has its own: a twentieth of its mean reward over the games in which it acted.
+    assert isinstance(run.arena.credit, RAECredit)
+    for seat in SEATS:
+        spoke = [
+            result.rollout.rewards[seat]
+            for result in results
+            if any(step.actor_id == seat for step in result.rollout.steps)
+        ]
+        assert run.arena.credit.baseline(run.task.name, seat) == pytest.approx(0.05 * np.mean(spoke), abs=1e-6)
+
+
+@pytest.mark.parametrize("trained", ["kuhn_poker"], indirect=True)
+def test_the_tiny_models_exploitability_is_known_two_ways(trained):
+    run, *_ = trained
 
     async def asked():
         scored = await score_policy(run.arena, run.task)
@@ -110,8 +102,21 @@ def test_the_tiny_models_exploitability_is_known_two_ways(tmp_path):
     assert 0 < run.task.solve(scored.table).exploitability < 3
 
 
-def test_the_example_is_a_run_of_each_game_that_it_names():
-    example = Path(__file__).parents[3] / "examples" / "kuhn_poker.toml"
-    for game in ("kuhn_poker", "tic_tac_toe"):
-        told = dry_run(load_config(example, {"task": game}))
-        assert 'rule = "rae"' in told and "actor 'player1' plays with policy 'default'" in told
+@pytest.mark.slow
+@pytest.mark.long
+def test_self_play_makes_kuhn_poker_less_exploitable(tmp_path):
+    """The start plays 30% of an equilibrium's moves, and sees its card; so it is below uniform play (0.458)."""
+    changes = {
+        "run_dir": str(tmp_path),
+        "steps": 20,
+        "threads": 1,
+        "eval.exploitability_every": 20,
+        "eval.num_prompts": 2,
+    }
+    run = build_run(load_config(Path(__file__).parents[3] / "examples" / "kuhn_poker.toml", changes))
+    notes = []
+    run.trainer.log.note = notes.append
+    run.train()
+    start, end = (float(found) for note in notes for found in re.findall(r"exploitability (\d\.\d+)", note))
+    assert 0.2 < start < 0.42, start
+    assert end < start - 0.06, (start, end)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from turnwise.arena import Episode, Rubric, SingleTurnEpisode, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, split_of
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of
 from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.lookup.demonstrations import SOLVER, SYSTEM_PROMPT, call_text, demonstrations
 from turnwise.tasks.lookup.table import FRIEND, FRUITS, LOOK_UP, NAMES, TABLES, Question, Table
@@ -94,6 +94,7 @@ class LookupTask(GeneratedTask):
         return {self.name: LookupEpisode()}
 
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
+        check_split(split)
         rng, found = Random(f"lookup/{split}/{seed}"), dict[str, None]()
         while len(found) < n:
             question = Question(rng.randrange(TABLES), rng.choice(NAMES), rng.choice(FRUITS), self.options.hops)
