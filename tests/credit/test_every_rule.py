@@ -295,7 +295,7 @@ def test_it_equals_its_float64_reference(make: Any, name: str, seed: int) -> Non
     samples = batch(make, seed, trees)
     found, expected = rule().compute_columns(samples), reference(samples)
     assert found.dtype == np.float32 and found.shape == (len(samples),) and expected.any()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_every_rule_without_a_tree_or_a_state_has_a_reference() -> None:
