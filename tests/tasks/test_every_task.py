@@ -78,7 +78,7 @@ def text_of(artifact: Any) -> str:
 
 SHIPPED = {
     "code_duel": Shipped(
-        0.15, (-0.25, 2.0), {"actors": ["coder"], **SOLO}, games=16, oracle={"discernment": 2 / 3},
+        0.1, (-0.25, 2.0), {"actors": ["coder"], **SOLO}, games=16, oracle={"discernment": 2 / 3},
         asked=lambda artifact: artifact["problem"], shown=lambda messages: code_duel.read_view(messages).statement,
         trains={"families": ["sums"], "max_cases": 2, "max_tokens": 48},
     ),
@@ -118,7 +118,7 @@ SHIPPED = {
         split=lambda level: split_of_layout(level.cells, level.goals),
         trains={"side": 5, "min_route": 2, "shaping": 0.5, "max_turns": 2, "max_tokens": 12},
     ),
-    "split_clues": Shipped(0.06, (0.0, 2.0), {"actors": ["solver"]}, asked=lambda artifact: artifact["rows"]),
+    "split_clues": Shipped(0.05, (0.0, 2.0), {"actors": ["solver"]}, asked=lambda artifact: artifact["rows"]),
     "sudoku": Shipped(
         0.1, (-0.25, 2.0), {"actors": ["solver"], **SOLO}, games=60,
         asked=lambda artifact: artifact["puzzle"], shown=lambda messages: sudoku.read_messages(messages)[0],
