@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import MappingProxyType
 
 import pytest
@@ -15,6 +14,7 @@ from turnwise.tasks.own import OwnTask
 from turnwise.train.config.toml import ConfigError
 
 from .test_run import config_of, questions_file
+from .trained import rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -102,8 +102,7 @@ def test_a_run_with_an_adapter_for_each_actor(tmp_path):
         tmp_path, policy_sharing="lora_per_actor", steps=1, eval={"every": 1, "num_prompts": 3, "ablate": True}
     )
     run = train_from_config(config)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
+    for row in rows_of(tmp_path):
         assert row["validation/proposer/without"] == row["validation/reviser/alone"]
         assert row["validation/proposer/alone"] == row["validation/reviser/without"]
         assert row["validation/reviser/handed"] > 0 and 0 <= row["validation/reviser/changed"] <= 1

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from turnwise.cluster.members import Members, events_file, log_file
@@ -27,6 +26,8 @@ from turnwise.run.clusters.start import EXIT_LATER
 from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict
+
+from ..trained import equal, rows_of
 
 COMMON: dict[str, Any] = {
     "steps": 2,
@@ -85,7 +86,13 @@ def train(folder: Path, *arguments: str, **settings: Any) -> str:
     return told
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def wait_for_a_step(process: subprocess.Popen[str], folder: Path) -> None:
+    while not (folder / "metrics.jsonl").is_file():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def weights(folder: Path) -> dict[str, Any]:
     [file] = folder.glob("policies/*/model.safetensors")
     return load_file(file)
 
@@ -112,9 +119,7 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, a
     }  # fmt: skip
     process = start(folder, cluster=cluster)
     try:
-        while not (folder / "metrics.jsonl").is_file():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
+        wait_for_a_step(process, folder)
         started = {e["role"]: e["pid"] for e in map(json.loads, events_file(folder).read_text().splitlines())}
         assert set(started) == {"rank-0", "engine-main-0", "engine-main-1", "worker-0", "worker-1"}
         # The rank stands still until both are back, as two steps might end before.
@@ -132,10 +137,9 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, a
     assert process.returncode == 0, told
     assert "training for 2 steps" in told and "engine-main-0 was killed by SIGKILL; starting it again" in told
     found, want = weights(folder), weights(alone)
-    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
-    for name in ("rollouts.jsonl",):
-        a, b = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in (folder, alone))
-        assert [row["rewards"] for row in a] == [row["rewards"] for row in b]
+    assert equal(found, want)
+    a, b = (rows_of(run, "rollouts.jsonl") for run in (folder, alone))
+    assert [row["rewards"] for row in a] == [row["rewards"] for row in b]
     assert {("died", "engine-main-0"), ("died", "worker-1"), ("ended", "worker-0")} <= set(events(folder))
     assert Members.read(folder).engines == {}
     # The secret is in no file.
@@ -167,7 +171,7 @@ def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None
         env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["updates"] for row in rows)
     assert {("ended", "worker-0"), ("ended", "engine-main-1")} <= set(events(tmp_path / "run"))
     serving = [row["cluster/engines_serving"] for row in rows]  # the run begins with the first engine that answers
@@ -191,9 +195,7 @@ def test_a_signal_lets_the_run_save_and_end(tmp_path: Path, address: str) -> Non
     cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": RANK}
     process = start(folder, cluster=cluster, steps=1000)
     try:
-        while not (folder / "metrics.jsonl").is_file():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
+        wait_for_a_step(process, folder)
         process.send_signal(signal.SIGTERM)
         told, _ = process.communicate(timeout=200)
     finally:
@@ -213,9 +215,7 @@ def test_a_head_that_dies_lets_the_run_save_and_go_on_later(tmp_path: Path) -> N
         settings = {"backend": "ray", "address": cluster.address, "trust_network": True, "faults": {"dead_after": 5.0}}
         process = start(folder, cluster={**settings, "learner": {"cpus": 0}}, steps=1000, checkpoint={"every": 500})
         try:
-            while not (folder / "metrics.jsonl").is_file():
-                assert process.poll() is None, process.communicate()[0]
-                time.sleep(0.02)
+            wait_for_a_step(process, folder)
             [server] = cluster.head_node.all_processes["gcs_server"]
             os.kill(server.process.pid, signal.SIGKILL)
             told, _ = process.communicate(timeout=100)
@@ -280,20 +280,14 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, address: str) -> None:
+    """Neither what it has not, nor what others hold. A cluster that checks no token is refused at once."""
+    given = {"backend": "ray", "address": address, "learner": RANK}
     ask = {"main": {**ENGINES["main"], "resources": {"sim_gpu": 3}}}
-    cluster = {"backend": "ray", "address": address, "trust_network": True, "wait": 5, "learner": RANK, "engines": ask}
-    process = start(tmp_path / "run", "--dry-run", cluster=cluster)
-    told, _ = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert "Missing: one node with 0 CPU, 3 sim_gpu for engine-main-0" in told.replace("\n", " "), told
-
-
-@pytest.mark.slow
-def test_ray_waits_no_longer_than_asked(address: str) -> None:
-    """Others hold what the cluster has, so the run would fit, but not now."""
-    settings = ClusterConfig.model_validate(
-        {"backend": "ray", "address": address, "trust_network": True, "learner": {"count": 2, **RANK}}
+    large, open_ = (
+        start(tmp_path / name, "--dry-run" if cluster else "--traceback", cluster={**given, **cluster})
+        for name, cluster in (("large", {"trust_network": True, "wait": 5, "engines": ask}), ("open", {}))
     )
+    settings = ClusterConfig.model_validate({**given, "trust_network": True, "learner": {"count": 2, **RANK}})
     roles = roles_of(settings)
     with RayBackend(settings) as backend:
         backend.place(roles, 60)
@@ -301,14 +295,11 @@ def test_ray_waits_no_longer_than_asked(address: str) -> None:
         with pytest.raises(NoRoom, match=r"after cluster.wait = 2 s.*Missing: learner \(asked 2, 0 there\)"):
             RayBackend(settings).place(roles, 2)
         assert time.monotonic() - began < 30
-
-
-@pytest.mark.slow
-def test_an_open_cluster_is_refused(tmp_path: Path, address: str) -> None:
-    process = start(tmp_path / "run", cluster={"backend": "ray", "address": address, "learner": RANK})
-    told, _ = process.communicate(timeout=100)
-    assert process.returncode, told
-    assert "checks no token" in told and "RAY_AUTH_MODE=token" in told
+    told, _ = large.communicate(timeout=100)
+    assert large.returncode == 1
+    assert "Missing: one node with 0 CPU, 3 sim_gpu for engine-main-0" in told.replace("\n", " "), told
+    told, _ = open_.communicate(timeout=100)
+    assert open_.returncode and "checks no token" in told and "RAY_AUTH_MODE=token" in told, told
 
 
 @pytest.mark.parametrize("at", ["127.0.0.1:1", "ray://127.0.0.1:10001"])

@@ -115,22 +115,3 @@ def test_the_view_command(made_run, tmp_path, capsys, monkeypatch):
 def test_the_view_command_refuses_other_folders(tmp_path, capsys):
     assert cli.main(["view", str(tmp_path / "nowhere")]) == EXIT_USAGE
     assert "no run folder" in capsys.readouterr().err
-
-
-def test_train_leaves_a_report(tmp_path):
-    config = tmp_path / "run.toml"
-    config.write_text(
-        "steps = 1\n[rollout]\nprompts_per_step = 1\nbranches = 2\n[eval]\nnum_prompts = 1\n"
-        "[health]\nstart_questions = 0\n"
-    )
-    assert cli.main(["train", str(config), "--run_dir", str(tmp_path / "run")]) == EXIT_OK
-    elements = Elements((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
-    data = json.loads(elements.scripts[0])
-    assert data["curves"]["step"] == [1] and len(data["episodes"]) == 1
-
-
-@pytest.mark.parametrize("name", ["page.html", "style.css", "dom.js"])
-def test_assets_are_installed(name):
-    from turnwise.report.page import asset
-
-    assert asset(name)

@@ -46,17 +46,6 @@ def test_json_lines_hold_numbers_of_numpy_as_numbers(tmp_path):
     assert (line["step"], line["a"], line["b"]) == (1, 0.5, 3) and math.isnan(line["c"])
 
 
-def test_json_lines_rewind_to_a_step(tmp_path):
-    writer = JsonLines(tmp_path / "metrics.jsonl")
-    for step in (1, 2, 3):
-        writer.log(step, {"a": step})
-    with writer.path.open("a") as stream:
-        stream.write('{"step": 1, "a')
-    writer.rewind(1)
-    writer.log(2, {"a": 20})
-    assert writer.path.read_text() == '{"step": 1, "a": 1}\n{"step": 2, "a": 20}\n'
-
-
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

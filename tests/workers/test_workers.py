@@ -11,7 +11,7 @@ import pytest
 from turnwise.arena import Arena, ArtifactStore, BatchFailedError
 from turnwise.arena.runtime.context import current_context
 from turnwise.run.build import TaskArena
-from turnwise.types import EpisodeRequest, Sampling
+from turnwise.types import Artifact, EpisodeRequest, Sampling
 
 from .playing import KEY, Leave, Try, Workers, attach, build, difference, own_arena, until
 
@@ -25,12 +25,8 @@ def requests_of(name: str, arena: Arena, step: int) -> list[EpisodeRequest]:
         return [EpisodeRequest("keep", {"step": step, "question": n % 4}) for n in range(8)]
     if name == "own":
         numbers = [n % 7 for n in range(14)]
-        return [
-            EpisodeRequest(
-                "wonder", {"number": n, "more": n % 3, "joins": f"after {n}"}, group_id=f"{n}", seed=5, timeout=60.0
-            )
-            for n in numbers
-        ]
+        asked = [(n, {"number": n, "more": n % 3, "joins": f"after {n}"}) for n in numbers]
+        return [EpisodeRequest("wonder", artifact, group_id=f"{n}", seed=5, timeout=60.0) for n, artifact in asked]
     return arena.task.requests(step, 4, 2)
 
 
@@ -123,7 +119,7 @@ async def test_an_evaluation_without_some_actors_plays_on_workers(workers: Worke
 
 
 async def test_a_call_may_limit_its_episodes(workers: Workers) -> None:
-    asked = [EpisodeRequest("try", ArtifactOf(n)) for n in range(6)]
+    asked = [EpisodeRequest("try", Artifact(f"a-{n}", n)) for n in range(6)]
     arena = build("own", TaskArena)
     expected = await build("own", TaskArena).generate_rollouts(asked)
     attach(arena, "own", workers.members(2))
@@ -134,12 +130,6 @@ async def test_a_call_may_limit_its_episodes(workers: Workers) -> None:
         await arena.generate_rollouts(asked, concurrency=0)
 
 
-def ArtifactOf(number: int) -> Any:
-    from turnwise.types import Artifact
-
-    return Artifact(f"a-{number}", number)
-
-
 async def test_too_many_failures_end_the_call(workers: Workers) -> None:
     arena = build("own", TaskArena)
     arena.failure_threshold = 0.2
@@ -148,7 +138,7 @@ async def test_too_many_failures_end_the_call(workers: Workers) -> None:
     with pytest.raises(BatchFailedError, match=r"(?s)of 9 episodes failed.*AttributeError") as caught:
         await arena.generate_rollouts(asked)
     assert "playing.py" in str(caught.value)
-    assert len(await arena.generate_rollouts([EpisodeRequest("try", ArtifactOf(1))])) == 1, "the workers go on"
+    assert len(await arena.generate_rollouts([EpisodeRequest("try", Artifact("a-1", 1))])) == 1, "the workers go on"
 
 
 async def test_cancelling_a_call_frees_the_workers(workers: Workers) -> None:
@@ -186,30 +176,29 @@ async def test_objects_that_can_not_travel_are_refused(workers: Workers) -> None
         await arena.generate_rollouts([EpisodeRequest("try", lambda: 0, group_id="f")])
     arena.add_store(ArtifactStore("held")).add(lambda: 0)
     with pytest.raises(TypeError, match="store 'held' can't be sent to the workers"):
-        await arena.generate_rollouts([EpisodeRequest("try", ArtifactOf(1))])
+        await arena.generate_rollouts([EpisodeRequest("try", Artifact("a-1", 1))])
 
 
-async def test_no_worker_is_left(workers: Workers) -> None:
-    for members, said in (
-        (lambda: {}, "no worker for 0 seconds: none has an address"),
+def gone() -> Any:
+    raise OSError("the shared folder is gone")
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "said"),
+    [
+        (dict, RuntimeError, "no worker for 0 seconds: none has an address"),
         (
             lambda: {"worker-0": "127.0.0.1:9"},
-            "no worker for 0 seconds: worker-0 at 127.0.0.1:9: .*Connect call failed",
+            RuntimeError,
+            "worker-0 at 127.0.0.1:9: .*Connect call failed",
         ),
-    ):
-        arena = build("own", TaskArena)
-        attach(arena, "own", members, wait=0.3)
-        with pytest.raises(RuntimeError, match=said):
-            await arena.generate_rollouts([EpisodeRequest("leave", "x")])
-
-
-async def test_an_error_of_the_members_reaches_the_caller(workers: Workers) -> None:
-    def members() -> Any:
-        raise OSError("the shared folder is gone")
-
+        (gone, OSError, "the shared folder is gone"),
+    ],
+)
+async def test_no_worker_is_left(members: Any, error: Any, said: str) -> None:
     arena = build("own", TaskArena)
-    attach(arena, "own", members)
-    with pytest.raises(OSError, match="the shared folder is gone"):
+    attach(arena, "own", members, wait=0.3)
+    with pytest.raises(error, match=said):
         await arena.generate_rollouts([EpisodeRequest("leave", "x")])
 
 

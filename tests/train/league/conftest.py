@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from turnwise.run.build import build_run
@@ -29,15 +27,3 @@ def settings(tmp_path, narrow_model):
 @pytest.fixture
 def make_run(tmp_path, narrow_model):
     return lambda name="run", **changes: build_run(config_from_dict(settings_of(tmp_path / name, **changes)))
-
-
-@pytest.fixture
-def read_lines():
-    """Read the lines that a run wrote to a file, without timings."""
-
-    def read(run, name):
-        rows = [json.loads(line) for line in (run.config.run_dir / name).read_text().splitlines()]
-        timed = ("second", "inference/")
-        return [{key: value for key, value in row.items() if not any(part in key for part in timed)} for row in rows]
-
-    return read
