@@ -70,6 +70,7 @@ def test_vowels(tmp_path: Path) -> None:
     assert int(printed.rpartition(":")[2].strip(" %\n")) >= 25
 
 
+@pytest.mark.slow
 def test_train_loop(tmp_path: Path) -> None:
     """The loop without the trainer fits on two pages, and its reward rises."""
     assert len((EXAMPLES / "train_loop.py").read_text(encoding="utf-8").splitlines()) <= 120

@@ -28,21 +28,7 @@ from turnwise.train.eval.evaluate import Evaluation, describe
 from turnwise.train.model.policy import named_weights
 from turnwise.train.validate import config_from_dict
 
-from .trained import equal, lines_of, rows_of
-
-SMALL = {
-    "steps": 2,
-    "threads": 1,
-    "health": {"start_questions": 0},  # these models know nothing yet
-    "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2},
-    # A model that was hardly taught ties every group: rules that compare would train nothing.
-    "credit": {"rule": "constant"},
-    "update": {"lr": 1e-3},
-    "eval": {"num_prompts": 3},
-    "checkpoint": {"every": 1, "keep_last": 2},
-}
-
+from .trained import SMALL, equal, lines_of, rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -79,7 +65,7 @@ def test_a_run_leaves_a_folder_that_stands_alone(team):
     saved = team.folder / "policies" / "default"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     assert all(torch.equal(tensor, team.weights[name]) for name, tensor in named_weights(model))
-    assert tokenizer.chat_template == tiny_model(team.config, task_of(team.config))[1].chat_template
+    assert tokenizer.chat_template == tiny_model(team.config, task_of(team.config))[0].chat_template
     assert list_checkpoints(team.folder / "checkpoints")[-1].name == "step_00000003"
 
 
@@ -308,6 +294,9 @@ def test_what_a_policys_section_asks_for_holds_for_the_tiny_model_too(tmp_path):
     model = run.trainer.policies["default"].model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.is_gradient_checkpointing
+    rollout = {"prompts_per_step": 2, "group_size": 2, "timeout": 1.5}
+    run = build_run(config_of(tmp_path, rollout=rollout, warm_start={"steps": 0}))
+    assert [request.timeout for request in run.arena.get_batch()] == [1.5] * 4
 
 
 def test_a_frozen_policy_keeps_no_reference(tmp_path):
@@ -325,17 +314,14 @@ def test_a_run_in_which_nothing_would_train_is_refused(tmp_path):
     assert build_run(config).evaluate().episodes == 3
 
 
-def test_the_timeout_reaches_every_episode(tmp_path):
-    rollout = {"prompts_per_step": 2, "group_size": 2, "timeout": 1.5}
-    run = build_run(config_of(tmp_path, rollout=rollout, warm_start={"steps": 0}))
-    assert [request.timeout for request in run.arena.get_batch()] == [1.5] * 4
-
-
 def test_too_few_held_out_questions_show_before_the_training(tmp_path):
     options = {"path": str(questions_file(tmp_path / "questions.jsonl"))}
     with pytest.raises(ValueError, match=r"1000"):
         build_run(config_of(tmp_path / "run", task="math_orchestra", task_options=options, eval={"num_prompts": 1000}))
     assert not (tmp_path / "run").exists()
+    assert describe(Evaluation(0.91, 0.86, 0.943, 200, 1, 9, {})) == (
+        "success 91.0% (95% interval 86.0%–94.3%, 200 questions, 1 failed)"
+    )
 
 
 def test_a_resumed_run_takes_its_new_settings_and_tells_them(tmp_path, capsys):
@@ -357,12 +343,6 @@ def test_evaluating_a_folder_that_is_no_checkpoint_leaves_the_runs_config_alone(
     assert (tmp_path / "config.toml").read_text() == "what the training wrote"
     with pytest.raises(CheckpointError, match=r"manifest.json can't be read"):
         evaluate_from_config(config_of(tmp_path / "run"), checkpoint=tmp_path)
-
-
-def test_describe():
-    assert describe(Evaluation(0.91, 0.86, 0.943, 200, 1, 9, {})) == (
-        "success 91.0% (95% interval 86.0%–94.3%, 200 questions, 1 failed)"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -79,15 +79,12 @@ def test_a_policy_is_an_adapter_as_servers_make_it(policy: dict[str, Any], messa
         dry_run(config_of(policies={"default": {"path": "some/model", **policy}}))
 
 
-def test_full_weights_and_several_bases_are_refused() -> None:
+def test_full_weights_several_bases_and_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"'policies.default.lora' = None: a Tinker server trains adapters"):
         dry_run(config_of(policy_sharing="shared", policies={"default": {"path": "some/model"}}))
     bases = {"default": {"path": "some/model", "lora": {}}, "reviser": {"path": "other/model"}}
     with pytest.raises(ConfigError, match=r"'policies.\*.path' = \['other/model', 'some/model'\]: expected one base"):
         dry_run(config_of(policies=bases))
-
-
-def test_torchrun_does_not_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "RANK", "0")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"'learner.type' = 'tinker': expected one process"):

@@ -130,11 +130,15 @@ def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(
     assert any(told in line for line in said)
 
 
-def test_a_server_that_can_not_start_says_why(stand_in: Any, tmp_path: Path) -> None:
+def test_a_server_that_can_not_start_says_why(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = stand_in("fails")
     with pytest.raises(ServerFailed, match=r"(?s)ended with exit code 3 before.*no such model"):
         server.start()
     assert len(started(tmp_path)) == 1
+    all_gone(tmp_path)
+    monkeypatch.setattr(serve, "is_well", lambda url, timeout: False)
+    with pytest.raises(ServerFailed, match=r"longer than start_timeout=0.5 s"):
+        stand_in(start_timeout=0.5).start()
     all_gone(tmp_path)
 
 
@@ -145,13 +149,6 @@ def test_a_server_that_dies_too_often_is_given_up(stand_in: Any, tmp_path: Path)
         with pytest.raises(ServerFailed, match=r"(?s)ended with exit code 3, 2 times in a row.*no such model"):
             server.wait()
     assert len(started(tmp_path)) == 2
-
-
-def test_one_that_takes_too_long_is_ended(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "is_well", lambda url, timeout: False)
-    with pytest.raises(ServerFailed, match=r"longer than start_timeout=0.5 s"):
-        stand_in(start_timeout=0.5).start()
-    all_gone(tmp_path)
 
 
 async def test_serving_ends_with_the_block(stand_in: Any, tmp_path: Path) -> None:
@@ -226,12 +223,16 @@ def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         assert serve._environment(server.settings, server._key)["VLLM_API_KEY"] == server._key
 
 
-def test_the_names_by_which_a_server_may_be_asked() -> None:
+def test_the_names_by_which_a_server_may_be_asked_and_a_port_that_is_taken() -> None:
     settings = ServeSettings("m", "gpu1", allowed_hosts=["gpu1.example"])
     names = serve._environment(settings, "k")["TURNWISE_SERVE_HOSTS"].split(",")
     assert names[:2] == ["gpu1.example", "gpu1"] and socket.gethostname() in names
     with pytest.raises(ValueError, match=r"allowed_hosts: 'gpu1:8000': expected a host's name without a port"):
         ServeSettings("m", allowed_hosts=["gpu1:8000"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"port={port}: can't serve there"):
+            Server(ServeSettings("m", port=port))
 
 
 def test_the_key_is_in_a_file_of_the_users_own_while_it_serves(stand_in: Any) -> None:
@@ -327,13 +328,6 @@ def test_what_the_transformers_engine_is_told(tmp_path: Path) -> None:
 def test_settings_that_can_not_be(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ServeSettings("m", **settings)
-
-
-def test_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"port={port}: can't serve there"):
-            Server(ServeSettings("m", port=port))
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,15 +65,12 @@ def test_a_checkpoint_that_a_run_deletes_meanwhile_gives_way_to_the_newest(sudok
         evaluate_from_config(config, "step_00000002")
 
 
-def test_checkpoints_are_evaluated_by_name(team, capsys):
+def test_checkpoints_are_evaluated_by_name(team, capsys, sudoku):
     for name, step in (("best", team.best_step), ("newest", 3), (f"step_{team.best_step:08d}", team.best_step)):
         assert cli.main(["eval", str(team.folder / "config.toml"), "--checkpoint", name]) == 0
         assert f"step_{step:08d}: success" in capsys.readouterr().out.replace("\n", "")
     assert cli.main(["eval", str(team.folder / "config.toml"), "--checkpoint", "step_9"]) == 1
     assert "step_9/manifest.json can't be read" in capsys.readouterr().err
-
-
-def test_json_alone_on_stdout_from_a_run_folder(sudoku, capsys):
     words = ["eval", str(sudoku.run_dir), "--checkpoint", "newest", "--against", "newest", "--json"]
     assert cli.main([*words, "--eval.num_prompts", "4"]) == 0
     plain = json.loads(capsys.readouterr().out)

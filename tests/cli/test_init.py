@@ -55,8 +55,5 @@ def test_files_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["init", str(tmp_path)]) == EXIT_USAGE
     assert f"{tmp_path / 'run.toml'}: already there" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"] and (tmp_path / "run.toml").read_text() == "mine"
-
-
-def test_a_mistyped_example_gets_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init", str(tmp_path), "--example", "sudku"]) == EXIT_USAGE
     assert "--example='sudku': unknown; did you mean 'sudoku'?" in capsys.readouterr().err

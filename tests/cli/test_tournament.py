@@ -93,12 +93,7 @@ def test_mistakes_are_told(run_dir, changes, told):
         play_tournament([run_dir], **changes)
 
 
-def test_a_folder_without_a_run(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.toml"):
-        play_tournament([tmp_path])
-
-
-def test_the_table_marks_what_was_not_played():
+def test_the_table_marks_what_was_not_played(tmp_path):
     from turnwise.cli.commands.tournament import Result
     from turnwise.train.league import Game, Payoffs, bradley_terry
 
@@ -108,3 +103,5 @@ def test_the_table_marks_what_was_not_played():
     shown = render(Result("game", 3, names, payoffs, bradley_terry(*payoffs.matrices(names))))
     assert "+1.00 ±0.00" in shown and "-1.00 ±0.00" in shown and "?" in shown
     assert [line.split()[1] for line in shown.splitlines()[3:6]] == ["a", "c", "b"]
+    with pytest.raises(ValueError, match=r"holds no config\.toml"):
+        play_tournament([tmp_path])

@@ -27,20 +27,10 @@ from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict
 
-from ..trained import equal, rows_of
+from ..trained import SMALL, equal, rows_of
 
-COMMON: dict[str, Any] = {
-    "steps": 2,
-    "threads": 1,
-    "device": "cpu",
-    "health": {"start_questions": 0},
-    "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2, "max_batch_rows": 1},
-    "credit": {"rule": "constant"},
-    "update": {"lr": 5e-5},
-    "eval": {"num_prompts": 3},
-    "checkpoint": {"every": 1, "keep_last": 2},
-}
+ROLLOUT = {"prompts_per_step": 2, "branches": 2, "max_batch_rows": 1}
+COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "rollout": ROLLOUT, "update": {"lr": 5e-5}}
 ENGINES = {
     "main": {
         "count": 2, "cpus": 0, "resources": {"sim_gpu": 1}, "engine": "transformers",

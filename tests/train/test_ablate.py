@@ -119,9 +119,6 @@ async def test_the_weights_of_an_absent_actor_are_not_needed(arena):
     wrong = Lineup(("writer",), {"letter": Letter("writer", "editor")}, "right/writer")
     with pytest.raises(BatchFailedError, match=r"actor_id='editor': no such actor"):
         await ablate(arena, REQUESTS, team, [Ablation("editor", wrong, None)])
-
-
-async def test_a_lineup_that_cannot_play_is_left_out(arena):
     team = await evaluate(arena, REQUESTS, "right/writer")
     found = await ablate(arena, REQUESTS, team, [Ablation("writer", None, lineup("writer"))])
     assert found == [Addition("writer", None, None, found[0].alone)]

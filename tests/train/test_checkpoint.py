@@ -242,6 +242,7 @@ DAMAGES = {
     "policy-a.safetensors, cut off": lambda content: content[:100],
     "policy-a.safetensors, gone": None,
     "manifest.json, no JSON": lambda content: b"{",
+    # Also of the digest of a file that the next checkpoint would link.
     "manifest.json, a digit": lambda content: content.replace(b"17", b"18"),
 }
 

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 
+import turnwise
 from turnwise.arena import Arena, ArtifactStore, Filters, TreeSampler
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Trainer
 from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints
 from turnwise.train.config.optimization import CorrectionConfig, LossConfig
+from turnwise.train.interrupt import StopRequest
 from turnwise.types import Actor
 
 from ..trained import lines_of, weights_of
@@ -36,11 +42,15 @@ async def test_weights_move_and_reach_the_client(make_trainer):
     assert 0 < metrics["sampler_trainer_logprob_max_diff"] < 1e-4
 
 
-async def test_actor_without_policy_is_refused(make_trainer):
+async def test_an_actor_without_policy_and_a_loss_that_can_not_be_are_refused(make_trainer):
     trainer = make_trainer()
     trainer.arena.add_actor(Actor("third", policy="other"))
     with pytest.raises(ValueError, match=r"actor 'third' plays with policy 'other'; policies: default"):
         Trainer(trainer.arena, trainer.policies, trainer.config)
+    trainer = make_trainer()
+    loss = LossConfig(type="gmpo", importance_correction=CorrectionConfig())
+    with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
+        Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -234,13 +244,6 @@ async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
         await make_trainer(steps=9).run()
 
 
-def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):
-    trainer = make_trainer()
-    loss = LossConfig(type="gmpo", importance_correction=CorrectionConfig())
-    with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
-        Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
-
-
 async def test_damaged_checkpoint_names_the_one_before(make_trainer):
     trainer = make_trainer("damaged", steps=2, checkpoint={"every": 1})
     await trainer.run()
@@ -281,3 +284,81 @@ async def test_an_opponent_that_nobody_trains_needs_no_policy(make_trainer):
     await trainer.run()
     assert (trainer.progress.step, client.version("default")) == (1, 1)
     assert fixed.loads == []
+
+
+async def test_work_is_cancelled_when_a_stop_is_requested():
+    stop, cancelled = StopRequest(), []
+
+    async def endless():
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with stop.listening():
+        asyncio.get_running_loop().call_later(0.01, stop.request)
+        assert await asyncio.wait_for(stop.unless_requested(endless()), timeout=10) is None
+    assert cancelled == [True] and stop.requested
+
+
+async def test_finished_work_is_returned_and_its_error_raised():
+    stop = StopRequest()
+
+    async def work(value):
+        return 1 / value
+
+    with stop.listening():
+        assert await stop.unless_requested(work(2)) == 0.5
+        with pytest.raises(ZeroDivisionError):
+            await stop.unless_requested(work(0))
+
+
+# ---- The way from the training loop to the inference client: how many calls one sampled action passes ----------------
+PACKAGE = Path(turnwise.__file__).parent
+
+
+class CallPaths:
+    """An asyncio task factory that keeps the stack in which each task was created."""
+
+    def __init__(self) -> None:
+        self.created: dict[asyncio.Task, list[str]] = {}
+
+    def __call__(self, loop, coroutine, **options):
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        self.created[task] = self.here()
+        return task
+
+    def here(self) -> list[str]:
+        """``"file function"`` of every turnwise call that led here, outermost first."""
+        calls, frame = [], inspect.currentframe()
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if PACKAGE in path.parents:
+                calls.append(f"{path.relative_to(PACKAGE)} {frame.f_code.co_name}")
+            frame = frame.f_back
+        running = asyncio.current_task() if asyncio.events._get_running_loop() else None
+        return [*self.created.get(running, []), *reversed(calls)]
+
+
+@pytest.mark.parametrize(("sampler", "most_calls", "most_files"), [(None, 16, 7), ("tree", 20, 8)])
+async def test_one_action_reaches_the_client_in_few_calls(make_trainer, sampler, most_calls, most_files):
+    """From ``Trainer.run``: the whole stack, with those calls that only start tasks."""
+    trainer = make_trainer(steps=1)
+    trainer.validation = None
+    if sampler is None:
+        trainer.arena.episodes["letters"].sampler = None
+    paths, seen, generate = CallPaths(), [], trainer.arena.client.generate
+    asyncio.get_running_loop().set_task_factory(paths)
+
+    async def generate_and_look(requests):
+        seen.append(paths.here())
+        return await generate(requests)
+
+    trainer.arena.client.generate = generate_and_look
+    await trainer.run()
+    longest = max(seen, key=len)
+    files = {call.partition(" ")[0] for call in longest}
+    assert longest[0] == "train/loop.py run" and "arena/multi_turn.py take_action" in longest
+    assert ("arena/trees/search.py expand_once" in longest) == (sampler == "tree")
+    assert len(longest) <= most_calls and len(files) <= most_files, "\n".join(longest)

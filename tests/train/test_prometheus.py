@@ -135,6 +135,15 @@ def test_the_only_policy_is_in_no_name_but_those_of_a_cluster(config, port):
     server.close()
     assert found["turnwise_entropy", ("actor", "solver")] == 2.0
     assert found["turnwise_cluster_version_min", ("policy", "solver")] == 7
+    server = Prometheus(config)
+    server.log(1, {"episodes": 2})
+    server.close()
+    server.close()
+    with pytest.raises(OSError):
+        scrape(port)
+    server.log(2, {"episodes": 3})
+    assert samples(port)["turnwise_episodes_total",] == 5
+    server.close()
 
 
 def test_awkward_names_and_numbers_are_still_a_valid_scrape(server, port):
@@ -200,18 +209,6 @@ def test_an_evaluation_beside_the_run_takes_no_port(config, server, monkeypatch)
     monkeypatch.setattr(eval_command, "load_run", load)
     with pytest.raises(Loaded):
         eval_command.evaluate_from_config(config)
-
-
-def test_it_serves_again_after_it_was_closed(config, port):
-    server = Prometheus(config)
-    server.log(1, {"episodes": 2})
-    server.close()
-    server.close()
-    with pytest.raises(OSError):
-        scrape(port)
-    server.log(2, {"episodes": 3})
-    assert samples(port)["turnwise_episodes_total",] == 5
-    server.close()
 
 
 @pytest.mark.parametrize(

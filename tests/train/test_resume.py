@@ -207,7 +207,14 @@ def whole(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(("setting", "ending"), CASES)
+# Others find the same faults: of a kill, and of how sampling ahead ends.
+SLOW = {("plain", "killed in the first update"), ("plain", "killed before a rollout"), ("store", "killed in an update")}
+
+
+@pytest.mark.parametrize(
+    ("setting", "ending"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case in SLOW or "any" in case[0])) for case in CASES],
+)
 async def test_a_resumed_run_equals_one_left_alone(whole, tmp_path, setting, ending):
     expected, end = await whole(setting), ENDINGS[ending]
     random.seed(5)
@@ -314,6 +321,7 @@ async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):
     assert len(after) < len(all_calls) // 2, "not all of the second step is played again"
 
 
+@pytest.mark.slow
 async def test_ctrl_c_trains_no_question_twice_whenever_it_comes(make_trainer):
     for stop_at in (2, 4, 5):
         trained = []

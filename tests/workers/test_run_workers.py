@@ -27,7 +27,7 @@ from turnwise.utils.shared_names import KEY_VARIABLE
 
 from ..inference.engine_server import KEY_VARIABLE as ENGINE_KEY
 from ..inference.engine_server import EngineServers
-from ..trained import equal, lines_of, weights_of
+from ..trained import SMALL, equal, lines_of, weights_of
 from .playing import Keep, Try, difference, own_arena
 
 KEY = "a-key-of-the-whole-run"
@@ -82,16 +82,14 @@ def config_of(folder: Path, name: str, **changes: Any) -> TrainConfig:
     rollout = changes.pop("rollout", {})
     return config_from_dict(
         {
+            **SMALL,
             "run_dir": str(folder / name),
-            "steps": 2,
-            "threads": 1,
             "device": "cpu",
-            "health": {"start_questions": 0},
             "rollout": {"prompts_per_step": 3, "branches": 2, **rollout},
             "policies": {"default": {"path": str(folder / "model")}},
-            "credit": {"rule": "constant"},
-            "update": {"lr": 1e-3},
             "eval": {"num_prompts": 3, "every": 2},
+            "warm_start": {},
+            "checkpoint": {},
             **changes,
         }
     )
@@ -123,6 +121,7 @@ def workers(config: TrainConfig, path: Path, count: int, **environment: str) -> 
             process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_run_with_two_workers_and_an_engine_has_the_weights_of_one_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

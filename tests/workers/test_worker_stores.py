@@ -88,9 +88,6 @@ def test_episodes_see_the_start_of_the_batch_and_their_own_changes() -> None:
         assert worker.count() == 0
     with episode(0):
         assert [item.data for item in worker] == ["old", "mine"]
-
-
-def test_an_attempt_that_was_lost_leaves_nothing() -> None:
     worker = worker_of(store_of())
     with episode(0):
         worker.add("lost")

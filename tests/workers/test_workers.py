@@ -160,16 +160,13 @@ async def test_cancelling_a_call_frees_the_workers(workers: Workers) -> None:
 
 
 # -- what can't be the same --------------------------------------------------------------------------------------------
-async def test_a_group_in_two_workers_is_refused(workers: Workers) -> None:
+async def test_groups_in_two_workers_and_objects_that_can_not_travel_are_refused(workers: Workers) -> None:
     """Group functions would see a part of it in each."""
     arena = build("own", TaskArena)
     attach(arena, "own", workers.members(2))
     asked = [EpisodeRequest("wonder", {"number": n, "more": 1, "joins": "same"}, group_id=f"{n}") for n in range(2)]
     with pytest.raises(RuntimeError, match=r"'wonder' has group functions, and its group 'same'"):
         await arena.generate_rollouts(asked)
-
-
-async def test_objects_that_can_not_travel_are_refused(workers: Workers) -> None:
     arena = build("own", TaskArena)
     attach(arena, "own", workers.members(2))
     with pytest.raises(TypeError, match=r"request 'e0' of episode 'try' can't be sent to a worker"):

@@ -95,15 +95,15 @@ async def test_frozen_seats_and_other_phases_are_no_matter(make_two_policies):
 def test_most_samples_lost_is_told_once_per_cause(make_trainer, random_batch):
     """Except for questions that others stand in for."""
     trainer, batch, told = make_trainer(), random_batch(0, 9), []
-    for cause in CAUSES:
-        lost_for_nothing = cause not in ("not_trainable", "over_quota", "resample")
+    replaced = {"not_trainable", "over_quota", "resample"}
+    for cause in sorted(replaced | CAUSES.keys()):
         for lost in (9, 10, 30):
             batch.drops = {("first", cause): lost - 3, ("second", cause): 3}
             trainer.watch.samples(batch, {"default"})
-            if lost == 10 and lost_for_nothing:
+            if lost == 10 and cause not in replaced:
                 told.append(f"10 of 19 samples were dropped, 10 {cause}. {cause}: the call {CAUSES[cause]}")
             assert [text for _, text in warnings_of(trainer)] == told
-    assert len(told) == len(CAUSES) - 3 > 0
+    assert len(told) > 9
     trainer.watch.samples(batch, {})
     assert [text for _, text in warnings_of(trainer)] == [*told, "no sample trains: no actor that trains acted"]
 
@@ -153,6 +153,7 @@ def test_a_move_that_was_cut_off_loses_and_trains_as_lost(tmp_path, seed):
     assert all(step.advantage < 0 for step in cut)
 
 
+@pytest.mark.slow
 async def test_answers_learn_to_end(make_trainer):
     """A policy that is nearly always cut off, and is paid for ending by itself, learns to end."""
     trainer = make_trainer(steps=12, update={"lr": 1e-2, "num_minibatches": 2})

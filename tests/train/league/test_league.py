@@ -19,7 +19,7 @@ from turnwise.train.resume import resume_run
 from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest, ModelRequest, Sampling
 
-from ...trained import weights_of
+from ...trained import equal, weights_of
 
 
 def batches_of(run):
@@ -43,57 +43,43 @@ def marked(results):
     return [result for result in results if MARK in result.rollout.meta]
 
 
-def test_no_token_of_the_past_trains(make_run):
-    run = make_run(steps=2, league={"share": 1.0, "every": 1})
+def test_the_past_plays_with_the_weights_that_it_had_and_none_of_its_tokens_trains(make_run):
+    """Log-probs of a member's tokens are those of its snapshot, bit by bit the weights of that step."""
+    league = {"share": 1.0, "every": 1, "size": 8, "opponents_per_step": 3, "matchmaker": "uniform"}
+    run = make_run(steps=4, league=league)
+    history, record = {0: weights_of(run.trainer)}, run.trainer.record
+
+    async def recorded(batch, metrics):
+        await record(batch, metrics)
+        history[run.trainer.progress.step] = weights_of(run.trainer)
+
+    run.trainer.record = recorded
+    model, checked = run.trainer.policies["default"].model, set()
     for batch, results in batches_of(run):
         assert len(marked(results)) == 8 == len(results)
         live, past = [], []
         for result in results:
-            seat = result.rollout.meta[MARK]["seat"]
-            for step in result.rollout.steps:
-                (live if step.actor_id == seat else past).append(step)
-        assert past and all(step.policy.startswith("default@past") and not step.trainable for step in past)
+            seat, member = result.rollout.meta[MARK]["seat"], result.rollout.meta[MARK]["member"]
+            live += [step for step in result.rollout.steps if step.actor_id == seat]
+            past += [(member, step) for step in result.rollout.steps if step.actor_id != seat]
+        assert past and all(step.policy.startswith("default@past") and not step.trainable for _, step in past)
+        assert all(step.advantage is None for _, step in past), "the credit rule never saw them"
         assert live and all(step.policy == "default" and step.trainable for step in live)
         assert batch.policies == ["default"] and batch.dropped["not_trainable"] == len(past)
         ends = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
         trained = Counter(tuple(batch.token_ids[start:end].tolist()) for start, end in ends)
         assert trained <= Counter((*step.prompt_token_ids, *step.completion_token_ids) for step in live)
-        assert all(step.advantage is None for step in past), "the credit rule never saw them"
-
-
-def test_the_past_plays_with_the_weights_that_it_had(make_run):
-    """Log-probs of a member's tokens are those of its snapshot, bit by bit the weights of that step."""
-    run = make_run(
-        steps=4, league={"share": 1.0, "every": 1, "size": 8, "opponents_per_step": 3, "matchmaker": "uniform"}
-    )
-    history = {0: weights_of(run.trainer)}
-    seen = []
-    record = run.trainer.record
-
-    async def recorded(batch, metrics):
-        seen.append(run.arena.last_results)
-        await record(batch, metrics)
-        history[run.trainer.progress.step] = weights_of(run.trainer)
-
-    run.trainer.record = recorded
-    run.train()
-    model, checked = run.trainer.policies["default"].model, set()
-    for results in seen:
-        for result in results:
-            member = result.rollout.meta[MARK]["member"]
-            steps = [step for step in result.rollout.steps if not step.trainable]
-            if member in checked or not steps:
-                continue
-            checked.add(member)
-            for name, tensor in run.trainer.policies["default"].weights():
-                tensor.copy_(history[member][name])
-            client, [first, *_] = TransformersClient(model, run.tokenizer), steps
-            request = ModelRequest(first.prompt_token_ids, Sampling(max_tokens=6))
-            [scored] = asyncio.run(client.score([request], [first.completion_token_ids]))
-            assert np.allclose(scored, steps[0].completion_logprobs, atol=1e-5), member
-            assert steps[0].policy_versions == [(len(steps[0].completion_token_ids), member)]
-    assert len(checked) >= 2, checked
-    assert any(not torch.equal(history[0][name], history[4][name]) for name in history[0])
+        for member, step in past:
+            if member not in checked:
+                checked.add(member)
+                for name, tensor in run.trainer.policies["default"].weights():
+                    tensor.copy_(history[member][name])
+                client = TransformersClient(model, run.tokenizer)
+                request = ModelRequest(step.prompt_token_ids, Sampling(max_tokens=6))
+                [scored] = asyncio.run(client.score([request], [step.completion_token_ids]))
+                assert np.allclose(scored, step.completion_logprobs, atol=1e-5), member
+                assert step.policy_versions == [(len(step.completion_token_ids), member)]
+    assert len(checked) >= 2 and not equal(history[0], history[4])
 
 
 def test_matches_are_paired_and_seats_swapped(make_run):

@@ -172,8 +172,8 @@ CASES = {
 """A loss for each aggregation."""
 
 
-# Each server once, and each aggregation once.
-QUICK = {("token-mean", server) for server in SERVERS} | {(aggregation, next(iter(SERVERS))) for aggregation in CASES}
+# Each aggregation once, and each server.
+QUICK = set(zip(CASES, itertools.cycle(SERVERS)))
 
 
 @pytest.mark.parametrize(
