@@ -51,6 +51,7 @@ def test_lineups_keep_the_options_and_measure_their_own_first_actor(tmp_path):
     episode = found.without.episodes["sudoku"]
     assert (episode.actors, episode.max_turns) == (("reviser",), 3)
     assert (found.without.metric, found.alone.metric) == ("solved/reviser", "solved/proposer")
+    # Validations plan their ablations and the last evaluation has none.
     run = build_run(config_of(tmp_path, warm_start={"steps": 0}, eval={"every": 1, "num_prompts": 2, "ablate": True}))
     assert [one.actor for one in run.trainer.validation.ablations] == ["proposer", "reviser"]
     assert run.held_out.ablations == ()

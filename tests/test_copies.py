@@ -85,6 +85,7 @@ def test_faithful_copies_are_made_in_silence():
         for held in (game(), nan, by_itself, [game(), {"a": (1, {2})}], range(3), dumps):
             deep_copy(held)
             pickle.loads(dumps([1, "a", {"b": None}]))
+    # A constructor called by reduce is named too.
     held = game()
     type(held).__reduce__ = lambda self: (type(self), ())
     with pytest.warns(RuntimeWarning, match="differ from the original in moves: its pickling hooks"):

@@ -103,7 +103,6 @@ def test_architecture_names_every_room_and_files_that_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert rooms - set(re.findall(r"`([a-z_.]+)`", text)) == set()
     # Its paths are relative to the package as well.
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/]+\.(?:py|cpp|cu)|\w+/(?:\w+/)?)`", text)}
     assert len(named) > 10
     assert {

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("warm_python")
+
 SCRIPT = Path(__file__).with_name("kill_loop.py")
 
 

@@ -130,7 +130,7 @@ def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_res
     assert lines_of(tmp_path / "parts") == lines
     recorded = rows_of(tmp_path / "whole", "rollouts.jsonl")
     assert any("raw_rewards" in row["meta"] for row in recorded) and all("draw" in row["meta"] for row in recorded)
-    for row in recorded[:4]:
+    for row in recorded[:2]:
         assert "equals the record, bit for bit" in str(replay(tmp_path / "whole", row["id"])), "neither is its own"
 
 

@@ -25,6 +25,8 @@ from turnwise.train.validate import config_from_dict
 
 from .trained import SMALL, rows_of
 
+pytestmark = pytest.mark.xdist_group("warm_python")
+
 COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "update": {"lr": 3e-4}, "loss": {"kl": {"coef": 0.1}}}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -109,6 +111,7 @@ def test_the_processes_of_torchrun_and_srun_find_each_other() -> None:
     assert rank_variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
     with pytest.raises(ConfigError, match="srun started 4 tasks, but MASTER_ADDR is not set"):
         rank_variables({name: value for name, value in SRUN.items() if name != "MASTER_ADDR"})
+    # Ranks that groups of weights do not divide are refused.
     config = config_from_dict({"sharding": {"parallel": True}})
     tokenizer = build_tokenizer(["0123456789"])
     policies = {name: Policy(name, build_model(tokenizer), config.update, total_steps=1) for name in ("a", "b")}

@@ -44,6 +44,7 @@ def test_every_field_comes_across() -> None:
     assert (sample.reward, sample.trajectory_reward) == (0.25, 1.0)
     assert (sample.temperature, sample.loss_mask) == (0.7, [1, 0])
     assert sample.info is given.info
+    # The rollout's reward stands in for the steps.
     first, second = collect_samples([result("r", [step(), step(reward=0.5)], {"solver": 1.0})])
     assert (first.reward, second.reward, second.trajectory_reward) == (1.0, 0.5, 1.0)
     assert (first.has_step_reward, second.has_step_reward) == (False, True)
@@ -56,6 +57,7 @@ def test_what_is_left_out_keeps_its_place_in_the_count() -> None:
     steps = [*left_out, step(finish_reason="length")]
     samples = collect_samples([result("r", steps, {"solver": 1.0})])
     assert [(sample.step_index, sample.finish_reason) for sample in samples] == [(4, "length")]
+    # Children are asked for themselves.
     grandchild = result("c", [step()], {"solver": 1.0}, parent_id="b")
     failed = result("b", [step()], {}, children=[grandchild], error="Traceback")
     top = result("a", [step()], {}, children=[failed, result("d", [step()], {"solver": 0.0})], is_trainable=False)

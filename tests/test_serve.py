@@ -136,6 +136,7 @@ def test_a_server_that_can_not_start_says_why(stand_in: Any, tmp_path: Path, mon
         server.start()
     assert len(started(tmp_path)) == 1
     all_gone(tmp_path)
+    # One that takes too long is ended.
     monkeypatch.setattr(serve, "is_well", lambda url, timeout: False)
     with pytest.raises(ServerFailed, match=r"longer than start_timeout=0.5 s"):
         stand_in(start_timeout=0.5).start()

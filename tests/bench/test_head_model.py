@@ -67,6 +67,7 @@ def test_the_committed_tables(model: Any) -> None:
     assert model.as_json(rows) == (RESULTS / "head-model.json").read_text()
     assert model.text(rows) == (RESULTS / "head-model.md").read_text()
     assert all(row["MiB"] <= MEMORY >> 20 for row in rows)
+    # The path is near the best.
     committed = json.loads((RESULTS / "head-model.json").read_text())
     rows = [dict(zip(committed["columns"], row, strict=True)) for row in committed["rows"]]
     assert {row["gpu"] for row in rows} == LEAST.keys()

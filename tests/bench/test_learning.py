@@ -66,11 +66,13 @@ def test_what_the_report_makes_of_rows():
     ours, theirs = rows([1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]), rows([0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0])
     assert difference(ours, theirs).startswith("+25.0% (") and difference(theirs, ours).startswith("-25.0% (")
     assert pooled(ours) == "62.5% (21.9% to 90.8%)"  # Wilson's interval for four questions, not eight
+    # Tokens to a success are read off the curve.
     from report import tokens_to
 
     row = {"curve": [[0, 0.2], [100, 0.3], [200, 0.4], [300, 0.6], [400, 0.4]]}
     assert [tokens_to(row, success) for success in (0.2, 0.35, 0.5)] == pytest.approx([0.0, 150.0, 250.0])
     assert tokens_to(row, 0.9) is None
+    # The last actor of the team mends and breaks.
     from report import contribution
 
     def row(mended, broke):

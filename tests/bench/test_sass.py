@@ -53,6 +53,7 @@ def test_the_longest_path_through_a_loop_is_counted(kernel: Callable[..., Any]) 
     assert made.hot({"store16": 1, "any": -1}) == 8
     # From start to end: what comes before the loop and after it too.
     assert made.longest({"stream16": 1, "store16": 1}) == 11
+    # Of nested loops the inner one is hot.
     made = kernel("MOV R1, R2", "MOV R3, R2", LOAD, "@P0 BRA 0x0020", "@P1 BRA 0x0010", "EXIT")
     assert {header: len(body) for header, body in made.loops.items()} == {0x20: 1, 0x10: 3}
     assert made.hot({"stream16": 1}) == 2

@@ -41,6 +41,7 @@ def test_ways_agree_and_a_wrong_one_is_caught(load: Load) -> None:
     for wrong in (lambda held: held, lambda held: {**held}, lambda held: copy.deepcopy({**held, "game": {"turn": 1}})):
         with pytest.raises(AssertionError, match=r"writing to a fork|a written fork"):
             bench.verify("S", {"wrong": Method("wrong", wrong)})
+    # Same looks at types and arrays.
     cases = load("state_cases")
     data = cases.make("L")
     assert cases.same(data, copy.deepcopy(data))

@@ -192,6 +192,7 @@ def test_the_sudoku_team_has_something_to_learn_from_and_is_evaluated_on_other_p
     floor = entropy_of_fills(config.task_options["blanks"], config.task_options["quality"])
     # At the floor nothing is left to learn from, so the warm start would never stop early.
     assert config.warm_start.target_loss > 1.2 * floor > 0
+    # No evaluated puzzle is trained on.
     task = build_task("sudoku")
     held_out = {r.artifact["puzzle"] for split in ("eval", "validation") for r in task.eval_requests(split, 200)}
     assert len(held_out) == 400

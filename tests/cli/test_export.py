@@ -162,6 +162,7 @@ def test_what_is_not_there_is_named(run: Any, tmp_path: Path, capsys: pytest.Cap
         assert export(run[0], *words, "--out", str(tmp_path)) != 0
         assert re.search(message, capsys.readouterr().err), words
     assert not list(tmp_path.iterdir())
+    # An adapter whose base nobody has is not pushed.
     assert export(run[0], "--policy", "writer", "--out", str(tmp_path), "--push", "me/writer") == 2
     assert "has a base that is not on the Hub" in capsys.readouterr().err
     assert not hub.asked and not list(tmp_path.iterdir())

@@ -32,7 +32,6 @@ def test_parse() -> None:
     [
         *((words, "usage: turnwise") for words in ([], ["train"], ["demo", "--seed", "x"])),
         *((words, "usage: turnwise") for words in (["doctor", "--loop.steps", "5"], ["demo", "--comp"])),
-        (["train", "run.toml", "--dry-run", "--stepps", "5"], "'steps'"),
         (["train", "/nowhere.toml"], "/nowhere.toml"),
         (["trian", "run.toml"], "unknown command 'trian'; did you mean 'train'?"),
         (["fly"], "unknown command 'fly'; known: "),
@@ -131,10 +130,11 @@ def test_dry_run_says_who_plays_and_all_that_is_wrong(capsys: pytest.CaptureFixt
     assert "# actor 'proposer' plays with policy 'proposer'" in output and "[policies.reviser]" in output
     wrong = {"loss.type": "pppo", "credit.rule": "grp", "actors.proposr": "default", "checkpoint.keep_best": "true"}
     words = [f"--{key}={value}" for key, value in wrong.items()]
+    assert cli.main(["train", str(config), "--dry-run", "--stepps", "5"]) == EXIT_USAGE
+    assert "'steps'" in capsys.readouterr().err
     assert cli.main(["train", str(config), "--dry-run", *words]) == EXIT_USAGE
     told = capsys.readouterr().err
     assert all(f"'{key}'" in told for key in wrong)
-    config = tmp_path / "run.toml"
     config.write_text("steps = 7\n")
     assert cli.main(["train", str(config), "--dry-run", "--update.lr", "0.5"]) == EXIT_OK
     output = capsys.readouterr().out

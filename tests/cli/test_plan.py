@@ -114,6 +114,7 @@ def test_the_gpus_are_required_and_many_get_workers(seven: Path, capsys: pytest.
     assert stop.value.code == EXIT_USAGE and "--gpus" in capsys.readouterr().err
     kinds = dict(cli.COMMANDS["plan"].arguments)["--gpu"]["choices"]
     assert set(kinds) == set(GPUS)
+    # Calls beyond one core get workers.
     few, many = (
         json.loads(plan(capsys, seven, "--gpus", gpus, "--json", *GIVEN))["plans"][0]["settings"]["cluster"]
         for gpus in (8, 4096)

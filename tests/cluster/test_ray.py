@@ -28,6 +28,7 @@ from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict
 
 from ..trained import SMALL, equal, rows_of
+from .test_supervisor import runs
 
 ROLLOUT = {"prompts_per_step": 2, "branches": 2, "max_batch_rows": 1}
 COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "rollout": ROLLOUT, "update": {"lr": 5e-5}}
@@ -43,18 +44,10 @@ RANK = {"cpus": 0, "resources": {"learner": 1}}
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """The address of a cluster of three nodes, of which two have a ``learner`` and two ``sim_gpu``."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
+    from ..kill_cluster import three_nodes
 
-    small = {"object_store_memory": 100 * 2**20, "num_cpus": 2}
-    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
-    try:
-        for _ in range(2):
-            cluster.add_node(**small, resources={"sim_gpu": 2, "learner": 1})
-        cluster.wait_for_nodes()
+    with three_nodes() as cluster:
         yield cluster.address
-    finally:
-        cluster.shutdown()
 
 
 def start(folder: Path, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
@@ -136,13 +129,6 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, a
     assert not any(runs(pid) for pid in started.values())
     for role in started:
         assert log_file(folder, role).is_file()
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

@@ -127,6 +127,7 @@ def test_both_seats_stand_side_by_side_and_tokens_are_tinted(page):
     first = page.locator(".board tbody tr").first.locator("td")
     left, right = first.nth(0).bounding_box(), first.nth(1).bounding_box()
     assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] + 1 and right["width"] > 200
+    # Tokens can be tinted by log probability.
     open_episode(page, "step 3")
     colour = "nodes => nodes.map(node => node.style.background)"
     before = page.locator(".token").evaluate_all(colour)
@@ -176,6 +177,7 @@ def test_markup_failures_nested_episodes_and_private_text(page):
     assert page.locator(".completion").first.evaluate("node => node.textContent") == HOSTILE
     assert page.locator("#injected").count() == 0
     assert page.locator(".error").first.inner_text() == "Boom: <i>line 3</i>"
+    # Failures nested episodes and private text.
     open_episode(page, "r9")
     assert page.locator(".board thead").first.locator("th").all_inner_texts()[1:3] == ["alice", "bob"]
     assert page.locator(".branch[data-branch='2'] .badge").inner_text() == "failed"

@@ -119,7 +119,7 @@ def test_a_program_with_a_rule_of_its_own_has_no_rule_in_its_config(played, copi
     found, known = (compare_credit(folder, "episodic") for folder in (copied, played))
     assert found.own_rule is None and found.own_exact is None and found.calls == known.calls
     assert "own rule" not in render(found)
-    text = (copied / "config.toml").read_text()
+    text = (played / "config.toml").read_text()
     assert text.count("[loss.kl]\ncoef = 0.0\n") == 1 and text.count('apply_to = "loss"') == 1
     text = text.replace("[loss.kl]\ncoef = 0.0", "[loss.kl]\ncoef = 0.1")
     (copied / "config.toml").write_text(text.replace('apply_to = "loss"', 'apply_to = "reward"'))
@@ -135,6 +135,7 @@ def test_the_runs_own_rule_gives_back_what_was_recorded(any_run):
     assert found.own_exact == len(found.calls) == len(there) > 10 and not found.incomplete
     assert len(set(there.values())) > 2, "a record in which all is 0 would prove nothing"
     assert all(row.sign_changes == 0 and not row.biggest for row in differences(found))
+    # Another rule is that rule.
     found = compare_credit(any_run, "episodic")
     rewards = {
         (step, s.rollout_id, s.step_index): s.trajectory_reward
@@ -292,6 +293,7 @@ def test_groups_and_states_are_hashable_again():
     assert (sample.group, sample.info, sample.policy_versions) == (("q", (1, 2)), {"state": (0, (3,))}, [(1, 7)])
     sample.group_id = expected.group_id
     assert sample == expected
+    # Questions that are equal have one text.
     assert group_text("puzzle-5") == "puzzle-5"
     pairs = [("a", ("int", 1)), ("b", "x")]
     one, other = (("dict", frozenset(order)) for order in (pairs, reversed(pairs)))

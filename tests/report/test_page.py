@@ -43,6 +43,7 @@ def test_hostile_text_stays_data(made_run, tmp_path):
     data = json.loads(elements.scripts[0])
     assert data["episodes"][0]["steps"][0]["text"] == HOSTILE
     assert "{{data}}" in data["episodes"][0]["artifact"]["deal"]
+    # A hostile folder name stays a title.
     folder = made_run.rename(tmp_path / "<b>&run")
     elements = Elements(render(read_run(folder)))
     assert "<title>&lt;b&gt;&amp;run · turnwise</title>" in render(read_run(folder))

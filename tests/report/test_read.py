@@ -68,6 +68,7 @@ def test_the_whole_episode_is_there(made_run):
     assert (first["reward"], first["advantage"], first["node"]) == (1.0, 0.5, str(2**47))
     assert (top["children"][0]["error"], top["children"][0]["steps"][0]["text"]) == ("Boom: <i>line 3</i>", "half done")
     assert run["actors"] == ["alice", "bob"]
+    # Siblings share one prompt and its private part is marked.
     alice = run["episodes"][0]["steps"][:3]
     assert len({step["prompt"] for step in alice}) == 1
     assert run["prompts"][alice[0]["prompt"]] == [

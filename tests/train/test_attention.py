@@ -33,6 +33,13 @@ def masked(query, key, value, tree, scale):
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
+def assert_same(got, expected, inputs, upstream, tolerance):
+    """Compare outputs and the gradients of all inputs."""
+    gradients = (torch.autograd.grad(output, inputs, upstream) for output in (got, expected))
+    for mine, theirs in zip((got, *next(gradients)), (expected, *next(gradients)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
 def inputs_of(tree, heads, kv_heads, dtype=torch.float64, transposed=False):
     torch.manual_seed(len(tree))
     made = []
@@ -52,12 +59,7 @@ def test_output_and_gradients_are_those_of_a_mask(name, kv_heads, transposed):
     inputs = inputs_of(tree, 4, kv_heads, transposed=transposed)
     got, _ = tree_attention(SimpleNamespace(is_causal=True), *inputs, None, scaling=0.3, tree=tree)
     expected = masked(*inputs, tree, 0.3)
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-    upstream = torch.randn_like(got)
-    for mine, theirs in zip(
-        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    assert_same(got, expected, inputs, torch.randn_like(got), 1e-10)
     assert tree.windows == [None]
 
 
@@ -109,10 +111,8 @@ def test_an_expanded_gradient_and_an_empty_segment():
     inputs = inputs_of(tree, 2, 1)
     got, _ = tree_attention(SimpleNamespace(is_causal=True), *inputs, None, tree=tree)
     expected = masked(*inputs, tree, 0.25)
-    for mine, theirs in zip(
-        torch.autograd.grad(got.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    assert_same(got, expected, inputs, torch.ones(()).expand_as(got), 1e-10)
+    # A bad key spoils only what attends to it.
     tree = PrefixTreeMask(*TREES["siblings"])
     inputs = [x.detach().float() for x in inputs_of(tree, 2, 2)]
     inputs[1][:, :, 7] = torch.nan  # the second token of the first branch [6, 9)
@@ -187,12 +187,7 @@ def test_each_row_attends_to_itself_alone(lengths, window, kv_heads):
     module = SimpleNamespace(is_causal=True)
     got, _ = packed_attention(module, *inputs, None, scaling=0.3, packing=packing, sliding_window=window)
     expected = plain(*inputs, lengths, 0.3, window)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    upstream = torch.randn_like(got)
-    for mine, theirs in zip(
-        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert_same(got, expected, inputs, torch.randn_like(got), 1e-12)
     assert packing.windows == [window]
 
 

@@ -39,6 +39,7 @@ def test_three_bars_on_a_terminal():
     assert "success 0.25  reward 1.5  tok/s 812  stale 0.5" in run and "loss" not in run
     assert rollouts.split()[0] == "rollouts" and "3/24" in rollouts
     assert updates.split()[0] == "updates" and "1/6" in updates
+    # A new round of a stage starts again.
     out = io.StringIO()
     bars = ProgressBars(2, Console(file=out, force_terminal=True, width=120, color_system=None))
     bars.start()

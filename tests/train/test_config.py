@@ -31,11 +31,13 @@ def test_files_and_overrides(tmp_path):
         path, [("update.num_minibatches", "4"), ("eval.target-success", "none"), ("policies.coder.path", "z")]
     )
     assert (config.update.lr, config.update.num_minibatches, config.policies["coder"].path) == (1e-4, 4, "z")
+    # A policy's name keeps its dashes.
     config = load_config(None, {"policies.my-coder.trainable": "false", "warm-start.steps": "3"})
     assert not config.policies["my-coder"].trainable and config.warm_start.steps == 3
     config = load_config(
         None, {"task_options": {"blanks": [4, 6]}, "policies.p.trainable": "false", "update.lr": "0.5"}
     )
+    # TOML round trip.
     assert TrainConfig.model_validate(tomllib.loads(to_toml(config))) == config
 
 
@@ -166,6 +168,7 @@ def test_what_changed_since_a_run_began_and_files_that_can_not_be_read(tmp_path)
         "max_seconds 3.0 -> unset", "policies.p.dtype float32 -> bfloat16", "update.lr 1e-06 -> 0.5",
     ]  # fmt: skip
     assert differences(tmp_path / "none.toml", later) == []
+    # Missing and malformed files.
     with pytest.raises(ConfigError, match=r"config file '.*none.toml' does not exist"):
         load_config(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"is not valid TOML: "):
@@ -180,6 +183,7 @@ def test_the_flags_are_these():
         "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options", "threads",
         "update", "warm_start",
     ]  # fmt: skip
+    # A limit of the arena has one default.
     arena = inspect.signature(Arena.__init__).parameters
     for name in ("max_concurrency", "failure_threshold"):
         assert arena[name].default == RolloutConfig.model_fields[name].default

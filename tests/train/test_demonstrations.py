@@ -39,6 +39,7 @@ def test_rows_of_one_actor_and_of_all_and_a_bad_byte(write, tmp_path):
         Row(CHAT, "5", "solver", f"{path}:3"),
         Row("2 + 2 =", " 4", None, f"{path}:4"),
     ]
+    # A bad byte names its line and a line separator ends none.
     path = tmp_path / "rows.jsonl"
     good = '{"prompt": "one\u2028two", "completion": "4"}\n'.encode()
     path.write_bytes(good)
@@ -74,6 +75,7 @@ def test_files_that_give_nothing(write, tmp_path):
         RowReader(["solver"]).read(write(""))
     with pytest.raises(ConfigError, match=r"warm_start.data' = '.*none.jsonl' can't be read: .*No such file"):
         RowReader(["solver"]).read(tmp_path / "none.jsonl")
+    # A reward that none reaches.
     with pytest.raises(ConfigError, match=r"no row to learn from, left out: .*4 rewarded below 2"):
         RowReader(["solver", "judge"], 2).read(recorded(tmp_path))
 
@@ -144,8 +146,6 @@ def test_tokenized_as_a_call_sends_it(small_model, tmp_path):
     assert tokenizer.decode(chat.completion_token_ids) == "4<|end|>"
     text = tokenize(renderer, Row("2 + 2 =", " 4", None, ""))
     assert tokenizer.decode([*text.prompt_token_ids, *text.completion_token_ids]) == "2 + 2 = 4<|end|>"
-    _, tokenizer = small_model()
-    renderer = ChatRenderer(tokenizer)
     assert all(row.recorded for row in RowReader(["solver", "judge"]).read(recorded(tmp_path)))
     ends = []
     for is_recorded in (True, False):

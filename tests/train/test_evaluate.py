@@ -9,26 +9,23 @@ async def test_greedy_evaluation(make_trainer):
     trainer = make_trainer()
     before = trainer.arena.state_dict()
     first = await trainer.evaluate()
-    second = await trainer.evaluate()
-    assert first == second
+    found = await trainer.evaluate()
+    assert first == found
     assert (first.episodes, first.failed) == (2, 0)
     assert trainer.arena.state_dict() == before
     # two actors, one call each: evaluation never branches
     assert first.sampled_tokens <= 2 * 2 * 6
-    trainer = make_trainer()
+    # Unknown metric and nothing to average.
     with pytest.raises(ValueError, match=r"metric='succes': expected one of .*success/first"):
         await evaluate(trainer.arena, trainer.validation.requests, "succes")
     with pytest.raises(ValueError, match="evaluation of 0 episodes"):
         await evaluate(trainer.arena, [], "success")
-    trainer = make_trainer()
-    found = await trainer.evaluate()
+    # Every metric and each actor's reward has an interval, and only the same questions compare.
     assert {name for name in found.estimates if not name.startswith("reward/")} == set(found.metrics)
     assert {"reward/first", "reward/second"} <= set(found.estimates)
     for name, mean in found.metrics.items():
         at = found.estimates[name]
         assert at.mean == mean and at.low <= mean <= at.high and at.count == found.episodes
-    trainer = make_trainer()
-    found = await trainer.evaluate()
     assert compare(found, found).difference.mean == 0
     other = await evaluate(trainer.arena, trainer.validation.requests[:1], trainer.validation.metric)
     with pytest.raises(ValueError, match="asked different questions"):

@@ -188,6 +188,7 @@ def test_layouts_and_padding(random_batch):
     }  # fmt: skip
     with pytest.raises(ValueError, match="layout='packed': Lfm2ForCausalLM can't have it"):
         Forward(build("lfm2", layer_types=["conv", "full_attention"]), "packed")
+    # Padding is bounded.
     rng = np.random.default_rng(0)
     for _ in range(20):
         lengths = tuple(int(x) for x in rng.integers(1, 1000, rng.integers(1, 40)))

@@ -56,6 +56,7 @@ def test_a_chosen_attention_stays_and_is_not_packed():
     model = build("llama", "eager")
     assert obstacle_to_packing(model) == "its attention 'eager' would score all pairs of a stream"
     assert model.config._attn_implementation == "eager"
+    # What can not be is told once each.
     with pytest.warns(RuntimeWarning) as told:
         Forward(build("granite", "eager", logits_scaling=4.0))
     assert [str(warning.message).split(",")[0] for warning in told if warning.category is RuntimeWarning] == [

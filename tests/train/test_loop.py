@@ -47,6 +47,7 @@ async def test_an_actor_without_policy_and_a_loss_that_can_not_be_are_refused(ma
     trainer.arena.add_actor(Actor("third", policy="other"))
     with pytest.raises(ValueError, match=r"actor 'third' plays with policy 'other'; policies: default"):
         Trainer(trainer.arena, trainer.policies, trainer.config)
+    # A loss that can not be is refused before anything runs.
     trainer = make_trainer()
     loss = LossConfig(type="gmpo", importance_correction=CorrectionConfig())
     with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):

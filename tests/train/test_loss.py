@@ -77,6 +77,7 @@ def test_the_kl_term_is_weighted_by_the_ratio_where_asked(random_batch, weighted
 def test_the_samplers_own_logprobs_are_not_compared_with_themselves(random_batch):
     micro = one_micro(random_batch(1, rows=4))
     assert "ess" not in call(LossConfig(), micro, micro.rollout_logprobs_N, micro.rollout_logprobs_N).metrics
+    # Every kind with every correction that goes with it is fine.
     for correction in (None, CorrectionConfig(level="sequence")):
         for kind in ("ppo", "gspo", "gmpo", "clip-cov", "kl-cov", "sapo"):
             assert check_loss(LossConfig(type=kind, importance_correction=correction, kl=KLConfig(coef=0.1))) == []
@@ -213,6 +214,7 @@ def test_what_a_loss_needs_and_its_options():
     assert check_loss(LossConfig(type="luspo", aggregation="seq-mean-token-sum")) == []
     (problem,) = check_loss(LossConfig(type="dro"))
     assert "'beta'" in problem
+    # Options go to the loss.
     assert make_variant(LossConfig(type="clip-higher")) == Clip(0.2, 0.28)
     assert make_variant(LossConfig(type="clip-higher", options={"high": 0.4, "dual_clip": 3.0})) == Clip(0.2, 0.4, 3.0)
     assert make_variant(LossConfig(type="turnwise.ops:GSPO", options={"low": 0.1})) == GSPO(low=0.1)

@@ -49,6 +49,7 @@ def test_each_step_is_told_of_its_own_growth():
     client.largest = {"running": 1, "waiting": 0, "kv_cache_use": 0.5}
     second = {"inference/preemptions": 0, "inference/running": 1, "inference/queue": 0, "inference/kv_cache_use": 0.5}
     assert metrics.take() == second, "nothing was generated: there is no rate"
+    # Engines of a pool are told one by one.
     client = Client()
     client.totals = {"engines/one/requests": 5, "other": 1}
     metrics = ClientMetrics(client)
@@ -59,6 +60,7 @@ def test_each_step_is_told_of_its_own_growth():
         "inference/engines/two/requests": 4,
         "inference/engines/one/outstanding": 3,
     }
+    # A client that tells nothing.
     assert ClientMetrics(object()).take() == {}
 
 
@@ -158,11 +160,13 @@ def test_restarts_are_those_since_the_last_step(config, tmp_path):
 def test_engines_that_serve_and_the_peak_of_memory(config):
     found = ClusterMetrics(config, ScriptedClient(["x"])).take(SECONDS, waiting=0)
     assert not any("version" in name or "engines" in name for name in found)
+    # A pool tells the acknowledged versions of engines that serve.
     client = PoolClient({name: ScriptedClient(lambda request: Reply("x")) for name in ("a", "b")})
     client.load_weights("default", [("w", torch.zeros(2))], 4)
     assert client.versions() == {"a": {"default": 4}, "b": {"default": 4}}
     client._engines["b"].serving = False
     assert client.versions() == {"a": {"default": 4}}
+    # The peak of memory is in bytes.
     before = rss_peak()
     held = torch.ones(60_000_000, dtype=torch.uint8)
     assert rss_peak() >= before and rss_peak() > held.nbytes

@@ -101,6 +101,7 @@ def test_gradient_checkpointing_of_a_base_and_of_a_model(one, two):
         "still": PolicyConfig(path=two, reference=one, trainable=False),
         "plain": PolicyConfig(path=one),
     }
+    # References are loaded once each.
     references = load_references(policies, never)
     assert references.keys() == {"a", "b", "c"}
     assert references["a"] is references["b"] is not references["c"]
@@ -144,8 +145,10 @@ def test_paths_that_can_not_be(one, tmp_path):
     policies = {"a": PolicyConfig(), "b": PolicyConfig(path=one)}
     with pytest.raises(ConfigError, match=r"'policies.b.path' = .*can't stand beside \"tiny\""):
         check_models(policies, never)
+    # A folder that is not there is told so.
     with pytest.raises(ConfigError, match=r"'policies.a.path' = '.*/none': there is no such folder"):
         check_models({"a": PolicyConfig(path=str(tmp_path / "none"))}, never)
+    # An instruction model is asked for.
     tokenizer = build_tokenizer(["abc"], vocab_size=270)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)

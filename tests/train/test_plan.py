@@ -74,11 +74,13 @@ def test_staleness_and_collectives():
     found = predict(workload(), Split(38, 1, 26, 128, 0), H100, Constants())
     assert found.step == pytest.approx(found.sampling + found.training + found.sync)
     assert found.bottleneck == "sampling"
+    # Staleness only helps up to the design's step.
     steps = [predict(workload(), Split(614, 1, 410, 128, k), H100, DESIGN).step for k in range(8)]
     unbounded = predict(workload(), Split(614, 1, 410, 128, None), H100, DESIGN).step
     assert steps == sorted(steps, reverse=True)
     assert steps[1] > 1.3 * unbounded, "one batch ahead doesn't fill 614 engines"
     assert steps[-1] == pytest.approx(unbounded)
+    # A collective takes as long for many engines as for one.
     few, many = (Split(count, 2, 8) for count in (2, 200))
     assert predict(workload(), few, H100, DESIGN).sync == predict(workload(), many, H100, DESIGN).sync
     assert one_by_one_seconds(workload(), many, DESIGN) == 100 * one_by_one_seconds(workload(), few, DESIGN)
@@ -121,6 +123,7 @@ def test_bytes_of_a_gpu_and_of_an_adapter():
     assert sync_seconds(adapter, 4, DESIGN) == pytest.approx(4e8 / 8.25e9 + 4e8 / (4 * 20e9) + 0.5)
     assert fewest_ranks(adapter, H100, Constants()) == 3  # (140 + 1.6) GB over 70 GB each
     assert fewest_ranks(workload("70B"), H100, Constants()) == 8  # 560 GB over 70 GB each
+    # Bytes of a GPU.
     assert training_bytes(workload("7B"), 4, Constants()) == pytest.approx(8 * 7e9 / 4 + 10e9)
     assert training_bytes(workload("7B", reference=True), 4, Constants()) == pytest.approx(10 * 7e9 / 4 + 10e9)
     assert cache_bytes(workload("7B"), 2, 10) == 10 * 3072 * 57_344 / 2
@@ -151,6 +154,7 @@ def test_the_search_finds_what_trying_all_splits_finds(model):
 def test_the_least_staleness_and_the_smallest_cluster():
     """At 64 GPUs one batch ahead is as fast as four."""
     assert search(workload(), 64, H100, Constants())[0].split.max_staleness == 1
+    # The smallest cluster that fits.
     count, plan = smallest_cluster(workload("70B"), 64, H100, Constants())
     assert plan == search(workload("70B"), count, H100, Constants())[0]
     with pytest.raises(NothingFits):
@@ -289,6 +293,7 @@ def test_a_fit_says_what_the_run_does_not_tell(tmp_path):
     assert [line.partition(":")[0] for line in fit.kept] == ["prompt, response, calls", "sync_scale"]
     assert fit.workload == workload() and fit.constants.sync_scale.mark == "assumed"
     assert any("20 tokens/s of an engine" in line for line in fit.changed)
+    # A folder without steps is refused.
     with pytest.raises(FileNotFoundError):
         refit(tmp_path, config_from_dict({}), workload(), H100, Constants())
     with pytest.raises(ValueError, match="expected a run with a trained step"):

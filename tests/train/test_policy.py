@@ -42,9 +42,11 @@ def test_the_schedules_and_the_clip(small_model):
     rates = rates_of(policy, 12)
     falling = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(9)]
     assert rates == pytest.approx([0.5, 1.0, *falling, 0.1])
+    # The linear schedule.
     config = UpdateConfig(lr=1e-3, warmup=1, min_lr_ratio=0.2, schedule="linear")
     policy = Policy("default", small_model()[0], config, total_steps=5)
     assert rates_of(policy, 6) == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    # The gradient is clipped and cleared.
     policy = Policy("default", small_model()[0], UpdateConfig(max_grad_norm=0.5), total_steps=1)
     count = sum(parameter.numel() for parameter in policy.model.parameters())
     assert move(policy) == pytest.approx(math.sqrt(count), rel=1e-4)
@@ -105,6 +107,7 @@ def test_the_rate_follows_the_share_of_the_run(small_model):
         rates += rates_of(policy, 2)
     # At a share of 0 the updates decide; later the share does, also for the second update of a step.
     assert rates == pytest.approx([1.0, 0.9992, 0.8, 0.8, 0.6, 0.6, 0.2, 0.2, 0.2, 0.2])
+    # Updates past the share of the run decide.
     config = UpdateConfig(lr=1e-3, min_lr_ratio=0.0, schedule="linear")
     policy = Policy("default", small_model()[0], config, total_steps=4)
     rates_of(policy, 3)

@@ -77,12 +77,14 @@ def test_worked_examples():
     lengths = [1, 2, 0, 0, 2]
     assert trie.targets(lengths).tolist() == [7, 6, 8, 7, 9]
     assert trie.token_ids[trie.sources(lengths)].tolist() == [6, 5, 6, 6, 7]
+    # Little sharing is given up.
     trunk = list(range(100))
     rows = [[*trunk, 1, 2, tail] for tail in range(4)]  # three times 102 tokens saved, and none at a second branch
     assert len(trie_of(rows, 1)) == 102 + 4
     rows = [[*trunk, 1, 2, 3, 8], [*trunk, 1, 2, 3, 9], [*trunk, 4]]
     assert [len(trie_of(rows, least)) for least in (3, 4)] == [100 + 3 + 2 + 1, 100 + 4 + 4 + 1]
     assert len(trie_of(rows, 1000)) == sum(map(len, rows))
+    # Rows that end within others and empty ones.
     rows = [[5, 6, 7], [5, 6], [], [5, 6, 7], [5]]
     trie = trie_of(rows)
     assert trie.token_ids.tolist() == [5, 6, 7]
@@ -160,6 +162,7 @@ def test_what_takes_no_tries_and_places_outside_of_a_row():
     )  # fmt: skip
     with pytest.raises(ValueError, match="MistralForCausalLM can't take tries, as its attention has a sliding window"):
         use_trees(MistralForCausalLM(config))
+    # Places outside of a row.
     with pytest.raises(ValueError, match="within each row"):
         trie_of([[1, 2, 3]]).places(np.array([1]), np.array([3]))
     with pytest.raises(ValueError, match=r"counts: expected int64 \[1\]"):

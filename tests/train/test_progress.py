@@ -27,8 +27,10 @@ def test_which_steps_are_best_and_kept():
     assert validated(0.1, 0.5, 0.3, 0.5).best_step == 10
     # Steps are numbers: "9" is before "10", whatever the order that they came in.
     assert RunProgress(evaluations={"10": 0.5, "9": 0.5}).best_step == 9
+    # Survives JSON.
     progress = validated(0.1, 0.5, sampled_tokens=7)
     assert RunProgress(**json.loads(json.dumps(asdict(progress)))) == progress
+    # Which steps are kept.
     every = config_of(checkpoint={"every": 5})
     assert [step for step in range(1, 12) if RunProgress(step=step).checkpoint_due(every)] == [5, 10]
     never = config_of()

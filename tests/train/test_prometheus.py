@@ -135,6 +135,7 @@ def test_the_only_policy_is_in_no_name_but_those_of_a_cluster(config, port):
     server.close()
     assert found["turnwise_entropy", ("actor", "solver")] == 2.0
     assert found["turnwise_cluster_version_min", ("policy", "solver")] == 7
+    # It serves again after it was closed.
     server = Prometheus(config)
     server.log(1, {"episodes": 2})
     server.close()

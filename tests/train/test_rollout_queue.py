@@ -121,6 +121,7 @@ async def test_every_way_out_ends_what_is_under_way_and_it_is_drawn_again():
             assert sampler.running == {0, 1, 2}
             raise ZeroDivisionError
     assert sampler.cancelled == [0, 1, 2] and not sampler.running
+    # What was given up is drawn again.
     sampler = Sampler()
     async with sampler.queue(max_ahead=1) as rollouts:
         rollouts.start_up_to(0, until=9)

@@ -99,6 +99,7 @@ def test_a_child_that_outlives_its_run_is_not_taken_for_it(tmp_path):
         left_by(tmp_path, pid=2**22 + 1)
         with pytest.raises(ValueError, match=r"a process that process 4194305 on host .* started before it ended does"):
             RunLock(tmp_path).__enter__()
+    # The lock counts and is let go on failure.
     lock = RunLock(tmp_path)
     with pytest.raises(KeyError), lock, lock:
         raise KeyError

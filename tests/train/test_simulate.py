@@ -67,6 +67,7 @@ def test_slots_bound_the_throughput():
     result = simulate(latency, LoopConfig(max_staleness=3, in_flight_updates=True), steps=10, episodes=16)
     assert 0.95 * 400 < result.tokens_per_second <= 400
     assert result.slots_busy > 0.95
+    # The same arguments give the same result.
     latency = LatencyModel(tokens=20, sigma=1.0, slots=5)
     loop = LoopConfig(max_staleness=2, in_flight_updates=True)
     first, again = (simulate(latency, loop, steps=6, episodes=8, turns=2, seed=3) for _ in range(2))
@@ -143,5 +144,6 @@ def test_timeouts_are_virtual_too():
     async def main():
         await asyncio.Event().wait()
 
+    # A deadlock is told.
     with pytest.raises(RuntimeError, match="everything waits and no timer is set"):
         run_virtually(main())

@@ -22,8 +22,10 @@ def test_prompts_share_one_policy_and_the_config_stays():
     config = config_from_dict({})
     actors, resolved = resolve_policies(config, TEAM, "sums")
     assert actors == TEAM and resolved == config
+    # Lora without settings takes the default ones.
     _, resolved = resolve(policy_sharing="lora_per_actor")
     assert {settings.lora.rank for settings in resolved.policies.values()} == {16}
+    # The word of actors goes first.
     actors, resolved = resolve(
         policy_sharing="lora_per_actor", actors={"critic": "judge"}, policies={"judge": {"path": "big"}}
     )

@@ -47,6 +47,7 @@ def test_the_samples_of_one_question_are_one_trial():
     assert alone.high - alone.low < 0.2
     assert estimate([1.0] * 6, [0, 0, 1, 1, 2, 2]).low == wilson(1.0, 3)[0], "three trials, not six, and no width of 0"
     assert estimate([0.5, 0.7], ["q", "q"]).high == math.inf, "one question bounds nothing"
+    # Sizes of clusters weigh.
     found = estimate([1.0, 3.0, 5.0, 9.0], ["a", "a", "a", "b"])
     assert found.mean == 4.5 and (found.low, found.high) == (3.0, 9.0)
 
@@ -68,6 +69,7 @@ def test_paired_shares():
     assert found.difference.method == "paired bootstrap"
     back = paired_difference(second, first)
     assert (back.difference.mean, back.p, back.better) == (-3 / 8, found.p, 1)
+    # Equal policies are not told apart.
     found = paired_difference([0.5, 0.2], [0.5, 0.2])
     assert (found.p, found.difference.mean, found.better, found.worse) == (1.0, 0.0, 0, 0)
     with pytest.raises(ValueError, match="first has 1 values, second 2"):

@@ -75,7 +75,7 @@ def test_tokens_are_singled_out_anew_for_each_minibatch(random_batch, small_mode
     tokens = [int(pack(batch, part).mask_N.sum()) for part in parts]
     want = sum(int(count * 0.25) for count in tokens) / sum(tokens)
     assert metrics["dual_clip_fraction"] == pytest.approx(want, rel=1e-5)
-    model, _ = small_model()
+    # The loss is the mean over updates.
     once, twice = (
         updated_weights(model, random_batch(0, rows=6), UpdateConfig(lr=1e-9, ppo_epochs=epochs))[1]["loss"]
         for epochs in (1, 2)
@@ -144,10 +144,9 @@ def test_recomputed_logprobs_start_at_ratio_one(random_batch, small_model):
     _, metrics = updated_weights(model, batch, UpdateConfig(old_logprobs="recompute"))
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["sampler_trainer_logprob_max_diff"] > 0.1
-    model, _ = small_model()
+    # Recomputed logprobs know no dropout.
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    batch = random_batch(0, rows=5)
     policy = Policy("default", model.train(), UpdateConfig(), total_steps=1)
     first, second = (old_logprobs(policy, batch, np.arange(5), UpdateConfig()) for _ in range(2))
     assert first.abs().max() > 0 and torch.equal(first, second)
@@ -230,6 +229,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_others_count(random_bat
     assert all(np.isfinite(value) for value in metrics.values()), metrics
     assert all(tensor.isfinite().all() for _, tensor in policy.weights())
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+    # A gradient that overflows is skipped too.
     model, _ = small_model()
     update = UpdateConfig(max_nonfinite_updates=1)
     policy = Policy("default", model, update, total_steps=9)

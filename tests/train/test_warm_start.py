@@ -35,6 +35,7 @@ def test_rows_of_unlike_length_give_the_loss_of_each_alone(small_model):
         warm_start(small_model()[0], [row], WarmStartConfig(steps=1, batch_size=1), seed=0).loss for row in rows
     )
     assert both == pytest.approx((one * 2 + two * 4) / 6, abs=1e-5)
+    # Constant credit masks the prompts.
     batch = constant_credit([Demonstration([1, 2], [3]), Demonstration([4], [5, 6])])
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1, 1]
@@ -89,6 +90,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_rate(small_model):
     config = WarmStartConfig(steps=4, batch_size=4, warmup=0, lr=1e30)
     with pytest.raises(FloatingPointError, match=r"warm start.*step 1.*lower warm_start.lr = 1e\+30"):
         warm_start(small_model()[0], ROWS, config, seed=0)
+    # No demonstrations is an error.
     with pytest.raises(ValueError, match=r"demonstrations=\[\]"):
         warm_start(small_model()[0], [], WarmStartConfig(steps=1), seed=0)
 

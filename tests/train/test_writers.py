@@ -23,6 +23,7 @@ def test_only_the_writers_that_are_asked_for(tmp_path):
     writers = open_writers(TrainConfig(run_dir=tmp_path, log=log))
     assert [type(writer) for writer in writers] == [JsonLines, TensorBoard, WandB]
     assert list(tmp_path.iterdir()) == [], "nothing is opened before a step is logged"
+    # JSON lines hold numbers of numpy as numbers.
     writer = JsonLines(tmp_path / "metrics.jsonl")
     writer.log(1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan})
     (line,) = [json.loads(line) for line in writer.path.read_text().splitlines()]

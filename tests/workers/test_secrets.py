@@ -25,6 +25,7 @@ OTHERS = [
 def test_secrets_go_and_other_variables_stay() -> None:
     assert [name for name in [*SECRET, *OTHERS] if is_secret(name)] == SECRET
     assert list(without_secrets(dict.fromkeys([*SECRET, *OTHERS], "x"))) == OTHERS
+    # A named variable is kept but never the key of the run.
     environment = {"SEARCH_API_KEY": "a", "OTHER_API_KEY": "b", KEY_VARIABLE: "c"}
     assert without_secrets(environment, keep=["SEARCH_API_KEY", KEY_VARIABLE]) == {"SEARCH_API_KEY": "a"}
 

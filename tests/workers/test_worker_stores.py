@@ -88,6 +88,7 @@ def test_episodes_see_the_start_of_the_batch_and_their_own_changes() -> None:
         assert worker.count() == 0
     with episode(0):
         assert [item.data for item in worker] == ["old", "mine"]
+    # An attempt that was lost leaves nothing.
     worker = worker_of(store_of())
     with episode(0):
         worker.add("lost")

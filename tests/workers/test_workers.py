@@ -15,6 +15,8 @@ from turnwise.types import Artifact, EpisodeRequest, Sampling
 
 from .playing import KEY, Leave, Try, Workers, attach, build, difference, own_arena, until
 
+pytestmark = pytest.mark.xdist_group("workers")
+
 SEQUENTIAL = {"nested", "stores"}
 """Arenas whose stores one arena changes in the order of time. Workers change them in the order of the requests, which
 is one arena's order if its episodes run one after the other."""

@@ -45,10 +45,8 @@ def test_a_full_window_is_judged_and_the_first_warning_told(make_run):
     assert all(2 < value < 8 for value in entropies), "an untrained model's, of a few hundred tokens"
     warnings = [note for note in notes if "unhealthy entropy of player0" in note]
     assert len(warnings) == 1 and warnings[0].startswith("step 2:")
-
-
-def test_the_window_is_a_mean_over_its_steps(make_run):
-    run = make_run(window=3, steps=1)
+    # The window is a mean over its steps.
+    run = make_run("other", window=3, steps=1)
     guard = run.trainer.callbacks["health"]
     guard._recent["entropy"] = {"x": [Sums(1, 1.0), Sums(2, 5.0), Sums(1, 2.0)], "y": [Sums(1, 1.0)]}
     metrics, ill = guard._judged()

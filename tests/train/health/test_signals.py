@@ -31,6 +31,7 @@ def test_what_each_signal_measures():
     results = [game(step("x", [5, 6], logprobs=fair), step("y", [7], logprobs=[0.0], trainable=False))] * 3
     measured = Entropy().measure(results)
     assert set(measured) == {"x"} and measured["x"].mean == pytest.approx(math.log(2)) and measured["x"].count == 6
+    # Distinct completions and pairs.
     results = [game(step("x", [5, 6, 7])), game(step("x", [5, 6, 8])), game(step("x", [5, 6, 7])), game(step("y", [9]))]
     assert Distinct().measure(results) == {"x": Sums(3, 2), "y": Sums(1, 1)}
     assert Distinct2().measure(results) == {"x": Sums(6, 3)}, "(5, 6), (6, 7), (6, 8); one token makes no pair"

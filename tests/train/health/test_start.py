@@ -67,6 +67,11 @@ def test_a_start_without_success_is_refused_and_leaves_nothing_to_resume(tmp_pat
     # four questions: once, once more, twice more, and the last two; no sample has the seed of another
     assert [len(played), len(set(played)), len({group for group, _ in played})] == [24, 24, 4]
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.jsonl").exists()
+    # Without the metric the check says nothing.
+    notes = notes_of(run.trainer)
+    asked = starting_questions(run.config, run.task)
+    asyncio.run(refuse_hopeless(run.trainer, asked, "unknown/metric"))
+    assert notes == []
 
 
 @pytest.mark.parametrize(("place", "episodes"), [(2, 4), (5, 8), (9, 16), (23, 24)])
@@ -147,11 +152,3 @@ def test_attempts_count_nested_episodes_and_equal_rewards():
     assert (tried.episodes, tried.successes, tried.measured) == (4, 1, True)
     assert {group: len(earned) for group, earned in tried.rewards.items()} == {"a": 2, "b": 1}
     assert tried.means() == "reward/solver 0.625, right/solver 0.25"
-
-
-def test_without_the_metric_the_check_says_nothing(tmp_path):
-    run = build_run(config_of(tmp_path))
-    notes = notes_of(run.trainer)
-    asked = starting_questions(run.config, run.task)
-    asyncio.run(refuse_hopeless(run.trainer, asked, "unknown/metric"))
-    assert notes == []

@@ -12,6 +12,7 @@ def test_each_matchmakers_chances():
     assert chances(Uniform(), P_WIN) == pytest.approx([1 / 3] * 3)
     assert chances(Latest(k=2), P_WIN) == pytest.approx([0, 0.5, 0.5])
     assert chances(Latest(k=9), P_WIN) == pytest.approx([1 / 3] * 3)
+    # Prioritized is AlphaStar's weighting.
     weights = np.array([0.1**2, 0.5**2, 0.9**2])
     assert chances(Prioritized(), P_WIN) == pytest.approx(weights / weights.sum())
     assert chances(Prioritized(power=1.0), P_WIN) == pytest.approx(np.array([0.1, 0.5, 0.9]) / 1.5)

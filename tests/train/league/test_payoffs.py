@@ -24,6 +24,7 @@ def test_a_match_is_one_observation_of_its_mean():
     half = 4.302653 * payoffs.std(ddof=1) / math.sqrt(3)
     assert record.payoff_interval() == pytest.approx((payoffs.mean() - half, payoffs.mean() + half))
     assert record.share_interval() == wilson(0.75, 3)
+    # Nothing played leaves everything open.
     record = Record()
     assert record.mean_share() == 0.5 and record.share_interval() == (0.0, 1.0) and record.payoff_interval() is None
     record.add([WIN])

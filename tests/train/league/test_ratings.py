@@ -29,6 +29,7 @@ def test_players_by_hand():
     drawn = bradley_terry(np.array([[0, 8], [8, 0]]), np.array([[0, 6], [2, 0]]))
     halves = bradley_terry(np.array([[0, 8], [8, 0]]), np.array([[0, 4 + 4 * 0.5], [4 * 0.5, 0]]))
     assert drawn.elo == pytest.approx(halves.elo)
+    # Who won all is finite and ahead.
     ratings = bradley_terry(np.array([[0, 10, 0], [10, 0, 0], [0, 0, 0]]), np.array([[0, 10, 0], [0, 0, 0], [0, 0, 0]]))
     assert np.isfinite(ratings.elo).all() and ratings.elo[0] > ratings.elo[2] > ratings.elo[1]
     assert (ratings.high - ratings.low)[2] > (ratings.high - ratings.low)[0], "nobody knows the one who never played"

@@ -46,7 +46,7 @@ from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("warm_python")]
 WORLD, STEPS = 2, 3
 
 
@@ -447,6 +447,15 @@ def check_pair(got: dict[str, Any], folder: Path, near: float) -> None:
     assert torch.allclose(got["reference"], want["reference"], atol=1e-5) and got["told"] == "the client is gone"
 
 
+def check_learned(got: dict[str, Any], want: dict[str, dict[str, Tensor]], near: float) -> None:
+    """The steps are those of one process. Checkpoints bring back the same bits, and so do the files of one process."""
+    for number in ("first", "second", "third"):
+        assert furthest(got[number], want[number]) <= near, number
+    assert got["state"] == (2, {"anything": [1]}) and not equal(got["second"], got["third"])
+    assert equal(got["loaded"], got["second"]) and equal(got["again"], got["third"])
+    assert equal(got["from one"], want["second"]) and furthest(got["third from one"], want["third"]) <= near
+
+
 def test_groups_of_weights_train_at_the_same_time(done: list[dict[str, Any]], folder: Path) -> None:
     """Each has ranks of its own, here one. Their training is that of one process, random draws included."""
     check_pair(done[0]["pair"], folder, 1e-6)
@@ -464,12 +473,8 @@ def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: 
     near = 5e-6  # four ranks cut other micro-batches, and Adam's first step divides a small gradient by itself
     found = found_by(warm_python, 4, tmp_path, "--copies")
     for case in LEARNED:
-        got, want = found[0][f"learner {case}"], alone[case]
-        for number in ("first", "second", "third"):
-            assert furthest(got[number], want[number]) <= near, number
-        assert got["state"] == (2, {"anything": [1]})
-        assert equal(got["loaded"], got["second"]) and equal(got["again"], got["third"])
-        assert equal(got["from one"], want["second"]) and furthest(got["third from one"], want["third"]) <= near
+        got = found[0][f"learner {case}"]
+        check_learned(got, alone[case], near)
         assert {each[f"learner {case}"]["sums"] for each in found} == {bit_sums(got["third from one"].items())}
         learner = LocalLearner({"default": make_policy(case, seed=1)}, CONFIG)
         learner.load(tmp_path / str(case) / "two" / "step_00000002")
@@ -530,20 +535,14 @@ def test_a_rank_without_rows_and_a_nan_on_one_rank_keep_no_other_waiting(done: l
 
 @pytest.mark.parametrize("case", LEARNED, ids=str)
 def test_rank_0_trains_sends_saves_and_loads_for_all(done, alone, folder: Path, case: Case) -> None:
-    got, want = done[0][f"learner {case}"], alone[case]
-    for number in ("first", "second", "third"):
-        assert furthest(got[number], want[number]) <= 1e-6, number
-    # A checkpoint brings back the same bits, and the steps after it.
-    assert got["state"] == (2, {"anything": [1]})
-    assert equal(got["loaded"], got["second"]) and equal(got["again"], got["third"])
-    assert not equal(got["second"], got["third"])
-    # One process resumes from the shards of two, and two from the files of one.
+    got = done[0][f"learner {case}"]
+    check_learned(got, alone[case], 1e-6)
+    # One process resumes from the shards of two.
     learner = LocalLearner({"default": make_policy(case, seed=1)}, CONFIG)
     saved = folder / str(case) / "two" / "step_00000002"
     assert learner.load(saved) == (2, {"anything": [1]})
     assert equal(learner.send("default", clones), got["second"])
     assert furthest(step(learner, 3), got["third"]) <= 1e-6
-    assert equal(got["from one"], want["second"]) and furthest(got["third from one"], want["third"]) <= 1e-6
     evaluated = {"default": make_policy(case, seed=1)}
     load_weights(saved, evaluated)
     assert equal(dict(evaluated["default"].weights()), got["second"])
@@ -577,6 +576,7 @@ def test_types_of_layers_adapters_and_bases(done: list[dict[str, Any]]) -> None:
         assert got["dtypes"] == want["dtypes"] == 2
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-2)
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-2, abs=1e-3)
+    # Layers are computed in the chosen type.
     [want] = train(make_policy(CASES[1]), [make_batch()])
     for found in done:
         got = found["narrow"]

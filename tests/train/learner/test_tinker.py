@@ -240,6 +240,11 @@ def test_a_policy_without_rows_and_one_out_of_phase_do_not_train() -> None:
     assert updated.metrics["reviser"] == {} and updated.trained == updated.moved == {"solver"}
     assert learner.update(batch, ["reviser"], 0.0, rng, lambda *_: None).trained == set()
     assert [policy.version for policy in learner.policies.values()] == [1, 0]
+    # A server takes each name once, and a rewound run publishes a version again.
+    config = config_of()
+    learner = make_learner(config, make_policies(config))
+    paths = [learner.send("solver", list) for _ in range(2)]
+    assert [[name for name, _ in one] for one in paths] == [["sampler_path"]] * 2 and paths[0] != paths[1]
 
 
 def test_a_server_of_another_kind_is_noticed_before_a_weight_changes() -> None:
@@ -268,9 +273,6 @@ def test_bad_rows_are_not_sent() -> None:
     with pytest.raises(ValueError, match=r"'reviser': rows sampled at temperatures \[0\.69.*, 1\.0\].* trains at 1"):
         learner.update(batch, ["reviser"], 0.0, rng, lambda *_: None)
     assert not any(adapter.sent for adapter in learner.adapters.values())
-
-
-def test_a_loss_that_is_not_finite_on_the_server_ends_the_run() -> None:
     config = config_of()
     policies = make_policies(config)
     learner = make_learner(config, policies)
@@ -313,14 +315,6 @@ def test_a_checkpoint_of_other_policies_is_refused(tmp_path: Path) -> None:
     (saved / "tinker.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tinker.json is damaged"):
         learner.load(saved)
-
-
-def test_names_of_saved_weights_never_repeat() -> None:
-    """A server takes each name once, and a rewound run publishes a version again."""
-    config = config_of()
-    learner = make_learner(config, make_policies(config))
-    paths = [learner.send("solver", list) for _ in range(2)]
-    assert [[name for name, _ in one] for one in paths] == [["sampler_path"]] * 2 and paths[0] != paths[1]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gspo", "GSPO"), ("sapo", "SAPO"), ("dppo", "DPPO"), ("kl-cov", "KLCov")])
