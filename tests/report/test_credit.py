@@ -287,8 +287,10 @@ def test_folders_without_a_record(tmp_path):
 
 def test_groups_and_states_are_hashable_again():
     step = Step("solver", 0, [], "", [1], [2], [-0.5], [(1, 7)], "stop", group=("q", (1, 2)), info={"state": (0, (3,))})
+    step.from_branch = (7, 1)
     result = GenerateResult(Rollout("r", "solve", "q", [step], {"solver": 1.0}), group_id=("int", 5), parent_id="top")
     again = result_of(json.loads(json_line(plain_result(result))))
+    assert again.rollout.steps[0].from_branch == (7, 1)
     [sample], [expected] = collect_samples([again]), collect_samples([result])
     assert (sample.group, sample.info, sample.policy_versions) == (("q", (1, 2)), {"state": (0, (3,))}, [(1, 7)])
     sample.group_id = expected.group_id
