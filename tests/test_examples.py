@@ -54,6 +54,7 @@ def run_example(folder: Path, name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_drop_in(tmp_path: Path) -> None:
     """Both ways of one training step give the same losses and gradients, and the model learns."""
     printed = run_example(tmp_path, "drop_in.py")

@@ -15,12 +15,11 @@ pytestmark = pytest.mark.xdist_group("warm_python")
 SCRIPT = Path(__file__).with_name("kill_loop.py")
 
 
-MODES = [("sync", 1), ("sync", 2), ("async", 1), ("lora", 1), ("league", 2), ("two ranks", 1)]
+MODES = [("sync", 2), ("async", 1), ("lora", 1), ("league", 2), ("two ranks", 1)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "kills"), [MODES[0], *(pytest.param(*mode, marks=pytest.mark.slow) for mode in MODES[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "kills"), MODES)
 def test_a_run_killed_and_resumed_equals_one_left_alone(mode, kills, tmp_path, warm_python, monkeypatch):
     """Of two ranks one is killed, and torchrun restarts both."""
     monkeypatch.setenv("PYTHON_EXEC", warm_python)  # with which torchrun starts the ranks

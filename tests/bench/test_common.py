@@ -72,6 +72,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_folder_without_turnwise_is_refused(tmp_path: Path) -> None:
     done = run("--other", str(tmp_path))
     assert done.returncode == 2 and f"expected a folder that holds turnwise, got {tmp_path}" in done.stderr
