@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager
 import pytest
 from hypothesis import HealthCheck, settings
 
+from .trained import games, team  # noqa: F401  # fixtures
 from .warm_python import started
 
 # Set this before any import of transformers, so that a test that asks the Hub for a model fails at once.

@@ -15,17 +15,16 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kill_loop import COMMON, check_trained, differences, steps_logged
+from kill_loop import COMMON, Process, check_trained, differences, fresh, run_to_end, steps_logged, wait
 
 from turnwise.cluster.members import events_file
 from turnwise.train.config.toml import to_toml
@@ -42,9 +41,6 @@ CLUSTER: dict[str, Any] = {
 }
 HAS = {"sim_gpu": 2.0, "learner": 1.0}
 """What each node beside the head has: enough for the whole run."""
-
-PATIENCE = 300.0
-"""Seconds in which a run must make its next step."""
 
 
 @contextmanager
@@ -64,20 +60,14 @@ def three_nodes() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def settings(folder: Path, name: str, steps: int, **others: Any) -> dict[str, Any]:
-    return {**COMMON, "device": "cpu", "rollout": {"prompts_per_step": 4, "max_batch_rows": 1}, "steps": steps,
-            "run_dir": str(folder / name), **others}  # fmt: skip
-
-
-def start(config: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
-    """Start ``turnwise train`` on ``config``."""
-    file = Path(config["run_dir"]).with_suffix(".toml")
+def start(folder: Path, name: str, steps: int, **others: Any) -> Process:
+    """Start ``turnwise train``."""
+    rollout = {"prompts_per_step": 4, "max_batch_rows": 1}
+    config = {**COMMON, "device": "cpu", "rollout": rollout, "steps": steps, "run_dir": str(folder / name), **others}
+    file = folder / f"{name}.toml"
     file.write_text(to_toml(config_from_dict(config)))
-    with log.open("w") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "turnwise", "train", str(file), "--traceback"],
-            stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return fresh(file, folder / f"{name}.log")
 
 
 def processes(run_dir: Path) -> dict[str, int]:
@@ -96,33 +86,24 @@ def processes(run_dir: Path) -> dict[str, int]:
 class Disturbed:
     """The run that is disturbed. ``longest`` is the longest time to the next step after a disturbance, in seconds."""
 
-    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path, log: Path, rng: random.Random) -> None:
-        self.process, self.run_dir, self.log, self.rng, self.longest = process, run_dir, log, rng, 0.0
+    def __init__(self, process: Process, run_dir: Path, rng: random.Random) -> None:
+        self.process, self.run_dir, self.rng, self.longest = process, run_dir, rng, 0.0
 
     def until_next_step(self) -> None:
         before, began = steps_logged(self.run_dir), time.monotonic()
-        while steps_logged(self.run_dir) <= before:
-            self.check(began)
-            time.sleep(0.01)
+        wait(self.process, lambda: steps_logged(self.run_dir) > before)
         self.longest = max(self.longest, time.monotonic() - began)
-
-    def check(self, began: float) -> None:
-        if self.process.poll() is not None or time.monotonic() - began > PATIENCE:
-            raise SystemExit(f"the run ended ({self.process.poll()}) or hangs:\n{self.log.read_text()[-6000:]}")
 
     def kill(self, kind: str) -> None:
         """Kill a process of ``kind`` at a random moment of a step."""
         time.sleep(self.rng.uniform(0, 3))
-        began = time.monotonic()
-        while not (roles := [role for role in processes(self.run_dir) if role.startswith(kind)]):
-            self.check(began)
-            time.sleep(0.01)
-        role = self.rng.choice(roles)
-        try:
-            os.kill(processes(self.run_dir)[role], signal.SIGKILL)
-        except (KeyError, ProcessLookupError):
-            return self.kill(kind)
-        return None
+        while True:
+            wait(self.process, lambda: any(role.startswith(kind) for role in processes(self.run_dir)))
+            found = processes(self.run_dir)
+            roles = [role for role in found if role.startswith(kind)]
+            with suppress(IndexError, ProcessLookupError):  # it has just died
+                os.kill(found[self.rng.choice(roles)], signal.SIGKILL)
+                return
 
 
 def main() -> int:
@@ -144,15 +125,12 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        whole = start(settings(folder, "whole", steps), folder / "whole.log")
-        if whole.wait():
-            raise SystemExit((folder / "whole.log").read_text())
+        run_to_end(start(folder, "whole", steps))
         print(f"one process, left alone: {time.monotonic() - began:.0f} s", flush=True)
         with three_nodes() as cluster:
             began = time.monotonic()
-            on_cluster = settings(folder, "killed", steps, cluster={**CLUSTER, "address": cluster.address})
-            process = start(on_cluster, folder / "killed.log")
-            run = Disturbed(process, folder / "killed", folder / "killed.log", rng)
+            process = start(folder, "killed", steps, cluster={**CLUSTER, "address": cluster.address})
+            run = Disturbed(process, folder / "killed", rng)
             try:
                 run.until_next_step()
                 run.longest = 0.0
@@ -165,13 +143,11 @@ def main() -> int:
                         run.kill(act)
                     run.until_next_step()
                     print(f"{number}: {act}, step {steps_logged(run.run_dir)}", flush=True)
-                while process.poll() is None:
-                    time.sleep(0.1)
+                run_to_end(process)
             finally:
-                process.terminate()
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
             print(f"cluster: {time.monotonic() - began:.0f} s; longest wait {run.longest:.0f} s", flush=True)
-            if process.returncode:
-                raise SystemExit((folder / "killed.log").read_text()[-6000:])
         check_trained(folder / "whole", steps)
         found = [line for line in differences(folder / "whole", folder / "killed") if "checkpoints" not in line]
     print("\n".join(found) or "equal: weights, metrics and rollouts, each step once")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import MappingProxyType
 
 import pytest
@@ -15,6 +14,7 @@ from turnwise.tasks.own import OwnTask
 from turnwise.train.config.toml import ConfigError
 
 from .test_run import config_of, questions_file
+from .trained import rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -45,12 +45,16 @@ def test_actors_of_the_shipped_teams(tmp_path):
     assert lineups("plan_path", three, ["planner"]) == {"planner": (("tool", "solver"), planner)}
 
 
-def test_lineups_keep_the_options_and_measure_their_own_first_actor():
+def test_lineups_keep_the_options_and_measure_their_own_first_actor(tmp_path):
     task = build_task("sudoku", {"blanks": [1, 2], "max_turns": 3, "quality": 0.3, "seed": 4})
     (found,) = ablations_of(task, ["proposer"])
     episode = found.without.episodes["sudoku"]
     assert (episode.actors, episode.max_turns) == (("reviser",), 3)
     assert (found.without.metric, found.alone.metric) == ("solved/reviser", "solved/proposer")
+    # Validations plan their ablations and the last evaluation has none.
+    run = build_run(config_of(tmp_path, warm_start={"steps": 0}, eval={"every": 1, "num_prompts": 2, "ablate": True}))
+    assert [one.actor for one in run.trainer.validation.ablations] == ["proposer", "reviser"]
+    assert run.held_out.ablations == ()
 
 
 class Pair(OwnTask):
@@ -102,8 +106,7 @@ def test_a_run_with_an_adapter_for_each_actor(tmp_path):
         tmp_path, policy_sharing="lora_per_actor", steps=1, eval={"every": 1, "num_prompts": 3, "ablate": True}
     )
     run = train_from_config(config)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
+    for row in rows_of(tmp_path):
         assert row["validation/proposer/without"] == row["validation/reviser/alone"]
         assert row["validation/proposer/alone"] == row["validation/reviser/without"]
         assert row["validation/reviser/handed"] > 0 and 0 <= row["validation/reviser/changed"] <= 1
@@ -118,9 +121,3 @@ def test_a_run_with_an_adapter_for_each_actor(tmp_path):
     alone = asked[len(asked) - asked[::-1].index("proposer") :]
     assert team.episodes == 3 and len(alone) >= 3, "the reviser alone plays last, and only its adapter is asked"
     assert found.without.metrics.keys() == {"solved/proposer", "satisfied/proposer", "valid_format/proposer"}
-
-
-def test_validations_plan_their_ablations_and_the_last_evaluation_has_none(tmp_path):
-    run = build_run(config_of(tmp_path, warm_start={"steps": 0}, eval={"every": 1, "num_prompts": 2, "ablate": True}))
-    assert [one.actor for one in run.trainer.validation.ablations] == ["proposer", "reviser"]
-    assert run.held_out.ablations == ()

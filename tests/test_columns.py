@@ -79,17 +79,18 @@ def test_attributes_are_those_that_python_reads(seed: int) -> None:
             assert type(one) is Asked or value is one.first, f"seed {seed}"
 
 
-def test_members_that_are_no_slots() -> None:
+def test_members_that_are_no_slots_and_any_sequence() -> None:
     numbers = [complex(number, -number) for number in range(20)]
     assert read_attributes(numbers, ["real", "imag"]) == ([one.real for one in numbers], [one.imag for one in numbers])
     assert read_attributes([slice(1, 2), slice(None)], ["start", "stop"]) == ([1, None], [2, None])
     assert read_attributes([sys, gc], ["__name__"]) == (["sys", "gc"],)
-
-
-def test_any_sequence_and_no_names() -> None:
     assert read_attributes((Slots(1), Slots(2)), ["first"]) == ([1, 2],)
     assert read_attributes([Slots(1)], []) == ()
     assert read_attributes([], ["first", "second"]) == ([], [])
+    with pytest.raises(TypeError):
+        read_attributes(None, ["first"])  # type: ignore[arg-type]
+    with pytest.raises((TypeError, RuntimeError)):
+        read_attributes([Slots(1)], [3])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("place", [0, 5, 39])
@@ -102,13 +103,6 @@ def test_a_missing_attribute_is_an_attribute_error(place: int) -> None:
     del objects[place].second
     with pytest.raises(AttributeError, match="second"):
         read_attributes(objects, ["first", "second"])
-
-
-def test_what_is_no_sequence_or_no_name() -> None:
-    with pytest.raises(TypeError):
-        read_attributes(None, ["first"])  # type: ignore[arg-type]
-    with pytest.raises((TypeError, RuntimeError)):
-        read_attributes([Slots(1)], [3])  # type: ignore[arg-type]
 
 
 def test_references_are_counted() -> None:

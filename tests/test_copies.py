@@ -76,13 +76,6 @@ def test_a_copy_that_differs_is_named_once_per_class(names, fork):
         fork(held)
 
 
-def test_a_constructor_called_by_reduce_is_named_too():
-    held = game()
-    type(held).__reduce__ = lambda self: (type(self), ())
-    with pytest.warns(RuntimeWarning, match="differ from the original in moves: its pickling hooks"):
-        assert deep_copy(held).moves == []
-
-
 def test_faithful_copies_are_made_in_silence():
     nan = game(__getstate__=lambda self: dict(vars(self)), __setstate__=set_state)
     nan.score = float("nan")
@@ -92,6 +85,11 @@ def test_faithful_copies_are_made_in_silence():
         for held in (game(), nan, by_itself, [game(), {"a": (1, {2})}], range(3), dumps):
             deep_copy(held)
             pickle.loads(dumps([1, "a", {"b": None}]))
+    # A constructor called by reduce is named too.
+    held = game()
+    type(held).__reduce__ = lambda self: (type(self), ())
+    with pytest.warns(RuntimeWarning, match="differ from the original in moves: its pickling hooks"):
+        assert deep_copy(held).moves == []
 
 
 def test_one_memo_is_looked_at_once():

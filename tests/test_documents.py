@@ -55,14 +55,18 @@ def test_toml_blocks_are_settings(path: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_readme_opens_with_the_two_commands() -> None:
     assert [line[1] for line in commands("make")][:2] == ["demo", "test"]
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_make_targets_exist() -> None:
+def test_make_targets_exist_and_every_page_is_in_the_navigation() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     named = {word for line in commands("make") for word in line[1:] if re.fullmatch(r"[a-z-]+", word)}
     for path in DOCUMENTS:
         named |= set(re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8")))
     assert named <= targets
+    # So are the two pages that the build generates, the config reference and the API.
+    named = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} | {"api.md", "config.md"}
 
 
 @pytest.mark.parametrize("words", commands("turnwise"), ids=" ".join)
@@ -71,12 +75,6 @@ def test_turnwise_commands_parse(words: list[str]) -> None:
     config = getattr(options, "config", None)
     # A run folder is what the reader's own run leaves.
     assert config is None or config.suffix != ".toml" or (ROOT / config).is_file()
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    """So are the two pages that the build generates, the config reference and the API."""
-    named = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} | {"api.md", "config.md"}
 
 
 def anchors(path: Path) -> set[str]:
@@ -98,16 +96,18 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken == []
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-def test_architecture_names_every_room() -> None:
+def test_architecture_names_every_room_and_files_that_exist() -> None:
     package = Path(turnwise.__file__).parent
     folders = {".".join(path.parent.relative_to(package).parts) for path in package.rglob("__init__.py")} - {""}
     rooms = {room for room in folders if not room.startswith("tasks.")}
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert rooms - set(re.findall(r"`([a-z_.]+)`", text)) == set()
+    # Its paths are relative to the package as well.
+    named = {name for name in re.findall(r"`([\w/]+\.(?:py|cpp|cu)|\w+/(?:\w+/)?)`", text)}
+    assert len(named) > 10
+    assert {
+        name for name in named if not ((ROOT / name).exists() or (ROOT / "python/turnwise" / name).exists())
+    } == set()
 
 
 def test_architecture_floors_hold() -> None:
@@ -132,16 +132,6 @@ def test_named_files_exist(path: Path) -> None:
     folders = "bench|csrc|docs|examples|python|scripts|tests|turnwise"
     named = set(re.findall(rf"`((?:{folders})/[\w/.-]+)[`:]", path.read_text(encoding="utf-8")))
     assert {name for name in named if not ((ROOT / name).exists() or (ROOT / "python" / name).exists())} == set()
-
-
-def test_architecture_names_files_that_exist() -> None:
-    """Its paths are relative to the package as well."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = {name for name in re.findall(r"`([\w/]+\.(?:py|cpp|cu)|\w+/(?:\w+/)?)`", text)}
-    assert len(named) > 10
-    assert {
-        name for name in named if not ((ROOT / name).exists() or (ROOT / "python/turnwise" / name).exists())
-    } == set()
 
 
 def test_every_credit_rule_is_in_the_table() -> None:

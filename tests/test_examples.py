@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import torch
 
 from turnwise.run.build import train_from_config
 from turnwise.train.validate import load_config
+
+from .trained import rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -32,28 +33,28 @@ SHORT: dict[str, object] = {
     # A model that can't write a grid yet ties every group; the reward itself, below 0 then, still moves weights.
     "credit.rule": "episodic",
 }
-WEIGHTS = {
-    "single": ["default"],
-    "prompt": ["default"],
-    "lora": ["proposer", "reviser"],
-    "full": ["proposer", "reviser"],
-}
+TEAM = ["proposer", "reviser"]
+WEIGHTS = {"single": ["default"], "prompt": ["default"], "lora": TEAM, "full": TEAM}
+
+
+def checked(folder: Path) -> list[dict]:
+    """The metrics of a short run in which no episode failed."""
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "validation" in rows[2]
+    assert all(row.get("episodes/failed", 0) == 0 for row in rows)
+    return rows
 
 
 def run_example(folder: Path, name: str, *arguments: str) -> str:
     """What the example prints."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@pytest.mark.slow
 def test_drop_in(tmp_path: Path) -> None:
     """Both ways of one training step give the same losses and gradients, and the model learns."""
     printed = run_example(tmp_path, "drop_in.py")
@@ -70,6 +71,7 @@ def test_vowels(tmp_path: Path) -> None:
     assert int(printed.rpartition(":")[2].strip(" %\n")) >= 25
 
 
+@pytest.mark.slow
 def test_train_loop(tmp_path: Path) -> None:
     """The loop without the trainer fits on two pages, and its reward rises."""
     assert len((EXAMPLES / "train_loop.py").read_text(encoding="utf-8").splitlines()) <= 120
@@ -97,9 +99,7 @@ def test_teams_that_walk_or_write(name: str, tmp_path: Path) -> None:
         given["credit.rule"] = "constant"
     config = load_config(EXAMPLES / f"{name}.toml", given)
     run = train_from_config(config)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3] and "validation" in lines[2]
-    assert all(line.get("episodes/failed", 0) == 0 for line in lines)
+    lines = checked(tmp_path / "run")
     trained = {actor.id for actor in run.task.actors for line in lines if line.get(f"samples/{actor.id}")}
     assert trained == {actor.id for actor in run.task.actors}
 
@@ -121,10 +121,7 @@ def test_sudoku_at_every_level(path: Path, tmp_path: Path) -> None:
     policies = run.trainer.policies
     assert list(policies) == WEIGHTS[level]
     assert all(policy.version > 0 for policy in policies.values())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3] and "validation" in lines[2]
-    assert lines[-1]["staleness_max"] == (1 if kind else 0)
-    assert all(line.get("episodes/failed", 0) == 0 for line in lines)
+    assert checked(tmp_path / "run")[-1]["staleness_max"] == (1 if kind else 0)
     assert sorted(folder.name for folder in (tmp_path / "run" / "policies").iterdir()) == sorted(policies)
     if level in ("lora", "full"):
         first, second = (dict(policy.weights()) for policy in policies.values())

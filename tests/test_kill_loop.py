@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("warm_python")
+
 SCRIPT = Path(__file__).with_name("kill_loop.py")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "kills"), [("sync", 2), ("async", 1), ("lora", 1), ("league", 2)])
-def test_a_run_killed_and_resumed_equals_one_left_alone(mode, kills, tmp_path, warm_python):
-    command = [warm_python, "-P", str(SCRIPT), "--kills", str(kills), "--mode", mode, "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0, done.stdout + done.stderr
+MODES = [("sync", 2), ("async", 1), ("lora", 1), ("league", 2), ("two ranks", 1)]
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_sharded_run_that_lost_a_rank(tmp_path, warm_python, monkeypatch):
+@pytest.mark.parametrize(("mode", "kills"), MODES)
+def test_a_run_killed_and_resumed_equals_one_left_alone(mode, kills, tmp_path, warm_python, monkeypatch):
+    """Of two ranks one is killed, and torchrun restarts both."""
     monkeypatch.setenv("PYTHON_EXEC", warm_python)  # with which torchrun starts the ranks
-    command = [sys.executable, "-P", str(SCRIPT), "--kills", "1", "--ranks", "2", "--folder", str(tmp_path)]
+    how = ["--ranks", "2"] if mode == "two ranks" else ["--mode", mode]
+    python = sys.executable if mode == "two ranks" else warm_python
+    command = [python, "-P", str(SCRIPT), "--kills", str(kills), *how, "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr

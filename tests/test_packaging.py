@@ -34,11 +34,15 @@ def requirements(*extras: str) -> list[Requirement]:
     return [Requirement(text) for text in texts if not text.startswith("turnwise")]
 
 
-def test_version_is_the_same_everywhere() -> None:
+def test_version_extras_and_typing_files() -> None:
     version = PROJECT["project"]["version"]
     assert turnwise.__version__ == version
     headings = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert headings[0] == version
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert [name for name in EXTRAS if f"`{name}`" not in text] == []
+    package = Path(turnwise.__file__).parent
+    assert [name for name in ("py.typed", "_C.pyi") if not (package / name).exists()] == []
 
 
 def test_tests_run_against_what_is_installed() -> None:
@@ -53,11 +57,6 @@ def test_tests_run_against_what_is_installed() -> None:
     assert Path(str(installed.locate_file("turnwise/__init__.py"))).samefile(turnwise.__file__)
 
 
-def test_every_extra_is_documented() -> None:
-    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
-    assert [name for name in EXTRAS if f"`{name}`" not in text] == []
-
-
 @pytest.mark.parametrize("requirement", requirements("test", "plot"), ids=str)
 def test_pins_lie_in_the_ranges(requirement: Requirement) -> None:
     name = canonicalize_name(requirement.name)
@@ -70,16 +69,8 @@ def test_torch_has_no_upper_cap() -> None:
     torch = next(requirement for requirement in requirements() if requirement.name == "torch")
     assert Version("2.8.0") not in torch.specifier
     assert Version("99.0") in torch.specifier
-
-
-def test_the_build_needs_no_torch() -> None:
     names = {Requirement(text).name for text in PROJECT["build-system"]["requires"]}
     assert "torch" not in names
-
-
-def test_typing_files_are_installed() -> None:
-    package = Path(turnwise.__file__).parent
-    assert [name for name in ("py.typed", "_C.pyi") if not (package / name).exists()] == []
 
 
 CHOOSE = f"""

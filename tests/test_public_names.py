@@ -12,30 +12,10 @@ import pytest
 import turnwise
 
 PUBLIC = [
-    "ATGRPOCredit",
-    "Actor",
-    "Arena",
-    "ArtifactStore",
-    "DrMASCredit",
-    "Episode",
-    "EpisodeRequest",
-    "EpisodeState",
-    "GRPOCredit",
-    "MultiTurnEpisode",
-    "RAECredit",
-    "Rollout",
-    "Rubric",
-    "SingleTurnEpisode",
-    "State",
-    "Step",
-    "Store",
-    "TrainConfig",
-    "Trainer",
-    "TreeSampler",
-    "train",
-]
-
-THIRD_PARTY = ["pydantic", "rich", "safetensors", "tokenizers", "transformers"]
+    "ATGRPOCredit", "Actor", "Arena", "ArtifactStore", "DrMASCredit", "Episode", "EpisodeRequest", "EpisodeState",
+    "GRPOCredit", "MultiTurnEpisode", "RAECredit", "Rollout", "Rubric", "SingleTurnEpisode", "State", "Step", "Store",
+    "TrainConfig", "Trainer", "TreeSampler", "train",
+]  # fmt: skip
 
 
 def fresh(code: str) -> dict[str, object]:
@@ -49,38 +29,31 @@ def fresh(code: str) -> dict[str, object]:
 def test_public_names_are_exactly_these() -> None:
     assert sorted(turnwise.__all__) == PUBLIC
     assert sorted(name for name in dir(turnwise) if not name.startswith("_")) == PUBLIC
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_resolves(name: str) -> None:
-    assert getattr(turnwise, name) is not None
-
-
-def test_other_names_raise() -> None:
+    assert all(getattr(turnwise, name) is not None for name in PUBLIC)
     with pytest.raises(AttributeError, match="Arenas"):
         turnwise.Arenas  # noqa: B018
 
 
-def test_import_turnwise_is_light() -> None:
-    report = fresh("import turnwise\nreport['heavy'] = sorted({'torch', 'transformers', 'triton'} & set(sys.modules))")
-    assert report["heavy"] == []
-
-
-def test_import_turnwise_is_quick() -> None:
-    code = "start = time.perf_counter()\nimport turnwise\nreport['seconds'] = time.perf_counter() - start"
-    seconds = [float(str(fresh(code)["seconds"])) for _ in range(5)]
+def test_import_turnwise_is_light_and_quick() -> None:
+    code = """
+        start = time.perf_counter()
+        import turnwise
+        report["seconds"] = time.perf_counter() - start
+        report["heavy"] = sorted({"torch", "transformers", "triton"} & set(sys.modules))
+    """
+    reports = [fresh(code) for _ in range(5)]
+    assert reports[0]["heavy"] == []
+    seconds = [float(str(report["seconds"])) for report in reports]
     assert min(seconds) < 0.3, f"import turnwise took {seconds} s"
 
 
-@pytest.mark.parametrize("module", ["turnwise.types", "turnwise.samples.collect", "turnwise.state", "turnwise.cli"])
-def test_imports_without_torch(module: str) -> None:
-    fresh(f"sys.modules['torch'] = None\nimport {module}")  # None makes `import torch` raise
-
-
-def test_state_needs_nothing() -> None:
-    fresh("for name in ('torch', 'numpy'): sys.modules[name] = None\nimport turnwise.state")
-
-
-def test_ops_need_only_torch_and_numpy() -> None:
-    report = fresh(f"for name in {THIRD_PARTY}: sys.modules[name] = None\nimport turnwise.ops")
-    assert report == {}
+@pytest.mark.parametrize(
+    ("modules", "without"),
+    [
+        ("turnwise.types, turnwise.samples.collect, turnwise.state, turnwise.cli", "torch"),
+        ("turnwise.state", "torch numpy"),
+        ("turnwise.ops", "pydantic rich safetensors tokenizers transformers"),
+    ],
+)
+def test_rooms_import_without(modules: str, without: str) -> None:
+    fresh(f"for name in {without.split()}: sys.modules[name] = None\nimport {modules}")  # None lets an import raise

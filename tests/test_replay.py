@@ -1,4 +1,4 @@
-"""Real runs of the tiny model, and their episodes once more: the same to the bit, or where they differ."""
+"""Episodes of real runs once more: the same to the bit, or where they differ. Other rules are in ``test_run.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from turnwise.tasks.kuhn_poker.game import KuhnRules
 from turnwise.tasks.sudoku.team import SudokuEpisode
 from turnwise.train.validate import read_config
 
-from .test_run import SMALL, config_of, questions_file
+from .test_run import SMALL, config_of
+from .trained import Trained, rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -25,16 +26,16 @@ def trained(folder, task, **changes):
     return run.config.run_dir
 
 
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+def recorded(folder):
+    return rows_of(folder, "rollouts.jsonl")
 
 
 def write_rows(folder, rows):
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def check_all(folder, episodes):
-    rows = rows_of(folder)
+def check_all(folder, episodes, step=None):
+    rows = [row for row in recorded(folder) if step in (None, row["step"])]
     assert len(rows) == episodes
     for row in rows:
         played = replay(folder, row["id"])
@@ -43,29 +44,26 @@ def check_all(folder, episodes):
     return rows
 
 
-@pytest.fixture(scope="module")
-def sudoku(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("sudoku"), "sudoku", warm_start={"steps": 3, "batch_size": 8})
+@pytest.fixture
+def sudoku(team: Trained):
+    return team.folder
 
 
 def test_sudoku_in_a_tree(sudoku):
-    rows = check_all(sudoku, 4)
-    assert all(len(row["steps"]) >= 4 and not all(step["selected"] for step in row["steps"]) for row in rows)
+    rows = check_all(sudoku, 6)
+    assert all(len(row["steps"]) >= 8 and not all(step["selected"] for step in row["steps"]) for row in rows)
+    assert {step["info"].get("selected_by") for row in rows for step in row["steps"]} == {None}
 
 
-@pytest.mark.slow
-def test_kuhn_poker_for_two(tmp_path):
-    rows = check_all(
-        trained(
-            tmp_path,
-            "kuhn_poker",
-            rollout={"prompts_per_step": 3, "group_size": 2},
-            credit={"rule": "task"},
-            warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
-        ),
-        12,
-    )
+def test_games_and_a_changed_game(games: Trained, monkeypatch):
+    rows = check_all(games.folder, 6, step=4)
+    assert any("league" in row["meta"] for row in rows)
     assert {step["actor_id"] for row in rows for step in row["steps"]} == {"player0", "player1"}
+    start = KuhnRules.start
+    monkeypatch.setattr(KuhnRules, "start", lambda self, question: start(self, {**question, "cards": "KQ"}))
+    row = next(row for row in recorded(games.folder) if row["artifact"]["cards"][0] != "K")
+    divergence = replay(games.folder, row["id"]).divergence
+    assert divergence.what == "the prompt" and "turn 0, actor 'player0', call 0 of" in divergence.where
 
 
 @pytest.mark.slow
@@ -84,42 +82,14 @@ def test_proposer_solver_with_nested_episodes_and_a_store(tmp_path):
     assert all(any("read" in event[2] for event in row["replay"]["events"] if len(event) > 2) for row in rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("branches", [1, 2])
-def test_math_orchestra(tmp_path, branches):
-    path = questions_file(tmp_path / "questions.jsonl")
-    folder = trained(
-        tmp_path / "run",
-        "math_orchestra",
-        task_options={"path": str(path), "max_tokens": 12},
-        rollout={"prompts_per_step": 2, "group_size": 2, "branches": branches},
-        credit={"rule": "dr_mas"},
-    )
-    check_all(folder, 8)
-
-
-@pytest.mark.slow
-def test_overlong_penalties_and_draws_are_not_the_episodes_own(tmp_path):
-    folder = trained(
-        tmp_path,
-        "sudoku",
-        reward={"overlong_buffer": 12, "overlong_penalty": 0.5},
-        filter={"dynamic_sampling_rounds": 1},
-        credit={"rule": "at_grpo"},
-    )
-    rows = check_all(folder, len(rows_of(folder)))
-    assert any("raw_rewards" in row["meta"] for row in rows) and all("draw" in row["meta"] for row in rows)
-
-
 class KilledError(BaseException):
     """Nothing catches it, as nothing catches a kill."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", [{}, {"select": "mixed", "best_share": [0.9, 0.1]}], ids=["best", "mixed"])
-def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch, tree):
+def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch):
     settings = {
-        "rollout": {**SMALL["rollout"], "tree": tree},
+        "rollout": {**SMALL["rollout"], "tree": {"select": "mixed", "best_share": [0.9, 0.1]}},
         "log": {"rollouts_per_step": 99, "progress": False},
         "warm_start": {"steps": 0},
         "checkpoint": {"every": 1, "keep_last": 2, "save_running_episodes": True},
@@ -137,25 +107,25 @@ def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch,
     monkeypatch.setattr(client, "generate", until_killed)
     with pytest.raises(KilledError):
         run.train()
-    assert len(rows_of(tmp_path)) == 2 and len(list((tmp_path / "episodes").iterdir())) > 0
+    assert len(recorded(tmp_path)) == 2 and len(list((tmp_path / "episodes").iterdir())) > 0
     train_from_config(config_of(tmp_path, **settings))
     rows = check_all(tmp_path, 4)
     tossed = {step["info"].get("selected_by") for row in rows for step in row["steps"] if step["selected"]}
-    assert tossed == ({"best", "draw"} if tree else {None})
+    assert tossed == {"best", "draw"}
 
 
 def test_the_command_line_says_so_and_exits_with_1_for_a_difference(sudoku, capsys):
     assert cli.main(["replay", str(sudoku)]) == 0
-    assert "episode e3 of step 2 (sudoku): the re-run equals the record, bit for bit" in capsys.readouterr().out
-    assert cli.main(["replay", str(sudoku), "--episode", "e0", "--until", "2"]) == 0
+    assert "episode e5 of step 3 (sudoku): the re-run equals the record, bit for bit" in capsys.readouterr().out
+    assert cli.main(["replay", str(sudoku), "--episode", "e0", "--until", "5"]) == 0
     shown = capsys.readouterr().out
-    assert "stopped after 2 of" in shown and "'puzzle':" in shown and "actor 'reviser'" in shown
+    assert "stopped after 5 of" in shown and "'puzzle':" in shown and "actor 'reviser'" in shown
     assert cli.main(["replay", str(sudoku), "--episode", "e99"]) == 2
     assert "episode='e99', step=None: not in" in capsys.readouterr().err
 
 
 def test_a_tampered_record(sudoku, tmp_path, capsys):
-    rows = rows_of(sudoku)
+    rows = recorded(sudoku)
     calls = rows[0]["steps"]
     place = next(index for index, step in enumerate(calls) if step["actor_id"] == "reviser" and step["branch"] == 1)
     calls[place]["prompt_token_ids"][7] += 1
@@ -163,7 +133,7 @@ def test_a_tampered_record(sudoku, tmp_path, capsys):
     write_rows(tmp_path, rows)
     assert cli.main(["replay", str(tmp_path), "--episode", "e0", "--step", "1"]) == 1
     told = capsys.readouterr().out
-    assert "the prompt differs at turn 0, actor 'reviser', call 3 of" in told and "token 7 of" in told
+    assert "the prompt differs at turn 0, actor 'reviser', call 5 of" in told and "token 7 of" in told
     assert cli.main(["replay", str(tmp_path), "--episode", "e1"]) == 0
 
 
@@ -175,33 +145,18 @@ def test_changed_task_code(sudoku, monkeypatch):
         return [{**message, "content": message["content"] + ("!" if state.turn else "")}]
 
     monkeypatch.setattr(SudokuEpisode, "build_messages", other)
-    row = next(row for row in rows_of(sudoku) if any(step["turn"] for step in row["steps"]))
+    row = next(row for row in recorded(sudoku) if any(step["turn"] for step in row["steps"]))
     divergence = replay(sudoku, row["id"]).divergence
-    assert divergence.what == "the prompt" and divergence.where.startswith("turn 1, actor 'proposer', call 4 of")
+    assert divergence.what == "the prompt" and divergence.where.startswith("turn 1, actor 'proposer', call 8 of")
     assert "!" in divergence.found and "!" not in divergence.expected
 
 
 def test_a_changed_environment(sudoku, monkeypatch):
     monkeypatch.setattr("turnwise.arena.RewardMix.cost", lambda self, valid: 0.75 * (1.0 - valid))
-    row = next(row for row in rows_of(sudoku) if row["metrics"]["valid_format/proposer"] < 1)
+    row = next(row for row in recorded(sudoku) if row["metrics"]["valid_format/proposer"] < 1)
     divergence = replay(sudoku, row["id"]).divergence
     assert divergence.what == "the reward" and "turn 0, actor 'proposer'" in divergence.where
     assert float(divergence.found) == float(divergence.expected) - 0.5
-
-
-@pytest.mark.slow
-def test_a_changed_game(tmp_path, monkeypatch):
-    folder = trained(
-        tmp_path,
-        "kuhn_poker",
-        rollout={"prompts_per_step": 2},
-        credit={"rule": "task"},
-    )
-    start = KuhnRules.start
-    monkeypatch.setattr(KuhnRules, "start", lambda self, question: start(self, {**question, "cards": "KQ"}))
-    row = next(row for row in rows_of(folder) if row["artifact"]["cards"][0] != "K")
-    divergence = replay(folder, row["id"]).divergence
-    assert divergence.what == "the prompt" and "turn 0, actor 'player0', call 0 of" in divergence.where
 
 
 def test_swapped_policies_play_on_and_say_the_same_each_time(sudoku):
@@ -309,7 +264,7 @@ def test_adapters_against_their_past(tmp_path):
 def test_a_past_policy_is_swapped_by_its_snapshot(league):
     """The checkpoint of step 0 is gone, only the league has it."""
     assert not (league / "checkpoints" / "step_00000000").exists()
-    rows = [row for row in rows_of(league) if row["meta"]["league"]["member"] == 0]
+    rows = [row for row in recorded(league) if row["meta"]["league"]["member"] == 0]
     assert len(rows) >= 4
     for row in rows[:4]:
         [seat] = {*SEATS} - {row["meta"]["league"]["seat"]}
@@ -326,7 +281,7 @@ def test_a_past_policy_is_swapped_by_its_snapshot(league):
 
 @pytest.mark.slow
 def test_a_past_policy_that_is_gone(league, tmp_path):
-    row = rows_of(league)[0]
+    row = recorded(league)[0]
     row["replay"]["request"]["meta"]["league"]["member"] = 77
     copied = with_record(league, tmp_path / "copied", row)
     seat, other = SEATS if row["meta"]["league"]["seat"] == SEATS[0] else reversed(SEATS)
@@ -351,7 +306,7 @@ def test_swaps_that_cannot_be(sudoku):
 
 def test_without_the_switch_nothing_is_kept(tmp_path):
     folder = trained(tmp_path, "sudoku", log={"record_for_replay": False, "progress": False}, steps=1)
-    [row] = rows_of(folder)
+    [row] = recorded(folder)
     assert "replay" not in row
     with pytest.raises(ValueError, match=r"written without what a replay needs: see log.record_for_replay"):
         replay(folder)

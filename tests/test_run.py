@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+import tomllib
 
 import pytest
 import torch
@@ -19,27 +20,15 @@ from turnwise.inference.weights.lora import shared_bases
 from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit
 from turnwise.run.build import build_run, train_from_config
-from turnwise.run.checks import dry_run
+from turnwise.run.checks import dry_run, task_of, tiny_model
 from turnwise.train.checkpoint.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.eval.evaluate import Evaluation, describe
+from turnwise.train.model.policy import named_weights
 from turnwise.train.validate import config_from_dict
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
-SMALL = {
-    "steps": 2,
-    "threads": 1,
-    "health": {"start_questions": 0},  # these models know nothing yet
-    "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2},
-    # A model that was hardly taught ties every group: rules that compare would train nothing.
-    "credit": {"rule": "constant"},
-    "update": {"lr": 1e-3},
-    "eval": {"num_prompts": 3},
-    "checkpoint": {"every": 1, "keep_last": 2},
-}
-
+from .trained import SMALL, equal, lines_of, rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -48,10 +37,17 @@ def config_of(run_dir, **changes):
     return config_from_dict({**SMALL, "run_dir": str(run_dir), **changes})
 
 
-def lines_of(run_dir):
-    timings = {"seconds_rollout", "seconds_update", "tokens_per_second"}
-    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in timings and "inference/" not in k} for line in lines]
+def all_weights_of(run):
+    return {name: {key: t.clone() for key, t in policy.all_weights()} for name, policy in run.trainer.policies.items()}
+
+
+def replayed(folder):
+    """Play all recorded episodes once more. The record also holds what the rule needs."""
+    compared = compare_credit(folder)
+    assert compared.own_exact == len(compared.calls) > 0
+    for row in rows_of(folder, "rollouts.jsonl"):
+        assert "equals the record, bit for bit" in str(replay(folder, row["id"]))
+    return compared
 
 
 def questions_file(path, count=60):
@@ -60,41 +56,55 @@ def questions_file(path, count=60):
     return path
 
 
-def test_sudoku_run_leaves_a_folder_that_stands_alone(tmp_path):
+def test_a_run_leaves_a_folder_that_stands_alone(team):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = train_from_config(config_of(tmp_path))
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
-    assert config_from_dict({**SMALL, "run_dir": str(tmp_path)}) == run.config
-    assert (tmp_path / "config.toml").read_text() == to_toml(run.config)
-    assert (tmp_path / "rollouts.jsonl").read_text().count("\n") == 2
-    saved = tmp_path / "policies" / "default"
+    assert [line["step"] for line in lines_of(team.folder)] == [0, 1, 2, 3]
+    assert (team.folder / "config.toml").read_text() == to_toml(team.config)
+    assert config_from_dict(tomllib.loads(to_toml(team.config))) == team.config
+    saved = team.folder / "policies" / "default"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
-    trained = run.trainer.policies["default"].model
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trained.parameters(), strict=True))
-    assert tokenizer.chat_template == run.tokenizer.chat_template
-    evaluated = evaluate_from_config(run.config)
-    assert evaluated == run.evaluate()
-    assert list_checkpoints(tmp_path / "checkpoints")[-1].name == "step_00000002"
+    assert all(torch.equal(tensor, team.weights[name]) for name, tensor in named_weights(model))
+    assert tokenizer.chat_template == tiny_model(team.config, task_of(team.config))[0].chat_template
+    assert list_checkpoints(team.folder / "checkpoints")[-1].name == "step_00000003"
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    """Warm start, tree, credit, two epochs, a learning-rate schedule and a reference model, all of them."""
-    changes = {
-        "update": {"lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2},
-        "loss": {"kl": {"coef": 0.1}},
-        # A rule with a state, which gives every row an advantage.
-        "credit": {"rule": "rae"},
-    }
-    whole = train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
-    train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
-    parts = train_from_config(config_of(tmp_path / "parts", steps=3, **changes))
+def test_a_folder_of_another_run_is_refused_and_stays_as_it_was(team, tmp_path, monkeypatch):
+    shutil.copytree(team.folder, tmp_path, dirs_exist_ok=True)
+    config = team.config.model_copy(update={"run_dir": tmp_path, "steps": 4})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointMismatch, match=r"holds policies \['default'\].*choose another run_dir") as refused:
+        train_from_config(config.model_copy(update={"policy_sharing": "model_per_actor"}))
+    assert "delete" not in str(refused.value), "the checkpoint is fine: nobody should be told to throw it away"
+    monkeypatch.setattr("turnwise.run.build.load_models", None)  # nothing is loaded, nor trained, before the refusal
+    with pytest.raises(ConfigError, match="choose another run_dir"):
+        train_from_config(config.model_copy(update={"resume": False}))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+ONE = {"update": {"lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2}, "credit": {"rule": "rae"}}
+TEAM = {
+    "policies": {"default": {"lora": {"rank": 2, "dropout": 0.2}}, "proposer": {"optimizer": {"lr": 3e-3}}},
+    "phases": [{"train": ["reviser"], "steps": 1}, {"train": ["proposer", "reviser"], "steps": 1}],
+}
+
+
+@pytest.mark.parametrize(
+    "level", ["one", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora_per_actor", "model_per_actor"))]
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, level):
+    """Warm start, tree, references, and for one policy a rule with a state and two epochs. A team has adapters with
+    dropout over a warm-started base, or models, and its optimizers, schedules and phases."""
+    changes = ONE if level == "one" else {**TEAM, "policy_sharing": level}
+    changes |= {"task_options": {"max_turns": 1, "max_tokens": 8}, "loss": {"kl": {"coef": 0.1}}}
+    whole = train_from_config(config_of(tmp_path / "whole", steps=4, **changes))
+    train_from_config(config_of(tmp_path / "parts", steps=2, **changes))
+    parts = train_from_config(config_of(tmp_path / "parts", steps=4, **changes))
     assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
-    assert all(line["updates"] == 4 for line in lines_of(tmp_path / "whole"))
-    for (name, a), (_, b) in zip(
-        whole.trainer.policies["default"].weights(), parts.trainer.policies["default"].weights(), strict=True
-    ):
-        assert torch.equal(a, b), name
+    assert level != "one" or all(line["updates"] == 4 for line in lines_of(tmp_path / "whole"))
+    expected, got = all_weights_of(whole), all_weights_of(parts)
+    assert all(equal(expected[name], got[name]) for name in expected)
+    assert evaluate_from_config(parts.config) == whole.evaluate()
 
 
 def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_resume(tmp_path):
@@ -105,6 +115,7 @@ def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_res
         "reward": {"overlong_buffer": 1, "overlong_penalty": 0.5},
         "credit": {"rule": "task"},
         "warm_start": {"steps": 0},
+        "log": {"rollouts_per_step": 99, "progress": False},
     }
     train_from_config(config_of(tmp_path / "whole", steps=3, **changes))
     lines = lines_of(tmp_path / "whole")
@@ -117,6 +128,10 @@ def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_res
     train_from_config(config_of(tmp_path / "parts", steps=1, **changes))
     train_from_config(config_of(tmp_path / "parts", steps=3, **changes))
     assert lines_of(tmp_path / "parts") == lines
+    recorded = rows_of(tmp_path / "whole", "rollouts.jsonl")
+    assert any("raw_rewards" in row["meta"] for row in recorded) and all("draw" in row["meta"] for row in recorded)
+    for row in recorded[:2]:
+        assert "equals the record, bit for bit" in str(replay(tmp_path / "whole", row["id"])), "neither is its own"
 
 
 def test_a_credit_rule_of_ones_own_goes_by_import_path(tmp_path, monkeypatch):
@@ -146,7 +161,7 @@ def test_filters_and_the_overlong_penalty_reach_the_arena(tmp_path):
     assert build_run(config_of(tmp_path / "plain", warm_start={"steps": 0})).arena.overlong is None
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
     path = questions_file(tmp_path / "questions.jsonl")
     config = config_of(
@@ -156,95 +171,46 @@ def test_math_orchestra_trains_on_a_jsonl(tmp_path, branches):
         rollout={"prompts_per_step": 2, "group_size": 2, "branches": branches},
         credit={"rule": "dr_mas"},
         warm_start={"steps": 0},
+        log={"rollouts_per_step": 9, "progress": False},
     )
     train_from_config(config)
     lines = lines_of(tmp_path / "run")
     assert [line["episodes"] for line in lines] == [4, 4]
     assert all(line["sampled_tokens"] > 0 and line["episodes/failed"] == 0 for line in lines)
+    replayed(tmp_path / "run")
 
 
-@pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_plan_path_trains_with_and_without_a_tree(tmp_path, branches):
-    config = config_of(
-        tmp_path,
-        task="plan_path",
-        task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
-        rollout={"prompts_per_step": 2, "group_size": 2, "branches": branches, "max_tokens": 12},
-        credit={"rule": "at_grpo"},
-        warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
-    )
-    run = train_from_config(config)
-    lines = lines_of(tmp_path)
-    assert [line["episodes"] for line in lines] == [4, 4]
-    assert all(line["sampled_tokens"] > 0 and line["episodes/failed"] == 0 for line in lines)
-    assert any(line["metric/valid_format/planner"] > 0 for line in lines), "the warm start teaches the format"
-    assert run.evaluate().failed == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K's files are not beside the repository")
-def test_math_orchestra_on_gsm8k(tmp_path):
-    config = config_of(
-        tmp_path / "run",
-        task="math_orchestra",
-        task_options={"path": str(GSM8K / "train.jsonl"), "eval_path": str(GSM8K / "test.jsonl"), "max_tokens": 24},
-        rollout={"prompts_per_step": 2, "group_size": 4},
-        credit={"rule": "dr_mas"},
-        warm_start={"steps": 3, "batch_size": 4},
-    )
-    run = train_from_config(config)
-    assert [line["episodes"] for line in lines_of(run.config.run_dir)] == [8, 8]
-    assert 0 <= run.evaluate().success <= 1
+GDPO = {"rewards": {"gained": 1.0, "valid_format": 0.5}}
 
 
 @pytest.mark.parametrize(
-    ("tree", "rule", "options"),
+    ("branches", "tree", "rule", "options"),
     [
-        pytest.param({"beam_width": 2}, "at_grpo", {}, marks=pytest.mark.slow),
-        pytest.param({"select": "none"}, "turn_returns", {"gamma": 1.0}, marks=pytest.mark.slow),
-        ({"playouts": 2, "score_by": "value"}, "vine", {"team": True}),
+        pytest.param(3, {}, "at_grpo", {}, marks=pytest.mark.slow),
+        pytest.param(3, {"beam_width": 2}, "at_grpo", {}, marks=pytest.mark.slow),
+        pytest.param(3, {"select": "none"}, "turn_returns", {"gamma": 1.0}, marks=pytest.mark.slow),
+        (3, {"playouts": 2, "score_by": "value"}, "vine", {"team": True}),
+        pytest.param(1, {}, "gdpo", GDPO, marks=pytest.mark.slow),  # of which valid_format has weight 0 in the rubric
     ],
 )
-def test_trees_of_every_kind_train(tmp_path, tree, rule, options):
+def test_trees_of_every_kind_and_several_rewards_train(tmp_path, branches, tree, rule, options):
+    group = 4 // branches
     config = config_of(
         tmp_path,
         task="plan_path",
         task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
-        rollout={"prompts_per_step": 2, "group_size": 1, "branches": 3, "max_tokens": 12, "tree": tree},
+        rollout={"prompts_per_step": 2, "group_size": group, "branches": branches, "max_tokens": 12, "tree": tree},
         credit={"rule": rule, "options": options},
         warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
         log={"rollouts_per_step": 9, "progress": False},
     )
     train_from_config(config)
     lines = lines_of(tmp_path)
-    assert [line["episodes"] for line in lines] == [2, 2] and not any(line["episodes/failed"] for line in lines)
+    assert [(line["episodes"], line["episodes/failed"]) for line in lines] == [(2 * group, 0)] * 2
+    assert any(line["metric/valid_format/planner"] > 0 for line in lines), "the warm start teaches the format"
     assert all(line["sampled_tokens"] > line.get("playout_tokens", 0) for line in lines)
     assert all(("playout_tokens" in line) == ("playouts" in tree) for line in lines)
-    compared = compare_credit(tmp_path)
-    assert compared.own_exact == len(compared.calls) > 0, "the record holds what the rule needs"
-    for row in (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines():
-        assert "equals the record, bit for bit" in str(replay(tmp_path, json.loads(row)["id"]))
-
-
-@pytest.mark.slow
-def test_several_rewards_each_normalised_by_itself(tmp_path):
-    """The values of the rubric's functions reach the rule, and the record holds them. ``valid_format`` has weight 0."""
-    config = config_of(
-        tmp_path,
-        task="plan_path",
-        task_options={"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
-        rollout={"prompts_per_step": 2, "group_size": 4, "max_tokens": 12},
-        credit={"rule": "gdpo", "options": {"rewards": {"gained": 1.0, "valid_format": 0.5}}},
-        warm_start={"steps": 60, "batch_size": 16, "lr": 1e-2},
-        log={"rollouts_per_step": 9, "progress": False},
-    )
-    train_from_config(config)
-    assert [line["episodes"] for line in lines_of(tmp_path)] == [8, 8]
-    compared = compare_credit(tmp_path)
-    assert compared.own_exact == len(compared.calls) > 0
-    assert any(call.before for call in compared.calls), "some answers differ in some reward"
-    with pytest.raises(ConfigError, match=r"'credit.rule' = 'gdpo': .*expected rollout.branches = 1, not 2"):
-        dry_run(config_of(tmp_path / "tree", task="sudoku", credit=config.credit.model_dump()))
+    assert any(call.before for call in replayed(tmp_path).calls), "some answers differ in some reward"
 
 
 @pytest.mark.parametrize(
@@ -255,6 +221,10 @@ def test_several_rewards_each_normalised_by_itself(tmp_path):
         ({"credit": {"rule": "vine"}, "rollout": {"branches": 1}}, r"'credit.rule' = 'vine': .*values of states"),
         ({"credit": {"rule": "gropo"}}, r"'credit.rule' = 'gropo': unknown; did you mean 'grpo'\?"),
         ({"credit": {"rule": "gigpo"}}, r"'credit.rule' = 'gigpo': .*expected rollout.branches = 1, not 2"),
+        (
+            {"credit": {"rule": "gdpo", "options": GDPO}},
+            r"'gdpo': .*expected rollout.branches = 1, not 2",
+        ),
         (
             {
                 "credit": {"rule": "gdpo", "options": {"rewards": {"correct": 1.0}}},
@@ -324,6 +294,9 @@ def test_what_a_policys_section_asks_for_holds_for_the_tiny_model_too(tmp_path):
     model = run.trainer.policies["default"].model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.is_gradient_checkpointing
+    rollout = {"prompts_per_step": 2, "group_size": 2, "timeout": 1.5}
+    run = build_run(config_of(tmp_path, rollout=rollout, warm_start={"steps": 0}))
+    assert [request.timeout for request in run.arena.get_batch()] == [1.5] * 4
 
 
 def test_a_frozen_policy_keeps_no_reference(tmp_path):
@@ -341,41 +314,14 @@ def test_a_run_in_which_nothing_would_train_is_refused(tmp_path):
     assert build_run(config).evaluate().episodes == 3
 
 
-def test_the_timeout_reaches_every_episode(tmp_path):
-    rollout = {"prompts_per_step": 2, "group_size": 2, "timeout": 1.5}
-    run = build_run(config_of(tmp_path, rollout=rollout, warm_start={"steps": 0}))
-    assert [request.timeout for request in run.arena.get_batch()] == [1.5] * 4
-
-
-def test_evaluation_leaves_the_runs_config_alone(tmp_path):
-    (tmp_path / "config.toml").write_text("what the training wrote")
-    evaluate_from_config(config_of(tmp_path, warm_start={"steps": 0}, seed=7))
-    assert (tmp_path / "config.toml").read_text() == "what the training wrote"
-
-
 def test_too_few_held_out_questions_show_before_the_training(tmp_path):
     options = {"path": str(questions_file(tmp_path / "questions.jsonl"))}
     with pytest.raises(ValueError, match=r"1000"):
         build_run(config_of(tmp_path / "run", task="math_orchestra", task_options=options, eval={"num_prompts": 1000}))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_used_folder_is_not_overwritten(tmp_path, monkeypatch):
-    train_from_config(config_of(tmp_path, steps=1))
-    written = (tmp_path / "config.toml").read_text()
-    monkeypatch.setattr("turnwise.run.build.load_models", None)  # nothing is loaded, nor trained, before the refusal
-    with pytest.raises(ConfigError, match="choose another run_dir"):
-        train_from_config(config_of(tmp_path, steps=2, resume=False))
-    assert (tmp_path / "config.toml").read_text() == written
-
-
-def test_a_folder_of_other_policies_is_refused_and_stays_as_it_was(tmp_path):
-    train_from_config(config_of(tmp_path, steps=1))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointMismatch, match=r"holds policies \['default'\].*choose another run_dir") as refused:
-        train_from_config(config_of(tmp_path, steps=2, policy_sharing="model_per_actor"))
-    assert "delete" not in str(refused.value), "the checkpoint is fine: nobody should be told to throw it away"
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert describe(Evaluation(0.91, 0.86, 0.943, 200, 1, 9, {})) == (
+        "success 91.0% (95% interval 86.0%–94.3%, 200 questions, 1 failed)"
+    )
 
 
 def test_a_resumed_run_takes_its_new_settings_and_tells_them(tmp_path, capsys):
@@ -391,31 +337,17 @@ def test_a_resumed_run_takes_its_new_settings_and_tells_them(tmp_path, capsys):
     assert "settings changed since then: steps 2 -> 4, update.lr 0.001 -> 0.01" in told
 
 
-def test_evaluating_a_folder_that_is_no_checkpoint(tmp_path):
+def test_evaluating_a_folder_that_is_no_checkpoint_leaves_the_runs_config_alone(tmp_path):
+    (tmp_path / "config.toml").write_text("what the training wrote")
+    evaluate_from_config(config_of(tmp_path, warm_start={"steps": 0}, seed=7))
+    assert (tmp_path / "config.toml").read_text() == "what the training wrote"
     with pytest.raises(CheckpointError, match=r"manifest.json can't be read"):
         evaluate_from_config(config_of(tmp_path / "run"), checkpoint=tmp_path)
-
-
-def test_describe():
-    assert describe(Evaluation(0.91, 0.86, 0.943, 200, 1, 9, {})) == (
-        "success 91.0% (95% interval 86.0%–94.3%, 200 questions, 1 failed)"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Whose weights: the levels and their mixes
 # ---------------------------------------------------------------------------------------------------------------------
-def weights_of(run):
-    return {name: {key: t.clone() for key, t in policy.all_weights()} for name, policy in run.trainer.policies.items()}
-
-
-def moved(run, before):
-    """The names of the policies whose own weights differ from ``before``."""
-    return {
-        name
-        for name, policy in run.trainer.policies.items()
-        if any(not torch.equal(tensor, before[name][key]) for key, tensor in policy.weights())
-    }
 
 
 def save_tiny(folder, texts="0123456789 grid", **sizes):
@@ -429,17 +361,23 @@ def save_tiny(folder, texts="0123456789 grid", **sizes):
     return str(folder)
 
 
-LEVELS = {
-    "shared": {"default"},
-    "lora_per_actor": {"proposer", "reviser"},
-    "model_per_actor": {"proposer", "reviser"},
-}
+ACTORS = {"proposer", "reviser"}
+LEVELS = {"shared": {"default"}, "lora_per_actor": ACTORS, "model_per_actor": ACTORS}
+
+
+def moved(run, before):
+    """The names of the policies whose own weights differ from ``before``."""
+    return {
+        name
+        for name, policy in run.trainer.policies.items()
+        if any(not torch.equal(tensor, before[name][key]) for key, tensor in policy.weights())
+    }
 
 
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_one_line_of_the_config_chooses_the_level(tmp_path, level):
     run = build_run(config_of(tmp_path, policy_sharing=level))
-    before = weights_of(run)
+    before = all_weights_of(run)
     run.train()
     assert run.trainer.policies.keys() == LEVELS[level] == moved(run, before)
     assert {actor.policy for actor in run.arena.actors.values()} == LEVELS[level]
@@ -487,31 +425,10 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     assert policies["rival"].optimizer.param_groups[0]["lr"] == 1e-3
     assert policies["solver"].reference.shared is policies["solver"].base and policies["proposer"].reference is None
     assert policies["rival"].reference.config.hidden_size == 32
-    before = weights_of(run)
+    before = all_weights_of(run)
     run.train()
     assert moved(run, before) == {"solver", "rival"}
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["lora_per_actor", "model_per_actor"])
-def test_a_resumed_team_equals_an_uninterrupted_one(tmp_path, level):
-    """Warm-started base, adapters with dropout, two optimizers and schedules, references: all of it comes back."""
-    changes = {
-        "policy_sharing": level,
-        "task_options": {"max_turns": 1, "max_tokens": 8},
-        "policies": {"default": {"lora": {"rank": 2, "dropout": 0.2}}, "proposer": {"optimizer": {"lr": 3e-3}}},
-        "loss": {"kl": {"coef": 0.1}},
-        "phases": [{"train": ["reviser"], "steps": 1}, {"train": ["proposer", "reviser"], "steps": 1}],
-    }
-    whole = train_from_config(config_of(tmp_path / "whole", steps=4, **changes))
-    train_from_config(config_of(tmp_path / "parts", steps=2, **changes))
-    parts = train_from_config(config_of(tmp_path / "parts", steps=4, **changes))
-    assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
-    expected, got = weights_of(whole), weights_of(parts)
-    for name in expected:
-        assert all(torch.equal(tensor, got[name][key]) for key, tensor in expected[name].items()), name
-    assert evaluate_from_config(parts.config) == whole.evaluate()
 
 
 def test_everything_wrong_is_told_at_once(tmp_path):

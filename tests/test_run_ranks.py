@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -24,28 +23,16 @@ from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model.policy import Policy
 from turnwise.train.validate import config_from_dict
 
-COMMON: dict[str, Any] = {
-    "steps": 2,
-    "threads": 1,
-    "device": "cpu",
-    "health": {"start_questions": 0},
-    "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2},
-    "credit": {"rule": "constant"},
-    "update": {"lr": 3e-4},
-    "loss": {"kl": {"coef": 0.1}},
-    "eval": {"num_prompts": 3},
-    "checkpoint": {"every": 1, "keep_last": 2},
-}
+from .trained import SMALL, rows_of
+
+pytestmark = pytest.mark.xdist_group("warm_python")
+
+COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "update": {"lr": 3e-4}, "loss": {"kl": {"coef": 0.1}}}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"policy_sharing": "lora_per_actor", "loss": {"kl": {"coef": 0.1, "apply_to": "reward"}}},
     "parallel": {"policy_sharing": "model_per_actor", "sharding": {"parallel": True}},
 }
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def train_on_two_ranks(config: TrainConfig) -> str:
@@ -61,9 +48,10 @@ def train_on_two_ranks(config: TrainConfig) -> str:
     return ran.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("warm_starts")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["full", *(pytest.param(case, marks=pytest.mark.slow) for case in ("lora", "parallel"))]
+)
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:
     one, two = (config_from_dict({**COMMON, **CASES[case], "run_dir": str(tmp_path / name)}) for name in ("one", "two"))
     train_from_config(one).close()
@@ -75,7 +63,7 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
         got, want = load_file(two.run_dir / file), load_file(one.run_dir / file)
         assert got.keys() == want.keys()
         assert max(float((got[name] - value).abs().max()) for name, value in want.items()) <= 1e-5
-    for got, want in zip(metrics_of(two.run_dir), metrics_of(one.run_dir), strict=True):
+    for got, want in zip(rows_of(two.run_dir), rows_of(one.run_dir), strict=True):
         losses = [name for name in want if name.endswith(("loss", "grad_norm", "/kl", "updates"))]
         assert losses and {name: got[name] for name in losses} == pytest.approx(
             {name: want[name] for name in losses}, rel=1e-3, abs=1e-5
@@ -88,7 +76,7 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
     # One process goes on from the shards.
     more = two.model_copy(update={"steps": 3})
     run = train_from_config(more)
-    assert [row["step"] for row in metrics_of(two.run_dir)] == [1, 2, 3]
+    assert [row["step"] for row in rows_of(two.run_dir)] == [1, 2, 3]
     for policy in run.trainer.policies.values():
         policy.check_finite("after a resume")
     run.close()
@@ -123,6 +111,13 @@ def test_the_processes_of_torchrun_and_srun_find_each_other() -> None:
     assert rank_variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
     with pytest.raises(ConfigError, match="srun started 4 tasks, but MASTER_ADDR is not set"):
         rank_variables({name: value for name, value in SRUN.items() if name != "MASTER_ADDR"})
+    # Ranks that groups of weights do not divide are refused.
+    config = config_from_dict({"sharding": {"parallel": True}})
+    tokenizer = build_tokenizer(["0123456789"])
+    policies = {name: Policy(name, build_model(tokenizer), config.update, total_steps=1) for name in ("a", "b")}
+    mesh = SimpleNamespace(size=lambda: 3, get_rank=lambda: 0, device_type="cpu")
+    with pytest.raises(ConfigError, match=r"the 2 groups of weights divide \(a, b\), got 3"):
+        shard(policies, config, mesh)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +133,3 @@ def test_settings_that_do_not_fit_the_ranks_are_refused(monkeypatch, settings: d
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=told):
         join_ranks(config_from_dict({"device": "cpu", "sharding": settings}))
-
-
-def test_ranks_that_groups_of_weights_do_not_divide_are_refused() -> None:
-    config = config_from_dict({"sharding": {"parallel": True}})
-    tokenizer = build_tokenizer(["0123456789"])
-    policies = {name: Policy(name, build_model(tokenizer), config.update, total_steps=1) for name in ("a", "b")}
-    mesh = SimpleNamespace(size=lambda: 3, get_rank=lambda: 0, device_type="cpu")
-    with pytest.raises(ConfigError, match=r"the 2 groups of weights divide \(a, b\), got 3"):
-        shard(policies, config, mesh)

@@ -1,47 +1,22 @@
-"""Whole runs from a config: supervised starts, checkpoints by name, quotas, and configs that are refused as a whole."""
+"""Whole runs from a config: supervised starts, quotas, and configs that are refused as a whole."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands.eval import evaluate_from_config
-from turnwise.cli.options import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from turnwise.cli.options import EXIT_USAGE
 from turnwise.run.build import build_run, train_from_config
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.config.toml import to_toml
-from turnwise.train.validate import config_from_dict
+
+from .test_run import SMALL, config_of
+from .trained import equal, lines_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
-
-SMALL = {
-    "steps": 2,
-    "threads": 1,
-    "health": {"start_questions": 0},  # these models know nothing yet
-    "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2},
-    "update": {"lr": 1e-3},
-    "eval": {"num_prompts": 3},
-    "checkpoint": {"every": 1},
-}
-
-
-def config_of(run_dir, **changes):
-    return config_from_dict({**SMALL, "run_dir": str(run_dir), **changes})
-
-
-def lines_of(run_dir):
-    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
-
-
-def weights_of(run):
-    return dict(run.trainer.policies["default"].weights())
 
 
 def test_a_supervised_start_alone_is_exported_and_rl_goes_on_from_it(tmp_path, capsys):
@@ -51,9 +26,7 @@ def test_a_supervised_start_alone_is_exported_and_rl_goes_on_from_it(tmp_path, c
     assert (tmp_path / "sft/policies/default/model.safetensors").is_file()
     assert [path.name for path in list_checkpoints(tmp_path / "sft/checkpoints")] == ["step_00000000"]
     untrained = build_run(config_of(tmp_path / "untrained", warm_start={"steps": 0}))
-    assert any(
-        (a != b).any() for a, b in zip(weights_of(supervised).values(), weights_of(untrained).values(), strict=True)
-    )
+    assert not equal(weights_of(supervised.trainer), weights_of(untrained.trainer))
     train_from_config(config_of(tmp_path / "sft", steps=2))
     assert "warm start of" not in capsys.readouterr().out
     train_from_config(config_of(tmp_path / "whole", steps=2))
@@ -97,22 +70,7 @@ def test_a_start_from_rows_of_one_actor(tmp_path, capsys):
         assert "".join(sentence.split()) in said
     fresh = build_run(config_of(tmp_path / "fresh", steps=0, policy_sharing="model_per_actor", warm_start={"steps": 0}))
     for name, moves in (("proposer", False), ("reviser", True)):
-        pairs = zip(run.trainer.policies[name].weights(), fresh.trainer.policies[name].weights(), strict=True)
-        assert any((a != b).any() for (_, a), (_, b) in pairs) is moves, name
-
-
-def test_checkpoints_are_evaluated_by_name(tmp_path, capsys):
-    config = config_of(tmp_path / "run", steps=3, eval={"num_prompts": 3, "every": 1}, checkpoint={"keep_best": True})
-    run = train_from_config(config)
-    best = run.trainer.progress.best_step
-    (tmp_path / "run.toml").write_text(to_toml(config))
-    capsys.readouterr()
-    for name, step in (("best", best), ("newest", 3), (f"step_{best:08d}", best)):
-        assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", name]) == EXIT_OK
-        assert f"step_{step:08d}: success" in capsys.readouterr().out.replace("\n", "")
-    assert cli.main(["eval", str(tmp_path / "run.toml"), "--checkpoint", "step_9"]) == EXIT_FAILED
-    assert "step_9/manifest.json can't be read" in capsys.readouterr().err
-    assert evaluate_from_config(config, "newest") == run.evaluate()
+        assert equal(weights_of(run.trainer, name), weights_of(fresh.trainer, name)) is not moves, name
 
 
 MISTAKES = """

@@ -39,11 +39,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hosted", {"rollout": {}}, "'rollout.client' = 'transformers': expected 'tinker' with learner.type"),
     ("hosted", {"learner": {}}, "'learner.type' = 'local': expected 'tinker' with rollout.client"),
     ("hosted", {"rollout": {"client": "tinker", "temperature": 1.2}}, "'rollout.temperature' = 1.2: expected 1"),
-    (
-        "hosted",
-        {"loss": {"type": "gspo"}},
-        "'loss.type' = 'gspo': a Tinker server has no loss GSPO: expected 'clip-higher', 'ppo'",
-    ),
+    ("hosted", {"loss": {"type": "gspo"}}, "'loss.type' = 'gspo': a Tinker server has no loss GSPO: expected 'clip-h"),
     ("hosted", {"loss": {"options": {"dual_clip": 3.0}}}, "'loss.type' = 'clip-higher': loss.options.dual_clip = 3.0"),
     ("hosted", {"loss": {"kl": {"coef": 0.1}}}, "'loss.kl.coef' = 0.1: .*expected 0, or loss.kl.apply_to = 'reward'"),
     ("hosted", {"loss": {"entropy_coef": 0.1}}, "'loss.entropy_coef' = 0.1: its losses have no entropy bonus"),
@@ -54,11 +50,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("skyrl", {"update": {"betas": [0.9, 0.999]}}, "'update.betas' = .*: the server takes it from its own settings"),
     ("skyrl-jax", {"update": {"max_grad_norm": 0.5}}, "'update.max_grad_norm' = 0.5: .* from its own settings"),
     ("skyrl-jax", {"update": {"weight_decay": 0.1}}, "'update.weight_decay' = 0.1: it would also shrink the other"),
-    (
-        "skyrl-jax",
-        {"loop": {"max_staleness": 1}},
-        "'loop.max_staleness' = 1: expected 0: an update changes this server's",
-    ),
+    ("skyrl-jax", {"loop": {"max_staleness": 1}}, "'loop.max_staleness' = 1: expected 0: an update changes this"),
     ("hosted", {"loop": {"max_staleness": 1, "in_flight_updates": True}}, "'loop.in_flight_updates' = True: a request"),
     ("hosted", {"warm_start": {"steps": 5}}, "'warm_start.steps' = 5: no model is here to start"),
     ("hosted", {"sharding": {"offload": True}}, "'sharding' = {'offload': True}: no model is here"),
@@ -87,15 +79,12 @@ def test_a_policy_is_an_adapter_as_servers_make_it(policy: dict[str, Any], messa
         dry_run(config_of(policies={"default": {"path": "some/model", **policy}}))
 
 
-def test_full_weights_and_several_bases_are_refused() -> None:
+def test_full_weights_several_bases_and_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"'policies.default.lora' = None: a Tinker server trains adapters"):
         dry_run(config_of(policy_sharing="shared", policies={"default": {"path": "some/model"}}))
     bases = {"default": {"path": "some/model", "lora": {}}, "reviser": {"path": "other/model"}}
     with pytest.raises(ConfigError, match=r"'policies.\*.path' = \['other/model', 'some/model'\]: expected one base"):
         dry_run(config_of(policies=bases))
-
-
-def test_torchrun_does_not_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "RANK", "0")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"'learner.type' = 'tinker': expected one process"):

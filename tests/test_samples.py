@@ -33,15 +33,8 @@ def result(name: str, steps: list[Step], rewards: dict[str, float], **fields: An
 
 
 def test_every_field_comes_across() -> None:
-    given = step(
-        turn=2,
-        branch=3,
-        tree_node=5,
-        policy="p",
-        reward=0.25,
-        group=("g",),
-        info={"temperature": 0.7, "loss_mask": [1, 0]},
-    )
+    info = {"temperature": 0.7, "loss_mask": [1, 0]}
+    given = step(turn=2, branch=3, tree_node=5, policy="p", reward=0.25, group=("g",), info=info)
     [sample] = collect_samples([result("r", [given], {"solver": 1.0}, group_id="q-1", parent_id="top")])
     assert (sample.group_id, sample.episode_type, sample.actor) == ("q-1", "solve", "solver")
     assert (sample.turn, sample.branch, sample.tree_node, sample.parent_rollout_id) == (2, 3, 5, "top")
@@ -51,9 +44,7 @@ def test_every_field_comes_across() -> None:
     assert (sample.reward, sample.trajectory_reward) == (0.25, 1.0)
     assert (sample.temperature, sample.loss_mask) == (0.7, [1, 0])
     assert sample.info is given.info
-
-
-def test_the_rollouts_reward_stands_in_for_the_steps() -> None:
+    # The rollout's reward stands in for the steps.
     first, second = collect_samples([result("r", [step(), step(reward=0.5)], {"solver": 1.0})])
     assert (first.reward, second.reward, second.trajectory_reward) == (1.0, 0.5, 1.0)
     assert (first.has_step_reward, second.has_step_reward) == (False, True)
@@ -62,18 +53,11 @@ def test_the_rollouts_reward_stands_in_for_the_steps() -> None:
 
 
 def test_what_is_left_out_keeps_its_place_in_the_count() -> None:
-    steps = [
-        step(None),
-        step(trainable=False),
-        step(finish_reason="abort"),
-        step(completion_token_ids=[]),
-        step(finish_reason="length"),
-    ]
+    left_out = [step(None), step(trainable=False), step(finish_reason="abort"), step(completion_token_ids=[])]
+    steps = [*left_out, step(finish_reason="length")]
     samples = collect_samples([result("r", steps, {"solver": 1.0})])
     assert [(sample.step_index, sample.finish_reason) for sample in samples] == [(4, "length")]
-
-
-def test_children_are_asked_for_themselves() -> None:
+    # Children are asked for themselves.
     grandchild = result("c", [step()], {"solver": 1.0}, parent_id="b")
     failed = result("b", [step()], {}, children=[grandchild], error="Traceback")
     top = result("a", [step()], {}, children=[failed, result("d", [step()], {"solver": 0.0})], is_trainable=False)
@@ -81,18 +65,14 @@ def test_children_are_asked_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["step", "rollout"])
-def test_a_reward_that_is_no_number(reward: float, where: str) -> None:
-    bad = result(
-        "r-9", [step(reward=reward if where == "step" else 0.0)], {"solver": reward if where == "rollout" else 0.0}
-    )
-    with pytest.raises(ValueError, match=r"step 0 \(actor 'solver'\) of rollout 'r-9'.*finite"):
-        collect_samples([bad])
-
-
-def test_a_missing_reward() -> None:
+def test_a_reward_that_is_missing_or_no_number(reward: float) -> None:
+    for own, given in ((reward, 0.0), (0.0, reward)):
+        with pytest.raises(ValueError, match=r"step 0 \(actor 'solver'\) of rollout 'r-9'.*finite"):
+            collect_samples([result("r-9", [step(reward=own)], {"solver": given})])
     with pytest.raises(ValueError, match=r"'solver'.*no reward.*\['critic'\]"):
         collect_samples([result("r", [step()], {"critic": 1.0})])
+    with pytest.raises(TypeError, match="must be real number, not str"):
+        collect_samples([result("r", [step(reward="3")], {"solver": 1.0})])
 
 
 class Judged(Step):
@@ -130,10 +110,8 @@ def drawn_result(draw: random.Random, name: str, depth: int = 0) -> GenerateResu
     node.is_trainable = draw.random() < 0.9
     node.rollout.error = "Traceback" if draw.random() < 0.1 else None
     if draw.random() < 0.3:
-        node.rollout.meta["ends"] = [
-            {"rewards": {"solver": 7.0, "critic": 8.0}},
-            {"rewards": {"solver": 9, "critic": 1}},
-        ]
+        ends = {"solver": 7.0, "critic": 8.0}, {"solver": 9, "critic": 1}
+        node.rollout.meta["ends"] = [{"rewards": rewards} for rewards in ends]
     else:
         for one in steps:
             one.info.pop("ends", None)
@@ -178,11 +156,6 @@ def test_references_are_counted() -> None:
     for _ in range(3):
         assert trainable_steps(results).steps
     assert [sys.getrefcount(thing) for thing in held] == before
-
-
-def test_a_reward_that_is_a_word() -> None:
-    with pytest.raises(TypeError, match="must be real number, not str"):
-        collect_samples([result("r", [step(reward="3")], {"solver": 1.0})])
 
 
 def test_steps_may_go_while_they_are_looked_at() -> None:

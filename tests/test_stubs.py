@@ -94,24 +94,18 @@ def functions() -> list[tuple[str, object, ast.FunctionDef]]:
     return pairs
 
 
-def test_same_names() -> None:
+def test_same_names_members_and_parameters() -> None:
     assert public(_C) == declared(STUB.body).keys()
+    for node in STUB.body:
+        if isinstance(node, ast.ClassDef) and node.name not in FACADES:
+            assert public(getattr(_C, node.name)) == declared(node.body).keys(), node.name
+    for name, compiled, stub in functions():
+        assert compiled is not None, f"{name} stands in the stub alone"
+        assert compiled_parameters(compiled) == stub_parameters(stub), name
 
 
 # What these have is held against dict and list themselves, in tests/state.
 FACADES = ("StateDict", "StateList")
-
-
-def test_same_members() -> None:
-    for node in STUB.body:
-        if isinstance(node, ast.ClassDef) and node.name not in FACADES:
-            assert public(getattr(_C, node.name)) == declared(node.body).keys(), node.name
-
-
-def test_same_parameters() -> None:
-    for name, compiled, stub in functions():
-        assert compiled is not None, f"{name} stands in the stub alone"
-        assert compiled_parameters(compiled) == stub_parameters(stub), name
 
 
 def test_reads_signatures_as_pybind11_writes_them() -> None:

@@ -42,16 +42,11 @@ def test_every_cell_has_a_config_that_holds():
     assert all(len(found) == 1 for found in seen.values()), seen
 
 
-def test_settings_merge_by_section():
+def test_settings_merge_by_section(tmp_path, monkeypatch):
     from cells import merged
 
-    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}}, {"d": {"e": 5}}) == {
-        "a": {"b": 1, "c": 4},
-        "d": {"e": 5},
-    }
-
-
-def test_a_result_of_other_settings_is_out_of_date(tmp_path, monkeypatch):
+    together = merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"c": 4}}, {"d": {"e": 5}})
+    assert together == {"a": {"b": 1, "c": 4}, "d": {"e": 5}}
     import cells
 
     monkeypatch.setattr(cells, "RESULTS", tmp_path)
@@ -62,16 +57,7 @@ def test_a_result_of_other_settings_is_out_of_date(tmp_path, monkeypatch):
     assert cells.result_of(cells.Cell("views", "split_clues", "team-grpo", 1, {"steps": 1})) is None
 
 
-@pytest.mark.parametrize(("success", "tokens"), [(0.2, 0.0), (0.35, 150.0), (0.5, 300.0), (0.9, None)])
-def test_tokens_to_a_success_are_read_off_the_curve(success, tokens):
-    from report import tokens_to
-
-    row = {"curve": [[0, 0.2], [100, 0.3], [200, 0.4], [300, 0.6], [400, 0.4]]}
-    found = tokens_to(row, success)
-    assert found is tokens is None or found == pytest.approx(tokens if success != 0.5 else 250.0)
-
-
-def test_the_difference_pairs_equal_questions_of_equal_seeds():
+def test_what_the_report_makes_of_rows():
     from report import difference, pooled
 
     def rows(*values):
@@ -80,6 +66,21 @@ def test_the_difference_pairs_equal_questions_of_equal_seeds():
     ours, theirs = rows([1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]), rows([0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0])
     assert difference(ours, theirs).startswith("+25.0% (") and difference(theirs, ours).startswith("-25.0% (")
     assert pooled(ours) == "62.5% (21.9% to 90.8%)"  # Wilson's interval for four questions, not eight
+    # Tokens to a success are read off the curve.
+    from report import tokens_to
+
+    row = {"curve": [[0, 0.2], [100, 0.3], [200, 0.4], [300, 0.6], [400, 0.4]]}
+    assert [tokens_to(row, success) for success in (0.2, 0.35, 0.5)] == pytest.approx([0.0, 150.0, 250.0])
+    assert tokens_to(row, 0.9) is None
+    # The last actor of the team mends and breaks.
+    from report import contribution
+
+    def row(mended, broke):
+        first = {"proposer/mended": 0.9, "proposer/broke": 0.9}
+        return {"metrics": {**first, "reviser/mended": mended, "reviser/broke": broke}}
+
+    assert contribution([row(0.1, 0.02), row(0.3, 0.0)], {}) == "20.0% / 1.0%"
+    assert contribution([{"metrics": {"solved/solver": 1.0}}], {}) == ""
 
 
 @pytest.mark.slow
@@ -149,29 +150,14 @@ def test_one_command_reproduces_a_cell(tmp_path, warm_python):
     cell = next(cell for cell in CELLS if cell.name == name)
     row = result_of(cell)
     assert row is not None, f"{name} has no result for its present settings"
-    done = subprocess.run(
-        [warm_python, "-P", LEARNING / "run.py", name, "--again", "--keep", "--work", tmp_path],
-        capture_output=True,
-        text=True,
-    )
+    command = [warm_python, "-P", LEARNING / "run.py", name, "--again", "--keep", "--work", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = re.search(r"team-grpo/0: ([\d.]+)% .*? ([\d,]+) tokens", done.stdout)
     # Another processor may round differently, and then every later sample differs.
     assert told is not None and float(told[1]) / 100 == pytest.approx(row["success"], abs=0.1), done.stdout
     assert int(told[2].replace(",", "")) == pytest.approx(row["sampled_tokens"], rel=0.1)
     assert result_of(cell) == row
-
-
-def test_the_last_actor_of_the_team_mends_and_breaks():
-    from report import contribution
-
-    def row(mended, broke):
-        return {
-            "metrics": {"proposer/mended": 0.9, "proposer/broke": 0.9, "reviser/mended": mended, "reviser/broke": broke}
-        }
-
-    assert contribution([row(0.1, 0.02), row(0.3, 0.0)], {}) == "20.0% / 1.0%"
-    assert contribution([{"metrics": {"solved/solver": 1.0}}], {}) == ""
 
 
 def test_the_fog_is_passed_through_its_two_gaps_alone():

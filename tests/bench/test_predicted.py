@@ -47,32 +47,25 @@ def head(method: str, what: str, ms: float) -> dict[str, Any]:
     return row | {"tokens": 8192, "H": 4096, "V": 32_768, "dtype": "bfloat16", "ms": ms}
 
 
-def test_a_streaming_kernel_by_hand(predicted: Any) -> None:
-    """17 bytes for each of 33.6 million tokens take 197 µs at 2.9 TB/s; the issue rate takes nothing off."""
-    (line,) = predicted.compare([loss(200)])
-    assert line.kernel == "policy loss, fp32, KL" and line.case == "[8192, 4096]"
-    assert line.measured == pytest.approx(0.2)
-    assert line.predicted == pytest.approx(TOKENS * 17 / 2.9e12 * 1e3, rel=1e-3)
-    assert not line.is_off
-
-
-def test_a_kernel_that_its_instructions_bound_by_hand(predicted: Any) -> None:
-    """Token returns move 9 bytes for each token, with 0.55 of the copy's rate on an H100."""
-    (line,) = predicted.compare([streaming(9, 200, bench="token_rewards", op="returns", method="turnwise")])
-    assert line.predicted == pytest.approx(TOKENS * 9 / (0.55 * 2.9e12) * 1e3, rel=0.02)
-
-
-def test_two_launches_take_the_sum_of_both(predicted: Any) -> None:
-    row = streaming(17, 300, bench="grouped_policy_loss", method="turnwise")
+@pytest.mark.parametrize(
+    ("row", "bytes_", "share", "off"),
+    [
+        (loss(200), 17, 1, False),  # 17 bytes for each of 33.6 million tokens take 197 µs at 2.9 TB/s
+        # Token returns move 9 bytes for each token, with 0.55 of the copy's rate on an H100: instructions bound them.
+        (streaming(9, 200, bench="token_rewards", op="returns", method="turnwise"), 9, 0.55, False),
+        # Two launches take the sum of both.
+        (streaming(17, 300, bench="grouped_policy_loss", method="turnwise"), 5 + 13, 1, True),  # 1.44
+    ],
+    ids=["streaming", "instructions", "two launches"],
+)
+def test_kernels_by_hand(predicted: Any, row: dict[str, Any], bytes_: int, share: float, off: bool) -> None:
     (line,) = predicted.compare([row])
-    assert line.predicted == pytest.approx(TOKENS * (5 + 13) / 2.9e12 * 1e3, rel=1e-3)
-    assert line.is_off  # 1.44
-
-
-def test_small_calls_and_short_rows_are_not_compared(predicted: Any) -> None:
-    assert predicted.compare([{**loss(200), "shape": "[4793490, 7]"}]) == []
-    row = loss(10)
-    assert predicted.compare([{**row, "GB/s": 100.0, "shape": "[64, 1024]"}]) == []
+    assert line.case == "[8192, 4096]" and line.measured == pytest.approx(row["µs"] / 1e3)
+    assert line.predicted == pytest.approx(TOKENS * bytes_ / (share * 2.9e12) * 1e3, rel=0.02 if share < 1 else 1e-3)
+    assert line.is_off == off
+    # Small calls and short rows are not compared.
+    assert predicted.compare([{**row, "shape": "[4793490, 7]"}]) == []
+    assert predicted.compare([{**row, "µs": 10, "GB/s": 100.0, "shape": "[64, 1024]"}]) == []
 
 
 def test_the_head_by_hand(predicted: Any) -> None:
@@ -120,11 +113,9 @@ def test_the_page_names_the_constants_that_the_rows_contradict(predicted: Any) -
     names = [(record["page"], record.get("off", record.get("wrong"))) for record in predicted.records(rows)]
     assert names == [("predicted", True), ("predicted", True), ("constants", True), ("constants", True)]
     assert json.dumps(predicted.records(rows))
-
-
-def test_a_page_with_nothing_to_correct(predicted: Any) -> None:
-    text = predicted.page([loss(200)])
-    assert "within 5%" in text and "OFF" not in text and "Constants to correct" not in text
+    text = predicted.page([loss(200)])  # with nothing to correct
+    assert "policy loss, fp32, KL" in text and "within 5%" in text
+    assert "OFF" not in text and "Constants to correct" not in text
 
 
 @pytest.mark.parametrize(

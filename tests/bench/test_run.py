@@ -47,12 +47,15 @@ def outcome(run: Any, **changes: Any) -> Any:
     return whole._replace(**changes)
 
 
-def test_report(load: Load) -> None:
+def test_report(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     run = load("run")
     text = run.report([outcome(run), outcome(run, name="other", text="", rows=[], failure="exit code 1: boom")])
     assert "machine AMD EPYC" in text and "torch 2" in text and "triton not installed" in text
     assert "python bench/bench_policy_loss.py" in text and "| µs |" in text
     assert "**other failed**: exit code 1: boom" in text
+    with pytest.raises(SystemExit) as stop:
+        load("run").parse(["nothing"])
+    assert stop.value.code == 2 and "'nothing'" in capsys.readouterr().err
 
 
 def test_one_that_fails_does_not_stop_the_next(
@@ -96,12 +99,6 @@ def test_time_limit(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run, "NAMES", ["sleeper"])
     result = run.run_one("sleeper", run.parse(["sleeper", "--limit", "1"]), {})
     assert result.failure == "still running after 1 s" and "begun" in result.text
-
-
-def test_unknown_names_are_refused(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        load("run").parse(["nothing"])
-    assert stop.value.code == 2 and "'nothing'" in capsys.readouterr().err
 
 
 def test_turnwise_bench_finds_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,24 +53,19 @@ def test_the_longest_path_through_a_loop_is_counted(kernel: Callable[..., Any]) 
     assert made.hot({"store16": 1, "any": -1}) == 8
     # From start to end: what comes before the loop and after it too.
     assert made.longest({"stream16": 1, "store16": 1}) == 11
-
-
-def test_of_nested_loops_the_inner_one_is_hot(kernel: Callable[..., Any]) -> None:
+    # Of nested loops the inner one is hot.
     made = kernel("MOV R1, R2", "MOV R3, R2", LOAD, "@P0 BRA 0x0020", "@P1 BRA 0x0010", "EXIT")
     assert {header: len(body) for header, body in made.loops.items()} == {0x20: 1, 0x10: 3}
     assert made.hot({"stream16": 1}) == 2
 
 
-def test_occupancy_by_hand(sass: Any) -> None:
+def test_occupancy_and_the_bound_by_hand(sass: Any) -> None:
     """256 threads with 80 registers: 2,560 a warp, 6 warps for each of 4 schedulers, 3 blocks."""
     assert sass.warps_per_multiprocessor(90, 256, 80, 2944) == 24
     assert sass.warps_per_multiprocessor(90, 256, 32, 0) == 64
     assert sass.warps_per_multiprocessor(90, 256, 32, 100 << 10) == 16  # two blocks by shared memory
     assert sass.warps_per_multiprocessor(120, 256, 32, 0) == 48
-
-
-def test_the_bound_by_hand(sass: Any) -> None:
-    """13 bytes a token at 2.9 TB/s leave an H100 time for 133 instructions: 29.65 T/s times 13 / 2.9 T/s."""
+    # 13 bytes a token at 2.9 TB/s leave an H100 time for 133 instructions: 29.65 T/s times 13 / 2.9 T/s.
     h100 = sass.GPUS["H100"]
     assert h100.issue == pytest.approx(29.65e12, rel=1e-3)
     assert sass.predicted_share(h100, 132.9, 13) == pytest.approx(1, rel=1e-3)

@@ -41,9 +41,7 @@ def test_ways_agree_and_a_wrong_one_is_caught(load: Load) -> None:
     for wrong in (lambda held: held, lambda held: {**held}, lambda held: copy.deepcopy({**held, "game": {"turn": 1}})):
         with pytest.raises(AssertionError, match=r"writing to a fork|a written fork"):
             bench.verify("S", {"wrong": Method("wrong", wrong)})
-
-
-def test_same_looks_at_types_and_arrays(load: Load) -> None:
+    # Same looks at types and arrays.
     cases = load("state_cases")
     data = cases.make("L")
     assert cases.same(data, copy.deepcopy(data))
@@ -51,6 +49,10 @@ def test_same_looks_at_types_and_arrays(load: Load) -> None:
         other = copy.deepcopy(data)
         cases.at(other, path[:-1])[path[-1]] = value
         assert not cases.same(data, other)
+    timing = load("timing")
+    names = {"sleep": time.sleep}
+    seconds = timing.statements({"short": ("pass", {}), "long": ("sleep(0.02)", names)}, rounds=3, seconds=0.2)
+    assert 0 < seconds["short"] < 1e-5 and 0.02 <= seconds["long"] < 0.1
 
 
 def test_goals(load: Load) -> None:
@@ -97,20 +99,9 @@ def test_a_tree_alone_has_no_torch(load: Load) -> None:
         "import sys; sys.argv = ['', 'tree', 'S', 'turnwise', '2', '3']; import runpy; "
         f"runpy.run_path({str(BENCH / 'state_tree.py')!r}, run_name='__main__'); assert 'torch' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(BENCH)!r}); {code}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(BENCH)!r}); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["prune"] > 0 and found["gc.collect"] > 0
     assert ("checkpoint" in found) is load("state_cases").has("load")
-
-
-def test_statements_are_timed_alike(load: Load) -> None:
-    timing = load("timing")
-    names = {"sleep": time.sleep}
-    seconds = timing.statements({"short": ("pass", {}), "long": ("sleep(0.02)", names)}, rounds=3, seconds=0.2)
-    assert 0 < seconds["short"] < 1e-5 and 0.02 <= seconds["long"] < 0.1

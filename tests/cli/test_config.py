@@ -16,14 +16,10 @@ from turnwise.train import TrainConfig
 KEYS = {key.name: key for section in list_sections() for key in section.keys}
 
 
-def test_a_key_is_explained() -> None:
-    assert KEYS["update.lr"] == Key("update.lr", "number", "> 0", "1e-06", "Peak learning rate.")
-    assert explain("update.lr") == "update.lr = 1e-06    (number, > 0)\n    Peak learning rate."
-
-
 @pytest.mark.parametrize(
     ("name", "type_", "bounds", "default"),
     [
+        ("update.lr", "number", "> 0", "1e-06"),
         ("steps", "integer", "≥ 0", "100"),
         ("seed", "integer", "≥ 0, < 2**63", "0"),
         ("run_dir", "path", "", '"runs/default"'),
@@ -67,6 +63,8 @@ def test_a_section_lists_its_keys_and_the_sections_below() -> None:
     assert explain("policies.my-own.path") == explain("policies.NAME.path")
     assert explain("warm-start.steps") == explain("warm_start.steps")
     assert "steps = 100" in explain("top")
+    assert KEYS["update.lr"] == Key("update.lr", "number", "> 0", "1e-06", "Peak learning rate.")
+    assert explain("update.lr") == "update.lr = 1e-06    (number, > 0)\n    Peak learning rate."
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``turnwise eval`` on real runs of the tiny model."""
+"""``turnwise eval`` on the session's runs."""
 
 from __future__ import annotations
 
@@ -11,35 +11,27 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.cli.commands.eval import evaluate_from_config, measure, render
 from turnwise.run import load
-from turnwise.run.build import train_from_config
 from turnwise.train.checkpoint.checkpoint import CheckpointError
 from turnwise.train.run_folder import RunLock
 
-from ..test_run import config_of
+pytestmark = pytest.mark.usefixtures("narrow_model")
 
 
-@pytest.fixture(scope="module")
-def sudoku(tmp_path_factory):
-    """Steps 1 and 2 of a run that knows some sudoku and forgets it again, so that its checkpoints differ."""
-    return train_from_config(
-        config_of(
-            tmp_path_factory.mktemp("sudoku"),
-            task_options={"blanks": [1, 1]},
-            warm_start={"steps": 60, "batch_size": 16},
-            eval={"num_prompts": 6},
-        )
-    ).config
+@pytest.fixture
+def sudoku(team):
+    return team.config
 
 
-def test_two_checkpoints_on_the_same_questions(sudoku):
-    measured = measure(sudoku, "newest", "step_00000001")
+def test_two_checkpoints_on_the_same_questions(team, sudoku):
+    measured = measure(sudoku, "newest", "step_00000002")
     first, second, found = measured.evaluation, measured.other, measured.difference
-    assert first == evaluate_from_config(sudoku) and second == evaluate_from_config(sudoku, "step_00000001")
+    assert first == evaluate_from_config(sudoku) == team.evaluation
+    assert second == evaluate_from_config(sudoku, "step_00000002")
     pairs = list(zip(first.values, second.values, strict=True))
     assert found.difference.mean == pytest.approx(first.success - second.success)
     assert (found.better, found.worse) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
     shown = render(measured)
-    assert "step_00000002 against " in shown and "step_00000001: success" in shown and "paired bootstrap; p = " in shown
+    assert "step_00000003 against " in shown and "step_00000002: success" in shown and "paired bootstrap; p = " in shown
     assert "solved/proposer" in shown and "reward/reviser" in shown
 
 
@@ -66,19 +58,24 @@ def test_a_checkpoint_that_a_run_deletes_meanwhile_gives_way_to_the_newest(sudok
 
     monkeypatch.setattr(load, "load_weights", deleted)
     measured = measure(config)
-    assert gone[0].name == "step_00000002" and measured.checkpoint.endswith("step_00000001")
-    assert measured.evaluation == evaluate_from_config(sudoku, "step_00000001")
-    with pytest.raises(CheckpointError, match="step_00000001"):
+    assert gone[0].name == "step_00000003" and measured.checkpoint.endswith("step_00000002")
+    assert measured.evaluation == evaluate_from_config(sudoku, "step_00000002")
+    with pytest.raises(CheckpointError, match="step_00000002"):
         gone.clear()
-        evaluate_from_config(config, "step_00000001")
+        evaluate_from_config(config, "step_00000002")
 
 
-def test_json_alone_on_stdout_from_a_run_folder(sudoku, capsys):
+def test_checkpoints_are_evaluated_by_name(team, capsys, sudoku):
+    for name, step in (("best", team.best_step), ("newest", 3), (f"step_{team.best_step:08d}", team.best_step)):
+        assert cli.main(["eval", str(team.folder / "config.toml"), "--checkpoint", name]) == 0
+        assert f"step_{step:08d}: success" in capsys.readouterr().out.replace("\n", "")
+    assert cli.main(["eval", str(team.folder / "config.toml"), "--checkpoint", "step_9"]) == 1
+    assert "step_9/manifest.json can't be read" in capsys.readouterr().err
     words = ["eval", str(sudoku.run_dir), "--checkpoint", "newest", "--against", "newest", "--json"]
     assert cli.main([*words, "--eval.num_prompts", "4"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["episodes"] == 4 and plain["checkpoint"] == plain["against"]["checkpoint"]
-    assert plain["checkpoint"].endswith("step_00000002")
+    assert plain["checkpoint"].endswith("step_00000003")
     assert plain["difference"]["difference"]["mean"] == 0 and plain["difference"]["p"] == 1
     assert plain["estimates"]["satisfied/reviser"]["method"] in ("bootstrap", "wilson")
 
@@ -86,33 +83,16 @@ def test_json_alone_on_stdout_from_a_run_folder(sudoku, capsys):
 def test_several_samples_of_each_question(sudoku, capsys):
     assert cli.main(["eval", str(sudoku.run_dir), "--samples", "4", "--eval.num_prompts", "3"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "3 questions, 4 samples of each" in shown
-        and all(f"pass@{k}" in shown for k in (1, 2, 4))
-        and "pass@3" not in shown
-    )
+    assert "3 questions, 4 samples of each" in shown
+    assert [f"pass@{k}" in shown for k in (1, 2, 3, 4)] == [True, True, False, True]
+    assert "what each actor adds:" in shown and "without it" not in shown, "contributions cost nothing"
     assert cli.main(["eval", str(sudoku.run_dir), "--samples", "2", "--temperature", "0"]) == 2
     assert "samples=2, temperature=0.0: greedy samples are all alike" in capsys.readouterr().err
 
 
-def test_both_seats_of_a_game_have_their_rewards(tmp_path):
-    config = train_from_config(
-        config_of(
-            tmp_path,
-            task="kuhn_poker",
-            steps=1,
-            rollout={"prompts_per_step": 2},
-            update={"lr": 0.05},
-            credit={"rule": "task"},
-            warm_start={"steps": 30, "batch_size": 16},
-            eval={"num_prompts": 6},
-        )
-    ).config
-    measured = measure(config, "start", "newest")
-    found = measured.difference
-    assert found.difference.mean > 0 and found.better > found.worse, "one update with such a rate ruins it"
-    assert found.test == "sign-flip permutation"
-    assert {"reward/player0", "reward/player1"} <= set(measured.evaluation.estimates)
+def test_both_seats_of_a_game_have_their_rewards(games):
+    measured = measure(games.config, "start", "newest")
+    assert measured.difference.test == "sign-flip permutation"
     counts = [measured.evaluation.estimates[f"reward/player{seat}"].count for seat in (0, 1)]
     assert counts == [3, 3], "each question from both seats"
     assert len(set(measured.evaluation.clusters)) == 3, "the two games of a match are one trial"
@@ -135,12 +115,6 @@ def test_each_actor_is_left_out_and_plays_alone(sudoku):
     assert shown[place + 1].split()[:6] == ["actor", "changed", "mended", "broke", "without", "it"]
     share = made.changed / made.handed
     assert shown[place + 3].split()[:3] == ["reviser", f"{share:.1%}", f"({made.changed}/{made.handed})"]
-
-
-def test_contributions_cost_nothing_and_are_always_shown(sudoku, capsys):
-    assert cli.main(["eval", str(sudoku.run_dir), "--eval.num_prompts", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "what each actor adds:" in shown and "without it" not in shown
 
 
 def test_ablations_as_json_and_their_errors(sudoku, capsys):

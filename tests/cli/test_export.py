@@ -151,7 +151,7 @@ def test_an_adapter_needs_no_weights_of_its_base(run: Any, tmp_path: Path, monke
     assert one.base == str(run[0] / "base") and not (one.folder / "merged").exists()
 
 
-def test_what_is_not_there_is_named(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_named(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], hub: Hub) -> None:
     for words, message in (
         (["--policy", "writr"], "did you mean 'writer'"),
         (["--checkpoint", "start"], "expected a checkpoint"),
@@ -162,6 +162,10 @@ def test_what_is_not_there_is_named(run: Any, tmp_path: Path, capsys: pytest.Cap
         assert export(run[0], *words, "--out", str(tmp_path)) != 0
         assert re.search(message, capsys.readouterr().err), words
     assert not list(tmp_path.iterdir())
+    # An adapter whose base nobody has is not pushed.
+    assert export(run[0], "--policy", "writer", "--out", str(tmp_path), "--push", "me/writer") == 2
+    assert "has a base that is not on the Hub" in capsys.readouterr().err
+    assert not hub.asked and not list(tmp_path.iterdir())
 
 
 # ---- the hub ---------------------------------------------------------------------------------------------------------
@@ -263,11 +267,3 @@ def test_what_the_hub_refuses_is_explained(
     monkeypatch.delenv("HF_TOKEN")
     refused("me/new", "HF_TOKEN: expected the environment variable")
     assert hub.files == {"me/there": {"main": {"README.md": b"mine"}}, "me/half": {"main": {}}}
-
-
-def test_an_adapter_whose_base_nobody_has_is_not_pushed(
-    run: Any, tmp_path: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(run[0], "--policy", "writer", "--out", str(tmp_path), "--push", "me/writer") == 2
-    assert "has a base that is not on the Hub" in capsys.readouterr().err
-    assert not hub.asked and not list(tmp_path.iterdir())

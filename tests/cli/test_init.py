@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,9 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.cli.commands.init import find_examples
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
+
+from ..report.test_page import Elements
+from ..trained import rows_of
 
 
 def test_the_first_files_train(
@@ -27,28 +27,11 @@ def test_the_first_files_train(
     assert len((tmp_path / "my_team.py").read_text().splitlines()) <= 40
     assert cli.main(["train", "run.toml", "--threads", "1", "--steps", "2"]) == EXIT_OK
     assert "held-out success" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "runs/my_team/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "reward/editor" in line] == [1, 2]
-
-
-@pytest.mark.slow
-def test_the_first_files_train_as_they_stand(tmp_path: Path) -> None:
-    """From the two commands that ``turnwise init`` prints: the random team learns to write vowels."""
-
-    def turnwise(*words: str) -> str:
-        command = [sys.executable, "-P", "-m", "turnwise", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    printed = turnwise("init")
-    assert printed.splitlines() == ["wrote my_team.py", "wrote run.toml", "next: turnwise train run.toml"]
-    assert "held-out success" in turnwise("train", "run.toml", "--threads", "1")
-    lines = [json.loads(line) for line in (tmp_path / "runs/my_team/metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward/editor"] for line in lines if "reward/editor" in line]
-    assert len(rewards) == 20 and rewards[-1] > rewards[0] + 0.5
+    rows = rows_of(tmp_path / "runs/my_team")
+    assert [row["step"] for row in rows if "reward/editor" in row] == [1, 2]
+    page = Elements((tmp_path / "runs/my_team/report.html").read_text(encoding="utf-8"))
+    data = json.loads(page.scripts[0])
+    assert data["curves"]["step"] == [row["step"] for row in rows] and data["episodes"]
 
 
 def test_examples_are_listed_and_copied(
@@ -72,8 +55,5 @@ def test_files_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["init", str(tmp_path)]) == EXIT_USAGE
     assert f"{tmp_path / 'run.toml'}: already there" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"] and (tmp_path / "run.toml").read_text() == "mine"
-
-
-def test_a_mistyped_example_gets_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init", str(tmp_path), "--example", "sudku"]) == EXIT_USAGE
     assert "--example='sudku': unknown; did you mean 'sudoku'?" in capsys.readouterr().err

@@ -89,14 +89,6 @@ def test_the_settings_go_into_the_config(seven: Path, capsys: pytest.CaptureFixt
     assert "as configured:" in plan(capsys, tmp_path / "pasted.toml", "--gpus", 64, *GIVEN)
 
 
-def test_calls_beyond_one_core_get_workers(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few, many = (
-        json.loads(plan(capsys, seven, "--gpus", gpus, "--json", *GIVEN))["plans"][0]["settings"]["cluster"]
-        for gpus in (8, 4096)
-    )
-    assert "arena" not in few and many["arena"]["count"] > 1
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -116,12 +108,18 @@ def test_a_wrong_word_is_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_the_gpus_are_required(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gpus_are_required_and_many_get_workers(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["plan", str(seven)])
     assert stop.value.code == EXIT_USAGE and "--gpus" in capsys.readouterr().err
     kinds = dict(cli.COMMANDS["plan"].arguments)["--gpu"]["choices"]
     assert set(kinds) == set(GPUS)
+    # Calls beyond one core get workers.
+    few, many = (
+        json.loads(plan(capsys, seven, "--gpus", gpus, "--json", *GIVEN))["plans"][0]["settings"]["cluster"]
+        for gpus in (8, 4096)
+    )
+    assert "arena" not in few and many["arena"]["count"] > 1
 
 
 def test_a_run_replaces_constants(seven: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -67,14 +67,11 @@ def test_the_config_arrives_as_it_is_but_for_its_folder(tmp_path, text):
     assert load_config(path) == config.model_copy(update={"run_dir": Path("/runs/My Run_1")})
 
 
-def test_the_entrypoint_needs_no_quoting():
+def test_the_entrypoint_needs_no_quoting(monkeypatch):
     """Ray joins its words by the rules of Windows before a shell reads them."""
     _, job = objects(rayjob(config_of(run_dir="a $(b) 'c'"), "image"))
     assert re.fullmatch(r"[\w./ -]+", job["spec"]["entrypoint"])
     assert shlex.split(job["spec"]["entrypoint"])[2] == "/etc/turnwise/config.toml"
-
-
-def test_no_secret_is_in_it(monkeypatch):
     for name in ("TURNWISE_CLUSTER_KEY", "RAY_AUTH_TOKEN", "HF_TOKEN"):
         monkeypatch.setenv(name, "key-7f3a91")
     assert "key-7f3a91" not in rayjob(config_of(), "image")

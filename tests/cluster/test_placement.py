@@ -46,6 +46,11 @@ def test_roles_fill_the_nodes_and_an_engine_stays_on_one() -> None:
     lines = list(describe(roles_of(TEAM), placed))
     assert lines[2] == "engine-main-0  a  (4 CPU, 2 GPU)"
     assert lines[3] == "engine-main-1  no room now; joins when there is  (4 CPU, 2 GPU)"
+    # Invented resources count.
+    roles = roles_of(cluster(engines={"main": {"count": 2, "min_count": 2, "resources": {"sim_gpu": 1}}}))
+    with pytest.raises(NoRoom, match=r"sim_gpu \(asked 2, 1 there\)"):
+        fit(roles, [node("a", CPU=8, sim_gpu=1)])
+    assert fit(roles, [node("a", CPU=8, sim_gpu=1), node("b", CPU=8, sim_gpu=1)])["engine-main-1"] == "b"
 
 
 @pytest.mark.parametrize(
@@ -61,10 +66,3 @@ def test_what_is_missing_is_named(nodes: list[Node], missing: str) -> None:
     with pytest.raises(NoRoom, match=missing) as refused:
         fit(roles_of(TEAM), nodes)
     assert "2 ranks (1 CPU, 1 GPU each), 1 engine of pool main (4 CPU, 2 GPU each), 2 workers" in str(refused.value)
-
-
-def test_invented_resources_count() -> None:
-    roles = roles_of(cluster(engines={"main": {"count": 2, "min_count": 2, "resources": {"sim_gpu": 1}}}))
-    with pytest.raises(NoRoom, match=r"sim_gpu \(asked 2, 1 there\)"):
-        fit(roles, [node("a", CPU=8, sim_gpu=1)])
-    assert fit(roles, [node("a", CPU=8, sim_gpu=1), node("b", CPU=8, sim_gpu=1)])["engine-main-1"] == "b"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from turnwise.cluster.members import Members, events_file, log_file
@@ -28,18 +27,11 @@ from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict
 
-COMMON: dict[str, Any] = {
-    "steps": 2,
-    "threads": 1,
-    "device": "cpu",
-    "health": {"start_questions": 0},
-    "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2, "max_batch_rows": 1},
-    "credit": {"rule": "constant"},
-    "update": {"lr": 5e-5},
-    "eval": {"num_prompts": 3},
-    "checkpoint": {"every": 1, "keep_last": 2},
-}
+from ..trained import SMALL, equal, rows_of
+from .test_supervisor import runs
+
+ROLLOUT = {"prompts_per_step": 2, "branches": 2, "max_batch_rows": 1}
+COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "rollout": ROLLOUT, "update": {"lr": 5e-5}}
 ENGINES = {
     "main": {
         "count": 2, "cpus": 0, "resources": {"sim_gpu": 1}, "engine": "transformers",
@@ -52,18 +44,10 @@ RANK = {"cpus": 0, "resources": {"learner": 1}}
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """The address of a cluster of three nodes, of which two have a ``learner`` and two ``sim_gpu``."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
+    from ..kill_cluster import three_nodes
 
-    small = {"object_store_memory": 100 * 2**20, "num_cpus": 2}
-    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
-    try:
-        for _ in range(2):
-            cluster.add_node(**small, resources={"sim_gpu": 2, "learner": 1})
-        cluster.wait_for_nodes()
+    with three_nodes() as cluster:
         yield cluster.address
-    finally:
-        cluster.shutdown()
 
 
 def start(folder: Path, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
@@ -85,7 +69,13 @@ def train(folder: Path, *arguments: str, **settings: Any) -> str:
     return told
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def wait_for_a_step(process: subprocess.Popen[str], folder: Path) -> None:
+    while not (folder / "metrics.jsonl").is_file():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def weights(folder: Path) -> dict[str, Any]:
     [file] = folder.glob("policies/*/model.safetensors")
     return load_file(file)
 
@@ -112,9 +102,7 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, a
     }  # fmt: skip
     process = start(folder, cluster=cluster)
     try:
-        while not (folder / "metrics.jsonl").is_file():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
+        wait_for_a_step(process, folder)
         started = {e["role"]: e["pid"] for e in map(json.loads, events_file(folder).read_text().splitlines())}
         assert set(started) == {"rank-0", "engine-main-0", "engine-main-1", "worker-0", "worker-1"}
         # The rank stands still until both are back, as two steps might end before.
@@ -132,23 +120,15 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, a
     assert process.returncode == 0, told
     assert "training for 2 steps" in told and "engine-main-0 was killed by SIGKILL; starting it again" in told
     found, want = weights(folder), weights(alone)
-    assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
-    for name in ("rollouts.jsonl",):
-        a, b = ([json.loads(line) for line in (run / name).read_text().splitlines()] for run in (folder, alone))
-        assert [row["rewards"] for row in a] == [row["rewards"] for row in b]
+    assert equal(found, want)
+    a, b = (rows_of(run, "rollouts.jsonl") for run in (folder, alone))
+    assert [row["rewards"] for row in a] == [row["rewards"] for row in b]
     assert {("died", "engine-main-0"), ("died", "worker-1"), ("ended", "worker-0")} <= set(events(folder))
     assert Members.read(folder).engines == {}
     # The secret is in no file.
     assert not any(runs(pid) for pid in started.values())
     for role in started:
         assert log_file(folder, role).is_file()
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow
@@ -167,7 +147,7 @@ def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None
         env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["updates"] for row in rows)
     assert {("ended", "worker-0"), ("ended", "engine-main-1")} <= set(events(tmp_path / "run"))
     serving = [row["cluster/engines_serving"] for row in rows]  # the run begins with the first engine that answers
@@ -191,9 +171,7 @@ def test_a_signal_lets_the_run_save_and_end(tmp_path: Path, address: str) -> Non
     cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": RANK}
     process = start(folder, cluster=cluster, steps=1000)
     try:
-        while not (folder / "metrics.jsonl").is_file():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
+        wait_for_a_step(process, folder)
         process.send_signal(signal.SIGTERM)
         told, _ = process.communicate(timeout=200)
     finally:
@@ -213,9 +191,7 @@ def test_a_head_that_dies_lets_the_run_save_and_go_on_later(tmp_path: Path) -> N
         settings = {"backend": "ray", "address": cluster.address, "trust_network": True, "faults": {"dead_after": 5.0}}
         process = start(folder, cluster={**settings, "learner": {"cpus": 0}}, steps=1000, checkpoint={"every": 500})
         try:
-            while not (folder / "metrics.jsonl").is_file():
-                assert process.poll() is None, process.communicate()[0]
-                time.sleep(0.02)
+            wait_for_a_step(process, folder)
             [server] = cluster.head_node.all_processes["gcs_server"]
             os.kill(server.process.pid, signal.SIGKILL)
             told, _ = process.communicate(timeout=100)
@@ -280,20 +256,14 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, address: str) -> None:
+    """Neither what it has not, nor what others hold. A cluster that checks no token is refused at once."""
+    given = {"backend": "ray", "address": address, "learner": RANK}
     ask = {"main": {**ENGINES["main"], "resources": {"sim_gpu": 3}}}
-    cluster = {"backend": "ray", "address": address, "trust_network": True, "wait": 5, "learner": RANK, "engines": ask}
-    process = start(tmp_path / "run", "--dry-run", cluster=cluster)
-    told, _ = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert "Missing: one node with 0 CPU, 3 sim_gpu for engine-main-0" in told.replace("\n", " "), told
-
-
-@pytest.mark.slow
-def test_ray_waits_no_longer_than_asked(address: str) -> None:
-    """Others hold what the cluster has, so the run would fit, but not now."""
-    settings = ClusterConfig.model_validate(
-        {"backend": "ray", "address": address, "trust_network": True, "learner": {"count": 2, **RANK}}
+    large, open_ = (
+        start(tmp_path / name, "--dry-run" if cluster else "--traceback", cluster={**given, **cluster})
+        for name, cluster in (("large", {"trust_network": True, "wait": 5, "engines": ask}), ("open", {}))
     )
+    settings = ClusterConfig.model_validate({**given, "trust_network": True, "learner": {"count": 2, **RANK}})
     roles = roles_of(settings)
     with RayBackend(settings) as backend:
         backend.place(roles, 60)
@@ -301,14 +271,11 @@ def test_ray_waits_no_longer_than_asked(address: str) -> None:
         with pytest.raises(NoRoom, match=r"after cluster.wait = 2 s.*Missing: learner \(asked 2, 0 there\)"):
             RayBackend(settings).place(roles, 2)
         assert time.monotonic() - began < 30
-
-
-@pytest.mark.slow
-def test_an_open_cluster_is_refused(tmp_path: Path, address: str) -> None:
-    process = start(tmp_path / "run", cluster={"backend": "ray", "address": address, "learner": RANK})
-    told, _ = process.communicate(timeout=100)
-    assert process.returncode, told
-    assert "checks no token" in told and "RAY_AUTH_MODE=token" in told
+    told, _ = large.communicate(timeout=100)
+    assert large.returncode == 1
+    assert "Missing: one node with 0 CPU, 3 sim_gpu for engine-main-0" in told.replace("\n", " "), told
+    told, _ = open_.communicate(timeout=100)
+    assert open_.returncode and "checks no token" in told and "RAY_AUTH_MODE=token" in told, told
 
 
 @pytest.mark.parametrize("at", ["127.0.0.1:1", "ray://127.0.0.1:10001"])

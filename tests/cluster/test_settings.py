@@ -42,6 +42,15 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
     assert any(told in line for line in cluster_problems(config_from_dict(settings)))
 
 
+def test_pools_that_can_not_be() -> None:
+    engines = {"a": {**POOL, "policies": ["b"]}}
+    config = config_from_dict({"cluster": {"backend": "ray", "engines": engines}, "policies": {"a": {}, "b": {}}})
+    with pytest.raises(ConfigError, match="policy 'a' is in none"):
+        check_client(config)
+    with pytest.raises(ConfigError, match="min_count = 3: expected at most count = 2"):
+        config_from_dict({"cluster": {"engines": {"main": {"count": 2, "min_count": 3}}}})
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -54,19 +63,6 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
 )
 def test_settings_that_fit(settings: dict[str, Any]) -> None:
     assert cluster_problems(config_from_dict(settings)) == []
-
-
-def test_a_policy_without_a_pool() -> None:
-    config = config_from_dict(
-        {"cluster": {"backend": "ray", "engines": {"a": {**POOL, "policies": ["b"]}}}, "policies": {"a": {}, "b": {}}}
-    )
-    with pytest.raises(ConfigError, match="policy 'a' is in none"):
-        check_client(config)
-
-
-def test_fewer_engines_than_must_be_there() -> None:
-    with pytest.raises(ConfigError, match="min_count = 3: expected at most count = 2"):
-        config_from_dict({"cluster": {"engines": {"main": {"count": 2, "min_count": 3}}}})
 
 
 def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,23 +277,22 @@ def test_what_becomes_of_the_exit_code(start, tmp_path, code, earlier, requeued,
     assert train["there"] and not Path(train["token"]).exists(), "the token is there as long as the job"
 
 
-@pytest.mark.parametrize(("how", "requeued"), [("saves", True), ("fails", False)])
-def test_the_time_limit_lets_the_run_save(start, tmp_path, how, requeued):
+@pytest.mark.parametrize(
+    ("number", "how", "requeued"),
+    [(signal.SIGUSR1, "saves", True), (signal.SIGUSR1, "fails", False), (signal.SIGTERM, "saves", False)],
+)
+def test_the_time_limit_lets_the_run_save_and_no_job_leaves_a_token(start, tmp_path, number, how, requeued):
+    """SIGTERM is that of a cancelled job."""
     job = start(FAKE, HOW=how)
     wait_for(tmp_path / "facts.jsonl.ready", job)
-    os.kill(job.pid, signal.SIGUSR1)
+    os.kill(job.pid, number)
     output, _ = job.communicate(timeout=60)
-    assert facts_of(tmp_path, "interrupted") == [{"interrupted": True}], output
-    assert job.returncode == (0 if requeued else 1) and bool(facts_of(tmp_path, "scontrol")) == requeued
-
-
-def test_a_cancelled_job_leaves_no_token(start, tmp_path):
-    job = start(FAKE, HOW="saves")
-    wait_for(tmp_path / "facts.jsonl.ready", job)
-    os.kill(job.pid, signal.SIGTERM)
-    job.communicate(timeout=60)
+    if number == signal.SIGUSR1:
+        assert facts_of(tmp_path, "interrupted") == [{"interrupted": True}], output
+        assert job.returncode == (0 if requeued else 1)
     [train] = facts_of(tmp_path, "train")
     assert train["there"] and not Path(train["token"]).exists()
+    assert bool(facts_of(tmp_path, "scontrol")) == requeued
 
 
 def test_without_all_nodes_nothing_is_trained(start, tmp_path):

@@ -225,13 +225,11 @@ def test_a_crash_loop_ends_with_what_the_process_wrote(tmp_path: Path, role: str
     assert not any(runs(run.pid(each)) for each in run.roles())
 
 
-def test_a_wrong_config_is_not_started_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, learner={"count": 2})
-    assert run.during(lambda: run.tell("rank-0", 2)) == 2
-    assert "died" not in [event for event, _ in run.events()]
-
-
-def test_wrong_settings_of_an_engine_end_the_run(tmp_path: Path) -> None:
+def test_wrong_settings_end_the_run(tmp_path: Path) -> None:
+    """Neither the ranks nor an engine are started again."""
+    ranks = Run(tmp_path / "ranks", learner={"count": 2})
+    assert ranks.during(lambda: ranks.tell("rank-0", 2)) == 2
+    assert "died" not in [event for event, _ in ranks.events()]
     run = Run(tmp_path, **TEAM)
     with pytest.raises(RunFailed, match=r"engine-main-1 ended with exit code 2(.|\n)*last words of engine-main-1$"):
         run.during(lambda: run.tell("engine-main-1", 2))
@@ -248,6 +246,18 @@ def test_a_signal_lets_the_first_rank_save(tmp_path: Path) -> None:
 
     assert run.during(act) == 130
     assert "saved" in (tmp_path / "run/logs/rank-0.log").read_text()
+
+
+def test_no_room_or_nodes_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "room", **TEAM)
+    run.backend.room = {"rank-0"}
+    with pytest.raises(NoRoom, match="engine-main-0"):
+        run.supervisor.run()
+    run = Run(tmp_path / "nodes", **TEAM)
+    monkeypatch.setattr("turnwise.cluster.supervisor.compare", lambda found: "torch  2.13 here, 2.12 there")
+    with pytest.raises(ConfigError, match=r"torch  2\.13 here, 2\.12 there"):
+        run.supervisor.run()
+    assert not any(host.pid for host in run.backend.hosts.values())
 
 
 def test_an_engine_more_than_must_be_there_joins_when_there_is_room(tmp_path: Path) -> None:
@@ -290,18 +300,3 @@ def test_the_first_rank_saves_when_the_cluster_is_gone(tmp_path: Path, capfd: py
         run.during(act)
     assert "saved" in capfd.readouterr().out
     assert not any(runs(pid) for pid in pids)
-
-
-def test_no_room(tmp_path: Path) -> None:
-    run = Run(tmp_path, **TEAM)
-    run.backend.room = {"rank-0"}
-    with pytest.raises(NoRoom, match="engine-main-0"):
-        run.supervisor.run()
-
-
-def test_nodes_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, **TEAM)
-    monkeypatch.setattr("turnwise.cluster.supervisor.compare", lambda found: "torch  2.13 here, 2.12 there")
-    with pytest.raises(ConfigError, match=r"torch  2\.13 here, 2\.12 there"):
-        run.supervisor.run()
-    assert not any(host.pid for host in run.backend.hosts.values())

@@ -24,14 +24,10 @@ def test_a_table_of_what_differs_by_hand():
     )
 
 
-def test_equal_nodes_have_no_table():
-    assert compare({}) is None
-    assert compare({"a": {"ray": "2.60.0"}}) is None
-    assert compare({"a": {"ray": "2.60.0"}, "b": {"ray": "2.60.0"}}) is None
-
-
-def test_what_a_node_lacks_differs():
-    assert compare({"a": {"ray": "2.60.0"}, "b": {}}) == "     a       b\nray  2.60.0  -"
+def test_equal_nodes_have_no_table_and_what_a_node_lacks_differs():
+    ray = {"ray": "2.60.0"}
+    assert compare({}) is compare({"a": ray}) is compare({"a": ray, "b": dict(ray)}) is None
+    assert compare({"a": ray, "b": {}}) == "     a       b\nray  2.60.0  -"
 
 
 def test_this_node():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,11 +43,10 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-@pytest.fixture
-def page(browser: Browser, real_run: Path, tmp_path: Path) -> Iterator[Page]:
-    """The report of the real run, open; the test fails if the browser complained, or asked anybody for anything."""
-    report = write_report(real_run, tmp_path / "report.html")
-    page = browser.new_page(viewport={"width": 1280, "height": 800})
+@contextmanager
+def opened(browser: Browser, report: Path, **settings: str) -> Iterator[Page]:
+    """A report that is open. The test fails if the browser complained, or asked anybody for anything."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800}, **settings)
     complaints: list[str] = []
     requests: list[str] = []
     page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
@@ -57,6 +57,12 @@ def page(browser: Browser, real_run: Path, tmp_path: Path) -> Iterator[Page]:
     assert complaints == []
     assert [url for url in requests if not url.startswith("data:")] == [report.as_uri()]
     page.close()
+
+
+@pytest.fixture
+def page(browser: Browser, real_run: Path, tmp_path: Path) -> Iterator[Page]:
+    with opened(browser, write_report(real_run, tmp_path / "report.html")) as page:
+        yield page
 
 
 def open_episode(page: Page, name: str) -> None:
@@ -85,11 +91,8 @@ def test_curves_are_drawn(page):
     families = page.locator(".chart").evaluate_all("charts => charts.map(chart => chart.dataset.family)")
     assert families[0] == "validation" and {"reward", "step_reward", "loss", "grad_norm"} <= set(families)
     reward = page.locator(".chart[data-family=reward]")
-    assert [entry.split()[0] for entry in reward.locator(".legend > span").all_inner_texts()] == [
-        "all",
-        "proposer",
-        "reviser",
-    ]
+    legend = [entry.split()[0] for entry in reward.locator(".legend > span").all_inner_texts()]
+    assert legend == ["all", "proposer", "reviser"]
     drawn = reward.locator("path.line").evaluate_all("lines => lines.map(line => line.getAttribute('d'))")
     assert len(drawn) == 3
     for line in drawn:
@@ -118,12 +121,19 @@ def test_metrics_can_be_chosen_and_read_off(page):
     assert page.locator(".chart[data-family=loss] text").last.text_content() != "3"
 
 
-def test_both_seats_stand_side_by_side(page):
+def test_both_seats_stand_side_by_side_and_tokens_are_tinted(page):
     open_episode(page, "step 3")
     assert page.locator(".board thead th").all_inner_texts()[1:] == ["proposer", "reviser"]
     first = page.locator(".board tbody tr").first.locator("td")
     left, right = first.nth(0).bounding_box(), first.nth(1).bounding_box()
     assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] + 1 and right["width"] > 200
+    # Tokens can be tinted by log probability.
+    open_episode(page, "step 3")
+    colour = "nodes => nodes.map(node => node.style.background)"
+    before = page.locator(".token").evaluate_all(colour)
+    page.select_option("#tint", "log-probability")
+    after = page.locator(".token").evaluate_all(colour)
+    assert before != after and len(set(after)) > 2
 
 
 def test_a_branch_shows_its_text_and_tokens(page):
@@ -162,23 +172,12 @@ def test_a_branch_says_whether_it_was_drawn(page):
     assert chosen.get_attribute("title") == "selected: the episode went on from here"
 
 
-def test_tokens_can_be_tinted_by_log_probability(page):
-    open_episode(page, "step 3")
-    colour = "nodes => nodes.map(node => node.style.background)"
-    before = page.locator(".token").evaluate_all(colour)
-    page.select_option("#tint", "log-probability")
-    after = page.locator(".token").evaluate_all(colour)
-    assert before != after and len(set(after)) > 2
-
-
-def test_text_that_looks_like_markup_shows_as_text(page):
+def test_markup_failures_nested_episodes_and_private_text(page):
     open_episode(page, "r9")
     assert page.locator(".completion").first.evaluate("node => node.textContent") == HOSTILE
     assert page.locator("#injected").count() == 0
     assert page.locator(".error").first.inner_text() == "Boom: <i>line 3</i>"
-
-
-def test_failures_nested_episodes_and_private_text(page):
+    # Failures nested episodes and private text.
     open_episode(page, "r9")
     assert page.locator(".board thead").first.locator("th").all_inner_texts()[1:3] == ["alice", "bob"]
     assert page.locator(".branch[data-branch='2'] .badge").inner_text() == "failed"
@@ -193,32 +192,24 @@ def test_failures_nested_episodes_and_private_text(page):
     assert page.locator(".entry").count() == 0
 
 
-def test_the_config_is_shown(page, real_run):
+def test_the_config_is_shown_and_the_page_fits_its_window(page, real_run):
     page.click("[data-tab=config]")
     assert page.locator(".config").inner_text().strip() == (real_run / "config.toml").read_text().strip()
-
-
-@pytest.mark.parametrize("width", [390, 1024, 1600])
-@pytest.mark.parametrize("tab", ["curves", "episodes", "config"])
-def test_the_page_fits_its_window(page, width, tab):
-    page.set_viewport_size({"width": width, "height": 800})
-    page.click(f"[data-tab={tab}]")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for width in (390, 1024, 1600):
+        page.set_viewport_size({"width": width, "height": 800})
+        for tab in ("curves", "episodes", "config"):
+            page.click(f"[data-tab={tab}]")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (width, tab)
 
 
 def test_a_run_that_has_only_begun_opens(browser, tmp_path):
     (tmp_path / "config.toml").write_text("steps = 7\n")
-    page = browser.new_page()
-    complaints = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(write_report(tmp_path).as_uri())
-    assert "No step has been logged yet" in page.inner_text("main")
-    tabs = page.locator("[data-tab]").evaluate_all("tabs => tabs.map(tab => tab.dataset.tab)")
-    assert tabs == ["curves", "episodes", "config"], "a run without a cluster has no lanes"
-    page.click("[data-tab=episodes]")
-    assert "No episode has been recorded yet" in page.inner_text("main")
-    page.close()
-    assert complaints == []
+    with opened(browser, write_report(tmp_path)) as page:
+        assert "No step has been logged yet" in page.inner_text("main")
+        tabs = page.locator("[data-tab]").evaluate_all("tabs => tabs.map(tab => tab.dataset.tab)")
+        assert tabs == ["curves", "episodes", "config"], "a run without a cluster has no lanes"
+        page.click("[data-tab=episodes]")
+        assert "No episode has been recorded yet" in page.inner_text("main")
 
 
 def test_what_each_actor_adds_is_a_table_of_text(page):
@@ -252,15 +243,10 @@ START = 1_700_000_000.0
 def lanes_page(request, browser: Browser, tmp_path: Path) -> Iterator[Page]:
     """The lanes of a run on a cluster, in both colour schemes."""
     cluster_run(tmp_path / "run", START)
-    page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=request.param)
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(write_report(tmp_path / "run", tmp_path / "report.html").as_uri())
-    page.click("[data-tab=processes]")
-    yield page
-    assert complaints == []
-    page.close()
+    report = write_report(tmp_path / "run", tmp_path / "report.html")
+    with opened(browser, report, color_scheme=request.param) as page:
+        page.click("[data-tab=processes]")
+        yield page
 
 
 def bars(page: Page, role: str, kind: str) -> list[tuple[float, float]]:
@@ -296,10 +282,8 @@ def test_a_death_tells_its_cause_as_text(lanes_page):
     assert "engine-main-1 died" in tip and "2023-11-14 22:15:05 UTC" in tip and HOSTILE.strip() in tip
     assert page.locator("#injected").count() == 0
     page.locator(".lane[data-role=loop] [data-step='2'][data-part=update]").hover()
-    assert (
-        page.locator("#tip").inner_text().split("\n")[0] == "step 2: update"
-        and "3.5" in page.locator("#tip").inner_text()
-    )
+    tip = page.locator("#tip").inner_text()
+    assert tip.split("\n")[0] == "step 2: update" and "3.5" in tip
 
 
 def test_the_newest_steps_can_be_looked_at(lanes_page):
@@ -318,7 +302,7 @@ def test_the_newest_steps_can_be_looked_at(lanes_page):
     assert newest.locator(".lane[data-role=engine-main-0] .mark").count() == 0
 
 
-@pytest.mark.parametrize("width", [390, 1600])
-def test_lanes_fit_their_window(lanes_page, width):
-    lanes_page.set_viewport_size({"width": width, "height": 800})
-    assert lanes_page.evaluate("document.documentElement.scrollWidth") <= width
+def test_lanes_fit_their_window(lanes_page):
+    for width in (390, 1600):
+        lanes_page.set_viewport_size({"width": width, "height": 800})
+        assert lanes_page.evaluate("document.documentElement.scrollWidth") <= width

@@ -17,7 +17,11 @@ START = 1_700_000_000.0
 
 def test_lanes_by_hand(tmp_path):
     cluster_run(tmp_path, START)
-    found = read_run(tmp_path)["lanes"]
+    newest = read_run(tmp_path, Limits(points=1))["lanes"]
+    assert [step[0] for step in newest["steps"]] == [3] and newest["left_out"] == 2
+    run = read_run(tmp_path)
+    assert TIME not in run["curves"]["series"] and "cluster/sync_seconds" in run["curves"]["series"]
+    found = run["lanes"]
     roles = {role.pop("name"): role for role in found.pop("roles")}
     assert found == {
         "start": START,
@@ -33,12 +37,6 @@ def test_lanes_by_hand(tmp_path):
     assert roles["engine-main-1"]["spans"] == [[50.0, 90.0, "n2"], [100.0, 105.0, "n2"]]
 
 
-def test_the_newest_steps_are_kept(tmp_path):
-    cluster_run(tmp_path, START)
-    run = read_run(tmp_path, Limits(points=1))
-    assert [step[0] for step in run["lanes"]["steps"]] == [3] and run["lanes"]["left_out"] == 2
-
-
 def test_a_restart_without_a_death_ends_the_span_before(tmp_path):
     (tmp_path / "cluster").mkdir()
     events = [(0.0, "started"), (5.0, "restarted"), (9.0, "ended")]
@@ -50,12 +48,10 @@ def test_a_restart_without_a_death_ends_the_span_before(tmp_path):
 def test_a_run_without_a_cluster_has_no_lanes(made_run):
     assert read_run(made_run)["lanes"] is None
     assert (read_events(made_run), read_members(made_run)) == ([], {})
-
-
-def test_the_time_of_a_step_is_no_curve(tmp_path):
-    cluster_run(tmp_path, START)
-    series = read_run(tmp_path)["curves"]["series"]
-    assert TIME not in series and "cluster/sync_seconds" in series
+    assert parts_of_step({"seconds_rollout": 2.0, "seconds_update": 3.0}) == {"rollout": 2.0, "update": 3.0}
+    row = {"seconds_rollout": 2.0, "seconds_update": 3.0, "cluster/sync_seconds": 1.0}
+    assert parts_of_step(row) == {"rollout": 2.0, "update": 2.0, "sync": 1.0}
+    assert parts_of_step({"validation": 0.5}) == {}
 
 
 def test_an_unfinished_line_is_left_out_and_a_bad_one_is_named(tmp_path):
@@ -71,10 +67,3 @@ def test_an_unfinished_line_is_left_out_and_a_bad_one_is_named(tmp_path):
     (tmp_path / "cluster" / "members.json").write_text("{")
     with pytest.raises(ValueError, match=r"members.json: expected JSON"):
         read_members(tmp_path)
-
-
-def test_the_parts_of_a_step():
-    assert parts_of_step({"seconds_rollout": 2.0, "seconds_update": 3.0}) == {"rollout": 2.0, "update": 3.0}
-    row = {"seconds_rollout": 2.0, "seconds_update": 3.0, "cluster/sync_seconds": 1.0}
-    assert parts_of_step(row) == {"rollout": 2.0, "update": 2.0, "sync": 1.0}
-    assert parts_of_step({"validation": 0.5}) == {}

@@ -23,29 +23,65 @@ from turnwise.tasks.proposer_solver.episodes import correct, worth
 from turnwise.train.validate import config_from_dict
 from turnwise.types import GenerateResult, Rollout, Step
 
+from ..trained import BOTH, Trained, rows_of
+
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
-RUNS = {
-    "trees": {
-        "task": "plan_path",
-        "rollout": {"prompts_per_step": 2, "branches": 3},
-        "credit": {"rule": "at_grpo"},
-        "task_options": {"side": 5, "min_route": 3, "max_turns": 2, "max_tokens": 12},
-    },
-    "games": {"task": "kuhn_poker", "rollout": {"prompts_per_step": 4}, "credit": {"rule": "rae"}},
-    "nested": {
-        "task": "proposer_solver",
-        "rollout": {"prompts_per_step": 2, "group_size": 3},
-        "credit": {"rule": "hierarchy"},
-        "task_options": {"attempts": 3},
-    },
-    "groups": {
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory) -> Path:
+    """Three steps of a tiny model that knows next to nothing, all episodes written down."""
+    folder = tmp_path_factory.mktemp("runs") / "groups"
+    settings = {
+        **BOTH,
         "task": "grouped",
+        "run_dir": str(folder),
+        "steps": 3,
         "rollout": {"prompts_per_step": 4, "group_size": 3, "failure_threshold": 1.0},
         "credit": {"rule": "hierarchy"},
         "task_options": {"attempts": 3, "numbers": 2, "largest": 9},
-    },
-}
+        "warm_start": {"steps": 80, "batch_size": 16, "lr": 1e-2},
+        "update": {"lr": 1e-4},
+        "eval": {"num_prompts": 1},
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(TASKS, "grouped", f"{__name__}:Grouped")
+        train_from_config(config_from_dict(settings)).close()
+    return folder
+
+
+@pytest.fixture(params=["team", "games", "groups"])
+def any_run(request) -> Path:
+    """Trees, games with a league, and nested episodes that group functions pay."""
+    made = request.getfixturevalue(request.param)
+    return getattr(made, "folder", made)
+
+
+@pytest.fixture
+def played(games: Trained) -> Path:
+    return games.folder
+
+
+@pytest.fixture
+def copied(games: Trained, tmp_path: Path) -> Path:
+    """The games' run with a config and a record to change."""
+    copied = tmp_path / "copied"
+    return shutil.copytree(games.folder, copied, ignore=shutil.ignore_patterns("checkpoints", "policies", "league"))
+
+
+def recorded(folder: Path) -> dict[tuple[int, str, int], float]:
+    """Every advantage that stands in the file, read without any of the code that is tested."""
+
+    def walk(row):
+        return [row, *(below for child in row["children"] for below in walk(child))]
+
+    calls = [
+        (line["step"], row["id"], place, call["advantage"])
+        for line in rows_of(folder, "rollouts.jsonl")
+        for row in walk(line)
+        for place, call in enumerate(row["steps"])
+    ]
+    return {(step, rollout, place): value for step, rollout, place, value in calls if value is not None}
 
 
 class Grouped(ProposerSolverTask):
@@ -75,88 +111,20 @@ def place(rollouts):
     return [float(place) for place, _ in enumerate(rollouts)]
 
 
-def record(folder: Path, name: str) -> Path:
-    """Three steps of a tiny model that knows next to nothing, all episodes written down."""
-    settings = {k: dict(v) if isinstance(v, dict) else v for k, v in RUNS[name].items()}
-    shared = {"steps": 3, "threads": 1, "update": {"lr": 1e-4}, "eval": {"every": 0, "num_prompts": 1}}
-    shared |= {
-        "warm_start": {"steps": 80, "batch_size": 16, "lr": 1e-2},
-        "health": {"start_questions": 0},
-        "checkpoint": {"every": 1},
-        "log": {"rollouts_per_step": 1000},
-    }
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(TASKS, "grouped", f"{__name__}:Grouped")
-        train_from_config(config_from_dict({"run_dir": str(folder), **shared, **settings}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run_of(tmp_path_factory):
-    """``run_of("games")``: the folder of that run, which is made once."""
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = record(tmp_path_factory.mktemp("runs") / name, name)
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(
-    params=["games", "groups", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nested", "trees"))]
-)
-def any_run(request, run_of) -> Path:
-    return run_of(request.param)
-
-
-@pytest.fixture
-def games(run_of) -> Path:
-    return run_of("games")
-
-
-def recorded(folder: Path) -> dict[tuple[int, str, int], float]:
-    """Every advantage that stands in the file, read without any of the code that is tested."""
-
-    def walk(row):
-        yield row
-        for child in row["children"]:
-            yield from walk(child)
-
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
-    return {
-        (line["step"], row["id"], index): step["advantage"]
-        for line in lines
-        for row in walk(line)
-        for index, step in enumerate(row["steps"])
-        if step["advantage"] is not None
-    }
-
-
-def test_a_program_with_a_rule_of_its_own_has_no_rule_in_its_config(games, tmp_path):
-    copied = tmp_path / "copied"
-    shutil.copytree(games, copied, ignore=shutil.ignore_patterns("checkpoints", "policies"))
+def test_a_program_with_a_rule_of_its_own_has_no_rule_in_its_config(played, copied):
     text = (copied / "config.toml").read_text()
     (copied / "config.toml").write_text(text.replace('rule = "rae"', 'rule = "task"'))
     with pytest.raises(ValueError, match=r"no config.toml that names the run's own"):
         compare_credit(copied)
-    found, known = (compare_credit(folder, "episodic") for folder in (copied, games))
+    found, known = (compare_credit(folder, "episodic") for folder in (copied, played))
     assert found.own_rule is None and found.own_exact is None and found.calls == known.calls
     assert "own rule" not in render(found)
-
-
-def test_a_penalty_on_rewards_is_noted(games, tmp_path):
-    copied = tmp_path / "copied"
-    shutil.copytree(games, copied, ignore=shutil.ignore_patterns("checkpoints", "policies"))
-    text = (copied / "config.toml").read_text()
+    text = (played / "config.toml").read_text()
     assert text.count("[loss.kl]\ncoef = 0.0\n") == 1 and text.count('apply_to = "loss"') == 1
-    text = text.replace("[loss.kl]\ncoef = 0.0", "[loss.kl]\ncoef = 0.1").replace(
-        'apply_to = "loss"', 'apply_to = "reward"'
-    )
-    (copied / "config.toml").write_text(text)
+    text = text.replace("[loss.kl]\ncoef = 0.0", "[loss.kl]\ncoef = 0.1")
+    (copied / "config.toml").write_text(text.replace('apply_to = "loss"', 'apply_to = "reward"'))
     assert ["KL penalty" in note for note in compare_credit(copied).notes].count(True) == 1
-    assert not any("KL penalty" in note for note in compare_credit(games).notes)
+    assert not any("KL penalty" in note for note in compare_credit(played).notes)
 
 
 def test_the_runs_own_rule_gives_back_what_was_recorded(any_run):
@@ -167,9 +135,7 @@ def test_the_runs_own_rule_gives_back_what_was_recorded(any_run):
     assert found.own_exact == len(found.calls) == len(there) > 10 and not found.incomplete
     assert len(set(there.values())) > 2, "a record in which all is 0 would prove nothing"
     assert all(row.sign_changes == 0 and not row.biggest for row in differences(found))
-
-
-def test_another_rule_is_that_rule(any_run):
+    # Another rule is that rule.
     found = compare_credit(any_run, "episodic")
     rewards = {
         (step, s.rollout_id, s.step_index): s.trajectory_reward
@@ -180,15 +146,10 @@ def test_another_rule_is_that_rule(any_run):
     assert found.own_exact == len(found.calls), "what the record holds does not depend on the rule that is asked for"
 
 
-def test_what_groups_were_paid_failed_or_dropped_by_stays_so(run_of):
+def test_what_groups_were_paid_failed_or_dropped_by_stays_so(groups):
     """Nothing of a group function is computed again: an episode's record has its part of what the group got."""
-    folder = run_of("groups")
-    nodes = [
-        node.rollout
-        for _, results in recorded_steps(folder / "rollouts.jsonl")
-        for top in results
-        for node in top.walk()
-    ]
+    steps = recorded_steps(groups / "rollouts.jsonl")
+    nodes = [node.rollout for _, results in steps for top in results for node in top.walk()]
     failed = [rollout.id for rollout in nodes if "RuntimeError: a seven" in (rollout.error or "")]
     dropped = [rollout.id for rollout in nodes if rollout.meta.get("dropped")]
     paid = [rollout for rollout in nodes if rollout.error is None and rollout.id not in dropped]
@@ -197,7 +158,7 @@ def test_what_groups_were_paid_failed_or_dropped_by_stays_so(run_of):
         [(actor, reward)] = rollout.rewards.items()
         alone = rollout.metrics[f"{'worth' if actor == 'proposer' else 'correct'}/{actor}"]
         assert reward == pytest.approx(alone + rollout.meta["group"]["rewards"][actor])
-    found = compare_credit(folder, "episodic")
+    found = compare_credit(groups, "episodic")
     assert {call.rollout for call in found.calls}.isdisjoint({*failed, *dropped})
     worth_of = {rollout.id: next(iter(rollout.rewards.values())) for rollout in paid}
     assert all(call.after == pytest.approx(worth_of[call.rollout]) for call in found.calls)
@@ -223,39 +184,36 @@ class ByMetric:
 MEASURED = ("length/proposer", "place/solver")
 
 
-def test_a_rule_with_compute_alone_sees_results_and_their_metrics(run_of):
-    folder = run_of("groups")
-    found = compare_credit(folder, f"{__name__}:ByMetric")
-    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+def test_a_rule_with_compute_alone_sees_results_and_their_metrics(groups):
+    found = compare_credit(groups, f"{__name__}:ByMetric")
+    rows = rows_of(groups, "rollouts.jsonl")
     metrics = {node["id"]: node["metrics"] for row in rows for node in [row, *row["children"]]}
     assert len({call.after for call in found.calls}) > 3
     for call in found.calls:
         assert call.after == sum(value for name, value in metrics[call.rollout].items() if name in MEASURED)
 
 
-def test_a_rule_with_a_state_goes_through_all_steps(games):
+def test_a_rule_with_a_state_goes_through_all_steps(played):
     rule, expected = RAECredit(decay=0.5), {}
-    for step, results in recorded_steps(games / "rollouts.jsonl"):
+    for step, results in recorded_steps(played / "rollouts.jsonl"):
         for place, value in rule.compute(results).items():
             expected[(step, *place)] = value
     options = {"decay": 0.5}
-    found = compare_credit(games, "rae", options=options)
+    found = compare_credit(played, "rae", options=options)
     assert {(c.step, c.rollout, c.index): c.after for c in found.calls} == expected
-    last = compare_credit(games, options=options, step=3)
+    last = compare_credit(played, options=options, step=3)
     assert {call.step for call in last.calls} == {3}
     assert all(call.after == expected[3, call.rollout, call.index] for call in last.calls), "from the start, not from 0"
     assert any(call.after != call.before for call in last.calls)
-    moving = compare_credit(games, options={"per": "trajectory"})
+    moving = compare_credit(played, options={"per": "trajectory"})
     assert any(call.after != call.before for call in moving.calls if call.step == 1)
 
 
-def test_what_was_not_recorded_is_told(games, tmp_path):
-    folder = tmp_path / "few"
-    shutil.copytree(games, folder)
-    lines = (games / "rollouts.jsonl").read_text().splitlines(keepends=True)
+def test_what_was_not_recorded_is_told(copied):
+    lines = (copied / "rollouts.jsonl").read_text().splitlines(keepends=True)
     kept = [line for step in (1, 2, 3) for line in [one for one in lines if json.loads(one)["step"] == step][:2]]
-    (folder / "rollouts.jsonl").write_text("".join(kept) + '{"step": 4, "id": "e9')  # a line under way
-    found = compare_credit(folder)
+    (copied / "rollouts.jsonl").write_text("".join(kept) + '{"step": 4, "id": "e9')  # a line under way
+    found = compare_credit(copied)
     assert set(found.incomplete) == {1, 2, 3} and all(held == 2 < whole for held, whole in found.incomplete.values())
     assert "note: 3 steps hold 6 of" in render(found)
     assert found.own_exact < len(found.calls), "the baselines lack the other games"
@@ -277,7 +235,8 @@ def test_numbers_by_hand():
     assert "solver" in text and "+2.000 -> -1.000  step 1, episode e3, call 0" in text
 
 
-def test_the_command(games, capsys, tmp_path, monkeypatch):
+def test_the_command(played, capsys, tmp_path, monkeypatch):
+    games = played
     assert cli.main(["credit", str(games), "--rule", "dr_grpo", "--set", "singleton=raw"]) == EXIT_OK
     text = capsys.readouterr().out
     shown = []
@@ -307,37 +266,38 @@ def test_the_command(games, capsys, tmp_path, monkeypatch):
         (["--step", "99"], "step=99: no step of this number"),
     ],
 )
-def test_mistakes_are_one_line(games, capsys, arguments, message):
-    assert cli.main(["credit", str(games), *arguments]) == EXIT_USAGE
+def test_mistakes_are_one_line(played, capsys, arguments, message):
+    assert cli.main(["credit", str(played), *arguments]) == EXIT_USAGE
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
 def test_folders_without_a_record(tmp_path):
-    with pytest.raises(ValueError, match=r"rule=None: .* has no config.toml that names"):
-        compare_credit(tmp_path)
-    with pytest.raises(ValueError, match="no run folder with recorded episodes"):
-        compare_credit(tmp_path, "grpo")
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps({"step": 1, "id": "e0", "steps": [], "children": []}) + "\n")
-    with pytest.raises(ValueError, match="episode 'e0' was recorded without its question"):
-        compare_credit(tmp_path, "grpo")
+    row = {"step": 1, "id": "e0", "steps": [], "children": []}
+    for rule, rows, message in (
+        (None, [], r"rule=None: .* has no config.toml that names"),
+        ("grpo", [], "no run folder with recorded episodes"),
+        ("grpo", [row], "episode 'e0' was recorded without its question"),
+    ):
+        if rows:
+            (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
+        with pytest.raises(ValueError, match=message):
+            compare_credit(tmp_path, rule)
 
 
 def test_groups_and_states_are_hashable_again():
     step = Step("solver", 0, [], "", [1], [2], [-0.5], [(1, 7)], "stop", group=("q", (1, 2)), info={"state": (0, (3,))})
+    step.from_branch = (7, 1)
     result = GenerateResult(Rollout("r", "solve", "q", [step], {"solver": 1.0}), group_id=("int", 5), parent_id="top")
     again = result_of(json.loads(json_line(plain_result(result))))
+    assert again.rollout.steps[0].from_branch == (7, 1)
     [sample], [expected] = collect_samples([again]), collect_samples([result])
     assert (sample.group, sample.info, sample.policy_versions) == (("q", (1, 2)), {"state": (0, (3,))}, [(1, 7)])
     sample.group_id = expected.group_id
     assert sample == expected
-
-
-def test_questions_that_are_equal_have_one_text():
+    # Questions that are equal have one text.
     assert group_text("puzzle-5") == "puzzle-5"
-    one, other = (
-        ("dict", frozenset({("a", ("int", 1)), ("b", "x")})),
-        ("dict", frozenset({("b", "x"), ("a", ("int", 1))})),
-    )
+    pairs = [("a", ("int", 1)), ("b", "x")]
+    one, other = (("dict", frozenset(order)) for order in (pairs, reversed(pairs)))
     assert group_text(one) == group_text(other) != group_text(("dict", frozenset({("a", ("int", 2)), ("b", "x")})))
     assert group_text(None).startswith("#") and group_text(object).startswith("<class")

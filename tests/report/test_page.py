@@ -35,7 +35,7 @@ class Elements(HTMLParser):
             self.scripts[-1] += data
 
 
-def test_hostile_text_stays_data(made_run):
+def test_hostile_text_stays_data(made_run, tmp_path):
     page = render(read_run(made_run))
     elements = Elements(page)
     assert [tag for tag, _ in elements.found].count("script") == 2
@@ -43,27 +43,11 @@ def test_hostile_text_stays_data(made_run):
     data = json.loads(elements.scripts[0])
     assert data["episodes"][0]["steps"][0]["text"] == HOSTILE
     assert "{{data}}" in data["episodes"][0]["artifact"]["deal"]
-
-
-def test_a_hostile_folder_name_stays_a_title(tmp_path, made_run):
+    # A hostile folder name stays a title.
     folder = made_run.rename(tmp_path / "<b>&run")
     elements = Elements(render(read_run(folder)))
     assert "<title>&lt;b&gt;&amp;run · turnwise</title>" in render(read_run(folder))
     assert not any(tag == "b" for tag, _ in elements.found)
-
-
-def test_nothing_is_loaded_from_anywhere(made_run):
-    page = render(read_run(made_run))
-    assert "default-src 'none'" in page
-    for tag, attributes in Elements(page).found:
-        loaded = [attributes.get(name) for name in ("src", "href", "srcset", "action") if attributes.get(name)]
-        assert loaded in ([], ["data:,"]), (tag, attributes)
-    assert re.findall(r"https?://[^\s\"']+", page.replace("http://www.w3.org/2000/svg", "")) == []
-    assert "innerHTML" not in page and "insertAdjacentHTML" not in page
-
-
-def test_half_a_character_can_be_written(tmp_path):
-    assert embed({"text": "\ud83d <!--"}) == '{"text":"? \\u003c!--"}'
 
 
 def test_written_whole_beside_the_run_or_where_asked(made_run, tmp_path):
@@ -71,6 +55,14 @@ def test_written_whole_beside_the_run_or_where_asked(made_run, tmp_path):
     elsewhere = write_report(made_run, tmp_path / "new" / "page.html")
     assert elsewhere.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert not list(made_run.glob(".*")) and not list(made_run.glob("*.tmp"))
+    assert embed({"text": "\ud83d <!--"}) == '{"text":"? \\u003c!--"}'
+    page = render(read_run(made_run))
+    assert "default-src 'none'" in page
+    for tag, attributes in Elements(page).found:
+        loaded = [attributes.get(name) for name in ("src", "href", "srcset", "action") if attributes.get(name)]
+        assert loaded in ([], ["data:,"]), (tag, attributes)
+    assert re.findall(r"https?://[^\s\"']+", page.replace("http://www.w3.org/2000/svg", "")) == []
+    assert "innerHTML" not in page and "insertAdjacentHTML" not in page
 
 
 @pytest.mark.parametrize("out", ["page.html", "a/b/page.html"])
@@ -110,27 +102,5 @@ def test_the_view_command(made_run, tmp_path, capsys, monkeypatch):
     out = tmp_path / "x.html"
     assert cli.main(["view", str(made_run), "--out", str(out), "--open"]) == EXIT_OK
     assert opened == [out.as_uri()] and out.is_file()
-
-
-def test_the_view_command_refuses_other_folders(tmp_path, capsys):
     assert cli.main(["view", str(tmp_path / "nowhere")]) == EXIT_USAGE
     assert "no run folder" in capsys.readouterr().err
-
-
-def test_train_leaves_a_report(tmp_path):
-    config = tmp_path / "run.toml"
-    config.write_text(
-        "steps = 1\n[rollout]\nprompts_per_step = 1\nbranches = 2\n[eval]\nnum_prompts = 1\n"
-        "[health]\nstart_questions = 0\n"
-    )
-    assert cli.main(["train", str(config), "--run_dir", str(tmp_path / "run")]) == EXIT_OK
-    elements = Elements((tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
-    data = json.loads(elements.scripts[0])
-    assert data["curves"]["step"] == [1] and len(data["episodes"]) == 1
-
-
-@pytest.mark.parametrize("name", ["page.html", "style.css", "dom.js"])
-def test_assets_are_installed(name):
-    from turnwise.report.page import asset
-
-    assert asset(name)

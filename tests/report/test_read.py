@@ -16,15 +16,12 @@ from turnwise.types import GenerateResult, Rollout
 from .hand_made import HOSTILE
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
+def test_limits_are_counts(tmp_path):
+    for name in ("points", "episodes", "episode_bytes"):
+        with pytest.raises(ValueError, match=f"{name}=0: expected a count"):
+            Limits(**{name: 0})
     with pytest.raises(ValueError, match=r"run_dir=.*no run folder"):
         read_run(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["points", "episodes", "episode_bytes"])
-def test_limits_are_counts(name):
-    with pytest.raises(ValueError, match=f"{name}=0: expected a count"):
-        Limits(**{name: 0})
 
 
 def test_a_run_that_has_only_begun(tmp_path):
@@ -37,9 +34,6 @@ def test_what_the_run_was_warned_of_is_there(made_run):
     assert read_run(made_run)["warnings"] == []
     RunLog(made_run, 1).warn(1, "no sample trains: <i>4 alone</i>")
     assert read_run(made_run)["warnings"] == [{"step": 1, "warning": "no sample trains: <i>4 alone</i>"}]
-
-
-def test_lines_under_way_are_left_out(made_run):
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         with (made_run / name).open("a") as stream:
             stream.write('{"step": 2, "rew')
@@ -74,10 +68,7 @@ def test_the_whole_episode_is_there(made_run):
     assert (first["reward"], first["advantage"], first["node"]) == (1.0, 0.5, str(2**47))
     assert (top["children"][0]["error"], top["children"][0]["steps"][0]["text"]) == ("Boom: <i>line 3</i>", "half done")
     assert run["actors"] == ["alice", "bob"]
-
-
-def test_siblings_share_one_prompt_and_its_private_part_is_marked(made_run):
-    run = read_run(made_run)
+    # Siblings share one prompt and its private part is marked.
     alice = run["episodes"][0]["steps"][:3]
     assert len({step["prompt"] for step in alice}) == 1
     assert run["prompts"][alice[0]["prompt"]] == [
@@ -85,14 +76,11 @@ def test_siblings_share_one_prompt_and_its_private_part_is_marked(made_run):
     ]
     bob = run["prompts"][run["episodes"][0]["steps"][3]["prompt"]]
     assert [message["private"] for message in bob] == [False, False]
-
-
-def test_numbers_that_a_browser_cannot_read(made_run):
-    run = read_run(made_run)
     assert run["curves"]["series"] == {"reward": [None], "loss": [0.5]}
     assert run["episodes"][0]["rewards"] == {"alice": 1.0, "bob": "nan"}
     assert run["episodes"][0]["seed"] == str(2**62 + 1)
     json.dumps(run, allow_nan=False)
+    assert run["contributions"] is None
 
 
 def test_token_ids_stand_for_texts_that_were_not_recorded(tmp_path, made_run):
@@ -160,7 +148,3 @@ def test_the_last_validation_that_measured_actors_is_taken(tmp_path):
     log.step(2, {"validation": 0.5, "validation/a/b/changed": 0.25, "validation/a/b/handed": 8, "metric/x": 1.0})
     log.step(3, {"validation": 0.6})
     assert read_run(tmp_path)["contributions"] == {"step": 2, "actors": {"a/b": {"changed": 0.25, "handed": 8.0}}}
-
-
-def test_a_run_that_measured_no_actor_has_no_contributions(made_run):
-    assert read_run(made_run)["contributions"] is None

@@ -84,6 +84,8 @@ def test_a_late_step_is_a_warning(run_dir):
     (run_dir / LOCK).write_text("")
     late = read_status(run_dir, START + 115 + 61)
     assert late.state == "stopped" and late.warnings == [], "a run that has ended is not late, nor are its engines"
+    (run_dir / "warnings.jsonl").write_text(json.dumps({"step": 1, "warning": "w" * 500}) + "\n")
+    assert f"step 1: {'w' * 199}… (the newest of 1 " in read_status(run_dir, START + 120).warnings[-1]
 
 
 def test_a_process_that_was_killed_is_told(run_dir):
@@ -97,11 +99,6 @@ def test_a_process_that_was_killed_is_told(run_dir):
     assert not any("no step" in text for text in status.warnings)
     holds(run_dir, os.getpid())
     assert read_status(run_dir, START + 116).state == "running"
-
-
-def test_a_long_detail_is_cut(run_dir):
-    (run_dir / "warnings.jsonl").write_text(json.dumps({"step": 1, "warning": "w" * 500}) + "\n")
-    assert f"step 1: {'w' * 199}… (the newest of 1 " in read_status(run_dir, START + 120).warnings[-1]
 
 
 def test_an_embedded_run(made_run):
@@ -118,12 +115,14 @@ def test_an_embedded_run(made_run):
     assert status.warnings == ["step 4: no sample trains (the newest of 1 in warnings.jsonl)"]
 
 
-def test_a_run_that_has_only_begun(tmp_path):
+def test_a_run_that_has_only_begun(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("steps = 7\n")
     status = read_status(tmp_path)
     assert (status.state, status.step, status.step_age) == ("not started", 0, None)
     holds(tmp_path, os.getpid())
     assert read_status(tmp_path).state == "running"
+    assert cli.main(["status", str(tmp_path / "none")]) == EXIT_USAGE
+    assert "no run folder, expected one with config.toml" in capsys.readouterr().err
 
 
 def test_only_the_end_of_a_long_record_is_read(made_run, monkeypatch):
@@ -138,11 +137,6 @@ def test_only_the_end_of_a_long_record_is_read(made_run, monkeypatch):
     (made_run / "metrics.jsonl").write_bytes(lines + b"a bad line\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl, .*expected a JSON object with a step"):
         read_status(made_run)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert cli.main(["status", str(tmp_path)]) == EXIT_USAGE
-    assert "no run folder, expected one with config.toml" in capsys.readouterr().err
 
 
 def test_the_table_and_the_json(run_dir, capsys):
@@ -167,16 +161,8 @@ def test_the_table_and_the_json(run_dir, capsys):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0.84, "0.84 s"),
-        (4.21, "4.2 s"),
-        (42.4, "42 s"),
-        (60, "1 min"),
-        (185, "3 min 5 s"),
-        (7620, "2 h 7 min"),
-        (3600, "1 h"),
-        (90_000, "1 d 1 h"),
-    ],
-)
+    [(0.84, "0.84 s"), (4.21, "4.2 s"), (42.4, "42 s"), (60, "1 min"), (185, "3 min 5 s"), (3600, "1 h"),
+     (7620, "2 h 7 min"), (90_000, "1 d 1 h")],
+)  # fmt: skip
 def test_durations(seconds, text):
     assert duration(seconds) == text

@@ -88,10 +88,7 @@ async def test_the_editor_mends_two_of_three_and_breaks_one_of_two(arena):
     assert team.contributions == {"editor": Contribution(handed=5, changed=3, wrong=3, mended=2, right=2, broke=1)}, (
         "the writer is handed nothing"
     )
-
-
-async def test_success_without_each_actor_and_alone(arena):
-    team = await evaluate(arena, REQUESTS, "right/writer")
+    # Success without each actor, and alone.
     arena.client.calls.clear()
     writer, editor = await ablate(arena, REQUESTS, team, ABLATIONS)
     assert (editor.without.success, editor.alone.success) == (0.4, 0.2)
@@ -119,10 +116,7 @@ async def test_the_weights_of_an_absent_actor_are_not_needed(arena):
     wrong = Lineup(("writer",), {"letter": Letter("writer", "editor")}, "right/writer")
     with pytest.raises(BatchFailedError, match=r"actor_id='editor': no such actor"):
         await ablate(arena, REQUESTS, team, [Ablation("editor", wrong, None)])
-
-
-async def test_a_lineup_that_cannot_play_is_left_out(arena):
-    team = await evaluate(arena, REQUESTS, "right/writer")
+    # A lineup that cannot play is left out.
     found = await ablate(arena, REQUESTS, team, [Ablation("writer", None, lineup("writer"))])
     assert found == [Addition("writer", None, None, found[0].alone)]
     assert "writer/without" not in addition_metrics(team, found)

@@ -39,6 +39,14 @@ def test_three_bars_on_a_terminal():
     assert "success 0.25  reward 1.5  tok/s 812  stale 0.5" in run and "loss" not in run
     assert rollouts.split()[0] == "rollouts" and "3/24" in rollouts
     assert updates.split()[0] == "updates" and "1/6" in updates
+    # A new round of a stage starts again.
+    out = io.StringIO()
+    bars = ProgressBars(2, Console(file=out, force_terminal=True, width=120, color_system=None))
+    bars.start()
+    bars.stage("rollouts", 24, 24)
+    bars.stage("rollouts", 1, 30)
+    bars.stop()
+    assert "1/30" in plain(out).splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -65,16 +73,6 @@ def test_the_latest_validation_stays_in_view(steps, shown):
 @pytest.mark.parametrize("settings", [{"terminal": False}, {"terminal": True, "shown": False}])
 def test_notes_alone_where_no_bar_is_wanted(settings):
     assert drawn(**settings).strip() == "a note"
-
-
-def test_a_new_round_of_a_stage_starts_again():
-    out = io.StringIO()
-    bars = ProgressBars(2, Console(file=out, force_terminal=True, width=120, color_system=None))
-    bars.start()
-    bars.stage("rollouts", 24, 24)
-    bars.stage("rollouts", 1, 30)
-    bars.stop()
-    assert "1/30" in plain(out).splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,7 @@ def test_the_cut_is_balanced_and_no_finer_than_it_must_be(random_batch):
     for parts in (2, 3, 7):
         sizes = [micro.num_tokens for micro in micro_batches(batch, np.arange(60), total // parts + longest)]
         assert len(sizes) <= parts and max(sizes) - min(sizes) <= longest, sizes
-
-
-def test_a_row_over_the_budget_goes_alone(random_batch):
+    # A row over the budget goes alone.
     batch = random_batch(0, rows=9)
     lengths = np.diff(batch.cu_seqlens)
     budget = int(np.median(lengths))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
+
+from ..trained import lines_of
 
 
 class Counting(Callback):
@@ -51,8 +51,7 @@ async def test_callbacks_are_told_and_saved(make_trainer, tmp_path):
     trainer, callback = with_callback(make_trainer, tmp_path, steps=3, checkpoint={"every": 1, "keep_last": 1})
     await trainer.run()
     assert callback.told == [("start", 0), (1, 1, {0}), (2, 2, {1}), (3, 3, {2})], "after the step was published"
-    rows = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["counted"] for row in rows] == [1, 2, 3]
+    assert [row["counted"] for row in lines_of(trainer.config.run_dir)] == [1, 2, 3]
     kept = list_checkpoints(trainer.checkpoints)
     assert [path.name[-1] for path in kept] == ["1", "3"], "step 1 is protected"
     assert (kept[-1] / "note-3.txt").samefile(tmp_path / "note-3.txt"), "linked, not copied"

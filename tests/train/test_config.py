@@ -4,15 +4,18 @@ import inspect
 import math
 import sys
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from pydantic import BaseModel
 
 from turnwise.arena import Arena
+from turnwise.train.config.policies import PhaseConfig
 from turnwise.train.config.sampling import RolloutConfig
+from turnwise.train.config.schedule import policies_at, steps_in_training
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError, differences, section_in, to_toml
+from turnwise.train.config.toml import ConfigError, differences, to_toml
 from turnwise.train.validate import config_from_dict, load_config, read_config
 
 
@@ -22,17 +25,20 @@ def written(tmp_path, text):
     return path
 
 
-def test_file_and_overrides(tmp_path):
+def test_files_and_overrides(tmp_path):
     path = written(tmp_path, 'task = "sudoku"\n[update]\nlr = 1e-4\n[policies.coder]\npath = "x/y"\n')
     config = load_config(
         path, [("update.num_minibatches", "4"), ("eval.target-success", "none"), ("policies.coder.path", "z")]
     )
     assert (config.update.lr, config.update.num_minibatches, config.policies["coder"].path) == (1e-4, 4, "z")
-
-
-def test_a_policys_name_keeps_its_dashes():
+    # A policy's name keeps its dashes.
     config = load_config(None, {"policies.my-coder.trainable": "false", "warm-start.steps": "3"})
     assert not config.policies["my-coder"].trainable and config.warm_start.steps == 3
+    config = load_config(
+        None, {"task_options": {"blanks": [4, 6]}, "policies.p.trainable": "false", "update.lr": "0.5"}
+    )
+    # TOML round trip.
+    assert TrainConfig.model_validate(tomllib.loads(to_toml(config))) == config
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,7 @@ def test_a_policys_name_keeps_its_dashes():
         ({"log.wandb": "null"}, None),
         ({"log.wandb": "2024"}, "2024"),
         ({"task": "true"}, "true"),
+        ({"run_dir": "2024"}, Path("2024")),
         ({"policies.my-coder.path": "none"}, "none"),
         ({"policies.coder.lora": "none"}, None),
         ({"actors.solver": "7"}, "7"),
@@ -94,11 +101,7 @@ class Floored:
 """
 
 
-def test_toml_round_trip():
-    config = load_config(
-        None, {"task_options": {"blanks": [4, 6]}, "policies.p.trainable": "false", "update.lr": "0.5"}
-    )
-    assert TrainConfig.model_validate(tomllib.loads(to_toml(config))) == config
+RENAMED = ["rollout.questions", "rollout.copies", "loss.kind", "eval.stop_at", "specialization"]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,7 @@ def test_toml_round_trip():
         ("stepz", "unknown config key 'stepz'; did you mean 'steps'?"),
         ("policies.default.dtyp", "unknown config key 'policies.default.dtyp'; did you mean 'dtype'?"),
         ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, cluster, credit"),
+        *((old, f"unknown config key '{old}'; (did you mean|known: )") for old in RENAMED),
     ],
 )
 def test_unknown_keys_name_the_nearest(key, message):
@@ -141,16 +145,12 @@ def test_bad_values_name_key_and_value(key, value):
         ({"eval.target_success": 0.9}, "target_success needs every > 0"),
         ({"loss.aggregation": "seq-mean-token-sum-norm"}, "needs max_length"),
         ({"warm_start.min_reward": 1}, "'warm_start.min_reward': needs warm_start.data"),
+        ({"update.betas": "[2.0, 0.9]"}, r"'update.betas.0' = 2.0: .*less than 1"),
     ],
 )
 def test_settings_that_make_no_sense_together(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
-
-
-def test_betas_that_adamw_refuses():
-    with pytest.raises(ConfigError, match=r"'update.betas.0' = 2.0: .*less than 1"):
-        load_config(None, {"update.betas": "[2.0, 0.9]"})
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "two words"])
@@ -159,7 +159,7 @@ def test_a_policys_name_is_fit_for_a_file(name):
         config_from_dict({"policies": {name: {}}})
 
 
-def test_what_changed_since_a_run_began(tmp_path):
+def test_what_changed_since_a_run_began_and_files_that_can_not_be_read(tmp_path):
     first = load_config(None, {"policies.p.path": "x", "max_seconds": 3})
     path = written(tmp_path, to_toml(first))
     assert differences(path, first) == []
@@ -168,13 +168,7 @@ def test_what_changed_since_a_run_began(tmp_path):
         "max_seconds 3.0 -> unset", "policies.p.dtype float32 -> bfloat16", "update.lr 1e-06 -> 0.5",
     ]  # fmt: skip
     assert differences(tmp_path / "none.toml", later) == []
-
-
-def test_a_folder_named_by_a_number_is_a_folder():
-    assert str(load_config(None, {"run_dir": "2024"}).run_dir) == "2024"
-
-
-def test_missing_and_malformed_files(tmp_path):
+    # Missing and malformed files.
     with pytest.raises(ConfigError, match=r"config file '.*none.toml' does not exist"):
         load_config(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"is not valid TOML: "):
@@ -189,29 +183,25 @@ def test_the_flags_are_these():
         "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options", "threads",
         "update", "warm_start",
     ]  # fmt: skip
-
-
-def test_every_key_has_a_description_of_one_line():
-    """The reference of the config is made of them."""
-    sections, seen = [TrainConfig], set()
-    while sections:
-        section = sections.pop()
-        if section not in seen:
-            seen.add(section)
-            for name, field in section.model_fields.items():
-                assert field.description and "\n" not in field.description, f"{section.__name__}.{name}"
-                below = section_in(field.annotation)
-                sections += [] if below is None else [below]
-    assert len(seen) > 15
-
-
-def test_a_limit_of_the_arena_has_one_default():
+    # A limit of the arena has one default.
     arena = inspect.signature(Arena.__init__).parameters
     for name in ("max_concurrency", "failure_threshold"):
         assert arena[name].default == RolloutConfig.model_fields[name].default
 
 
-@pytest.mark.parametrize("key", ["rollout.questions", "rollout.copies", "loss.kind", "eval.stop_at", "specialization"])
-def test_a_key_that_was_renamed_is_unknown(key):
-    with pytest.raises(ConfigError, match=f"unknown config key '{key}'; (did you mean|known: )"):
-        load_config(None, {key: 1})
+PHASES = [PhaseConfig(train=["a"], steps=2), PhaseConfig(train=["b"], steps=1), PhaseConfig(train=["a", "b"], steps=1)]
+
+
+def test_phases_follow_one_another_and_begin_anew():
+    trained = ["".join(sorted(policies_at(step, PHASES, ["a", "b", "c"]))) for step in range(9)]
+    assert trained == ["a", "a", "b", "ab", "a", "a", "b", "ab", "a"]
+    assert policies_at(2, PHASES, ["a"]) == set()
+    assert policies_at(7, [], ["a", "b"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 4, 7, 12])
+def test_the_steps_of_a_policy_are_counted(steps):
+    for name in ("a", "b", "c"):
+        counted = sum(name in policies_at(step, PHASES, [name]) for step in range(steps))
+        assert steps_in_training(name, steps, PHASES) == counted
+    assert steps_in_training("a", steps, []) == steps

@@ -27,7 +27,7 @@ def step(actor, completion, *, reward=None, finish="stop", trainable=True):
     return Step(actor, 0, CHAT, completion, [1, 2], [3], [-0.1], [(0, 1)], finish, reward=reward, trainable=trainable)
 
 
-def test_rows_of_one_actor_and_of_all(write):
+def test_rows_of_one_actor_and_of_all_and_a_bad_byte(write, tmp_path):
     path = write(
         {"messages": CHAT, "completion": "4"},
         "",
@@ -39,6 +39,14 @@ def test_rows_of_one_actor_and_of_all(write):
         Row(CHAT, "5", "solver", f"{path}:3"),
         Row("2 + 2 =", " 4", None, f"{path}:4"),
     ]
+    # A bad byte names its line and a line separator ends none.
+    path = tmp_path / "rows.jsonl"
+    good = '{"prompt": "one\u2028two", "completion": "4"}\n'.encode()
+    path.write_bytes(good)
+    assert RowReader(["solver"]).read(path) == [Row("one\u2028two", "4", None, f"{path}:1")]
+    path.write_bytes(good + b'{"prompt": "\xff", "completion": "4"}\n')
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: not JSON: .*can't decode byte 0xff"):
+        RowReader(["solver"]).read(path)
 
 
 @pytest.mark.parametrize(
@@ -62,21 +70,14 @@ def test_bad_rows_name_file_and_line(write, line, message):
         RowReader(["solver", "judge"]).read(write({"messages": CHAT, "completion": "4"}, line))
 
 
-def test_a_bad_byte_names_its_line_and_a_line_separator_ends_none(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    good = '{"prompt": "one\u2028two", "completion": "4"}\n'.encode()
-    path.write_bytes(good)
-    assert RowReader(["solver"]).read(path) == [Row("one\u2028two", "4", None, f"{path}:1")]
-    path.write_bytes(good + b'{"prompt": "\xff", "completion": "4"}\n')
-    with pytest.raises(ConfigError, match=r"rows.jsonl:2: not JSON: .*can't decode byte 0xff"):
-        RowReader(["solver"]).read(path)
-
-
 def test_files_that_give_nothing(write, tmp_path):
     with pytest.raises(ConfigError, match=r"warm_start.data' = .*rows.jsonl': no row to learn from, the file is empty"):
         RowReader(["solver"]).read(write(""))
     with pytest.raises(ConfigError, match=r"warm_start.data' = '.*none.jsonl' can't be read: .*No such file"):
         RowReader(["solver"]).read(tmp_path / "none.jsonl")
+    # A reward that none reaches.
+    with pytest.raises(ConfigError, match=r"no row to learn from, left out: .*4 rewarded below 2"):
+        RowReader(["solver", "judge"], 2).read(recorded(tmp_path))
 
 
 def recorded(tmp_path):
@@ -137,12 +138,7 @@ def test_of_a_tree_with_several_ends_each_pays_what_led_to_it_alone(tmp_path):
     assert [row.completion for row in rows] == ["shared", "to the first"]
 
 
-def test_a_reward_that_none_reaches(tmp_path):
-    with pytest.raises(ConfigError, match=r"no row to learn from, left out: .*4 rewarded below 2"):
-        RowReader(["solver", "judge"], 2).read(recorded(tmp_path))
-
-
-def test_tokenized_as_a_call_sends_it(small_model):
+def test_tokenized_as_a_call_sends_it(small_model, tmp_path):
     _, tokenizer = small_model()
     renderer = ChatRenderer(tokenizer)
     chat = tokenize(renderer, Row(CHAT, "4", None, ""))
@@ -150,11 +146,6 @@ def test_tokenized_as_a_call_sends_it(small_model):
     assert tokenizer.decode(chat.completion_token_ids) == "4<|end|>"
     text = tokenize(renderer, Row("2 + 2 =", " 4", None, ""))
     assert tokenizer.decode([*text.prompt_token_ids, *text.completion_token_ids]) == "2 + 2 = 4<|end|>"
-
-
-def test_what_a_model_wrote_spells_control_tokens_as_text(small_model, tmp_path):
-    _, tokenizer = small_model()
-    renderer = ChatRenderer(tokenizer)
     assert all(row.recorded for row in RowReader(["solver", "judge"]).read(recorded(tmp_path)))
     ends = []
     for is_recorded in (True, False):

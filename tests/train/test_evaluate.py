@@ -5,24 +5,31 @@ import pytest
 from turnwise.train.eval.evaluate import compare, evaluate
 
 
-async def test_greedy_evaluation_repeats_and_leaves_training_alone(make_trainer):
+async def test_greedy_evaluation(make_trainer):
     trainer = make_trainer()
     before = trainer.arena.state_dict()
     first = await trainer.evaluate()
-    second = await trainer.evaluate()
-    assert first == second
+    found = await trainer.evaluate()
+    assert first == found
     assert (first.episodes, first.failed) == (2, 0)
     assert trainer.arena.state_dict() == before
     # two actors, one call each: evaluation never branches
     assert first.sampled_tokens <= 2 * 2 * 6
-
-
-async def test_unknown_metric_and_nothing_to_average(make_trainer):
-    trainer = make_trainer()
+    # Unknown metric and nothing to average.
     with pytest.raises(ValueError, match=r"metric='succes': expected one of .*success/first"):
         await evaluate(trainer.arena, trainer.validation.requests, "succes")
     with pytest.raises(ValueError, match="evaluation of 0 episodes"):
         await evaluate(trainer.arena, [], "success")
+    # Every metric and each actor's reward has an interval, and only the same questions compare.
+    assert {name for name in found.estimates if not name.startswith("reward/")} == set(found.metrics)
+    assert {"reward/first", "reward/second"} <= set(found.estimates)
+    for name, mean in found.metrics.items():
+        at = found.estimates[name]
+        assert at.mean == mean and at.low <= mean <= at.high and at.count == found.episodes
+    assert compare(found, found).difference.mean == 0
+    other = await evaluate(trainer.arena, trainer.validation.requests[:1], trainer.validation.metric)
+    with pytest.raises(ValueError, match="asked different questions"):
+        compare(found, other)
 
 
 async def test_a_failed_episode_counts_as_no_success(make_trainer):
@@ -55,22 +62,3 @@ async def test_samples_give_pass_at_k_and_questions_are_the_trials(make_trainer)
     assert found == await evaluate(trainer.arena, requests, metric, sampling, samples=3), "paired seeds"
     with pytest.raises(ValueError, match="samples=0: expected at least 1"):
         await evaluate(trainer.arena, requests, metric, samples=0)
-
-
-async def test_every_metric_and_each_actors_reward_has_an_interval(make_trainer):
-    trainer = make_trainer()
-    found = await trainer.evaluate()
-    assert {name for name in found.estimates if not name.startswith("reward/")} == set(found.metrics)
-    assert {"reward/first", "reward/second"} <= set(found.estimates)
-    for name, mean in found.metrics.items():
-        at = found.estimates[name]
-        assert at.mean == mean and at.low <= mean <= at.high and at.count == found.episodes
-
-
-async def test_only_the_same_questions_compare(make_trainer):
-    trainer = make_trainer()
-    found = await trainer.evaluate()
-    assert compare(found, found).difference.mean == 0
-    other = await evaluate(trainer.arena, trainer.validation.requests[:1], trainer.validation.metric)
-    with pytest.raises(ValueError, match="asked different questions"):
-        compare(found, other)

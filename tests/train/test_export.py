@@ -44,14 +44,6 @@ def same(model, policy):
     return torch.testing.assert_close(logits(model), logits(policy.model), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "full"])
-def test_a_whole_model_loads_with_transformers(team, tmp_path, name):
-    policies, tokenizer = team
-    export_policy(policies[name], tokenizer, tmp_path)
-    same(AutoModelForCausalLM.from_pretrained(tmp_path), policies[name])
-    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
-
-
 def test_an_adapter_loads_with_peft_and_merged_with_transformers(team, tmp_path):
     policies, tokenizer = team
     export_policies(policies, tokenizer, tmp_path, own_bases=True)
@@ -69,15 +61,6 @@ def test_an_adapter_loads_with_peft_and_merged_with_transformers(team, tmp_path)
     assert not torch.allclose(logits(policies["a"].model), logits(policies["b"].model), atol=1e-2)
 
 
-def test_a_base_that_stands_elsewhere_is_named_and_not_copied(team, tmp_path):
-    policies, tokenizer = team
-    export_policies(policies, tokenizer, tmp_path, own_bases=False)
-    assert not (tmp_path / "bases").exists()
-    config = json.loads((tmp_path / "policies" / "a" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "where/it/came/from"
-    assert (config["r"], config["peft_type"], config["inference_mode"]) == (2, "LORA", True)
-
-
 def test_merging_is_a_choice_and_leaves_the_live_policy_alone(team, tmp_path):
     policies, tokenizer = team
     before = logits(policies["a"].model)
@@ -87,12 +70,14 @@ def test_merging_is_a_choice_and_leaves_the_live_policy_alone(team, tmp_path):
     export_policy(policies["a"], tokenizer, tmp_path / "both")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in policies["a"].all_weights())
     assert torch.equal(logits(policies["a"].model), before)
-
-
-def test_an_export_is_written_over(team, tmp_path):
-    policies, tokenizer = team
-    export_policy(policies["a"], tokenizer, tmp_path)
+    # It is written over.
     with torch.no_grad():
         next(policies["a"].model.parameters()).mul_(2)
-    export_policy(policies["a"], tokenizer, tmp_path)
-    same(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), policies["a"])
+    export_policy(policies["a"], tokenizer, tmp_path / "both")
+    same(AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "merged"), policies["a"])
+    # A base that stands elsewhere is named, and not copied.
+    export_policies(policies, tokenizer, tmp_path, own_bases=False)
+    assert not (tmp_path / "bases").exists()
+    config = json.loads((tmp_path / "policies" / "a" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "where/it/came/from"
+    assert (config["r"], config["peft_type"], config["inference_mode"]) == (2, "LORA", True)

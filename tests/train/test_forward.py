@@ -180,7 +180,7 @@ def test_a_model_that_can_take_no_trie_says_so(family, tree_batch):
         Forward(build(name, **options), "trie")
 
 
-def test_layouts(random_batch):
+def test_layouts_and_padding(random_batch):
     model = build("llama")
     found = {layout: Forward(model, layout) for layout in LAYOUTS}
     assert {layout: (f.packed, f.trie_share) for layout, f in found.items()} == {
@@ -188,6 +188,15 @@ def test_layouts(random_batch):
     }  # fmt: skip
     with pytest.raises(ValueError, match="layout='packed': Lfm2ForCausalLM can't have it"):
         Forward(build("lfm2", layer_types=["conv", "full_attention"]), "packed")
+    # Padding is bounded.
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = tuple(int(x) for x in rng.integers(1, 1000, rng.integers(1, 40)))
+        groups = like_lengths(lengths)
+        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+        for group in groups:
+            assert max(lengths[i] for i in group) * len(group) <= 1.25 * sum(lengths[i] for i in group)
+    assert like_lengths((100, 99, 98)) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(("packed", "fused"), [(True, True), (True, False), (False, True), (False, False)])
@@ -220,7 +229,7 @@ def test_each_row_has_its_own_temperature(packed, random_batch):
     assert forward(micro)[1] is None
 
 
-def test_rows_without_completion_tokens_are_empty(random_batch):
+def test_rows_without_completion_tokens_and_no_logits(random_batch):
     model = build("llama")
     batch = random_batch(0, rows=1)
     batch.loss_mask[:] = 0
@@ -228,9 +237,6 @@ def test_rows_without_completion_tokens_are_empty(random_batch):
         forward = Forward(model)
         forward.packed = packed
         assert forward(pack(batch, [0]))[0].shape == (0,)
-
-
-def test_no_logits_are_made(random_batch):
     model = build("qwen3", head_dim=16)
     forward = Forward(model)
     model.lm_head.forward = None  # the head itself is never called: calling None would raise
@@ -317,14 +323,3 @@ def test_a_saved_model_does_not_know_of_the_packing(tmp_path):
     assert torch.equal(
         model.generate(ids, max_new_tokens=5, do_sample=False), again.generate(ids, max_new_tokens=5, do_sample=False)
     )
-
-
-def test_padding_is_bounded():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        lengths = tuple(int(x) for x in rng.integers(1, 1000, rng.integers(1, 40)))
-        groups = like_lengths(lengths)
-        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-        for group in groups:
-            assert max(lengths[i] for i in group) * len(group) <= 1.25 * sum(lengths[i] for i in group)
-    assert like_lengths((100, 99, 98)) == [[0, 1, 2]]

@@ -11,16 +11,7 @@ from turnwise.train.model.packed_attention import packed_attention
 from turnwise.train.model.prefix_tree_attention import ATTENTION, tree_attention
 from turnwise.train.model.support import causal_lm, obstacle_to_fusing, obstacle_to_packing
 
-SIZES = {
-    "vocab_size": 200,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+from .test_forward import SIZES
 
 
 def build(family: str, attention: str | None = None, **options):
@@ -65,6 +56,13 @@ def test_a_chosen_attention_stays_and_is_not_packed():
     model = build("llama", "eager")
     assert obstacle_to_packing(model) == "its attention 'eager' would score all pairs of a stream"
     assert model.config._attn_implementation == "eager"
+    # What can not be is told once each.
+    with pytest.warns(RuntimeWarning) as told:
+        Forward(build("granite", "eager", logits_scaling=4.0))
+    assert [str(warning.message).split(",")[0] for warning in told if warning.category is RuntimeWarning] == [
+        "GraniteForCausalLM: log-probs are read from logits",
+        "GraniteForCausalLM: rows are padded",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,15 +101,6 @@ def test_the_trial_leaves_no_trace():
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not model.model._forward_hooks and not model.lm_head._forward_hooks
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_what_can_not_be_is_told_once_each():
-    with pytest.warns(RuntimeWarning) as told:
-        Forward(build("granite", "eager", logits_scaling=4.0))
-    assert [str(warning.message).split(",")[0] for warning in told if warning.category is RuntimeWarning] == [
-        "GraniteForCausalLM: log-probs are read from logits",
-        "GraniteForCausalLM: rows are padded",
-    ]
 
 
 def test_prompt_learning_and_other_modules_are_refused():

@@ -12,17 +12,14 @@ from turnwise.train.model.micro_batch import pack
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask, tree_attention
 from turnwise.train.validate import config_from_dict
 
-SMALL = {
-    "steps": 2,
+from ..trained import SMALL
+
+ON_GPU = {
+    **SMALL,
     "device": "cuda",
-    "health": {"start_questions": 0},
-    "warm_start": {"steps": 3, "batch_size": 8},
-    "rollout": {"prompts_per_step": 2, "branches": 2},
     "credit": {"rule": "episodic"},
     "update": {"lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2, "old_logprobs": "recompute"},
     "loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "importance_correction": {"level": "token"}},
-    "eval": {"num_prompts": 3},
-    "checkpoint": {"every": 1},
 }
 
 
@@ -38,7 +35,7 @@ def test_a_micro_batch_moves_whole(random_batch):
 @pytest.mark.parametrize("level", ["shared", "lora_per_actor", "model_per_actor"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_trains_and_resumes_on_a_gpu(tmp_path, level, dtype):
-    config = {**SMALL, "run_dir": str(tmp_path), "policy_sharing": level, "policies": {"default": {"dtype": dtype}}}
+    config = {**ON_GPU, "run_dir": str(tmp_path), "policy_sharing": level, "policies": {"default": {"dtype": dtype}}}
     run = train_from_config(config_from_dict(config))
     for policy in run.trainer.policies.values():
         assert policy.device.type == "cuda" and policy.version == 2
@@ -66,5 +63,5 @@ def test_attention_over_a_tree_on_a_gpu(kv_heads):
 @pytest.mark.gpu
 def test_sampling_beside_training_on_a_gpu(tmp_path):
     loop = {"max_staleness": 1, "in_flight_updates": True}
-    run = train_from_config(config_from_dict({**SMALL, "run_dir": str(tmp_path), "steps": 4, "loop": loop}))
+    run = train_from_config(config_from_dict({**ON_GPU, "run_dir": str(tmp_path), "steps": 4, "loop": loop}))
     assert run.trainer.policies["default"].version == 4

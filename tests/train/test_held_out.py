@@ -33,10 +33,7 @@ def test_a_tenth_of_the_prompts_is_held_out_from_the_end_of_the_order():
     assert choose_held_out(range(159), range(159), [4] * 159, 256) == set()
     assert choose_held_out(range(160), range(160), [4] * 160, 256) == set(range(144, 160))
     assert choose_held_out(range(200), order, [4] * 200, 0) == set()
-
-
-def test_a_prompt_is_held_out_with_all_its_groups():
-    """300 groups of 200 prompts: the first 100 prompts come twice, also at the start of the order."""
+    # 300 groups of 200 prompts: the first 100 prompts come twice, also at the start of the order.
     prompts = [*range(200), *range(100)]
     held = choose_held_out(prompts, range(300), [1] * 300, 32)
     assert held == {*range(84, 100), *range(284, 300)}, "16 prompts of two rows each"
@@ -105,8 +102,32 @@ def test_what_is_held_out_never_trains_and_comes_last(small_model, monkeypatch):
     assert with_held[:162] == without[:162], "the first pass is the same, up to the rows that are held out"
 
 
-def measured(monkeypatch, *checks):
-    """Run steps of no effect but a new bias, with ``checks`` instead of measurements: (loss, entropy, reproduced)."""
+OUT = [(1, 1.0, 0.1)] * 16
+ENDS = {
+    "patience goes back to the lowest loss": (
+        [(loss, 1.0, 0.1) for loss in (5, 3, 2, 2.5, 2.2, 9)], {"patience": 2}, (8, 4),
+        "no better held-out loss in warm_start.patience = 2 checks; the weights are those of step 4 again",
+    ),
+    # The floor is more than a target that the same check reaches: the weights are those before.
+    "the entropy has a floor": (
+        [(5, 3.0, 0.0), (3, 1.0, 0.3), (2, 0.4, 0.9)], {"min_entropy": 0.5, "target_reproduced": 0.8}, (4, 2),
+        "the entropy fell below warm_start.min_entropy = 0.5; the weights are those of step 2 again",
+    ),
+    "it is there already": (
+        [(1, 1.0, 0.9)], {"target_reproduced": 0.8}, (0, 0), "warm_start.target_reproduced = 0.8 is reached",
+    ),
+    "it runs out of steps": (
+        OUT, {"target_reproduced": 0.8}, (30, 30),
+        "warm_start.steps ran out before target_reproduced = 0.8 was reached",
+    ),
+    "all steps are done": (OUT, {}, (30, 30), "all steps are done"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_it(small_model, monkeypatch, name):
+    """The checks are (loss, entropy, reproduced); steps have no effect but a new bias, which counts them."""
+    checks, settings, steps, ended = ENDS[name]
     values = iter(checks)
     monkeypatch.setattr(HeldOut, "measure", lambda self, policy, step: Check(step, *(found := next(values)), found[-1]))
 
@@ -116,45 +137,11 @@ def measured(monkeypatch, *checks):
         return {"loss": 0.5}
 
     monkeypatch.setattr(SFT, "update_policy", update)
-
-
-def run(model, **settings):
-    """The outcome, and how many steps the weights have seen."""
+    model, _ = small_model()
     before = float(model.model.norm.weight.detach()[0])
     done = warm_start(model, ROWS, WarmStartConfig(steps=30, check_every=2, batch_size=4, **settings), seed=0)
-    return done, float(model.model.norm.weight.detach()[0]) - before
-
-
-def test_patience_goes_back_to_the_lowest_loss(small_model, monkeypatch):
-    measured(monkeypatch, *((loss, 1.0, 0.1) for loss in (5, 3, 2, 2.5, 2.2, 9)))
-    done, steps = run(small_model()[0], patience=2)
-    assert (
-        done.ended == "no better held-out loss in warm_start.patience = 2 checks; the weights are those of step 4 again"
-    )
-    assert (done.steps, steps, done.checks[-1].step) == (8, 4, 4)
-
-
-def test_the_entropy_has_a_floor(small_model, monkeypatch):
-    """The floor is more than a target that the same check reaches: the weights are those before."""
-    measured(monkeypatch, (5, 3.0, 0.0), (3, 1.0, 0.3), (2, 0.4, 0.9))
-    done, steps = run(small_model()[0], min_entropy=0.5, target_reproduced=0.8)
-    assert done.ended == ("the entropy fell below warm_start.min_entropy = 0.5; the weights are those of step 2 again")
-    assert (done.steps, steps, done.checks[-1].reproduced) == (4, 2, 0.3)
-
-
-def test_a_model_that_is_there_already_takes_no_step(small_model, monkeypatch):
-    measured(monkeypatch, (1, 1.0, 0.9))
-    done, steps = run(small_model()[0], target_reproduced=0.8)
-    assert (done.steps, steps, done.ended) == (0, 0, "warm_start.target_reproduced = 0.8 is reached")
-
-
-def test_running_out_of_steps_is_said_with_what_was_missed(small_model, monkeypatch):
-    measured(monkeypatch, *((1, 1.0, 0.1) for _ in range(16)))
-    done, steps = run(small_model()[0], target_reproduced=0.8)
-    assert (done.steps, steps) == (30, 30)
-    assert done.ended == "warm_start.steps ran out before target_reproduced = 0.8 was reached"
-    measured(monkeypatch, *((1, 1.0, 0.1) for _ in range(16)))
-    assert run(small_model()[0])[0].ended == "all steps are done"
+    assert (done.steps, float(model.model.norm.weight.detach()[0]) - before, done.ended) == (*steps, ended)
+    assert done.checks[-1].step == steps[1]
 
 
 def test_targets_need_something_held_out(small_model):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -16,6 +15,8 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.update.kl import KLPenalty, adapted
 from turnwise.train.update.update import update_policy
 from turnwise.types import Sample
+
+from ..trained import lines_of
 
 TARGET = KLConfig(coef=0.1, target=0.05, horizon=100)
 
@@ -117,27 +118,12 @@ def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_traine
     trainer = make_trainer("kl", steps=3, loss={"kl": kl}, with_reference=True)
     seen = []
     inner = trainer.arena.credit.compute_columns
-    monkeypatch.setattr(
-        trainer.arena.credit,
-        "compute_columns",
-        lambda samples: [seen.append([s.reward for s in samples]), inner(samples)][1],
-    )
+    noting = lambda samples: [seen.append([s.reward for s in samples]), inner(samples)][1]  # noqa: E731
+    monkeypatch.setattr(trainer.arena.credit, "compute_columns", noting)
     asyncio.run(trainer.run())
-    lines = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(trainer.config.run_dir)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-5) and lines[0]["kl_coef"] == 0.5
     assert abs(lines[2]["kl"]) > 1e-4 and {"first/kl", "second/kl", "kl_penalty"} <= set(lines[2])
     assert lines[2]["kl_coef"] != 0.5 and trainer.policies["default"].kl_coef != lines[2]["kl_coef"]
     for line, rewards in zip(lines, seen, strict=True):
         assert np.mean(rewards) == pytest.approx(line["reward"] - line["kl_penalty"], abs=1e-6)
-
-
-def test_a_resumed_run_repeats_the_coefficients(make_trainer):
-    kl = {"coef": 0.5, "apply_to": "reward", "target": 1e-4, "horizon": 30}
-    whole, half = (make_trainer(name, steps=4, loss={"kl": kl}, with_reference=True) for name in ("whole", "half"))
-    asyncio.run(whole.run())
-    half.config.steps = 2
-    asyncio.run(half.run())
-    resumed = make_trainer("half", steps=4, loss={"kl": kl}, with_reference=True)
-    asyncio.run(resumed.run())
-    assert resumed.policies["default"].kl_coef == whole.policies["default"].kl_coef != 0.5
-    assert resumed.policies["default"].fingerprint() == whole.policies["default"].fingerprint()

@@ -1,41 +1,38 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
+import inspect
+from pathlib import Path
 
 import pytest
 import torch
 
+import turnwise
 from turnwise.arena import Arena, ArtifactStore, Filters, TreeSampler
 from turnwise.inference import RoutingClient, ScriptedClient
-from turnwise.train import ConfigError, Evaluation, Policy, Trainer
+from turnwise.train import ConfigError, Evaluation, Trainer
 from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints
 from turnwise.train.config.optimization import CorrectionConfig, LossConfig
+from turnwise.train.interrupt import StopRequest
 from turnwise.types import Actor
 
-
-def weights_of(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.policies["default"].weights()}
-
-
-def metrics_of(trainer):
-    lines = [json.loads(line) for line in (trainer.config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    timings = ("seconds_rollout", "seconds_update", "tokens_per_second")
-    return [{k: v for k, v in line.items() if k not in timings and "inference/" not in k} for line in lines]
+from ..trained import lines_of, weights_of
 
 
 async def test_training_pays(make_trainer):
     trainer = make_trainer(steps=25, update={"lr": 1e-2, "num_minibatches": 2})
     await trainer.run()
-    reward = [line["reward"] for line in metrics_of(trainer)]
+    reward = [line["reward"] for line in lines_of(trainer.config.run_dir)]
     assert sum(reward[-3:]) > 1.5 * sum(reward[:3]), reward
 
 
 async def test_weights_move_and_reach_the_client(make_trainer):
-    trainer = make_trainer(steps=2)
-    before = weights_of(trainer)
+    """Three episodes and two minibatches a step move the bars; evaluation is not counted."""
+    trainer = make_trainer(steps=2, eval={"every": 1})
+    before, bars = weights_of(trainer), []
+    trainer.log.bars.stage = lambda *told: bars.append(told)
     await trainer.run()
+    assert bars == 2 * [*(("rollouts", ended, 3) for ended in (1, 2, 3)), ("updates", 1, 2), ("updates", 2, 2)]
     after = weights_of(trainer)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert trainer.arena.client.version("default") == trainer.policies["default"].version == 2
@@ -45,109 +42,16 @@ async def test_weights_move_and_reach_the_client(make_trainer):
     assert 0 < metrics["sampler_trainer_logprob_max_diff"] < 1e-4
 
 
-async def test_the_bars_follow_rollouts_and_updates(make_trainer, monkeypatch):
-    trainer = make_trainer(steps=2, eval={"every": 1})
-    seen = []
-    monkeypatch.setattr(trainer.log.bars, "stage", lambda *told: seen.append(told))
-    await trainer.run()
-    step = [*(("rollouts", ended, 3) for ended in (1, 2, 3)), ("updates", 1, 2), ("updates", 2, 2)]
-    assert seen == step * 2, "three episodes and two minibatches a step; evaluation is not counted"
-
-
-async def test_frozen_policy_stays(make_trainer):
-    trainer = make_trainer(steps=2)
-    policy = trainer.policies["default"]
-    trainer.policies["default"] = Policy("default", policy.model, trainer.config.update, total_steps=1, trainable=False)
-    before = weights_of(trainer)
-    await trainer.run()
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer).items())
-
-
-@pytest.mark.parametrize("old_logprobs", ["rollout", "recompute"])
-async def test_resume_equals_uninterrupted_run(make_trainer, old_logprobs):
-    update = {"lr": 3e-3, "num_minibatches": 2, "warmup": 3, "min_lr_ratio": 0.1, "old_logprobs": old_logprobs}
-    whole = make_trainer("whole", steps=4, update=update)
-    await whole.run()
-    first = make_trainer("parts", steps=2, update=update)
-    await first.run()
-    second = make_trainer("parts", steps=4, update=update)
-    await second.run()
-    assert metrics_of(whole) == metrics_of(second)
-    for name, tensor in weights_of(whole).items():
-        assert torch.equal(tensor, weights_of(second)[name]), name
-
-
-async def test_the_rate_falls_with_the_sampled_tokens_of_a_run_that_they_end(make_trainer):
-    update = {"lr": 1e-3, "num_minibatches": 2, "min_lr_ratio": 0.1, "schedule": "linear"}
-    probe = make_trainer("probe", steps=1)
-    tokens = (await probe.run()).sampled_tokens
-    options = {"steps": 100_000, "max_sampled_tokens": 4 * tokens, "update": update}
-    await make_trainer("whole", **options).run()
-    lines = metrics_of(make_trainer("whole", **options))
-    sampled = [0, *(line["total_sampled_tokens"] for line in lines)]
-    expected = [1e-3 * (0.1 + 0.9 * (1 - min(1, so_far / (4 * tokens)))) for so_far in sampled[:-1]]
-    assert len(lines) >= 3 and [line["learning_rate"] for line in lines] == pytest.approx(expected)
-    # A resumed run has the same rates.
-    first = make_trainer("parts", **options)
-    first.config = first.config.model_copy(update={"steps": 2})
-    await first.run()
-    await make_trainer("parts", **options).run()
-    assert metrics_of(make_trainer("parts", **options)) == lines
-
-
-async def test_resume_after_kill_drops_later_lines(make_trainer):
-    """The log may be ahead of the last checkpoint, its last line cut off: each step is written once all the same."""
-    whole = make_trainer("whole", steps=4)
-    await whole.run()
-    first = make_trainer("killed", steps=3, checkpoint={"every": 2, "keep_last": 5})
-    await first.run()
-    newest = list_checkpoints(first.checkpoints)[-1]
-    assert newest.name.endswith("3")
-    (newest / "manifest.json").unlink()  # as if the run had been killed while it wrote
-    with (first.config.run_dir / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 4, "los')
-    second = make_trainer("killed", steps=4)
-    await second.run()
-    assert [line["step"] for line in metrics_of(second)] == [1, 2, 3, 4]
-    assert metrics_of(second) == metrics_of(whole)
-
-
-async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):
-    class Killed(BaseException):
-        pass
-
-    def trainer_of(run, die_at):
-        trainer = make_trainer(run, steps=2, checkpoint={"save_running_episodes": True})
-        trainer.arena.episodes["letters"].max_turns = 4
-        generate, calls = trainer.arena.client.generate, []
-
-        async def counted(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == die_at:
-                raise Killed
-            return await generate(*args, **kwargs)
-
-        trainer.arena.client.generate = counted
-        return trainer, calls
-
-    whole, all_calls = trainer_of("whole", die_at=0)
-    await whole.run()
-    first, until_death = trainer_of("killed", die_at=len(all_calls) * 3 // 4)
-    with pytest.raises(BaseException) as death:
-        await first.run()
-    assert death.group_contains(Killed) if isinstance(death.value, BaseExceptionGroup) else death.type is Killed
-    second, after = trainer_of("killed", die_at=0)
-    await second.run()
-    assert metrics_of(second) == metrics_of(whole)
-    # Not all of the second step is played again.
-    assert len(after) < len(all_calls) // 2, (len(until_death), len(after), len(all_calls))
-
-
-async def test_actor_without_policy_is_refused(make_trainer):
+async def test_an_actor_without_policy_and_a_loss_that_can_not_be_are_refused(make_trainer):
     trainer = make_trainer()
     trainer.arena.add_actor(Actor("third", policy="other"))
     with pytest.raises(ValueError, match=r"actor 'third' plays with policy 'other'; policies: default"):
         Trainer(trainer.arena, trainer.policies, trainer.config)
+    # A loss that can not be is refused before anything runs.
+    trainer = make_trainer()
+    loss = LossConfig(type="gmpo", importance_correction=CorrectionConfig())
+    with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
+        Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -219,33 +123,38 @@ async def test_empty_batch_trains_nothing_and_goes_on(make_trainer):
     trainer.arena.source = list
     before = weights_of(trainer)
     await trainer.run()
-    assert [line["samples"] for line in metrics_of(trainer)] == [0, 0]
+    assert [line["samples"] for line in lines_of(trainer.config.run_dir)] == [0, 0]
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer).items())
 
 
-async def test_stops_at_success_and_at_time(make_trainer):
-    reached = make_trainer("reached", steps=9, eval={"every": 2, "target_success": 0.5})
-
-    async def growing():
-        success = reached.progress.step / 8
-        return Evaluation(success, 0, 1, 1, 0, 0, {})
-
-    reached.evaluate = growing
-    assert (await reached.run()).step == 6, "success held once more"
-    validated = [(line["step"], line["validation"]) for line in metrics_of(reached) if "validation" in line]
-    assert validated == [(0, 0.0), (2, 0.25), (4, 0.5), (6, 0.75)]
-    late = make_trainer("late", steps=5, max_seconds=1e-9)
-    assert (await late.run()).step == 1
-
-
-def scored(trainer, successes):
-    """``trainer`` whose validation after step ``k`` has success ``successes[k]``."""
+async def validate(make_trainer, curve, name="run", **settings):
+    """Run with the success ``curve[k]`` at the validation after step ``k``."""
+    trainer = make_trainer(name, **settings)
 
     async def evaluation():
-        return Evaluation(successes[trainer.progress.step], 0, 1, 1, 0, 0, {})
+        return Evaluation(curve[trainer.progress.step], 0, 1, 1, 0, 0, {})
 
     trainer.evaluate = evaluation
-    return trainer
+    return trainer, (await trainer.run()).step
+
+
+async def test_stops_at_success_and_at_time(make_trainer):
+    growing = [step / 8 for step in range(9)]
+    reached, step = await validate(make_trainer, growing, steps=9, eval={"every": 2, "target_success": 0.5})
+    assert step == 6, "success held once more"
+    lines = lines_of(reached.config.run_dir)
+    validated = [(line["step"], line["validation"]) for line in lines if "validation" in line]
+    assert validated == [(0, 0.0), (2, 0.25), (4, 0.5), (6, 0.75)]
+    assert (await make_trainer("late", steps=5, max_seconds=1e-9).run()).step == 1
+
+
+async def test_stops_when_no_validation_is_better_also_after_a_resume(make_trainer):
+    curve, patient = [0.1, 0.4, 0.2, 0.4, 0.9, 1.0], {"eval": {"every": 1, "patience": 2}}
+    for name, steps, reached in (("whole", 5, 3), ("parts", 2, 2), ("parts", 5, 3)):
+        trainer, step = await validate(make_trainer, curve, name, steps=steps, **patient)
+        assert step == reached, "what was validated before counts"
+    validated = [line["step"] for line in lines_of(trainer.config.run_dir) if "validation" in line]
+    assert validated == [0, 1, 2, 3], "each once"
 
 
 @pytest.mark.parametrize(
@@ -266,73 +175,19 @@ async def test_success_of_the_best_of_n_has_a_name_of_its_own(make_trainer, samp
     trainer.arena.episodes["letters"].sampler = sampler
     trainer.arena.filters = Filters(drop_zero_advantage=False)
     await trainer.run()
-    row = metrics_of(trainer)[-1]
+    row = lines_of(trainer.config.run_dir)[-1]
     assert row[name] == row["metric/success/first"] and 0 <= row["validation"] <= 1
     assert {"success", "success_selected"} & set(row) == {name}
-
-
-async def test_stops_when_no_validation_is_better_also_after_a_resume(make_trainer):
-    curve, patient = [0.1, 0.4, 0.2, 0.4, 0.9, 1.0], {"eval": {"every": 1, "patience": 2}}
-    assert (await scored(make_trainer("whole", steps=5, **patient), curve).run()).step == 3
-    assert (await scored(make_trainer("parts", steps=2, **patient), curve).run()).step == 2
-    parts = scored(make_trainer("parts", steps=5, **patient), curve)
-    assert (await parts.run()).step == 3, "what was validated before counts"
 
 
 @pytest.mark.parametrize(("curve", "kept"), [([0.1, 0.4, 0.2, 0.3, 0.4], [1, 4]), ([0.5, 0.4, 0.2, 0.3, 0.4], [0, 4])])
 async def test_the_best_checkpoint_stays(make_trainer, curve, kept):
     settings = {"eval": {"every": 1}, "checkpoint": {"keep_best": True, "keep_last": 1}}
-    trainer = scored(make_trainer(steps=4, **settings), curve)
-    await trainer.run()
+    trainer, _ = await validate(make_trainer, curve, steps=4, **settings)
     assert [int(path.name.removeprefix("step_")) for path in list_checkpoints(trainer.checkpoints)] == kept
 
 
-async def test_validation_stands_once_in_the_log_of_a_resumed_run(make_trainer):
-    for steps in (1, 2):
-        trainer = make_trainer("run", steps=steps, eval={"every": 1})
-        await trainer.run()
-    assert [line["step"] for line in metrics_of(trainer) if "validation" in line] == [0, 1, 2]
-
-
-async def test_a_failing_validation_loses_no_training(make_trainer):
-    whole = make_trainer("whole", steps=3)
-    await whole.run()
-    trainer = make_trainer("failing", steps=3, eval={"every": 2})
-
-    async def fail():
-        if trainer.progress.step:
-            raise RuntimeError("the judge is gone")
-        return Evaluation(0, 0, 1, 1, 0, 0, {})
-
-    trainer.evaluate = fail
-    with pytest.raises(RuntimeError, match="the judge is gone"):
-        await trainer.run()
-    second = make_trainer("failing", steps=3)
-    await second.run()
-    assert metrics_of(second)[1:] == metrics_of(whole)  # the first line is the validation before training
-    assert [line["step"] for line in metrics_of(second)] == [0, 1, 2, 3]
-
-
-async def test_a_failing_rollout_leaves_a_checkpoint_of_the_step_before(make_trainer):
-    whole = make_trainer("whole", steps=3)
-    await whole.run()
-    trainer = make_trainer("failing", steps=3)
-    source, calls = trainer.arena.source, []
-
-    def fail_in_third_step():
-        calls.append(1)
-        return source() if len(calls) < 3 else 1 / 0
-
-    trainer.arena.source = fail_in_third_step
-    with pytest.raises(ZeroDivisionError):
-        await trainer.run()
-    assert list_checkpoints(trainer.checkpoints)[-1].name == "step_00000002"
-    second = make_trainer("failing", steps=3)
-    await second.run()
-    assert metrics_of(second) == metrics_of(whole)
-
-
-async def test_two_policies_one_frozen_train_and_resume(make_two_policies):
+async def test_one_of_two_policies_trains(make_two_policies):
     whole = make_two_policies("whole", steps=3)
     loads, load = [], whole.arena.client.load_weights
     whole.arena.client.load_weights = lambda name, *rest: (loads.append(name), load(name, *rest))
@@ -343,12 +198,7 @@ async def test_two_policies_one_frozen_train_and_resume(make_two_policies):
     assert (whole.policies["learner"].version, whole.policies["rival"].version) == (3, 0)
     assert (whole.arena.client.version("learner"), whole.arena.client.version("rival")) == (3, 0)
     assert loads.count("learner") == 4 and loads.count("rival") == 1, "weights travel when they changed"
-    assert {"learner/loss", "step_reward/first", "step_reward/second"} <= set(metrics_of(whole)[-1])
-    await make_two_policies("parts", steps=1).run()
-    parts = make_two_policies("parts", steps=3)
-    await parts.run()
-    assert metrics_of(parts) == metrics_of(whole)
-    assert parts.policies["learner"].fingerprint() == whole.policies["learner"].fingerprint()
+    assert {"learner/loss", "step_reward/first", "step_reward/second"} <= set(lines_of(whole.config.run_dir)[-1])
 
 
 async def test_an_update_that_touches_a_frozen_policy_is_a_broken_invariant(make_two_policies):
@@ -395,53 +245,6 @@ async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
         await make_trainer(steps=9).run()
 
 
-def test_a_loss_that_can_not_be_is_refused_before_anything_runs(make_trainer):
-    trainer = make_trainer()
-    loss = LossConfig(type="gmpo", importance_correction=CorrectionConfig())
-    with pytest.raises(ConfigError, match=r"update.old_logprobs = 'recompute'\n.*GMPO has one ratio per sequence"):
-        Trainer(trainer.arena, trainer.policies, trainer.config.model_copy(update={"loss": loss}))
-
-
-async def test_an_update_too_small_for_the_dtype_is_told(make_trainer, capsys):
-    trainer = make_trainer(steps=1, update={"lr": 1e-60})
-    await trainer.run()
-    assert "policy 'default': an update changed no weight" in capsys.readouterr().out
-
-
-async def test_stop_during_rollout_saves_the_state_before_it(make_trainer):
-    """Ctrl-C while sampling: the batch is thrown away, the checkpoint is that of the last finished step."""
-    drawn = []
-
-    def drawing(trainer):
-        source = trainer.arena.source
-        trainer.arena.source = lambda: drawn.append(random.random()) or source()
-        return trainer
-
-    random.seed(5)
-    whole = drawing(make_trainer("whole", steps=3))
-    await whole.run()
-    expected = drawn.copy()
-    random.seed(5)
-    stopped = drawing(make_trainer("stopped", steps=3))
-    source = stopped.arena.source
-    count = 0
-
-    def stop_in_second_step():
-        nonlocal count
-        count += 1
-        if count == 2:
-            asyncio.get_running_loop().call_soon(stopped._stop.request)
-        return source()
-
-    stopped.arena.source = stop_in_second_step
-    assert (await stopped.run()).step == 1
-    random.seed(6)
-    second = drawing(make_trainer("stopped", steps=3))
-    await second.run()
-    assert metrics_of(second) == metrics_of(whole)
-    assert drawn[-2:] == expected[-2:], "what an episode draws from the global generators is taken back too"
-
-
 async def test_damaged_checkpoint_names_the_one_before(make_trainer):
     trainer = make_trainer("damaged", steps=2, checkpoint={"every": 1})
     await trainer.run()
@@ -482,3 +285,81 @@ async def test_an_opponent_that_nobody_trains_needs_no_policy(make_trainer):
     await trainer.run()
     assert (trainer.progress.step, client.version("default")) == (1, 1)
     assert fixed.loads == []
+
+
+async def test_work_is_cancelled_when_a_stop_is_requested():
+    stop, cancelled = StopRequest(), []
+
+    async def endless():
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with stop.listening():
+        asyncio.get_running_loop().call_later(0.01, stop.request)
+        assert await asyncio.wait_for(stop.unless_requested(endless()), timeout=10) is None
+    assert cancelled == [True] and stop.requested
+
+
+async def test_finished_work_is_returned_and_its_error_raised():
+    stop = StopRequest()
+
+    async def work(value):
+        return 1 / value
+
+    with stop.listening():
+        assert await stop.unless_requested(work(2)) == 0.5
+        with pytest.raises(ZeroDivisionError):
+            await stop.unless_requested(work(0))
+
+
+# ---- The way from the training loop to the inference client: how many calls one sampled action passes ----------------
+PACKAGE = Path(turnwise.__file__).parent
+
+
+class CallPaths:
+    """An asyncio task factory that keeps the stack in which each task was created."""
+
+    def __init__(self) -> None:
+        self.created: dict[asyncio.Task, list[str]] = {}
+
+    def __call__(self, loop, coroutine, **options):
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        self.created[task] = self.here()
+        return task
+
+    def here(self) -> list[str]:
+        """``"file function"`` of every turnwise call that led here, outermost first."""
+        calls, frame = [], inspect.currentframe()
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if PACKAGE in path.parents:
+                calls.append(f"{path.relative_to(PACKAGE)} {frame.f_code.co_name}")
+            frame = frame.f_back
+        running = asyncio.current_task() if asyncio.events._get_running_loop() else None
+        return [*self.created.get(running, []), *reversed(calls)]
+
+
+@pytest.mark.parametrize(("sampler", "most_calls", "most_files"), [(None, 16, 7), ("tree", 20, 8)])
+async def test_one_action_reaches_the_client_in_few_calls(make_trainer, sampler, most_calls, most_files):
+    """From ``Trainer.run``: the whole stack, with those calls that only start tasks."""
+    trainer = make_trainer(steps=1)
+    trainer.validation = None
+    if sampler is None:
+        trainer.arena.episodes["letters"].sampler = None
+    paths, seen, generate = CallPaths(), [], trainer.arena.client.generate
+    asyncio.get_running_loop().set_task_factory(paths)
+
+    async def generate_and_look(requests):
+        seen.append(paths.here())
+        return await generate(requests)
+
+    trainer.arena.client.generate = generate_and_look
+    await trainer.run()
+    longest = max(seen, key=len)
+    files = {call.partition(" ")[0] for call in longest}
+    assert longest[0] == "train/loop.py run" and "arena/multi_turn.py take_action" in longest
+    assert ("arena/trees/search.py expand_once" in longest) == (sampler == "tree")
+    assert len(longest) <= most_calls and len(files) <= most_files, "\n".join(longest)

@@ -63,6 +63,7 @@ def test_one_copy_of_a_shared_base(one, two):
     policies = {
         "a": PolicyConfig(path=one, lora=LORA),
         "b": PolicyConfig(path=one, lora=LoraConfig(rank=4, target_modules=["q_proj"])),
+        "c": PolicyConfig(path=one, lora=LORA),
         "still": PolicyConfig(path=one, trainable=False),
         "full": PolicyConfig(path=one),
         "other": PolicyConfig(path=two, lora=LORA),
@@ -70,7 +71,7 @@ def test_one_copy_of_a_shared_base(one, two):
     models = attach_adapters(load_models(policies, never), policies, seed=0)
     assert list(models) == list(policies)
     base, other = shared_bases(models.values())
-    for name in ("a", "b", "still"):
+    for name in ("a", "b", "c", "still"):
         assert storages(models[name].activate()) == storages(base.model), name
     assert models["other"].shared is other and not isinstance(models["full"], AdaptedModel)
     for name in ("full", "other"):
@@ -79,18 +80,12 @@ def test_one_copy_of_a_shared_base(one, two):
     expected = models["full"](ids).logits
     for name in ("a", "b", "still"):
         assert torch.equal(models[name](ids).logits, expected), "adapters begin without effect"
-    first_a, first_b = next(models["a"].parameters()), next(models["b"].parameters())
-    assert not torch.equal(first_a[:2], first_b[:2]), "each is drawn anew"
+    first = {name: next(models[name].parameters()) for name in "abc"}
+    assert not torch.equal(first["a"][:2], first["b"][:2]), "each is drawn anew"
+    assert first["a"].shape == first["c"].shape and not torch.equal(first["a"], first["c"])
 
 
-def test_adapters_of_one_kind_start_from_weights_of_their_own(one):
-    policies = {name: PolicyConfig(path=one, lora=LORA) for name in ("a", "b")}
-    models = attach_adapters(load_models(policies, never), policies, seed=0)
-    first_a, first_b = next(models["a"].parameters()), next(models["b"].parameters())
-    assert first_a.shape == first_b.shape and not torch.equal(first_a, first_b)
-
-
-def test_gradient_checkpointing_of_a_base_and_of_a_model(one):
+def test_gradient_checkpointing_of_a_base_and_of_a_model(one, two):
     policies = {
         "a": PolicyConfig(path=one, lora=LORA),
         "b": PolicyConfig(path=one, lora=LORA, gradient_checkpointing=True),
@@ -98,15 +93,7 @@ def test_gradient_checkpointing_of_a_base_and_of_a_model(one):
         "d": PolicyConfig(path=one, gradient_checkpointing=True),
     }
     models = attach_adapters(load_models(policies, never), policies, seed=0)
-    assert {name: model.is_gradient_checkpointing for name, model in models.items()} == {
-        "a": True,
-        "b": True,
-        "c": False,
-        "d": True,
-    }
-
-
-def test_references_are_loaded_once_each(one, two):
+    assert [model.is_gradient_checkpointing for model in models.values()] == [True, True, False, True]
     policies = {
         "a": PolicyConfig(path=one, reference=two),
         "b": PolicyConfig(path=one, reference=two, lora=LORA),
@@ -114,6 +101,7 @@ def test_references_are_loaded_once_each(one, two):
         "still": PolicyConfig(path=two, reference=one, trainable=False),
         "plain": PolicyConfig(path=one),
     }
+    # References are loaded once each.
     references = load_references(policies, never)
     assert references.keys() == {"a", "b", "c"}
     assert references["a"] is references["b"] is not references["c"]
@@ -153,10 +141,20 @@ def test_all_that_is_wrong_with_paths_is_told_at_once(tmp_path, one):
     assert f"'policies.d.reference' = {str(short)!r}: the model embeds 261 tokens, its tokenizer has 2" in third
 
 
-def test_tiny_stands_alone(one):
+def test_paths_that_can_not_be(one, tmp_path):
     policies = {"a": PolicyConfig(), "b": PolicyConfig(path=one)}
     with pytest.raises(ConfigError, match=r"'policies.b.path' = .*can't stand beside \"tiny\""):
         check_models(policies, never)
+    # A folder that is not there is told so.
+    with pytest.raises(ConfigError, match=r"'policies.a.path' = '.*/none': there is no such folder"):
+        check_models({"a": PolicyConfig(path=str(tmp_path / "none"))}, never)
+    # An instruction model is asked for.
+    tokenizer = build_tokenizer(["abc"], vocab_size=270)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    build_model(tokenizer, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no chat template"):
+        check_models({"a": PolicyConfig(path=str(tmp_path))}, never)
 
 
 def test_target_modules_that_the_model_lacks(one):
@@ -168,17 +166,3 @@ def test_target_modules_that_the_model_lacks(one):
         check_targets(load_models(targets, never), targets)
     fine = {"a": PolicyConfig(path=one, lora=LoraConfig(target_modules=["self_attn.k_proj", "q_proj"]))}
     check_targets(load_models(fine, never), fine)
-
-
-def test_a_folder_that_is_not_there_is_told_so(tmp_path):
-    with pytest.raises(ConfigError, match=r"'policies.a.path' = '.*/none': there is no such folder"):
-        check_models({"a": PolicyConfig(path=str(tmp_path / "none"))}, never)
-
-
-def test_an_instruction_model_is_asked_for(tmp_path):
-    tokenizer = build_tokenizer(["abc"], vocab_size=270)
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    build_model(tokenizer, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="no chat template"):
-        check_models({"a": PolicyConfig(path=str(tmp_path))}, never)

@@ -70,18 +70,20 @@ def test_each_constant_says_where_it_comes_from():
     assert (float(fitted), fitted.unit, fitted.mark, fitted.source) == (1.2, "factor", "measured", "runs/a")
 
 
-def test_without_staleness_the_parts_follow_each_other():
+def test_staleness_and_collectives():
     found = predict(workload(), Split(38, 1, 26, 128, 0), H100, Constants())
     assert found.step == pytest.approx(found.sampling + found.training + found.sync)
     assert found.bottleneck == "sampling"
-
-
-def test_staleness_only_helps_up_to_the_designs_step():
+    # Staleness only helps up to the design's step.
     steps = [predict(workload(), Split(614, 1, 410, 128, k), H100, DESIGN).step for k in range(8)]
     unbounded = predict(workload(), Split(614, 1, 410, 128, None), H100, DESIGN).step
     assert steps == sorted(steps, reverse=True)
     assert steps[1] > 1.3 * unbounded, "one batch ahead doesn't fill 614 engines"
     assert steps[-1] == pytest.approx(unbounded)
+    # A collective takes as long for many engines as for one.
+    few, many = (Split(count, 2, 8) for count in (2, 200))
+    assert predict(workload(), few, H100, DESIGN).sync == predict(workload(), many, H100, DESIGN).sync
+    assert one_by_one_seconds(workload(), many, DESIGN) == 100 * one_by_one_seconds(workload(), few, DESIGN)
 
 
 def test_one_batch_ahead_is_bound_by_the_latency_of_a_batch():
@@ -116,20 +118,12 @@ def test_the_longest_call_bounds_a_large_cluster():
     assert two.latency == one.latency
 
 
-def test_a_collective_takes_as_long_for_many_engines_as_for_one():
-    few, many = (Split(count, 2, 8) for count in (2, 200))
-    assert predict(workload(), few, H100, DESIGN).sync == predict(workload(), many, H100, DESIGN).sync
-    assert one_by_one_seconds(workload(), many, DESIGN) == 100 * one_by_one_seconds(workload(), few, DESIGN)
-
-
-def test_an_adapter_sends_and_holds_less():
+def test_bytes_of_a_gpu_and_of_an_adapter():
     adapter = replace(workload(), model=replace(MODELS["70B"], adapter_parameters=2e8))
     assert sync_seconds(adapter, 4, DESIGN) == pytest.approx(4e8 / 8.25e9 + 4e8 / (4 * 20e9) + 0.5)
     assert fewest_ranks(adapter, H100, Constants()) == 3  # (140 + 1.6) GB over 70 GB each
     assert fewest_ranks(workload("70B"), H100, Constants()) == 8  # 560 GB over 70 GB each
-
-
-def test_bytes_of_a_gpu():
+    # Bytes of a GPU.
     assert training_bytes(workload("7B"), 4, Constants()) == pytest.approx(8 * 7e9 / 4 + 10e9)
     assert training_bytes(workload("7B", reference=True), 4, Constants()) == pytest.approx(10 * 7e9 / 4 + 10e9)
     assert cache_bytes(workload("7B"), 2, 10) == 10 * 3072 * 57_344 / 2
@@ -157,9 +151,17 @@ def test_the_search_finds_what_trying_all_splits_finds(model):
     assert len({(plan.split.tensor_parallel, plan.split.max_staleness) for plan in plans}) == len(plans)
 
 
-def test_equal_plans_take_the_least_staleness():
+def test_the_least_staleness_and_the_smallest_cluster():
     """At 64 GPUs one batch ahead is as fast as four."""
     assert search(workload(), 64, H100, Constants())[0].split.max_staleness == 1
+    # The smallest cluster that fits.
+    count, plan = smallest_cluster(workload("70B"), 64, H100, Constants())
+    assert plan == search(workload("70B"), count, H100, Constants())[0]
+    with pytest.raises(NothingFits):
+        search(workload("70B"), count // 2, H100, Constants())
+    assert smallest_cluster(workload("70B"), 12, H100, Constants())[0] == 12
+    with pytest.raises(NothingFits):
+        smallest_cluster(workload("70B"), 8, H100, Constants())
 
 
 @pytest.mark.parametrize(
@@ -173,16 +175,6 @@ def test_equal_plans_take_the_least_staleness():
 def test_a_cluster_that_is_too_small_says_why(model, gpus, message):
     with pytest.raises(ValueError, match=message):
         search(workload(model), gpus, H100, Constants())
-
-
-def test_the_smallest_cluster_that_fits():
-    count, plan = smallest_cluster(workload("70B"), 64, H100, Constants())
-    assert plan == search(workload("70B"), count, H100, Constants())[0]
-    with pytest.raises(NothingFits):
-        search(workload("70B"), count // 2, H100, Constants())
-    assert smallest_cluster(workload("70B"), 12, H100, Constants())[0] == 12
-    with pytest.raises(NothingFits):
-        smallest_cluster(workload("70B"), 8, H100, Constants())
 
 
 @pytest.fixture(scope="module")
@@ -206,11 +198,20 @@ def test_sizes_of_a_model_and_its_adapter(tiny):
     assert size.sent_bytes == size.adapter_parameters * size.weight_bytes
 
 
-def test_a_mixture_of_experts_is_refused():
-    module = nn.Linear(2, 2)
-    module.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_experts=8))
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ({"a": {}, "b": {}}, r"2 bases \(a; b\): expected one"),
+        ({"default": {"path": "./nowhere"}}, r"'policies.default.path' = './nowhere': expected a folder"),
+    ],
+)
+def test_models_without_a_plan_are_refused(tiny, policies, message):
+    with pytest.raises(ConfigError, match=message):
+        workload_of(config_from_dict({"policies": policies}), lambda: tiny)
+    experts = nn.Linear(2, 2)
+    experts.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_experts=8))
     with pytest.raises(ConfigError, match="num_experts = 8: expected a dense model"):
-        size_of(module, {})
+        size_of(experts, {})
 
 
 def test_a_workload_from_a_config(tiny):
@@ -233,18 +234,6 @@ def test_a_workload_from_a_config(tiny):
     assert work.rows == 6 * 8 * 3 and work.sampled_tokens == 6 * 8 * 3 * 20
     with pytest.raises(ValueError, match="prompt=0: expected a number > 0"):
         workload_of(config, lambda: tiny, prompt=0)
-
-
-def test_two_bases_are_refused(tiny):
-    config = config_from_dict({"policies": {"a": {}, "b": {}}})
-    with pytest.raises(ConfigError, match=r"2 bases \(a; b\): expected one"):
-        workload_of(config, lambda: tiny)
-
-
-def test_a_missing_model_names_the_key():
-    config = config_from_dict({"policies": {"default": {"path": "./nowhere"}}})
-    with pytest.raises(ConfigError, match=r"'policies.default.path' = './nowhere': expected a folder"):
-        workload_of(config, lambda: None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,9 +293,7 @@ def test_a_fit_says_what_the_run_does_not_tell(tmp_path):
     assert [line.partition(":")[0] for line in fit.kept] == ["prompt, response, calls", "sync_scale"]
     assert fit.workload == workload() and fit.constants.sync_scale.mark == "assumed"
     assert any("20 tokens/s of an engine" in line for line in fit.changed)
-
-
-def test_a_folder_without_steps_is_refused(tmp_path):
+    # A folder without steps is refused.
     with pytest.raises(FileNotFoundError):
         refit(tmp_path, config_from_dict({}), workload(), H100, Constants())
     with pytest.raises(ValueError, match="expected a run with a trained step"):

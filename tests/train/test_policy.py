@@ -15,26 +15,41 @@ from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy, _count_not_finite, fingerprints, named_weights
 from turnwise.train.update.update import update_policy
 
+from ..trained import equal
 
-def test_the_rate_warms_up_and_falls_to_its_floor(small_model):
+
+def move(policy):
+    for parameter in policy.trained_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return policy.step()
+
+
+def rate_of(policy):
+    return policy.optimizer.param_groups[0]["lr"] / 1e-3
+
+
+def rates_of(policy, updates):
+    rates = []
+    for _ in range(updates):
+        rates.append(rate_of(policy))
+        move(policy)
+    return rates
+
+
+def test_the_schedules_and_the_clip(small_model):
     config = UpdateConfig(lr=1e-3, warmup=2, min_lr_ratio=0.1)
     policy = Policy("default", small_model()[0], config, total_steps=10)
-    rates = []
-    for _ in range(12):
-        rates.append(policy.optimizer.param_groups[0]["lr"] / 1e-3)
-        for parameter in policy.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        policy.step()
+    rates = rates_of(policy, 12)
     falling = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(9)]
     assert rates == pytest.approx([0.5, 1.0, *falling, 0.1])
-
-
-def test_the_gradient_is_clipped_and_cleared(small_model):
+    # The linear schedule.
+    config = UpdateConfig(lr=1e-3, warmup=1, min_lr_ratio=0.2, schedule="linear")
+    policy = Policy("default", small_model()[0], config, total_steps=5)
+    assert rates_of(policy, 6) == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    # The gradient is clipped and cleared.
     policy = Policy("default", small_model()[0], UpdateConfig(max_grad_norm=0.5), total_steps=1)
-    for parameter in policy.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
     count = sum(parameter.numel() for parameter in policy.model.parameters())
-    assert policy.step() == pytest.approx(math.sqrt(count), rel=1e-4)
+    assert move(policy) == pytest.approx(math.sqrt(count), rel=1e-4)
     assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
@@ -82,16 +97,6 @@ def test_weights_that_are_not_finite_are_named_when_a_policy_is_made(small_model
         Policy("solver", adapted, UpdateConfig(), total_steps=1)
 
 
-def test_the_linear_schedule(small_model):
-    config = UpdateConfig(lr=1e-3, warmup=1, min_lr_ratio=0.2, schedule="linear")
-    policy = Policy("default", small_model()[0], config, total_steps=5)
-    rates = []
-    for _ in range(6):
-        rates.append(policy.optimizer.param_groups[0]["lr"] / 1e-3)
-        move(policy)
-    assert rates == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
-
-
 def test_the_rate_follows_the_share_of_the_run(small_model):
     config = UpdateConfig(lr=1e-3, warmup=1, min_lr_ratio=0.2, schedule="linear")
     policy = Policy("default", small_model()[0], config, total_steps=1_001)
@@ -99,26 +104,15 @@ def test_the_rate_follows_the_share_of_the_run(small_model):
     rates = []
     for share in (0.0, 0.25, 0.5, 1.0, 1.1):
         policy.follow_run(share)
-        rates.append(policy.optimizer.param_groups[0]["lr"] / 1e-3)
-        move(policy)
-        rates.append(policy.optimizer.param_groups[0]["lr"] / 1e-3)
+        rates += rates_of(policy, 2)
     # At a share of 0 the updates decide; later the share does, also for the second update of a step.
     assert rates == pytest.approx([1.0, 0.9992, 0.8, 0.8, 0.6, 0.6, 0.2, 0.2, 0.2, 0.2])
-
-
-def test_updates_past_the_share_of_the_run_decide(small_model):
+    # Updates past the share of the run decide.
     config = UpdateConfig(lr=1e-3, min_lr_ratio=0.0, schedule="linear")
     policy = Policy("default", small_model()[0], config, total_steps=4)
-    for _ in range(3):
-        move(policy)
+    rates_of(policy, 3)
     policy.follow_run(0.5)
-    assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-3)
-
-
-def move(policy):
-    for parameter in policy.trained_parameters():
-        parameter.grad = torch.ones_like(parameter)
-    return policy.step()
+    assert rate_of(policy) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -175,9 +169,7 @@ def test_adapters_trained_in_turns_equal_adapters_trained_alone(adapters, random
         for seed in range(3):
             train(alone, seed)
         assert alone.updates == policy.updates > 3
-        assert all(
-            torch.equal(one, other) for (_, one), (_, other) in zip(alone.weights(), policy.weights(), strict=True)
-        )
+        assert equal(dict(alone.weights()), dict(policy.weights()))
 
 
 def test_an_adapters_reference_is_the_base_with_adapters_off(adapters, small_model, random_batch):

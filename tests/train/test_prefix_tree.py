@@ -70,25 +70,21 @@ def test_the_layout_does_not_depend_on_the_order_of_rows(seed, least):
     assert one.tree() == other.tree()
 
 
-def test_without_the_last_tokens():
+def test_worked_examples():
     rows = [[5, 6, 7], [5, 6, 8], [5], [], [5, 6, 7, 9]]
     trie = PrefixTree(*stream(rows), last=False)
     assert trie.token_ids.tolist() == [5, 6, 7] and trie.num_tokens == 11
     lengths = [1, 2, 0, 0, 2]
     assert trie.targets(lengths).tolist() == [7, 6, 8, 7, 9]
     assert trie.token_ids[trie.sources(lengths)].tolist() == [6, 5, 6, 6, 7]
-
-
-def test_little_sharing_is_given_up():
+    # Little sharing is given up.
     trunk = list(range(100))
     rows = [[*trunk, 1, 2, tail] for tail in range(4)]  # three times 102 tokens saved, and none at a second branch
     assert len(trie_of(rows, 1)) == 102 + 4
     rows = [[*trunk, 1, 2, 3, 8], [*trunk, 1, 2, 3, 9], [*trunk, 4]]
     assert [len(trie_of(rows, least)) for least in (3, 4)] == [100 + 3 + 2 + 1, 100 + 4 + 4 + 1]
     assert len(trie_of(rows, 1000)) == sum(map(len, rows))
-
-
-def test_rows_that_end_within_others_and_empty_ones():
+    # Rows that end within others and empty ones.
     rows = [[5, 6, 7], [5, 6], [], [5, 6, 7], [5]]
     trie = trie_of(rows)
     assert trie.token_ids.tolist() == [5, 6, 7]
@@ -122,10 +118,7 @@ def test_a_cut_keeps_families_together():
     rows = [families[i % 6] + rng.integers(0, 1000, 20).tolist() for i in range(48)]  # 460 unique tokens each
     for part in trie_of(rows).cut(1000):
         assert len({row % 6 for row in part}) == len(part) / 8 == 2
-
-
-def test_ten_thousand_rows_take_linear_time():
-    """Comparisons are what could grow: each token of a row is looked at about once, however many rows there are."""
+    # Comparisons are what could grow: each token of a row is looked at about once, however many rows there are.
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 50_000, (10_000, 200))
     tokens[:, :150] = tokens[0, :150]
@@ -162,13 +155,18 @@ def test_a_loop_of_ones_own(small_model):
         trie.targets([2, 31, 0, 3])
 
 
-def test_a_model_that_takes_no_tries():
+def test_what_takes_no_tries_and_places_outside_of_a_row():
     config = MistralConfig(
         vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, sliding_window=4,
     )  # fmt: skip
     with pytest.raises(ValueError, match="MistralForCausalLM can't take tries, as its attention has a sliding window"):
         use_trees(MistralForCausalLM(config))
+    # Places outside of a row.
+    with pytest.raises(ValueError, match="within each row"):
+        trie_of([[1, 2, 3]]).places(np.array([1]), np.array([3]))
+    with pytest.raises(ValueError, match=r"counts: expected int64 \[1\]"):
+        trie_of([[1, 2, 3]]).places(np.array([1]), np.array([3, 1]))
 
 
 @pytest.mark.parametrize(
@@ -177,10 +175,3 @@ def test_a_model_that_takes_no_tries():
 def test_offsets_that_are_none(offsets, message):
     with pytest.raises(ValueError, match=message):
         PrefixTree(np.arange(5), np.array(offsets))
-
-
-def test_places_outside_of_a_row():
-    with pytest.raises(ValueError, match="within each row"):
-        trie_of([[1, 2, 3]]).places(np.array([1]), np.array([3]))
-    with pytest.raises(ValueError, match=r"counts: expected int64 \[1\]"):
-        trie_of([[1, 2, 3]]).places(np.array([1]), np.array([3, 1]))

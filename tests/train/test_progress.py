@@ -22,11 +22,23 @@ def validated(*successes, **counters):
     return RunProgress(step=10 * max(0, len(successes) - 1), evaluations=evaluations, **counters)
 
 
-def test_the_best_is_the_first_of_equal_ones():
+def test_which_steps_are_best_and_kept():
     assert RunProgress().best_step is None
     assert validated(0.1, 0.5, 0.3, 0.5).best_step == 10
     # Steps are numbers: "9" is before "10", whatever the order that they came in.
     assert RunProgress(evaluations={"10": 0.5, "9": 0.5}).best_step == 9
+    # Survives JSON.
+    progress = validated(0.1, 0.5, sampled_tokens=7)
+    assert RunProgress(**json.loads(json.dumps(asdict(progress)))) == progress
+    # Which steps are kept.
+    every = config_of(checkpoint={"every": 5})
+    assert [step for step in range(1, 12) if RunProgress(step=step).checkpoint_due(every)] == [5, 10]
+    never = config_of()
+    assert not any(RunProgress(step=step).checkpoint_due(never) for step in range(12))
+    best = config_of(eval={"every": 10}, checkpoint={"keep_best": True})
+    assert validated(0.1, 0.5).checkpoint_due(best) and validated(0.1, 0.5).best_kept(best) == 10
+    assert not validated(0.5, 0.5).checkpoint_due(best)
+    assert validated(0.5, 0.5).best_kept(every) is None
 
 
 @pytest.mark.parametrize(
@@ -63,22 +75,6 @@ def test_the_best_is_the_first_of_equal_ones():
 def test_what_ends_a_run(progress, changes, reason):
     got = progress.finished(config_of(**changes))
     assert (got is None) if reason is None else re.match(reason, got or ""), got
-
-
-def test_which_steps_are_kept():
-    every = config_of(checkpoint={"every": 5})
-    assert [step for step in range(1, 12) if RunProgress(step=step).checkpoint_due(every)] == [5, 10]
-    never = config_of()
-    assert not any(RunProgress(step=step).checkpoint_due(never) for step in range(12))
-    best = config_of(eval={"every": 10}, checkpoint={"keep_best": True})
-    assert validated(0.1, 0.5).checkpoint_due(best) and validated(0.1, 0.5).best_kept(best) == 10
-    assert not validated(0.5, 0.5).checkpoint_due(best)
-    assert validated(0.5, 0.5).best_kept(every) is None
-
-
-def test_survives_json():
-    progress = validated(0.1, 0.5, sampled_tokens=7)
-    assert RunProgress(**json.loads(json.dumps(asdict(progress)))) == progress
 
 
 def test_checkpoints_by_name(tmp_path):

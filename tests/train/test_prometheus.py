@@ -64,6 +64,7 @@ def samples(port):
 
 
 def test_names_labels_and_kinds_by_hand(server, port):
+    assert server._server[0].server_address == ("127.0.0.1", port), "only the address that is written listens"
     assert samples(port) == {
         ("turnwise_step",): 0,
         ("turnwise_planned_steps",): 9,
@@ -118,10 +119,6 @@ def test_names_labels_and_kinds_by_hand(server, port):
     }
 
 
-def test_only_the_address_that_is_written_listens(server, port):
-    assert server._server[0].server_address == ("127.0.0.1", port)
-
-
 def test_gauges_are_of_the_newest_step_and_counters_add_up(server, port):
     server.log(1, {"reward": 0.25, "episodes": 8, "kl": 0.5})
     server.log(2, {"reward": 0.75, "episodes": 6})
@@ -131,14 +128,6 @@ def test_gauges_are_of_the_newest_step_and_counters_add_up(server, port):
     assert ("turnwise_kl",) not in found, "the newest step did not measure it"
 
 
-def test_an_actor_and_a_policy_of_one_name(server, port):
-    server.log(1, {"completion_tokens/solver": 3, "solver/loss": 1.0, "solver/entropy/solver": 2.0})
-    found = samples(port)
-    assert found["turnwise_loss", ("policy", "solver")] == 1.0
-    assert found["turnwise_completion_tokens", ("actor", "solver")] == 3
-    assert found["turnwise_entropy", ("actor", "solver"), ("policy", "solver")] == 2.0
-
-
 def test_the_only_policy_is_in_no_name_but_those_of_a_cluster(config, port):
     server = Prometheus(config.model_copy(update={"policies": {"solver": config.policies["solver"]}}))
     server.log(1, {"completion_tokens/solver": 3, "solver/entropy": 2.0, "cluster/version_min/solver": 7})
@@ -146,13 +135,28 @@ def test_the_only_policy_is_in_no_name_but_those_of_a_cluster(config, port):
     server.close()
     assert found["turnwise_entropy", ("actor", "solver")] == 2.0
     assert found["turnwise_cluster_version_min", ("policy", "solver")] == 7
+    # It serves again after it was closed.
+    server = Prometheus(config)
+    server.log(1, {"episodes": 2})
+    server.close()
+    server.close()
+    with pytest.raises(OSError):
+        scrape(port)
+    server.log(2, {"episodes": 3})
+    assert samples(port)["turnwise_episodes_total",] == 5
+    server.close()
 
 
 def test_awkward_names_and_numbers_are_still_a_valid_scrape(server, port):
-    """Two names that are one to Prometheus, quotes and line breaks in labels, and values that are no numbers."""
+    """Two names that are one to Prometheus, an actor and a policy of one name, quotes and line breaks in labels, and
+    values that are no numbers."""
     server.log(1, {"metric/a-b": 1.0, "metric/a b": 2.0, 'completion_tokens/x"\n\\': 3.0, "loss": float("nan"),
-                   "ratio": float("inf"), "note": "text", "step": 7.0, "episodes": 1})  # fmt: skip
+                   "ratio": float("inf"), "note": "text", "step": 7.0, "episodes": 1, "completion_tokens/solver": 3,
+                   "solver/loss": 1.0, "solver/entropy/solver": 2.0})  # fmt: skip
     found = samples(port)
+    assert found["turnwise_loss", ("policy", "solver")] == 1.0
+    assert found["turnwise_completion_tokens", ("actor", "solver")] == 3
+    assert found["turnwise_entropy", ("actor", "solver"), ("policy", "solver")] == 2.0
     assert {found["turnwise_metric_a_b",], found["turnwise_metric_a_b_",]} == {1.0, 2.0}
     assert found["turnwise_completion_tokens", ("actor", 'x"\n\\')] == 3.0
     assert found["turnwise_loss",] != found["turnwise_loss",] and found["turnwise_ratio",] == float("inf")
@@ -176,25 +180,21 @@ def test_no_secret_and_no_text_is_served(config, port, monkeypatch):
         assert secret not in text
 
 
-def test_a_port_in_use_is_a_clear_error(config, port):
+def test_a_port_in_use_is_a_clear_error_before_a_run_trains(config, tmp_path, port, capsys, monkeypatch):
+    (tmp_path / "run.toml").write_text(f'run_dir = "{tmp_path}/run"\nsteps = 1\n[log]\nprometheus = "{port}"\n')
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
         with pytest.raises(ConfigError) as raised:
             open_writers(config)
+        assert cli.main(["train", str(tmp_path / "run.toml")]) == EXIT_USAGE
     message = str(raised.value)
     assert message.startswith(f"config key 'log.prometheus' = '127.0.0.1:{port}': expected a free port")
-    assert "\n" not in message
-
-
-def test_a_run_is_refused_before_it_trains(tmp_path, port, capsys):
-    (tmp_path / "run.toml").write_text(f'run_dir = "{tmp_path}/run"\nsteps = 1\n[log]\nprometheus = "{port}"\n')
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", port))
-        other.listen()
-        assert cli.main(["train", str(tmp_path / "run.toml")]) == EXIT_USAGE
-    assert "'log.prometheus'" in capsys.readouterr().err
+    assert "\n" not in message and "'log.prometheus'" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r"turnwise\[metrics\]"):
+        open_writers(config)
 
 
 def test_an_evaluation_beside_the_run_takes_no_port(config, server, monkeypatch):
@@ -212,18 +212,6 @@ def test_an_evaluation_beside_the_run_takes_no_port(config, server, monkeypatch)
         eval_command.evaluate_from_config(config)
 
 
-def test_it_serves_again_after_it_was_closed(config, port):
-    server = Prometheus(config)
-    server.log(1, {"episodes": 2})
-    server.close()
-    server.close()
-    with pytest.raises(OSError):
-        scrape(port)
-    server.log(2, {"episodes": 3})
-    assert samples(port)["turnwise_episodes_total",] == 5
-    server.close()
-
-
 @pytest.mark.parametrize(
     ("given", "address"),
     [
@@ -236,15 +224,6 @@ def test_it_serves_again_after_it_was_closed(config, port):
 )
 def test_a_port_alone_is_of_this_machine(given, address):
     assert TrainConfig.model_validate({"log": {"prometheus": given}}).log.prometheus == address
-
-
-@pytest.mark.parametrize("given", ["", "localhost", "0", "127.0.0.1:0", "a:65536", "::1:9400", "a:b", "http://a:80"])
-def test_no_address(given):
-    with pytest.raises(ValueError, match="expected host:port, such as"):
-        TrainConfig.model_validate({"log": {"prometheus": given}})
-
-
-def test_a_missing_package_is_one_sentence(config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match=r"turnwise\[metrics\]"):
-        open_writers(config)
+    for wrong in ("", "localhost", "0", "127.0.0.1:0", "a:65536", "::1:9400", "a:b", "http://a:80"):
+        with pytest.raises(ValueError, match="expected host:port, such as"):
+            TrainConfig.model_validate({"log": {"prometheus": wrong}})

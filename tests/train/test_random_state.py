@@ -21,9 +21,7 @@ def test_equal_seeds_draw_equal_numbers():
         assert draw() == first
     seed_generators(1)
     assert all(a != b for a, b in zip(draw(), first, strict=True))
-
-
-def test_comes_back_through_json():
+    # Comes back through JSON.
     rng = np.random.default_rng(3)
     rng.random(5), random.random(), np.random.randn()
     saved = json.loads(json.dumps(random_state(rng)))

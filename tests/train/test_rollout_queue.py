@@ -112,7 +112,7 @@ async def test_a_failure_in_a_younger_batch_is_told_at_once_and_older_ones_are_k
         assert rollouts.pending().before == 1
 
 
-async def test_every_way_out_ends_what_is_under_way():
+async def test_every_way_out_ends_what_is_under_way_and_it_is_drawn_again():
     sampler = Sampler()
     with pytest.raises(ZeroDivisionError):
         async with sampler.queue(max_ahead=2) as rollouts:
@@ -121,16 +121,7 @@ async def test_every_way_out_ends_what_is_under_way():
             assert sampler.running == {0, 1, 2}
             raise ZeroDivisionError
     assert sampler.cancelled == [0, 1, 2] and not sampler.running
-
-
-async def test_mistakes_are_told():
-    with pytest.raises(ValueError, match="max_ahead=-1: expected a count >= 0"):
-        Sampler().queue(max_ahead=-1)
-    with pytest.raises(RuntimeError, match=r"call start_up_to\(step"):
-        await Sampler().queue(max_ahead=1).get_oldest()
-
-
-async def test_what_was_given_up_is_drawn_again():
+    # What was given up is drawn again.
     sampler = Sampler()
     async with sampler.queue(max_ahead=1) as rollouts:
         rollouts.start_up_to(0, until=9)
@@ -139,3 +130,7 @@ async def test_what_was_given_up_is_drawn_again():
         rollouts.start_up_to(0, until=9)
         await ticks()
         assert sampler.drawn == 2 and sampler.running == {0, 1}
+    with pytest.raises(ValueError, match="max_ahead=-1: expected a count >= 0"):
+        Sampler().queue(max_ahead=-1)
+    with pytest.raises(RuntimeError, match=r"call start_up_to\(step"):
+        await Sampler().queue(max_ahead=1).get_oldest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,8 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.run_folder import LOCK, RECORDS, RunLock, refuse_running
 
+from ..trained import notes_of
+
 
 def holder_of(folder):
     """The id of a process that holds the folder until it is killed."""
@@ -31,11 +34,6 @@ def holder_of(folder):
         signal.pause()
     assert os.read(told, 4) == b"held"
     return pid
-
-
-def notes_of(trainer):
-    trainer.log.note, notes = (lambda text: notes.append(text)), []
-    return notes
 
 
 def left_by(folder, **holder):
@@ -77,14 +75,6 @@ async def test_a_second_trainer_of_one_process_is_refused_and_changes_nothing(ma
     assert (await second.run()).step == 2, "the lock went with the first"
 
 
-def test_the_lock_counts_and_is_let_go_on_failure(tmp_path):
-    lock = RunLock(tmp_path)
-    with pytest.raises(KeyError), lock, lock:
-        raise KeyError
-    with RunLock(tmp_path):
-        pass
-
-
 async def test_what_the_lock_can_not_rule_out_is_said(make_trainer, monkeypatch):
     elsewhere = make_trainer("elsewhere", steps=0)
     left_by(elsewhere.config.run_dir, host="other")
@@ -109,68 +99,42 @@ def test_a_child_that_outlives_its_run_is_not_taken_for_it(tmp_path):
         left_by(tmp_path, pid=2**22 + 1)
         with pytest.raises(ValueError, match=r"a process that process 4194305 on host .* started before it ended does"):
             RunLock(tmp_path).__enter__()
+    # The lock counts and is let go on failure.
+    lock = RunLock(tmp_path)
+    with pytest.raises(KeyError), lock, lock:
+        raise KeyError
+    with RunLock(tmp_path):
+        pass
 
 
-@pytest.mark.parametrize("kept", RECORDS)
-@pytest.mark.parametrize("resume", [True, False])
-async def test_records_without_a_checkpoint_are_refused_and_stay(make_trainer, monkeypatch, kept, resume):
+async def test_records_without_a_checkpoint_are_refused_and_stay(make_trainer, tmp_path, monkeypatch):
     """They were wiped: a run whose checkpoints were moved away began again over its own log."""
-    trainer = make_trainer("run", steps=2, checkpoint={"every": 1})
-    await trainer.run()
-    folder = trainer.config.run_dir
-    shutil.rmtree(folder / "checkpoints")
-    for other in set(RECORDS) - {kept}:
-        (folder / other).unlink()
-    before = (folder / kept).read_bytes()
-    told = rf"{kept} hold the records of a run, and there is no checkpoint under .*checkpoints to go on from\. Choose"
-    with pytest.raises(ConfigError, match=told):
-        await make_trainer("run", steps=2, resume=resume).run()
     monkeypatch.setattr(run_module, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
-    with pytest.raises(ConfigError, match=told):
-        train_from_config(TrainConfig(run_dir=folder, resume=resume))
-    assert (folder / kept).read_bytes() == before
-    (folder / kept).unlink()
-    assert (await make_trainer("run", steps=2).run()).step == 2
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for kept, resume in itertools.product(RECORDS, (True, False)):
+        (folder / kept).write_text("{}\n")
+        told = rf"{kept} hold the records of a run, and there is no checkpoint under .* to go on from\. Choose"
+        with pytest.raises(ConfigError, match=told):
+            await make_trainer("run", steps=2, resume=resume).run()
+        with pytest.raises(ConfigError, match=told):
+            train_from_config(TrainConfig(run_dir=folder, resume=resume))
+        assert (folder / kept).read_text() == "{}\n"
+        (folder / kept).unlink()
+    assert (await make_trainer("run", steps=1).run()).step == 1
 
 
-async def test_a_run_killed_before_its_first_step_was_saved_goes_on(make_trainer):
-    """``checkpoint.every`` saves the start too, so that what was logged before the first save is no lost record."""
-    whole = make_trainer("whole", steps=3)
-    await whole.run()
-    killed = make_trainer("killed", steps=3, checkpoint={"every": 2})
-    killed.stop_and_save = lambda **_: killed.rollouts.cancel()
-    update = killed.update
-    killed.update = lambda batch: update(batch) if killed.progress.step < 1 else 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        await killed.run()
-    assert len((killed.config.run_dir / "metrics.jsonl").read_text().splitlines()) == 1
-    second = make_trainer("killed", steps=3, checkpoint={"every": 2})
-    notes = notes_of(second)
-    assert (await second.run()).step == 3
-    assert any("(step 0); the records of 1 later steps give way to theirs" in note for note in notes)
-    fingerprint = {name: policy.fingerprint() for name, policy in whole.policies.items()}
-    assert {name: policy.fingerprint() for name, policy in second.policies.items()} == fingerprint
-
-
-async def test_a_run_that_goes_on_says_what_it_ignores(make_trainer):
-    trainer = make_trainer(steps=2)
-    await trainer.run()
-    shutil.copytree(trainer.checkpoints / "step_00000002", trainer.checkpoints / "step_00000009.bak")
-    second = make_trainer(steps=3)
-    notes = notes_of(second)
-    assert (await second.run()).step == 3
-    assert any("step_00000009.bak is ignored: its name is not 'step_' and eight digits" in note for note in notes)
-    assert (trainer.checkpoints / "step_00000009.bak" / "manifest.json").is_file()
-
-
-@pytest.mark.parametrize("command", ["eval", "replay", "tournament"])
-async def test_the_run_of_a_program_with_its_own_arena_says_what_it_is(make_trainer, capsys, command):
-    """``eval`` said that the policy doesn't fit the checkpoint."""
+async def test_a_run_that_goes_on_says_what_it_ignores_and_whose_it_is(make_trainer, capsys):
+    """``eval`` said that the policy doesn't fit the checkpoint of a program with an arena of its own."""
     trainer = make_trainer(steps=1)
     await trainer.run()
-    folder = trainer.config.run_dir
-    assert await asyncio.to_thread(cli.main, [command, str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert (
-        "is of type 'letters', which task 'sudoku' of" in told and "an arena of its own ran it. Make it a task" in told
-    )
+    shutil.copytree(trainer.checkpoints / "step_00000001", trainer.checkpoints / "step_00000009.bak")
+    second = make_trainer(steps=2)
+    notes = notes_of(second)
+    assert (await second.run()).step == 2
+    assert any("step_00000009.bak is ignored: its name is not 'step_' and eight digits" in note for note in notes)
+    assert (trainer.checkpoints / "step_00000009.bak" / "manifest.json").is_file()
+    for command in ("eval", "replay", "tournament"):
+        assert await asyncio.to_thread(cli.main, [command, str(trainer.config.run_dir)]) == 2
+        told = capsys.readouterr().err
+        assert "is of type 'letters', which task 'sudoku' of" in told and "an arena of its own ran it. Make it" in told

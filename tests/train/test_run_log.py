@@ -7,10 +7,13 @@ import threading
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog, read_metrics
+from turnwise.train.log.token_text import token_texts
 from turnwise.types import Actor, GenerateResult, Rollout, Step
 
 
@@ -31,7 +34,7 @@ class Recorder:
 
 
 def test_a_line_a_step_and_a_few_rollouts(tmp_path):
-    log = RunLog(tmp_path, 3, rollouts_per_step=1)
+    log = RunLog.from_config(TrainConfig(run_dir=tmp_path, log={"rollouts_per_step": 1}))
     results = [GenerateResult(Rollout(f"r{i}", "x", {"q": i}, error="boom" if i == 2 else None)) for i in range(3)]
     with log:
         log.step(1, {"reward": 0.5}, results)
@@ -102,31 +105,15 @@ def test_a_line_that_a_kill_cut_off_is_left_out_wherever_it_was_cut(tmp_path):
         assert RunLog(tmp_path, 3).rewind(1) == 0 and path.read_bytes() == whole
 
 
-def test_every_sink_hears_everything(tmp_path):
+def test_every_sink_hears_everything_and_is_closed_when_a_run_fails(tmp_path):
     writers = [Recorder(), Recorder()]
     log = RunLog(tmp_path, 3, writers=writers)
     log.rewind(1)
-    with log:
+    with pytest.raises(RuntimeError, match="a dead server"), log:
         log.step(2, {"reward": 0.5})
+        raise RuntimeError("a dead server")
     for writer in writers:
         assert writer.told == [("rewind", 1), (2, {"reward": 0.5}), ("close",)]
-
-
-def test_writers_are_closed_when_a_run_fails(tmp_path):
-    writer = Recorder()
-    try:
-        with RunLog(tmp_path, 3, writers=[writer]):
-            raise RuntimeError("a dead server")
-    except RuntimeError:
-        pass
-    assert writer.told == [("close",)]
-
-
-def test_the_log_that_a_config_describes(tmp_path):
-    log = RunLog.from_config(TrainConfig(run_dir=tmp_path, log={"rollouts_per_step": 2}))
-    log.step(1, {}, [GenerateResult(Rollout(f"r{i}", "x", None)) for i in range(3)])
-    assert len((tmp_path / "rollouts.jsonl").read_text().splitlines()) == 2
-    assert read_metrics(tmp_path) == [{"step": 1}]
 
 
 def test_tokens_are_written_as_text_in_nested_episodes_too(tmp_path):
@@ -142,11 +129,28 @@ def test_tokens_are_written_as_text_in_nested_episodes_too(tmp_path):
     assert (line["is_trainable"], line["children"][0]["is_trainable"]) == (True, False)
 
 
-def test_bars_of_rollouts_and_updates(tmp_path):
-    out = io.StringIO()
-    log = RunLog(tmp_path, 80, console=Console(file=out, force_terminal=True, width=120, color_system=None))
-    with log:
-        log.rollouts(5, 24)
-        log.updates(2, 6)
-        log.step(7, {"reward": 0.5})
-    assert all(text in out.getvalue() for text in ("5/24", "2/6", "7/80", "reward 0.5"))
+# ---- A text per token: joined they are the whole text, whatever bytes the tokens cut ---------------------------------
+@pytest.mark.parametrize("text", ["", "1 2\n3", "a 🎲 b", "</script><b>", "naïve – 数独", "tail 🎲"])
+def test_joined_they_are_the_text(text):
+    tokenizer = build_tokenizer(["hello world", "0123456789"], vocab_size=300)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text
+
+
+def test_special_characters_tokens_and_spaces():
+    tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
+    ids = [*tokenizer.encode("1🎲2", add_special_tokens=False), tokenizer.eos_token_id]
+    assert token_texts(tokenizer, ids) == ["1", "", "", "", "🎲", "2", "<|end|>"]
+    # Broken bytes end somewhere.
+    half = tokenizer.encode("🎲", add_special_tokens=False)[:2]
+    assert "".join(token_texts(tokenizer, half * 20)).count("\ufffd") >= 1
+    assert token_texts(tokenizer, half)[-1].startswith("\ufffd")
+    # A space that decoding alone would drop is kept.
+    pieces = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "?": 2}, unk_token="?"))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    pieces.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, clean_up_tokenization_spaces=False)
+    assert tokenizer.decode([1]) == "two"
+    assert token_texts(tokenizer, [0, 1]) == ["one", " two"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
@@ -13,22 +12,19 @@ from turnwise.tasks.two_player import score_policy
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
+from ..trained import kuhn, notes_of, rows_of
+
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
 
 def settings_of(folder, **changes):
-    return {
-        "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 4},
-        "warm_start": {"steps": 40, "batch_size": 12, "warmup": 5, "lr": 1e-2},
-        "rollout": {"prompts_per_step": 4}, "update": {"lr": 1e-3}, "eval": {"exploitability_every": 2},
-        "health": {"start_questions": 0}, **changes,
-    }  # fmt: skip
+    warm_start = {"steps": 40, "batch_size": 12, "warmup": 5, "lr": 1e-2}
+    return kuhn(folder, **{"warm_start": warm_start, "eval": {"exploitability_every": 2}, **changes})
 
 
 def test_the_probe_measures_the_present_policy(tmp_path):
     run = build_run(config_from_dict(settings_of(tmp_path)))
-    notes, table = [], []
-    run.trainer.log.note = notes.append
+    notes, table = notes_of(run.trainer), []
     record = run.trainer.record
 
     async def recorded(batch, metrics):
@@ -38,7 +34,7 @@ def test_the_probe_measures_the_present_policy(tmp_path):
 
     run.trainer.record = recorded
     run.train()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path)
     assert ["exploitability" in row for row in rows] == [False, True, False]
     assert rows[1]["exploitability"] == pytest.approx(run.task.solve(table[0]).exploitability)
     assert rows[1]["unreadable"] == pytest.approx(table[0][:, -1].mean())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,9 +67,7 @@ def test_slots_bound_the_throughput():
     result = simulate(latency, LoopConfig(max_staleness=3, in_flight_updates=True), steps=10, episodes=16)
     assert 0.95 * 400 < result.tokens_per_second <= 400
     assert result.slots_busy > 0.95
-
-
-def test_the_same_arguments_give_the_same_result():
+    # The same arguments give the same result.
     latency = LatencyModel(tokens=20, sigma=1.0, slots=5)
     loop = LoopConfig(max_staleness=2, in_flight_updates=True)
     first, again = (simulate(latency, loop, steps=6, episodes=8, turns=2, seed=3) for _ in range(2))
@@ -113,3 +114,36 @@ def test_impossible_latencies_are_refused(changes, message):
         LatencyModel(**changes)
     with pytest.raises(ValueError, match="steps=0: expected at least 1"):
         simulate(LatencyModel(), LoopConfig(), steps=0)
+
+
+def test_an_hour_passes_at_once_and_in_order():
+    async def main():
+        happened = []
+
+        async def after(seconds, name):
+            await asyncio.sleep(seconds)
+            happened.append((name, asyncio.get_running_loop().time()))
+
+        await asyncio.gather(after(3600, "late"), after(0.25, "early"), after(7, "between"))
+        return happened
+
+    began = time.perf_counter()
+    assert run_virtually(main()) == [("early", 0.25), ("between", 7.0), ("late", 3600.0)]
+    assert time.perf_counter() - began < 60, "the clock must not be the machine's"
+
+
+def test_timeouts_are_virtual_too():
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1000):
+                await asyncio.Event().wait()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main()) == 1000.0
+
+    async def main():
+        await asyncio.Event().wait()
+
+    # A deadlock is told.
+    with pytest.raises(RuntimeError, match="everything waits and no timer is set"):
+        run_virtually(main())

@@ -22,6 +22,17 @@ def test_prompts_share_one_policy_and_the_config_stays():
     config = config_from_dict({})
     actors, resolved = resolve_policies(config, TEAM, "sums")
     assert actors == TEAM and resolved == config
+    # Lora without settings takes the default ones.
+    _, resolved = resolve(policy_sharing="lora_per_actor")
+    assert {settings.lora.rank for settings in resolved.policies.values()} == {16}
+    # The word of actors goes first.
+    actors, resolved = resolve(
+        policy_sharing="lora_per_actor", actors={"critic": "judge"}, policies={"judge": {"path": "big"}}
+    )
+    assert played(actors) == {"solver": "solver", "critic": "judge"}
+    assert resolved.policies["judge"].lora is None and resolved.policies["solver"].lora is not None
+    shared, resolved = resolve(policy_sharing="model_per_actor", actors={"critic": "solver"})
+    assert played(shared) == {"solver": "solver", "critic": "solver"} and list(resolved.policies) == ["solver"]
 
 
 @pytest.mark.parametrize("level", ["lora_per_actor", "model_per_actor"])
@@ -36,21 +47,6 @@ def test_each_actor_gets_a_policy_that_bears_its_id(level):
         assert (settings.lora.rank if settings.lora else None) == (3 if level == "lora_per_actor" else None)
     assert resolved.policies["solver"].trainable and not resolved.policies["critic"].trainable
     assert resolved.optimizer_of("critic").lr == 1e-4 != resolved.optimizer_of("solver").lr
-
-
-def test_lora_without_settings_takes_the_default_ones():
-    _, resolved = resolve(policy_sharing="lora_per_actor")
-    assert {settings.lora.rank for settings in resolved.policies.values()} == {16}
-
-
-def test_the_word_of_actors_goes_first():
-    actors, resolved = resolve(
-        policy_sharing="lora_per_actor", actors={"critic": "judge"}, policies={"judge": {"path": "big"}}
-    )
-    assert played(actors) == {"solver": "solver", "critic": "judge"}
-    assert resolved.policies["judge"].lora is None and resolved.policies["solver"].lora is not None
-    shared, resolved = resolve(policy_sharing="model_per_actor", actors={"critic": "solver"})
-    assert played(shared) == {"solver": "solver", "critic": "solver"} and list(resolved.policies) == ["solver"]
 
 
 def test_the_resolved_config_says_the_same_again(tmp_path):

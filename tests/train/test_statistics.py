@@ -28,10 +28,7 @@ def test_shares_get_wilsons_interval_and_other_means_a_bootstrap():
     assert mean.method == "bootstrap" and mean.mean == pytest.approx(3.5 / 3) and mean == estimate([0.5, 2.0, 1.0])
     with pytest.raises(ValueError, match="values is empty"):
         estimate([])
-
-
-def test_the_bootstrap_is_that_of_all_resamples():
-    """Of 5 values all 5^5 resamples can be listed: the quantiles are theirs, but for the chance of 10,000 draws."""
+    # Of 5 values all 5^5 resamples can be listed: the quantiles are theirs, but for the chance of 10,000 draws.
     values = [0.0, 0.3, 1.0, 2.5, 4.0]
     means = np.array([np.mean(chosen) for chosen in itertools.product(values, repeat=5)])
     found = estimate(values)
@@ -50,9 +47,7 @@ def test_the_samples_of_one_question_are_one_trial():
     assert alone.high - alone.low < 0.2
     assert estimate([1.0] * 6, [0, 0, 1, 1, 2, 2]).low == wilson(1.0, 3)[0], "three trials, not six, and no width of 0"
     assert estimate([0.5, 0.7], ["q", "q"]).high == math.inf, "one question bounds nothing"
-
-
-def test_sizes_of_clusters_weigh():
+    # Sizes of clusters weigh.
     found = estimate([1.0, 3.0, 5.0, 9.0], ["a", "a", "a", "b"])
     assert found.mean == 4.5 and (found.low, found.high) == (3.0, 9.0)
 
@@ -74,6 +69,11 @@ def test_paired_shares():
     assert found.difference.method == "paired bootstrap"
     back = paired_difference(second, first)
     assert (back.difference.mean, back.p, back.better) == (-3 / 8, found.p, 1)
+    # Equal policies are not told apart.
+    found = paired_difference([0.5, 0.2], [0.5, 0.2])
+    assert (found.p, found.difference.mean, found.better, found.worse) == (1.0, 0.0, 0, 0)
+    with pytest.raises(ValueError, match="first has 1 values, second 2"):
+        paired_difference([1.0], [1.0, 0.0])
 
 
 def test_pairs_are_compared_and_not_the_two_means():
@@ -99,13 +99,6 @@ def test_sign_flips_are_all_of_them_where_they_are_few(clusters):
     assert paired_difference(first, second, clusters).p == pytest.approx(np.mean(far))
 
 
-def test_equal_policies_are_not_told_apart():
-    found = paired_difference([0.5, 0.2], [0.5, 0.2])
-    assert (found.p, found.difference.mean, found.better, found.worse) == (1.0, 0.0, 0, 0)
-    with pytest.raises(ValueError, match="first has 1 values, second 2"):
-        paired_difference([1.0], [1.0, 0.0])
-
-
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_pass_at_k_is_the_share_of_subsets_with_a_success(n):
     for c in range(n + 1):
@@ -115,7 +108,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(n):
             assert pass_at_k(n, c, k) == pytest.approx(np.mean(subsets), abs=1e-12)
 
 
-@pytest.mark.parametrize("bad", [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_counts_that_cannot_be(bad):
-    with pytest.raises(ValueError, match="expected 1 <= k <= n and 0 <= c <= n"):
-        pass_at_k(*bad)
+def test_counts_that_cannot_be():
+    for bad in ((4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)):
+        with pytest.raises(ValueError, match="expected 1 <= k <= n and 0 <= c <= n"):
+            pass_at_k(*bad)

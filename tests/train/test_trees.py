@@ -66,10 +66,10 @@ def test_a_share_goes_through_a_file_and_the_command_line(share):
     assert given.rollout.tree.best_share == config.rollout.tree.best_share
 
 
-@pytest.mark.parametrize("key", ["survivers", "select.kind"])
-def test_unknown_keys_are_refused(key):
-    with pytest.raises(ConfigError, match=r"rollout\.tree"):
-        config_of(4, **({"survivers": 2} if key == "survivers" else {"select": {"kind": "best"}}))
+def test_unknown_keys_are_refused():
+    for unknown in ({"survivers": 2}, {"select": {"kind": "best"}}):
+        with pytest.raises(ConfigError, match=r"rollout\.tree"):
+            config_of(4, **unknown)
 
 
 def test_rules_and_trees():

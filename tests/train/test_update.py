@@ -75,6 +75,12 @@ def test_tokens_are_singled_out_anew_for_each_minibatch(random_batch, small_mode
     tokens = [int(pack(batch, part).mask_N.sum()) for part in parts]
     want = sum(int(count * 0.25) for count in tokens) / sum(tokens)
     assert metrics["dual_clip_fraction"] == pytest.approx(want, rel=1e-5)
+    # The loss is the mean over updates.
+    once, twice = (
+        updated_weights(model, random_batch(0, rows=6), UpdateConfig(lr=1e-9, ppo_epochs=epochs))[1]["loss"]
+        for epochs in (1, 2)
+    )
+    assert once != 0 and twice == pytest.approx(once, rel=1e-4)
 
 
 def test_each_actor_counts_alike_within_its_policy(monkeypatch, random_batch, small_model):
@@ -138,13 +144,9 @@ def test_recomputed_logprobs_start_at_ratio_one(random_batch, small_model):
     _, metrics = updated_weights(model, batch, UpdateConfig(old_logprobs="recompute"))
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["sampler_trainer_logprob_max_diff"] > 0.1
-
-
-def test_recomputed_logprobs_know_no_dropout(random_batch, small_model):
-    model, _ = small_model()
+    # Recomputed logprobs know no dropout.
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    batch = random_batch(0, rows=5)
     policy = Policy("default", model.train(), UpdateConfig(), total_steps=1)
     first, second = (old_logprobs(policy, batch, np.arange(5), UpdateConfig()) for _ in range(2))
     assert first.abs().max() > 0 and torch.equal(first, second)
@@ -227,6 +229,16 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_others_count(random_bat
     assert all(np.isfinite(value) for value in metrics.values()), metrics
     assert all(tensor.isfinite().all() for _, tensor in policy.weights())
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+    # A gradient that overflows is skipped too.
+    model, _ = small_model()
+    update = UpdateConfig(max_nonfinite_updates=1)
+    policy = Policy("default", model, update, total_steps=9)
+    handle = next(policy.model.parameters()).register_hook(lambda grad: grad * float("inf"))
+    metrics = update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
+    assert metrics["skipped_updates"] == 1 and policy.updates == 0
+    with pytest.raises(FloatingPointError, match="the log-probs and advantages of all rows are finite"):
+        update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
+    handle.remove()
 
 
 @pytest.mark.parametrize("max_skipped", [0, 2])
@@ -262,35 +274,9 @@ def test_weights_that_are_not_finite_are_named_at_once(random_batch, small_model
     told = (
         "policy 'default': weight 'model.layers.0.input_layernorm.weight' is not finite at update 0: 1 of 32 elements"
     )
+    batch, update = random_batch(0, rows=4), UpdateConfig(max_nonfinite_updates=9)
     with pytest.raises(FloatingPointError, match=told):
-        update_policy(
-            policy,
-            random_batch(0, rows=4),
-            UpdateConfig(max_nonfinite_updates=9),
-            LossConfig(),
-            np.random.default_rng(0),
-        )
-
-
-def test_a_gradient_that_overflows_is_skipped_too(random_batch, small_model):
-    model, _ = small_model()
-    update = UpdateConfig(max_nonfinite_updates=1)
-    policy = Policy("default", model, update, total_steps=9)
-    handle = next(policy.model.parameters()).register_hook(lambda grad: grad * float("inf"))
-    metrics = update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
-    assert metrics["skipped_updates"] == 1 and policy.updates == 0
-    with pytest.raises(FloatingPointError, match="the log-probs and advantages of all rows are finite"):
-        update_policy(policy, random_batch(0, rows=4), update, LossConfig(), np.random.default_rng(0))
-    handle.remove()
-
-
-def test_the_loss_is_the_mean_over_updates(random_batch, small_model):
-    model, _ = small_model()
-    once, twice = (
-        updated_weights(model, random_batch(0, rows=6), UpdateConfig(lr=1e-9, ppo_epochs=epochs))[1]["loss"]
-        for epochs in (1, 2)
-    )
-    assert once != 0 and twice == pytest.approx(once, rel=1e-4)
+        update_policy(policy, batch, update, LossConfig(), np.random.default_rng(0))
 
 
 def test_rows_that_do_not_fit_the_memory_are_named(random_batch, small_model, monkeypatch):

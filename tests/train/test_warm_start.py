@@ -10,6 +10,7 @@ from torch import nn
 from turnwise.train.config.policies import WarmStartConfig
 from turnwise.train.update.sft import Demonstration, constant_credit, warm_start
 
+SFT = importlib.import_module("turnwise.train.update.sft")
 ROWS = [Demonstration([1, 10 + i], [20 + i, 40 + i, 2]) for i in range(8)]
 
 
@@ -34,6 +35,11 @@ def test_rows_of_unlike_length_give_the_loss_of_each_alone(small_model):
         warm_start(small_model()[0], [row], WarmStartConfig(steps=1, batch_size=1), seed=0).loss for row in rows
     )
     assert both == pytest.approx((one * 2 + two * 4) / 6, abs=1e-5)
+    # Constant credit masks the prompts.
+    batch = constant_credit([Demonstration([1, 2], [3]), Demonstration([4], [5, 6])])
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 6] and batch.advantages.tolist() == [1, 1]
 
 
 def test_constant_credit_is_the_cross_entropy(small_model):
@@ -58,42 +64,35 @@ def test_constant_credit_is_the_cross_entropy(small_model):
         assert ((got - want).abs() < 1e-5).double().mean() > 0.98, name
 
 
-def test_constant_credit_masks_the_prompts():
-    batch = constant_credit([Demonstration([1, 2], [3]), Demonstration([4], [5, 6])])
-    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1, 1]
-    assert batch.cu_seqlens.tolist() == [0, 3, 6] and batch.advantages.tolist() == [1, 1]
-
-
-def test_every_row_is_drawn_before_any_is_drawn_again(small_model, monkeypatch):
-    drawn = []
+@pytest.fixture
+def drawn(monkeypatch):
+    """The second to last tokens of prompts and first ones of answers of each batch that would train."""
+    batches = []
 
     def record(policy, batch, *rest):
-        drawn.extend(batch.token_ids.reshape(-1, 5)[:, 1].tolist())
+        batches.append(batch.token_ids.reshape(-1, 5)[:, 1:3].tolist())
         return {"loss": 0.0}
 
-    monkeypatch.setattr(importlib.import_module("turnwise.train.update.sft"), "update_policy", record)
-    warm_start(small_model()[0], ROWS, WarmStartConfig(steps=4, batch_size=6), seed=0)
-    every = sorted(row.prompt_token_ids[1] for row in ROWS)
-    assert sorted(drawn[:8]) == sorted(drawn[8:16]) == sorted(drawn[16:]) == every
+    monkeypatch.setattr(SFT, "update_policy", record)
+    return batches
 
 
-def test_without_shuffling_rows_keep_their_order(small_model, monkeypatch):
-    drawn = []
-
-    def record(policy, batch, *rest):
-        drawn.extend(batch.token_ids.reshape(-1, 5)[:, 1].tolist())
-        return {"loss": 0.0}
-
-    monkeypatch.setattr(importlib.import_module("turnwise.train.update.sft"), "update_policy", record)
-    warm_start(small_model()[0], ROWS, WarmStartConfig(steps=4, batch_size=6, shuffle=False), seed=0)
-    assert drawn == 3 * [row.prompt_token_ids[1] for row in ROWS]
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_row_is_drawn_before_any_is_drawn_again(small_model, drawn, shuffle):
+    """Without shuffling, in their order."""
+    warm_start(small_model()[0], ROWS, WarmStartConfig(steps=4, batch_size=6, shuffle=shuffle), seed=0)
+    every, prompts = [row.prompt_token_ids[1] for row in ROWS], [prompt for batch in drawn for prompt, _ in batch]
+    for place in (0, 8, 16):
+        assert sorted(prompts[place : place + 8]) == every and (prompts[place : place + 8] == every) is not shuffle
 
 
 def test_a_loss_that_is_no_number_stops_and_names_the_rate(small_model):
     config = WarmStartConfig(steps=4, batch_size=4, warmup=0, lr=1e30)
     with pytest.raises(FloatingPointError, match=r"warm start.*step 1.*lower warm_start.lr = 1e\+30"):
         warm_start(small_model()[0], ROWS, config, seed=0)
+    # No demonstrations is an error.
+    with pytest.raises(ValueError, match=r"demonstrations=\[\]"):
+        warm_start(small_model()[0], [], WarmStartConfig(steps=1), seed=0)
 
 
 def test_equal_seeds_give_equal_weights(small_model):
@@ -105,30 +104,16 @@ def test_equal_seeds_give_equal_weights(small_model):
     assert not torch.equal(first.model.norm.weight, second.model.norm.weight)
 
 
-def test_no_demonstrations_is_an_error(small_model):
-    with pytest.raises(ValueError, match=r"demonstrations=\[\]"):
-        warm_start(small_model()[0], [], WarmStartConfig(steps=1), seed=0)
-
-
 def test_it_ends_at_the_target_loss(small_model, monkeypatch):
     falling = iter([1.0] * 5 + [0.5] * 30)
-    monkeypatch.setattr(
-        importlib.import_module("turnwise.train.update.sft"), "update_policy", lambda *rest: {"loss": next(falling)}
-    )
+    monkeypatch.setattr(SFT, "update_policy", lambda *rest: {"loss": next(falling)})
     seen = []
     config = WarmStartConfig(steps=30, batch_size=2, target_loss=0.75)
     warm_start(small_model()[0], ROWS, config, seed=0, on_step=lambda step, loss: seen.append(step))
     assert seen[-1] == 10, "the mean of ten steps, five of each loss"
 
 
-def test_rows_of_one_prompt_that_follow_one_another_are_drawn_together(small_model, monkeypatch):
-    drawn = []
-
-    def record(policy, batch, *rest):
-        drawn.append(batch.token_ids.reshape(-1, 5)[:, 1:3].tolist())
-        return {"loss": 0.0}
-
-    monkeypatch.setattr(importlib.import_module("turnwise.train.update.sft"), "update_policy", record)
+def test_rows_of_one_prompt_that_follow_one_another_are_drawn_together(small_model, drawn):
     rows = [Demonstration([1, 10 + i // 2], [20 + i, 40 + i, 2]) for i in range(12)]
     warm_start(small_model()[0], rows, WarmStartConfig(steps=6, batch_size=4), seed=0)
     for batch in drawn:

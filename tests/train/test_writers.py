@@ -23,6 +23,11 @@ def test_only_the_writers_that_are_asked_for(tmp_path):
     writers = open_writers(TrainConfig(run_dir=tmp_path, log=log))
     assert [type(writer) for writer in writers] == [JsonLines, TensorBoard, WandB]
     assert list(tmp_path.iterdir()) == [], "nothing is opened before a step is logged"
+    # JSON lines hold numbers of numpy as numbers.
+    writer = JsonLines(tmp_path / "metrics.jsonl")
+    writer.log(1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan})
+    (line,) = [json.loads(line) for line in writer.path.read_text().splitlines()]
+    assert (line["step"], line["a"], line["b"]) == (1, 0.5, 3) and math.isnan(line["c"])
 
 
 @pytest.mark.parametrize(
@@ -37,24 +42,6 @@ def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, module, log, e
     with pytest.raises(ImportError, match=extra) as raised:
         open_writers(TrainConfig(run_dir=tmp_path, log=log))
     assert "\n" not in str(raised.value)
-
-
-def test_json_lines_hold_numbers_of_numpy_as_numbers(tmp_path):
-    writer = JsonLines(tmp_path / "metrics.jsonl")
-    writer.log(1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan})
-    (line,) = [json.loads(line) for line in writer.path.read_text().splitlines()]
-    assert (line["step"], line["a"], line["b"]) == (1, 0.5, 3) and math.isnan(line["c"])
-
-
-def test_json_lines_rewind_to_a_step(tmp_path):
-    writer = JsonLines(tmp_path / "metrics.jsonl")
-    for step in (1, 2, 3):
-        writer.log(step, {"a": step})
-    with writer.path.open("a") as stream:
-        stream.write('{"step": 1, "a')
-    writer.rewind(1)
-    writer.log(2, {"a": 20})
-    assert writer.path.read_text() == '{"step": 1, "a": 1}\n{"step": 2, "a": 20}\n'
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from turnwise.arena import ArtifactStore
-from turnwise.run.build import Run, TaskArena, build_run
+from turnwise.cli import main as cli
+from turnwise.run.build import TaskArena, build_run
 from turnwise.run.checks import task_of, tiny_model
 from turnwise.run.workers.attach import MEMBERS, check_workers
 from turnwise.train.config.sampling import LoopConfig
@@ -27,6 +27,7 @@ from turnwise.utils.shared_names import KEY_VARIABLE
 
 from ..inference.engine_server import KEY_VARIABLE as ENGINE_KEY
 from ..inference.engine_server import EngineServers
+from ..trained import SMALL, equal, lines_of, weights_of
 from .playing import Keep, Try, difference, own_arena
 
 KEY = "a-key-of-the-whole-run"
@@ -81,16 +82,14 @@ def config_of(folder: Path, name: str, **changes: Any) -> TrainConfig:
     rollout = changes.pop("rollout", {})
     return config_from_dict(
         {
+            **SMALL,
             "run_dir": str(folder / name),
-            "steps": 2,
-            "threads": 1,
             "device": "cpu",
-            "health": {"start_questions": 0},
             "rollout": {"prompts_per_step": 3, "branches": 2, **rollout},
             "policies": {"default": {"path": str(folder / "model")}},
-            "credit": {"rule": "constant"},
-            "update": {"lr": 1e-3},
             "eval": {"num_prompts": 3, "every": 2},
+            "warm_start": {},
+            "checkpoint": {},
             **changes,
         }
     )
@@ -122,16 +121,7 @@ def workers(config: TrainConfig, path: Path, count: int, **environment: str) -> 
             process.stdout.close()
 
 
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.trainer.policies["default"].weights()}
-
-
-def lines_of(config: TrainConfig) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    told = ("seconds", "inference/", "cluster/", "tokens_per_second")
-    return [{key: value for key, value in line.items() if not key.startswith(told)} for line in lines]
-
-
+@pytest.mark.slow
 def test_a_run_with_two_workers_and_an_engine_has_the_weights_of_one_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,11 +132,11 @@ def test_a_run_with_two_workers_and_an_engine_has_the_weights_of_one_process(
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     alone = config_of(folder, "alone", task="spying:SpyTask", rollout={"max_batch_rows": 1})
     run = build_run(alone)
-    before = weights_of(run)
+    before = weights_of(run.trainer)
     run.train()
-    expected = weights_of(run)
+    expected = weights_of(run.trainer)
     run.close()
-    assert any(not torch.equal(expected[name], before[name]) for name in before)
+    assert not equal(expected, before)
 
     with EngineServers(folder / "model", 1) as engines:
         rollout = {"client": "vllm-server", "server": {"url": engines.urls, "api_key_env": ENGINE_KEY}}
@@ -157,10 +147,14 @@ def test_a_run_with_two_workers_and_an_engine_has_the_weights_of_one_process(
             run = build_run(config)
             run.train()
             assert run.arena.workers.playing() == ["worker-0", "worker-1"] and run.arena.workers.deaths == 0
-            found = weights_of(run)
+            found = weights_of(run.trainer)
             run.close()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert difference(lines_of(config), lines_of(alone)) == ""
+    assert equal(found, expected)
+    cluster, plain = (
+        [{key: row[key] for key in row if not key.startswith("cluster/")} for row in lines_of(config.run_dir)]
+        for config in (config, alone)
+    )
+    assert difference(cluster, plain) == ""
     seen = [path for path in folder.glob("seen-*.txt") if path.name != f"seen-{os.getpid()}.txt"]
     texts = [path.read_text() for path in seen]
     assert len(texts) == 2 and all(text.count("PATH") > 3 for text in texts)
@@ -191,10 +185,7 @@ def test_workers_are_found_in_the_file_of_the_supervisor(folder: Path, monkeypat
     [
         ({"checkpoint": {"save_running_episodes": True}}, "'checkpoint.save_running_episodes' = true: expected false"),
         ({"rollout": {"max_concurrency": 1}}, "'rollout.max_concurrency' = 1: expected at least 2"),
-        (
-            {"rollout": {"max_concurrency_per_actor": {"proposer": 1}}},
-            "'rollout.max_concurrency_per_actor.proposer' = 1: expected at least 2",
-        ),
+        ({"rollout": {"max_concurrency_per_actor": {"proposer": 1}}}, "per_actor.proposer' = 1: expected at least 2"),
         ({}, "'rollout.client' = 'transformers': .* samples in this process.*'vllm-server'"),
     ],
 )
@@ -205,6 +196,19 @@ def test_what_workers_can_not_serve(
     cluster = {"backend": "static", "arena": {"addresses": ["127.0.0.1:9", "127.0.0.1:10"]}}
     with pytest.raises(ConfigError, match=said):
         build_run(config_of(folder, "refused", cluster=cluster, **changes))
+
+
+def test_workers_need_a_key_and_addresses(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    cluster = {"backend": "static", "arena": {"addresses": ["somewhere"]}}
+    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} does not exist or is empty"):
+        build_run(config_of(folder, "refused", cluster=cluster))
+    (folder / "run.toml").write_text("")
+    assert cli.main(["worker", str(folder / "run.toml")]) == 2
+    assert f"the environment variable {KEY_VARIABLE} does not exist" in capsys.readouterr().err
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with pytest.raises(ConfigError, match="address='somewhere': expected host:port"):
+        build_run(config_of(folder, "refused", cluster=cluster))
 
 
 def test_stores_that_workers_can_not_share(folder: Path) -> None:
@@ -221,22 +225,3 @@ def test_stores_that_workers_can_not_share(folder: Path) -> None:
     del arena.episodes["keep"].held
     [line] = check_workers(ahead, SimpleNamespace(name="t"), arena)
     assert "'loop.max_staleness' = 1: expected 0" in line and "store 'said'" in line
-
-
-def test_a_run_with_workers_needs_a_key_and_addresses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    cluster = {"backend": "static", "arena": {"addresses": ["somewhere"]}}
-    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} does not exist or is empty"):
-        build_run(config_of(folder, "refused", cluster=cluster))
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    with pytest.raises(ConfigError, match="address='somewhere': expected host:port"):
-        build_run(config_of(folder, "refused", cluster=cluster))
-
-
-def test_the_command_needs_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from turnwise.cli.main import main
-
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    (folder / "run.toml").write_text("")
-    assert main(["worker", str(folder / "run.toml")]) == 2
-    assert f"the environment variable {KEY_VARIABLE} does not exist" in capsys.readouterr().err

@@ -61,28 +61,25 @@ async def test_another_key_is_refused_on_both_sides() -> None:
         assert isinstance(await made.get(), KeyRefused)
 
 
-async def test_a_listener_without_the_key_is_refused() -> None:
-    """It accepts everybody, and answers with what it has."""
-
-    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(wire.HELLO + bytes(wire.NONCE))
-        proof = await reader.readexactly(2 * wire.NONCE)
-        writer.write(proof[wire.NONCE :])
-
-    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-    async with server:
-        with pytest.raises(KeyRefused, match="does not have this run's key"):
-            await connect("127.0.0.1", server.sockets[0].getsockname()[1], "k")
+async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Accept everybody, and answer with what they sent."""
+    writer.write(wire.HELLO + bytes(wire.NONCE))
+    proof = await reader.readexactly(2 * wire.NONCE)
+    writer.write(proof[wire.NONCE :])
 
 
-async def test_nothing_else_listens_there() -> None:
-    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        writer.close()
+async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    writer.close()
 
-    server = await asyncio.start_server(other, "127.0.0.1", 0)
-    async with server:
-        with pytest.raises(ConnectionError, match="no turnwise worker"):
+
+@pytest.mark.parametrize(
+    ("listener", "error", "message"),
+    [(impostor, KeyRefused, "does not have this run's key"), (web_server, ConnectionError, "no turnwise worker")],
+)
+async def test_a_listener_without_the_key_is_refused(listener: Any, error: Any, message: str) -> None:
+    async with await asyncio.start_server(listener, "127.0.0.1", 0) as server:
+        with pytest.raises(error, match=message):
             await connect("127.0.0.1", server.sockets[0].getsockname()[1], "k")
 
 

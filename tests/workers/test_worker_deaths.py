@@ -17,6 +17,8 @@ from turnwise.workers.remote import MOST_DEATHS, WorkersLostError
 from .playing import Workers, attach, build, difference, until
 from .test_workers import OneByOne, plain, requests_of
 
+pytestmark = pytest.mark.xdist_group("workers")
+
 
 async def steps(name: str, arena: Any, count: int) -> list[Any]:
     arena.record_episodes, told = True, []

@@ -88,9 +88,7 @@ def test_episodes_see_the_start_of_the_batch_and_their_own_changes() -> None:
         assert worker.count() == 0
     with episode(0):
         assert [item.data for item in worker] == ["old", "mine"]
-
-
-def test_an_attempt_that_was_lost_leaves_nothing() -> None:
+    # An attempt that was lost leaves nothing.
     worker = worker_of(store_of())
     with episode(0):
         worker.add("lost")
@@ -115,75 +113,58 @@ def test_two_episodes_that_add_the_same_share_one_artifact() -> None:
 
 
 # -- what depends on who is first --------------------------------------------------------------------------------------
-def test_a_read_of_what_others_change_is_refused() -> None:
-    store = store_of("old")
-    worker = worker_of(store)
-    with episode(0):
-        worker.sample_one()
-    with episode(1):
-        worker.add("new")
-    told = [outcome_of(worker, root) for root in range(2)]
-    with pytest.raises(RuntimeError, match=r"store 's': episode 'ask' reads it while others.*reads_earlier_batches"):
-        applied(store, told, {"ask": False})
-    assert store.count() == 1, "nothing of the batch was applied"
+def read(worker: BatchStore) -> None:
+    worker.sample_one()
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_reads_and_changes_of_one_episode_alone_are_fine(both: bool) -> None:
-    store = store_of("old")
+def get_and_add(worker: BatchStore) -> None:
+    worker.get("s-0")
+    worker.add("new")
+
+
+def add(worker: BatchStore) -> None:
+    worker.add("same")
+
+
+def remove(worker: BatchStore) -> None:
+    worker.remove("s-0")
+
+
+@pytest.mark.parametrize(
+    ("acts", "declared", "message"),
+    [
+        ([read, add], {"ask": False}, r"store 's': episode 'ask' reads it while others.*reads_earlier_batches"),
+        ([get_and_add], {}, None),
+        ([get_and_add, read], {}, "store 's'"),
+        ([add, add], {"ask": False}, r"store 's': episode 'ask' added what another episode.*dedup"),
+        ([remove, remove], DECLARED, r"store 's': remove\(\) of episode e1 does not fit"),
+    ],
+)
+def test_what_depends_on_who_is_first_is_refused(acts: list[Any], declared: Any, message: str | None) -> None:
+    store = store_of("old", dedup=True)
     worker = worker_of(store)
-    with episode(0):
-        worker.get("s-0")
-        worker.add("new")
-    if both:
-        with episode(1):
-            worker.get("s-0")
-    told = [outcome_of(worker, root) for root in range(2)]
-    if both:
-        with pytest.raises(RuntimeError, match="store 's'"):
-            applied(store, told, {})
-    else:
-        applied(store, told, {})
+    for root, act in enumerate(acts):
+        with episode(root):
+            act(worker)
+    told = [outcome_of(worker, root) for root in range(len(acts))]
+    if message is None:
+        applied(store, told, declared)
         assert store.count() == 2
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            applied(store, told, declared)
+        assert acts[0] is not read or store.count() == 1, "nothing of the batch was applied"
 
 
-def test_the_same_addition_twice_is_refused_where_it_matters() -> None:
-    store = store_of(dedup=True)
-    worker = worker_of(store)
-    for root in range(2):
-        with episode(root):
-            worker.add("same")
-    told = [outcome_of(worker, root) for root in range(2)]
-    with pytest.raises(RuntimeError, match=r"store 's': episode 'ask' added what another episode.*dedup"):
-        applied(store, told, {"ask": False})
-
-
-def test_a_change_of_what_an_earlier_episode_removed_is_refused() -> None:
-    store = store_of("old")
-    worker = worker_of(store)
-    for root in range(2):
-        with episode(root):
-            worker.remove("s-0")
-    told = [outcome_of(worker, root) for root in range(2)]
-    with pytest.raises(RuntimeError, match=r"store 's': remove\(\) of episode e1 does not fit"):
-        applied(store, told)
-
-
-def test_an_id_in_a_text_is_refused() -> None:
+def test_an_id_goes_nowhere_before_it_is_given() -> None:
     store = store_of()
     worker = worker_of(store)
     with episode(0):
         text = f"<{worker.add('new').id}>"
     with pytest.raises(RuntimeError, match=r"store 's': an episode wrote the id.*id=\.\.\."):
         applied(store, [outcome_of(worker, 0, text)])
-
-
-def test_a_pending_id_is_pickled_by_no_other_way() -> None:
     with pytest.raises(TypeError, match="has not given this artifact an id"):
         pickle.dumps(PendingId("s", 0, 1))
-
-
-def test_outside_of_episodes_nothing_changes() -> None:
     with pytest.raises(RuntimeError, match="inside episodes only"):
         worker_of(store_of()).add("new")
 

@@ -11,9 +11,11 @@ import pytest
 from turnwise.arena import Arena, ArtifactStore, BatchFailedError
 from turnwise.arena.runtime.context import current_context
 from turnwise.run.build import TaskArena
-from turnwise.types import EpisodeRequest, Sampling
+from turnwise.types import Artifact, EpisodeRequest, Sampling
 
 from .playing import KEY, Leave, Try, Workers, attach, build, difference, own_arena, until
+
+pytestmark = pytest.mark.xdist_group("workers")
 
 SEQUENTIAL = {"nested", "stores"}
 """Arenas whose stores one arena changes in the order of time. Workers change them in the order of the requests, which
@@ -25,12 +27,8 @@ def requests_of(name: str, arena: Arena, step: int) -> list[EpisodeRequest]:
         return [EpisodeRequest("keep", {"step": step, "question": n % 4}) for n in range(8)]
     if name == "own":
         numbers = [n % 7 for n in range(14)]
-        return [
-            EpisodeRequest(
-                "wonder", {"number": n, "more": n % 3, "joins": f"after {n}"}, group_id=f"{n}", seed=5, timeout=60.0
-            )
-            for n in numbers
-        ]
+        asked = [(n, {"number": n, "more": n % 3, "joins": f"after {n}"}) for n in numbers]
+        return [EpisodeRequest("wonder", artifact, group_id=f"{n}", seed=5, timeout=60.0) for n, artifact in asked]
     return arena.task.requests(step, 4, 2)
 
 
@@ -123,7 +121,7 @@ async def test_an_evaluation_without_some_actors_plays_on_workers(workers: Worke
 
 
 async def test_a_call_may_limit_its_episodes(workers: Workers) -> None:
-    asked = [EpisodeRequest("try", ArtifactOf(n)) for n in range(6)]
+    asked = [EpisodeRequest("try", Artifact(f"a-{n}", n)) for n in range(6)]
     arena = build("own", TaskArena)
     expected = await build("own", TaskArena).generate_rollouts(asked)
     attach(arena, "own", workers.members(2))
@@ -134,12 +132,6 @@ async def test_a_call_may_limit_its_episodes(workers: Workers) -> None:
         await arena.generate_rollouts(asked, concurrency=0)
 
 
-def ArtifactOf(number: int) -> Any:
-    from turnwise.types import Artifact
-
-    return Artifact(f"a-{number}", number)
-
-
 async def test_too_many_failures_end_the_call(workers: Workers) -> None:
     arena = build("own", TaskArena)
     arena.failure_threshold = 0.2
@@ -148,7 +140,7 @@ async def test_too_many_failures_end_the_call(workers: Workers) -> None:
     with pytest.raises(BatchFailedError, match=r"(?s)of 9 episodes failed.*AttributeError") as caught:
         await arena.generate_rollouts(asked)
     assert "playing.py" in str(caught.value)
-    assert len(await arena.generate_rollouts([EpisodeRequest("try", ArtifactOf(1))])) == 1, "the workers go on"
+    assert len(await arena.generate_rollouts([EpisodeRequest("try", Artifact("a-1", 1))])) == 1, "the workers go on"
 
 
 async def test_cancelling_a_call_frees_the_workers(workers: Workers) -> None:
@@ -170,46 +162,42 @@ async def test_cancelling_a_call_frees_the_workers(workers: Workers) -> None:
 
 
 # -- what can't be the same --------------------------------------------------------------------------------------------
-async def test_a_group_in_two_workers_is_refused(workers: Workers) -> None:
+async def test_groups_in_two_workers_and_objects_that_can_not_travel_are_refused(workers: Workers) -> None:
     """Group functions would see a part of it in each."""
     arena = build("own", TaskArena)
     attach(arena, "own", workers.members(2))
     asked = [EpisodeRequest("wonder", {"number": n, "more": 1, "joins": "same"}, group_id=f"{n}") for n in range(2)]
     with pytest.raises(RuntimeError, match=r"'wonder' has group functions, and its group 'same'"):
         await arena.generate_rollouts(asked)
-
-
-async def test_objects_that_can_not_travel_are_refused(workers: Workers) -> None:
     arena = build("own", TaskArena)
     attach(arena, "own", workers.members(2))
     with pytest.raises(TypeError, match=r"request 'e0' of episode 'try' can't be sent to a worker"):
         await arena.generate_rollouts([EpisodeRequest("try", lambda: 0, group_id="f")])
     arena.add_store(ArtifactStore("held")).add(lambda: 0)
     with pytest.raises(TypeError, match="store 'held' can't be sent to the workers"):
-        await arena.generate_rollouts([EpisodeRequest("try", ArtifactOf(1))])
+        await arena.generate_rollouts([EpisodeRequest("try", Artifact("a-1", 1))])
 
 
-async def test_no_worker_is_left(workers: Workers) -> None:
-    for members, said in (
-        (lambda: {}, "no worker for 0 seconds: none has an address"),
+def gone() -> Any:
+    raise OSError("the shared folder is gone")
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "said"),
+    [
+        (dict, RuntimeError, "no worker for 0 seconds: none has an address"),
         (
             lambda: {"worker-0": "127.0.0.1:9"},
-            "no worker for 0 seconds: worker-0 at 127.0.0.1:9: .*Connect call failed",
+            RuntimeError,
+            "worker-0 at 127.0.0.1:9: .*Connect call failed",
         ),
-    ):
-        arena = build("own", TaskArena)
-        attach(arena, "own", members, wait=0.3)
-        with pytest.raises(RuntimeError, match=said):
-            await arena.generate_rollouts([EpisodeRequest("leave", "x")])
-
-
-async def test_an_error_of_the_members_reaches_the_caller(workers: Workers) -> None:
-    def members() -> Any:
-        raise OSError("the shared folder is gone")
-
+        (gone, OSError, "the shared folder is gone"),
+    ],
+)
+async def test_no_worker_is_left(members: Any, error: Any, said: str) -> None:
     arena = build("own", TaskArena)
-    attach(arena, "own", members)
-    with pytest.raises(OSError, match="the shared folder is gone"):
+    attach(arena, "own", members, wait=0.3)
+    with pytest.raises(error, match=said):
         await arena.generate_rollouts([EpisodeRequest("leave", "x")])
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import torch
 
 from turnwise.run.build import build_run
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.health import Sums
+from turnwise.train.league.league import MARK
 from turnwise.train.validate import config_from_dict
+
+from ...trained import equal, kuhn, lines_of, notes_of, rows_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -20,92 +20,59 @@ ALWAYS = 1e9
 
 
 def settings_of(folder, **changes):
-    return {
-        "task": "kuhn_poker", "run_dir": str(folder), "steps": 4, "threads": 1, "task_options": {"max_tokens": 4},
-        "rollout": {"prompts_per_step": 4}, "update": {"lr": 1e-3}, "checkpoint": {"every": 1, "keep_last": 1},
-        "credit": {"rule": "rae"}, "health": {"start_questions": 0}, **changes,
-    }  # fmt: skip
+    checkpoint = {"every": 1, "keep_last": 1}
+    return kuhn(folder, **{"steps": 4, "checkpoint": checkpoint, "credit": {"rule": "rae"}, **changes})
 
 
 @pytest.fixture
 def make_run(tmp_path):
     def make(name="run", *, actions=None, threshold=ALWAYS, window=2, signal="entropy", **changes):
-        health = {
-            "start_questions": 0,
-            "window": window,
-            "signals": {signal: {"threshold": threshold, "actions": actions or {}}},
-        }
+        signals = {signal: {"threshold": threshold, "actions": actions or {}}}
+        health = {"start_questions": 0, "window": window, "signals": signals}
         return build_run(config_from_dict(settings_of(tmp_path / name, health=health, **changes)))
 
     return make
 
 
-def metrics_of(run):
-    return [json.loads(line) for line in (run.config.run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(run):
-    timed = ("second", "inference/")
-    return [{key: row[key] for key in row if not any(part in key for part in timed)} for row in metrics_of(run)]
-
-
-def notes_of(run):
-    said = []
-    run.trainer.log.note = said.append
-    return said
-
-
-def weights_of(run):
-    return {name: tensor.clone() for name, tensor in run.trainer.policies["default"].weights()}
-
-
 def test_a_full_window_is_judged_and_the_first_warning_told(make_run):
     run = make_run(window=2)
-    notes = notes_of(run)
+    notes = notes_of(run.trainer)
     run.train()
-    rows = metrics_of(run)
+    rows = rows_of(run.config.run_dir)
     assert [row["health/unhealthy"] for row in rows] == [0, 1, 1, 1], "once there are two steps; seat 1 never acts"
     assert "health/entropy/player0" not in rows[0]
     entropies = [row["health/entropy/player0"] for row in rows[1:]]
     assert all(2 < value < 8 for value in entropies), "an untrained model's, of a few hundred tokens"
     warnings = [note for note in notes if "unhealthy entropy of player0" in note]
     assert len(warnings) == 1 and warnings[0].startswith("step 2:")
-
-
-def test_the_window_is_a_mean_over_its_steps(make_run):
-    run = make_run(window=3, steps=1)
+    # The window is a mean over its steps.
+    run = make_run("other", window=3, steps=1)
     guard = run.trainer.callbacks["health"]
     guard._recent["entropy"] = {"x": [Sums(1, 1.0), Sums(2, 5.0), Sums(1, 2.0)], "y": [Sums(1, 1.0)]}
     metrics, ill = guard._judged()
     assert metrics == {"health/entropy/x": 2.0} and set(ill) == {("entropy", "x")}
 
 
-def test_healthy_runs_are_left_alone(make_run):
-    run = make_run(threshold=0.0, actions={"lower_learning_rate": {}})
-    run.train()
-    assert [row["health/unhealthy"] for row in metrics_of(run)] == [0] * 4
-    assert run.trainer.policies["default"].rate_scale == 1.0
-    assert run.trainer.callbacks["health"].healthy_step == 4
-
-
 def test_lower_rate(make_run):
-    run = make_run(
-        actions={"lower_learning_rate": {"factor": 0.5}}, update={"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5}
-    )
-    run.train()
-    policy = run.trainer.policies["default"]
-    assert policy.rate_scale == 0.25, "after steps 2 and 4: windows begin anew in between"
-    plain = make_run("plain", threshold=0.0, update={"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5})
-    plain.train()
-    rate, usual = (one.trainer.policies["default"].optimizer.param_groups[0]["lr"] for one in (run, plain))
-    assert rate == pytest.approx(usual / 4)
+    """Beside a healthy run, which is left alone."""
+    update, rates = {"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5}, []
+    for threshold, scale in ((0.0, 1.0), (ALWAYS, 0.25)):
+        actions = {"lower_learning_rate": {"factor": 0.5}}
+        run = make_run(f"{scale}", threshold=threshold, actions=actions, update=update)
+        run.train()
+        policy = run.trainer.policies["default"]
+        assert policy.rate_scale == scale, "after steps 2 and 4: windows begin anew in between"
+        assert any(row["health/unhealthy"] for row in rows_of(run.config.run_dir)) == (scale < 1)
+        assert run.trainer.callbacks["health"].healthy_step == (4 if scale == 1 else None)
+        rates.append(policy.optimizer.param_groups[0]["lr"])
+    assert rates[1] == pytest.approx(rates[0] / 4)
 
 
 def test_mix_anchors(make_run):
     league = {"share": 0.0, "every": 1}
     run = make_run(actions={"increase_league_share": {"by": 0.5, "most": 0.75}}, window=1, steps=3, league=league)
     run.train()
-    rows = metrics_of(run)
+    rows = rows_of(run.config.run_dir)
     assert [row["league/share"] for row in rows] == [0.0, 0.5, 0.75]
     assert [row["league/games"] for row in rows] == [0, 2, 4]
 
@@ -113,10 +80,10 @@ def test_mix_anchors(make_run):
 def test_roll_back(make_run):
     """Ill from the window's first judgement on: weights go back to the start, steps and questions go on."""
     run = make_run(actions={"restore_checkpoint": {}}, window=2, steps=2)
-    start, notes = weights_of(run), notes_of(run)
+    start, notes = weights_of(run.trainer), notes_of(run.trainer)
     run.train()
     policy = run.trainer.policies["default"]
-    assert all(torch.equal(tensor, start[name]) for name, tensor in weights_of(run).items())
+    assert equal(weights_of(run.trainer), start)
     assert not policy.optimizer.state_dict()["state"] and run.trainer.progress.step == 2
     assert policy.version == 3 == run.arena.client.version("default"), "published as a version of its own"
     assert run.arena.credit.state_dict()["baselines"] == []
@@ -138,13 +105,12 @@ def test_it_goes_back_to_the_last_healthy_checkpoint(make_run):
 
     async def recorded(batch, metrics):
         await record(batch, metrics)
-        kept[run.trainer.progress.step] = weights_of(run)
+        kept[run.trainer.progress.step] = weights_of(run.trainer)
 
     run.trainer.record = recorded
     run.train()
     assert guard.healthy_step == 3
-    assert all(torch.equal(tensor, kept[3][name]) for name, tensor in kept[4].items())
-    assert any(not torch.equal(tensor, kept[2][name]) for name, tensor in kept[3].items())
+    assert equal(kept[4], kept[3]) and not equal(kept[3], kept[2])
 
 
 @pytest.mark.parametrize(
@@ -156,15 +122,22 @@ def test_it_goes_back_to_the_last_healthy_checkpoint(make_run):
     ],
 )
 def test_a_resumed_run_equals_one_left_alone(make_run, actions):
-    settings = {"actions": actions, "window": 2, "league": {"every": 2}}
+    league = {"every": 2, "size": 2, "share": 0.25}
+    settings = {"actions": actions, "window": 2, "league": league, "log": {"rollouts_per_step": 9}}
     whole = make_run("whole", steps=5, **settings)
     whole.train()
     for steps in (1, 3, 5):
         parts = make_run("parts", steps=steps, **settings)
         parts.train()
-    assert untimed(whole) == untimed(parts)
-    assert all(torch.equal(tensor, weights_of(parts)[name]) for name, tensor in weights_of(whole).items())
-    assert whole.trainer.callbacks["health"].state_dict() == parts.trainer.callbacks["health"].state_dict()
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert lines_of(whole.config.run_dir, name) == lines_of(parts.config.run_dir, name)
+    assert equal(weights_of(whole.trainer), weights_of(parts.trainer))
+    for name, callback in whole.trainer.callbacks.items():
+        assert callback.state_dict() == parts.trainer.callbacks[name].state_dict(), name
+    mine, theirs = (run.trainer.callbacks["league"] for run in (whole, parts))
+    assert mine.seating.state_dict() == theirs.seating.state_dict()
+    assert [member.step for member in mine.pool.members] == [2, 4], "every 2 steps, and two stay"
+    assert any(MARK in row["meta"] for row in rows_of(whole.config.run_dir, "rollouts.jsonl"))
     assert whole.trainer.policies["default"].rate_scale == parts.trainer.policies["default"].rate_scale
 
 
@@ -189,7 +162,7 @@ def test_mistakes_are_told_before_anything_runs(tmp_path, health, checkpoint, to
 
 def test_a_signal_that_measures_nothing_says_so(make_run):
     run = make_run(signal="seat_skew", threshold=0.1, steps=1, league={"share": 1.0})
-    notes = notes_of(run)
+    notes = notes_of(run.trainer)
     run.train()
     assert "health: signal 'seat_skew' finds nothing to measure in this task" in notes, (
         "all games were against the past"

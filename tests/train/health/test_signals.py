@@ -21,12 +21,21 @@ def game(*steps, rewards=(1.0, -1.0), metrics=(), meta=(), error=None):
     return GenerateResult(rollout)
 
 
-def test_seat_skew_counts_live_games_alone():
+def test_what_each_signal_measures():
     signal = SeatSkew(seats=SEATS)
     won, lost, drawn = game(), game(rewards=(-1.0, 1.0)), game(rewards=(0.0, 0.0))
     past = game(meta={"policies": {"y": "default@past0"}})
     assert signal.measure([won, won, lost, drawn, past, game(error="failed")]) == {"x": Sums(4, 2.5)}
     assert SeatSkew(seats=()).measure([won]) == {} and signal.measure([past]) == {}
+    fair = [math.log(0.5)] * 2
+    results = [game(step("x", [5, 6], logprobs=fair), step("y", [7], logprobs=[0.0], trainable=False))] * 3
+    measured = Entropy().measure(results)
+    assert set(measured) == {"x"} and measured["x"].mean == pytest.approx(math.log(2)) and measured["x"].count == 6
+    # Distinct completions and pairs.
+    results = [game(step("x", [5, 6, 7])), game(step("x", [5, 6, 8])), game(step("x", [5, 6, 7])), game(step("y", [9]))]
+    assert Distinct().measure(results) == {"x": Sums(3, 2), "y": Sums(1, 1)}
+    assert Distinct2().measure(results) == {"x": Sums(6, 3)}, "(5, 6), (6, 7), (6, 8); one token makes no pair"
+    assert Entropy().threshold == Entropy.default and Entropy(0.0).threshold == 0.0
 
 
 @pytest.mark.parametrize(
@@ -53,19 +62,6 @@ def test_invalid_reads_the_rubrics_metric():
     assert "40%" in signal.judge(Sums(100, 40), Sums(100, 0))
 
 
-def test_entropy_is_the_mean_of_minus_log_prob():
-    fair = [math.log(0.5)] * 2
-    results = [game(step("x", [5, 6], logprobs=fair), step("y", [7], logprobs=[0.0], trainable=False))] * 3
-    measured = Entropy().measure(results)
-    assert set(measured) == {"x"} and measured["x"].mean == pytest.approx(math.log(2)) and measured["x"].count == 6
-
-
-def test_distinct_completions_and_pairs():
-    results = [game(step("x", [5, 6, 7])), game(step("x", [5, 6, 8])), game(step("x", [5, 6, 7])), game(step("y", [9]))]
-    assert Distinct().measure(results) == {"x": Sums(3, 2), "y": Sums(1, 1)}
-    assert Distinct2().measure(results) == {"x": Sums(6, 3)}, "(5, 6), (6, 7), (6, 8); one token makes no pair"
-
-
 @pytest.mark.parametrize("name", ["entropy", "distinct", "distinct_2"])
 def test_a_fall_is_measured_by_the_first_window(name):
     signal = SIGNALS[name](threshold=0.25)
@@ -73,7 +69,3 @@ def test_a_fall_is_measured_by_the_first_window(name):
     assert signal.judge(Sums(40, 8.4), first) is None
     reason = signal.judge(Sums(40, 7.6), first)
     assert "0.19" in reason and "0.8" in reason
-
-
-def test_defaults_are_the_classes_own():
-    assert Entropy().threshold == Entropy.default and Entropy(0.0).threshold == 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import numpy as np
 import pytest
@@ -16,7 +15,8 @@ from turnwise.train.health.start import Attempts, refuse_hopeless
 from turnwise.train.validate import config_from_dict
 from turnwise.types import GenerateResult, Rollout
 
-from ...test_run import SMALL, lines_of
+from ...test_run import SMALL
+from ...trained import equal, lines_of, notes_of, rows_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -24,12 +24,6 @@ pytestmark = pytest.mark.usefixtures("narrow_model")
 def config_of(folder, questions=4, samples=6, **changes):
     health = {"start_questions": questions, "start_samples": samples}
     return config_from_dict({**SMALL, "run_dir": str(folder), "health": health, **changes})
-
-
-def notes_of(run):
-    notes = []
-    run.trainer.log.note = notes.append
-    return notes
 
 
 def solved_at(run, *places):
@@ -73,12 +67,17 @@ def test_a_start_without_success_is_refused_and_leaves_nothing_to_resume(tmp_pat
     # four questions: once, once more, twice more, and the last two; no sample has the seed of another
     assert [len(played), len(set(played)), len({group for group, _ in played})] == [24, 24, 4]
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.jsonl").exists()
+    # Without the metric the check says nothing.
+    notes = notes_of(run.trainer)
+    asked = starting_questions(run.config, run.task)
+    asyncio.run(refuse_hopeless(run.trainer, asked, "unknown/metric"))
+    assert notes == []
 
 
 @pytest.mark.parametrize(("place", "episodes"), [(2, 4), (5, 8), (9, 16), (23, 24)])
 def test_the_round_of_the_first_success_is_the_last(tmp_path, place, episodes):
     run = build_run(config_of(tmp_path))
-    notes, played = notes_of(run), solved_at(run, place)
+    notes, played = notes_of(run.trainer), solved_at(run, place)
     check(run)
     assert notes == [f"the starting policy succeeds in 1 of {episodes} samples (solved/proposer)"]
     assert len(played) == episodes
@@ -94,16 +93,11 @@ def test_a_checked_run_is_the_same_run(tmp_path):
         assert len([group for group, _ in played if "0/" in group]) >= questions
         runs[name] = run
     assert lines_of(tmp_path / "checked") == lines_of(tmp_path / "plain")
-    episodes = [(tmp_path / name / "rollouts.jsonl").read_text() for name in runs]
-    assert [json.loads(line)["id"] for line in episodes[0].splitlines()] == ["e0", "e2"]
-    assert untimed(episodes[0]) == untimed(episodes[1])
-    checked, plain = (dict(run.trainer.policies["default"].weights()) for run in runs.values())
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in checked.items())
-
-
-def untimed(text):
-    rows = [json.loads(line) for line in text.splitlines()]
-    return [{key: value for key, value in row.items() if key in ("id", "seed", "steps", "rewards")} for row in rows]
+    episodes = [rows_of(tmp_path / name, "rollouts.jsonl") for name in runs]
+    assert [row["id"] for row in episodes[0]] == ["e0", "e2"]
+    for key in ("id", "seed", "steps", "rewards"):
+        assert [row[key] for row in episodes[0]] == [row[key] for row in episodes[1]]
+    assert equal(*(weights_of(run.trainer) for run in runs.values()))
 
 
 def test_generators_that_episodes_use_are_put_back(tmp_path):
@@ -158,11 +152,3 @@ def test_attempts_count_nested_episodes_and_equal_rewards():
     assert (tried.episodes, tried.successes, tried.measured) == (4, 1, True)
     assert {group: len(earned) for group, earned in tried.rewards.items()} == {"a": 2, "b": 1}
     assert tried.means() == "reward/solver 0.625, right/solver 0.25"
-
-
-def test_without_the_metric_the_check_says_nothing(tmp_path):
-    run = build_run(config_of(tmp_path))
-    notes = notes_of(run)
-    asked = starting_questions(run.config, run.task)
-    asyncio.run(refuse_hopeless(run.trainer, asked, "unknown/metric"))
-    assert notes == []

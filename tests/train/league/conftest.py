@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from turnwise.run.build import build_run
 from turnwise.train.validate import config_from_dict
 
+from ...trained import kuhn
+
 
 def settings_of(folder, **changes):
-    return {
-        "task": "kuhn_poker", "run_dir": str(folder), "steps": 3, "threads": 1, "task_options": {"max_tokens": 6},
-        "health": {"start_questions": 0},
-        "warm_start": {"steps": 50, "batch_size": 12, "warmup": 5, "lr": 1e-2},
-        "rollout": {"prompts_per_step": 8, "check_private": True}, "update": {"lr": 1e-4},
-        "checkpoint": {"every": 1}, "log": {"rollouts_per_step": 100},
-        "league": {"share": 0.5, "every": 2, "size": 2, "opponents_per_step": 2}, **changes,
+    settings = {
+        "task_options": {"max_tokens": 6}, "warm_start": {"steps": 50, "batch_size": 12, "warmup": 5, "lr": 1e-2},
+        "rollout": {"prompts_per_step": 8, "check_private": True}, "update": {"lr": 1e-4}, "checkpoint": {"every": 1},
+        "league": {"share": 0.5, "every": 2, "size": 2, "opponents_per_step": 2},
     }  # fmt: skip
+    return kuhn(folder, **{**settings, **changes})
 
 
 @pytest.fixture
@@ -29,15 +27,3 @@ def settings(tmp_path, narrow_model):
 @pytest.fixture
 def make_run(tmp_path, narrow_model):
     return lambda name="run", **changes: build_run(config_from_dict(settings_of(tmp_path / name, **changes)))
-
-
-@pytest.fixture
-def read_lines():
-    """Read the lines that a run wrote to a file, without timings."""
-
-    def read(run, name):
-        rows = [json.loads(line) for line in (run.config.run_dir / name).read_text().splitlines()]
-        timed = ("second", "inference/")
-        return [{key: value for key, value in row.items() if not any(part in key for part in timed)} for row in rows]
-
-    return read

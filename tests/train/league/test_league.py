@@ -19,6 +19,8 @@ from turnwise.train.resume import resume_run
 from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest, ModelRequest, Sampling
 
+from ...trained import equal, weights_of
+
 
 def batches_of(run):
     """Train; each step's batch with the episodes behind it."""
@@ -41,64 +43,43 @@ def marked(results):
     return [result for result in results if MARK in result.rollout.meta]
 
 
-def test_no_token_of_the_past_trains(make_run):
-    run = make_run(steps=2, league={"share": 1.0, "every": 1})
+def test_the_past_plays_with_the_weights_that_it_had_and_none_of_its_tokens_trains(make_run):
+    """Log-probs of a member's tokens are those of its snapshot, bit by bit the weights of that step."""
+    league = {"share": 1.0, "every": 1, "size": 8, "opponents_per_step": 3, "matchmaker": "uniform"}
+    run = make_run(steps=4, league=league)
+    history, record = {0: weights_of(run.trainer)}, run.trainer.record
+
+    async def recorded(batch, metrics):
+        await record(batch, metrics)
+        history[run.trainer.progress.step] = weights_of(run.trainer)
+
+    run.trainer.record = recorded
+    model, checked = run.trainer.policies["default"].model, set()
     for batch, results in batches_of(run):
         assert len(marked(results)) == 8 == len(results)
         live, past = [], []
         for result in results:
-            seat = result.rollout.meta[MARK]["seat"]
-            for step in result.rollout.steps:
-                (live if step.actor_id == seat else past).append(step)
-        assert past and all(step.policy.startswith("default@past") and not step.trainable for step in past)
+            seat, member = result.rollout.meta[MARK]["seat"], result.rollout.meta[MARK]["member"]
+            live += [step for step in result.rollout.steps if step.actor_id == seat]
+            past += [(member, step) for step in result.rollout.steps if step.actor_id != seat]
+        assert past and all(step.policy.startswith("default@past") and not step.trainable for _, step in past)
+        assert all(step.advantage is None for _, step in past), "the credit rule never saw them"
         assert live and all(step.policy == "default" and step.trainable for step in live)
         assert batch.policies == ["default"] and batch.dropped["not_trainable"] == len(past)
         ends = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
         trained = Counter(tuple(batch.token_ids[start:end].tolist()) for start, end in ends)
         assert trained <= Counter((*step.prompt_token_ids, *step.completion_token_ids) for step in live)
-        assert all(step.advantage is None for step in past), "the credit rule never saw them"
-
-
-def test_the_past_plays_with_the_weights_that_it_had(make_run):
-    """Log-probs of a member's tokens are those of its snapshot, bit by bit the weights of that step."""
-    run = make_run(
-        steps=4, league={"share": 1.0, "every": 1, "size": 8, "opponents_per_step": 3, "matchmaker": "uniform"}
-    )
-    history = {0: weights_of(run)}
-    seen = []
-    record = run.trainer.record
-
-    async def recorded(batch, metrics):
-        seen.append(run.arena.last_results)
-        await record(batch, metrics)
-        history[run.trainer.progress.step] = weights_of(run)
-
-    run.trainer.record = recorded
-    run.train()
-    model, checked = run.trainer.policies["default"].model, set()
-    for results in seen:
-        for result in results:
-            member = result.rollout.meta[MARK]["member"]
-            steps = [step for step in result.rollout.steps if not step.trainable]
-            if member in checked or not steps:
-                continue
-            checked.add(member)
-            for name, tensor in run.trainer.policies["default"].weights():
-                tensor.copy_(history[member][name])
-            scored = score(TransformersClient(model, run.tokenizer), steps[0])
-            assert np.allclose(scored, steps[0].completion_logprobs, atol=1e-5), member
-            assert steps[0].policy_versions == [(len(steps[0].completion_token_ids), member)]
-    assert len(checked) >= 2, checked
-    assert any(not torch.equal(history[0][name], history[4][name]) for name in history[0])
-
-
-def weights_of(run):
-    return {name: tensor.clone() for name, tensor in run.trainer.policies["default"].weights()}
-
-
-def score(client, step):
-    request = ModelRequest(step.prompt_token_ids, Sampling(max_tokens=6))
-    return asyncio.run(client.score([request], [step.completion_token_ids]))[0]
+        for member, step in past:
+            if member not in checked:
+                checked.add(member)
+                for name, tensor in run.trainer.policies["default"].weights():
+                    tensor.copy_(history[member][name])
+                client = TransformersClient(model, run.tokenizer)
+                request = ModelRequest(step.prompt_token_ids, Sampling(max_tokens=6))
+                [scored] = asyncio.run(client.score([request], [step.completion_token_ids]))
+                assert np.allclose(scored, step.completion_logprobs, atol=1e-5), member
+                assert step.policy_versions == [(len(step.completion_token_ids), member)]
+    assert len(checked) >= 2 and not equal(history[0], history[4])
 
 
 def test_matches_are_paired_and_seats_swapped(make_run):
@@ -120,23 +101,6 @@ def test_matches_are_paired_and_seats_swapped(make_run):
     payoffs = [result.rollout.rewards[result.rollout.meta[MARK]["seat"]] for result in marked(results)]
     assert record.mean_payoff() == pytest.approx(np.mean(payoffs))
     assert record.wins == sum(payoff > 0 for payoff in payoffs)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_equals_one_left_alone(make_run, read_lines):
-    whole = make_run("whole", steps=6)
-    whole.train()
-    for steps in (2, 3, 6):
-        parts = make_run("parts", steps=steps)
-        parts.train()
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert read_lines(whole, name) == read_lines(parts, name), name
-    assert all(torch.equal(tensor, weights_of(parts)[name]) for name, tensor in weights_of(whole).items())
-    mine, theirs = league_of(whole), league_of(parts)
-    assert mine.state_dict() == theirs.state_dict() and mine.seating.state_dict() == theirs.seating.state_dict()
-    assert [member.step for member in mine.pool.members] == [4, 6], "every 2 steps, and two stay"
-    assert {row["league/members"] for row in read_lines(whole, "metrics.jsonl")} == {1, 2}
-    assert any(MARK in row["meta"] for row in read_lines(whole, "rollouts.jsonl"))
 
 
 def test_a_checkpoint_holds_the_pool_and_a_later_file_goes(make_run):
@@ -253,14 +217,9 @@ def test_what_can_not_be_is_told_before_anything_runs(settings, changes, told):
         dry_run(config_from_dict(settings(**changes)))
 
 
-def test_without_a_share_there_is_no_league(make_run):
-    run = make_run(steps=1, league={})
-    assert not run.trainer.callbacks and run.arena.opponent_assignment is None
-    assert all(not marked(results) for _, results in batches_of(run))
-
-
-def test_a_request_of_an_unknown_seat_is_refused(make_run):
+def test_without_a_share_there_is_no_league_and_no_seat_for_another(make_run):
     run = make_run(league={}, warm_start={})
+    assert not run.trainer.callbacks and run.arena.opponent_assignment is None
     request = EpisodeRequest("kuhn_poker", {"cards": "KQ"}, policies={"player2": "default"})
     with pytest.raises(ValueError, match="no actor 'player2'"):
         asyncio.run(run.arena.generate_rollouts([request]))

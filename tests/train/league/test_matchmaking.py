@@ -8,17 +8,16 @@ from turnwise.train.league.matchmaking import MATCHMAKERS, Latest, Prioritized, 
 P_WIN = np.array([0.9, 0.5, 0.1])
 
 
-def test_uniform_and_latest():
+def test_each_matchmakers_chances():
     assert chances(Uniform(), P_WIN) == pytest.approx([1 / 3] * 3)
     assert chances(Latest(k=2), P_WIN) == pytest.approx([0, 0.5, 0.5])
     assert chances(Latest(k=9), P_WIN) == pytest.approx([1 / 3] * 3)
-
-
-def test_prioritized_is_alphastars_weighting():
+    # Prioritized is AlphaStar's weighting.
     weights = np.array([0.1**2, 0.5**2, 0.9**2])
     assert chances(Prioritized(), P_WIN) == pytest.approx(weights / weights.sum())
     assert chances(Prioritized(power=1.0), P_WIN) == pytest.approx(np.array([0.1, 0.5, 0.9]) / 1.5)
     assert chances(Prioritized(), np.ones(4)) == pytest.approx([0.25] * 4), "all beaten: each as likely"
+    assert set(MATCHMAKERS) == {"uniform", "latest", "prioritized"}
 
 
 def test_mistakes_are_told():
@@ -33,7 +32,3 @@ def test_mistakes_are_told():
 
     with pytest.raises(ValueError, match=r"Odd\.weights"):
         chances(Odd(), P_WIN)
-
-
-def test_the_registry_has_them_all():
-    assert set(MATCHMAKERS) == {"uniform", "latest", "prioritized"}

@@ -24,9 +24,7 @@ def test_a_match_is_one_observation_of_its_mean():
     half = 4.302653 * payoffs.std(ddof=1) / math.sqrt(3)
     assert record.payoff_interval() == pytest.approx((payoffs.mean() - half, payoffs.mean() + half))
     assert record.share_interval() == wilson(0.75, 3)
-
-
-def test_nothing_played_leaves_everything_open():
+    # Nothing played leaves everything open.
     record = Record()
     assert record.mean_share() == 0.5 and record.share_interval() == (0.0, 1.0) and record.payoff_interval() is None
     record.add([WIN])
@@ -56,9 +54,6 @@ def test_rename_forget_and_state():
     assert again.between("old", "step 3") == payoffs.between("old", "step 3") and again.between("old", "step 3").losses
     again.forget("old")
     assert again.between("old", "step 3").matches == 0
-
-
-def test_mistakes_are_told():
     with pytest.raises(ValueError, match="player='a'"):
         Payoffs().add("a", "a", [WIN])
     with pytest.raises(ValueError, match="at least one game"):

@@ -56,6 +56,8 @@ def test_the_newest_stay_and_files_outlast_their_members_by_one_snapshot(tmp_pat
     add(pool, 15, a=Weights(15), b=Weights(0))
     assert not (tmp_path / Member(0, {}).file("a")).exists() and (tmp_path / Member(5, {}).file("b")).exists()
     assert pool.weights(pool.members[-1], "a")["w"].tolist() == [15.0] * 3
+    assert slot_names(["a", "b"], 2) == {"a@past0": "a", "a@past1": "a", "b@past0": "b", "b@past1": "b"}
+    assert slot_name("a", 1) == "a@past1"
 
 
 def test_a_checkpoint_brings_back_what_is_missing(tmp_path):
@@ -110,8 +112,3 @@ def test_a_slot_whose_load_failed_is_loaded_again(tmp_path):
     client.load_weights = load
     slots.hold(0, first, pool)
     assert client.loads[-2:] == [("a@past0", 1.0, 2), ("b@past0", -1.0, 0)]
-
-
-def test_names_of_slots():
-    assert slot_names(["a", "b"], 2) == {"a@past0": "a", "a@past1": "a", "b@past0": "b", "b@past1": "b"}
-    assert slot_name("a", 1) == "a@past1"

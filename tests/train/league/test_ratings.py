@@ -20,18 +20,19 @@ def played(theta, n, rng):
     return matches, shares
 
 
-def test_two_players_by_hand():
+def test_players_by_hand():
     ratings = bradley_terry(np.array([[0, 40], [40, 0]]), np.array([[0, 30], [10, 0]]), prior=1e-9)
     assert ratings.elo == pytest.approx([ELO * math.log(3) / 2, -ELO * math.log(3) / 2], abs=1e-3)
     # the log-odds of 30 in 40 have variance 1/30 + 1/10; each rating is half of them
     half = 1.959964 * ELO * math.sqrt(1 / 30 + 1 / 10) / 2
     assert ratings.high - ratings.elo == pytest.approx([half, half], rel=1e-3)
-
-
-def test_draws_are_halves():
     drawn = bradley_terry(np.array([[0, 8], [8, 0]]), np.array([[0, 6], [2, 0]]))
     halves = bradley_terry(np.array([[0, 8], [8, 0]]), np.array([[0, 4 + 4 * 0.5], [4 * 0.5, 0]]))
     assert drawn.elo == pytest.approx(halves.elo)
+    # Who won all is finite and ahead.
+    ratings = bradley_terry(np.array([[0, 10, 0], [10, 0, 0], [0, 0, 0]]), np.array([[0, 10, 0], [0, 0, 0], [0, 0, 0]]))
+    assert np.isfinite(ratings.elo).all() and ratings.elo[0] > ratings.elo[2] > ratings.elo[1]
+    assert (ratings.high - ratings.low)[2] > (ratings.high - ratings.low)[0], "nobody knows the one who never played"
 
 
 def test_it_is_the_largest_likelihood():
@@ -49,12 +50,6 @@ def test_it_is_the_largest_likelihood():
     shift = np.linspace(-2, 2, 40001)  # ratings have mean 0; their place against the player of strength 1 is lost
     found = min(np.abs(gradient(elo / ELO + by)).max() for by in shift[::10])
     assert found < 5e-3, found
-
-
-def test_who_won_all_is_finite_and_ahead():
-    ratings = bradley_terry(np.array([[0, 10, 0], [10, 0, 0], [0, 0, 0]]), np.array([[0, 10, 0], [0, 0, 0], [0, 0, 0]]))
-    assert np.isfinite(ratings.elo).all() and ratings.elo[0] > ratings.elo[2] > ratings.elo[1]
-    assert (ratings.high - ratings.low)[2] > (ratings.high - ratings.low)[0], "nobody knows the one who never played"
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():

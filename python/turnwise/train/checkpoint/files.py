@@ -48,7 +48,7 @@ class FrozenFiles:
         self._manifest: dict[str, Any] = {}
         if before is not None:
             with suppress(CheckpointError):  # link nothing of a damaged checkpoint; reading it raises the error
-                self._manifest = _parsed(before / "manifest.json")
+                self._manifest = _sound(before / "manifest.json")
 
     def link(self, file: Path, weights: Mapping[str, Tensor]) -> bool:
         """Link ``file`` to the file of ``before`` that holds ``weights``; ``False`` if there is none."""
@@ -112,8 +112,7 @@ def read_manifest(path: Path, versions: Collection[int], *, files: bool = True) 
         raise CheckpointMismatch(
             f"{path}: format {manifest.get('format')!r}{where}; this version reads format {readable}"
         )
-    if manifest.pop(_OWN, None) != _own_digest(manifest):
-        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
+    manifest = _sound(path / "manifest.json")
     for name, expected in manifest["files"].items() if files else ():
         file = path / name
         if not file.is_file():
@@ -129,9 +128,7 @@ def read_listed(path: Path, name: str) -> bytes | None:
     Returns ``None`` if the file is neither listed nor there. Raises :class:`CheckpointError` for a file that is not
     listed or differs: the caller may unpickle the bytes, which runs code.
     """
-    manifest, file = _parsed(path / "manifest.json"), path / name
-    if manifest.pop(_OWN, None) != _own_digest(manifest):
-        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from what it says")
+    manifest, file = _sound(path / "manifest.json"), path / name
     expected = manifest["files"].get(name)
     if expected is None:
         if file.exists():
@@ -164,6 +161,14 @@ def _parsed(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} can't be read: {error}") from error
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file} can't be read: it holds no table")
+    return manifest
+
+
+def _sound(file: Path) -> dict[str, Any]:
+    """Return a parsed manifest without its digest, after a check against it."""
+    manifest = _parsed(file)
+    if manifest.pop(_OWN, None) != _own_digest(manifest):
+        raise CheckpointError(f"{file} is damaged: its SHA-256 differs from what it says")
     return manifest
 
 

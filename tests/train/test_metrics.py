@@ -1,4 +1,4 @@
-"""Metrics of a run on a cluster, and their absence from all others."""
+"""A client's totals and peaks as metrics of a step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,74 @@ import torch
 
 from turnwise.inference import PoolClient, Reply, RoutingClient, ScriptedClient
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.client_metrics import ClientMetrics
 from turnwise.train.log.cluster_metrics import EVENTS, TIME, ClusterMetrics, rss_peak
 
+from ..trained import rows_of
+
+
+def totals(*values):
+    names = ("generated_tokens", "seconds", "prompt_tokens", "cached_tokens", "preemptions")
+    return dict(zip(names, values, strict=True))
+
+
+class Client:
+    def __init__(self):
+        self.totals = totals(10, 2.0, 100, 0, 1)
+        self.largest = {"running": 2, "waiting": 7, "kv_cache_use": 0.25}
+
+    def stats(self):
+        return dict(self.totals)
+
+    def peaks(self):
+        return dict(self.largest)
+
+
+def test_each_step_is_told_of_its_own_growth():
+    client = Client()
+    metrics = ClientMetrics(client)
+    client.totals = totals(70, 5.0, 300, 150, 4)
+    first = {
+        "inference/tokens_per_second": 20.0,
+        "inference/prefix_cache_hit_rate": 0.75,
+        "inference/preemptions": 3,
+        "inference/running": 2,
+        "inference/queue": 7,
+        "inference/kv_cache_use": 0.25,
+    }
+    assert metrics.take() == pytest.approx(first)
+    client.largest = {"running": 1, "waiting": 0, "kv_cache_use": 0.5}
+    second = {"inference/preemptions": 0, "inference/running": 1, "inference/queue": 0, "inference/kv_cache_use": 0.5}
+    assert metrics.take() == second, "nothing was generated: there is no rate"
+    # Engines of a pool are told one by one.
+    client = Client()
+    client.totals = {"engines/one/requests": 5, "other": 1}
+    metrics = ClientMetrics(client)
+    client.totals = {"engines/one/requests": 7, "engines/two/requests": 4, "other": 2}
+    client.largest = {"engines/one/outstanding": 3}
+    assert metrics.take() == {
+        "inference/engines/one/requests": 2,
+        "inference/engines/two/requests": 4,
+        "inference/engines/one/outstanding": 3,
+    }
+    # A client that tells nothing.
+    assert ClientMetrics(object()).take() == {}
+
+
+async def test_a_run_writes_them_down(make_trainer):
+    trainer = make_trainer(steps=2, eval={"every": 1, "num_prompts": 4})
+    await trainer.run()
+    for line in rows_of(trainer.config.run_dir):
+        told = {name.partition("/")[2]: value for name, value in line.items() if name.startswith("inference/")}
+        if line["step"] == 0:
+            assert told == {}
+            continue
+        assert told.keys() == {"tokens_per_second", "prefix_cache_hit_rate", "decoded_share"}
+        assert 0 < told["decoded_share"] <= 1
+        assert 0 < told["prefix_cache_hit_rate"] < 1 < told["tokens_per_second"]
+
+
+# ---- Metrics of a run on a cluster, and their absence from all others ------------------------------------------------
 SECONDS = {"seconds_rollout": 3.0, "seconds_update": 5.0}
 
 
@@ -91,23 +157,19 @@ def test_restarts_are_those_since_the_last_step(config, tmp_path):
     assert (restarts(), restarts()) == (1, 0)
 
 
-def test_a_client_without_engines(config):
+def test_engines_that_serve_and_the_peak_of_memory(config):
     found = ClusterMetrics(config, ScriptedClient(["x"])).take(SECONDS, waiting=0)
     assert not any("version" in name or "engines" in name for name in found)
-
-
-def test_the_peak_of_memory_is_in_bytes():
-    before = rss_peak()
-    held = torch.ones(60_000_000, dtype=torch.uint8)
-    assert rss_peak() >= before and rss_peak() > held.nbytes
-
-
-def test_a_pool_tells_the_acknowledged_versions_of_engines_that_serve():
+    # A pool tells the acknowledged versions of engines that serve.
     client = PoolClient({name: ScriptedClient(lambda request: Reply("x")) for name in ("a", "b")})
     client.load_weights("default", [("w", torch.zeros(2))], 4)
     assert client.versions() == {"a": {"default": 4}, "b": {"default": 4}}
     client._engines["b"].serving = False
     assert client.versions() == {"a": {"default": 4}}
+    # The peak of memory is in bytes.
+    before = rss_peak()
+    held = torch.ones(60_000_000, dtype=torch.uint8)
+    assert rss_peak() >= before and rss_peak() > held.nbytes
 
 
 async def test_a_run_on_a_cluster_logs_them_and_an_embedded_one_does_not(make_trainer):
