@@ -6,6 +6,7 @@ import copy
 import sys
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -16,7 +17,6 @@ from turnwise.types import ModelRequest, Sampling
 
 from .helpers import build, teacher_forced
 
-peft = pytest.importorskip("peft")
 IDS = torch.tensor([[5, 3, 9, 250, 7, 1]])
 
 

@@ -175,7 +175,6 @@ def task_of(name, tmp_path):
         path.write_text("\n".join(map(json.dumps, rows)))
         options = {"path": str(path)}
     if name == "search_orchestra":
-        pytest.importorskip("bm25s")
         options = {"hops": 1}
     return build_task(name, options)
 

@@ -143,7 +143,8 @@ def test_falls_back_and_says_why(train: Any, name: str) -> None:
 
 def test_adapters(train: Any) -> None:
     """Only the adapter trains, and the reference is the model without it."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     torch.manual_seed(0)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0)
     expected, _ = compare(train, beta=0.04, arguments={"peft_config": lora}, learning_rate=1e-2)
