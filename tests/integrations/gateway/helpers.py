@@ -19,7 +19,7 @@ from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest, 
 from ...chat.families import chat_tokenizer, installed_families
 
 FAMILIES = [family for family in ("template", "qwen3") if family in installed_families()]
-needs_qwen3 = pytest.mark.skipif("qwen3" not in FAMILIES, reason="needs TRL's templates and the package renderers")
+needs_qwen3 = pytest.mark.needs("trl", "renderers")
 
 LOGPROBS = tuple(-(1 + place * 7 % 97) / 100 for place in range(30_000))
 """The log-probability of a scripted completion's token, by its place."""
@@ -44,21 +44,6 @@ USER = [{"role": "user", "content": "2 + 2 = ?"}]
 def call_of(name: str, arguments: str) -> str:
     """Return the text by which the model calls a tool."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def answers_of_a_model(tool: Any, limit: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
-    """Return what a model may say by name, with the options of the request, in which ``limit`` limits the tokens."""
-    total = call_of("add", '{"a": 2, "b": 2}')
-    return {
-        "text": (["It is 4."], {}),
-        "empty": ([""], {}),
-        "cut": (["It is 4."], {limit: 3}),
-        "call": ([f"I add.\n{total}"], {"tools": [tool]}),
-        "two calls": ([total + total], {"tools": [tool]}),
-        "bad call": (["<tool_call>{]</tool_call>"], {"tools": [tool]}),
-        "reasoning": (["<think>\nhm\n</think>\n\nIt is 4."], {}),
-        "reasoning and call": ([f"<think>\nhm\n</think>\n\n{total}"], {"tools": [tool]}),
-    }
 
 
 def scripted(*texts: str | Reply | BaseException) -> Callable[[ModelRequest], Any]:

@@ -13,7 +13,7 @@ from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import arena_of, scripted
-from .sdks import OpenAI
+from .wires import Chat
 
 
 def by_row():
@@ -31,8 +31,8 @@ async def calls_in_turn(question, models):
     chats = defaultdict(lambda: [{"role": "user", "content": "0"}])
     for turn in range(max(question["calls"].values())):
         for name in [name for name, count in question["calls"].items() if turn < count]:
-            async with OpenAI.client(models[name]) as client:
-                answer = OpenAI.text(await OpenAI.ask(client, chats[name], actor=name))
+            async with Chat.client(models[name]) as client:
+                answer = Chat.text(await Chat.ask(client, chats[name], actor=name))
             again = {"role": "user", "content": str(turn + 1)}
             chats[name] += [{"role": "assistant", "content": answer}, again]
     return question["rewards"]
@@ -121,8 +121,8 @@ def test_turn_groups_compare_equal_turns():
 @pytest.mark.parametrize(("credit", "expected"), [(by_row, 0.93541435), (by_attempt, 0.70710678)])
 def test_choices_of_one_call_are_rows_with_the_same_reward(credit, expected):
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await OpenAI.ask(client, n=4)
+        async with Chat.client(models["solver"]) as client:
+            await Chat.ask(client, n=4)
         return question["rewards"]
 
     attempts = advantages(agent_of(agent), credit(), [question(1.0, 1), question(0.0, 1)])
@@ -133,8 +133,8 @@ def test_choices_of_one_call_are_rows_with_the_same_reward(credit, expected):
 @pytest.mark.parametrize(("credit", "expected"), [(by_row, 0.96824584), (by_attempt, 0.70710678)])
 def test_parallel_calls_are_rows_with_turns_of_their_own(credit, expected):
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await asyncio.gather(*(OpenAI.ask(client) for _ in range(8)))
+        async with Chat.client(models["solver"]) as client:
+            await asyncio.gather(*(Chat.ask(client) for _ in range(8)))
         return question["rewards"]
 
     attempts = advantages(agent_of(agent), credit(), [question(1.0, 1), question(0.0, 1)])
@@ -180,8 +180,8 @@ def test_same_play_as_a_native_episode_has_equal_advantages(credit):
 )
 def test_reward_that_is_none_fails_its_episode(given, message):
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await OpenAI.ask(client)
+        async with Chat.client(models["solver"]) as client:
+            await Chat.ask(client)
         return given
 
     with pytest.raises(AssertionError, match=message):
@@ -190,8 +190,8 @@ def test_reward_that_is_none_fails_its_episode(given, message):
 
 def test_rubric_scores_what_the_agent_returned():
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            return {"answer": OpenAI.text(await OpenAI.ask(client)), "rewards": "of the agent's own"}
+        async with Chat.client(models["solver"]) as client:
+            return {"answer": Chat.text(await Chat.ask(client)), "rewards": "of the agent's own"}
 
     def right(extras):
         assert extras["result"]["rewards"] == "of the agent's own"

@@ -11,7 +11,7 @@ from turnwise.types import Sampling
 
 from ...chat.families import chat_tokenizer
 from .helpers import FAMILIES, USER, play
-from .sdks import OpenAI, both
+from .wires import Chat, both
 
 NEST = '{"a":' * 500 + "1" + "}" * 500
 HOSTILE = [
@@ -26,12 +26,12 @@ HOSTILE = [
 @both
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_hostile_model_text_crashes_nothing(api, family, stream):
+def test_hostile_model_text_crashes_nothing(wire, family, stream):
     async def agent(seen, models):
-        async with api.client(models["solver"]) as client:
+        async with wire.client(models["solver"]) as client:
             for _ in HOSTILE:
-                answer = await api.ask(client, tools=api.tools, max_tokens=20_000)
-                if api is OpenAI:
+                answer = await wire.ask(client, tools=wire.tools, max_tokens=20_000)
+                if wire is Chat:
                     message = answer.choices[0].message.model_dump(exclude_none=True)
                     results = [
                         {"role": "tool", "tool_call_id": call["id"], "content": "x"}
@@ -51,7 +51,7 @@ def test_hostile_model_text_crashes_nothing(api, family, stream):
                         {"role": "assistant", "content": content},
                         {"role": "user", "content": results or "x"},
                     ]
-                last = await api.ask(client, again, tools=api.tools, stream=stream)
+                last = await wire.ask(client, again, tools=wire.tools, stream=stream)
                 if stream:
                     assert [chunk async for chunk in last]
 
@@ -61,15 +61,15 @@ def test_hostile_model_text_crashes_nothing(api, family, stream):
 
 
 @both
-def test_control_tokens_that_the_model_samples(api):
+def test_control_tokens_that_the_model_samples(wire):
     tokenizer = chat_tokenizer("template")
     start, end = (tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>"))
     hi = tokenizer.encode("hi", add_special_tokens=False)
 
     async def agent(seen, models):
-        async with api.client(models["solver"]) as client:
-            seen.append(api.text(await api.ask(client)))
-            await api.ask(client, [*USER, {"role": "assistant", "content": seen[0]}, *USER])
+        async with wire.client(models["solver"]) as client:
+            seen.append(wire.text(await wire.ask(client)))
+            await wire.ask(client, [*USER, {"role": "assistant", "content": seen[0]}, *USER])
 
     # The completion opens a turn of its own, and goes on after its end.
     script = [Reply(token_ids=(*hi, start, *hi, end)), Reply(token_ids=(*hi, end))]
@@ -83,7 +83,7 @@ def test_lone_surrogates_in_a_request_are_replaced():
     body = b'{"model": "solver", "messages": [{"role": "user", "content": "a\\ud800b \\ud83d\\ude00"}]}'
 
     async def agent(seen, models):
-        async with OpenAI.client(models["solver"]) as client:
+        async with Chat.client(models["solver"]) as client:
             headers = {"headers": {"Content-Type": "application/json"}}
             await client.post("/chat/completions", cast_to=object, content=body, options=headers)
 

@@ -11,7 +11,7 @@ import pytest
 from turnwise.integrations.gateway import Session
 
 from .helpers import USER, play
-from .sdks import Anthropic, OpenAI, both
+from .wires import Chat, Messages, both
 
 
 def counting(delay=0.0):
@@ -28,9 +28,9 @@ def counting(delay=0.0):
     return answer
 
 
-async def lost(model, api=OpenAI, headers=(), body=None, wait_for=None, read=False):
+async def lost(model, wire=Chat, headers=(), body=None, wait_for=None, read=False):
     """Send a request, and close the connection: at once after ``wait_for()``, or when the answer has arrived."""
-    url = model.base_url + ("/chat/completions" if api is OpenAI else "/messages")
+    url = model.base_url + ("/chat/completions" if wire is Chat else "/messages")
     parts = urlsplit(url)
     content = json.dumps(body or {"model": "solver", "messages": USER, "max_tokens": 50}).encode()
     lines = [
@@ -67,12 +67,12 @@ NAMED = [("Idempotency-Key", "k1")]
 
 @both
 @pytest.mark.parametrize(("first", "again"), [([], RESENT), (NAMED, NAMED), (NAMED, [*NAMED, *RESENT])])
-def test_finished_answer_is_repeated(api, first, again):
+def test_finished_answer_is_repeated(wire, first, again):
     script = counting()
 
     async def agent(seen, models):
         for headers in (first, again, again):
-            seen.append(text_of(await lost(models["solver"], api, headers, read=True)))
+            seen.append(text_of(await lost(models["solver"], wire, headers, read=True)))
 
     played = play(agent, script)
     assert played.seen == ["1", "1", "1"]
@@ -82,14 +82,14 @@ def test_finished_answer_is_repeated(api, first, again):
 
 
 @both
-def test_running_call_is_joined(api):
+def test_running_call_is_joined(wire):
     script = counting(delay=0.2)
 
     async def agent(seen, models):
         answers = await asyncio.gather(
-            lost(models["solver"], api, read=True),
-            soon(lambda: lost(models["solver"], api, RESENT, read=True), lambda: script.asked),
-            soon(lambda: lost(models["solver"], api, RESENT, read=True), lambda: script.asked),
+            lost(models["solver"], wire, read=True),
+            soon(lambda: lost(models["solver"], wire, RESENT, read=True), lambda: script.asked),
+            soon(lambda: lost(models["solver"], wire, RESENT, read=True), lambda: script.asked),
         )
         seen += map(text_of, answers)
 
@@ -104,10 +104,10 @@ async def soon(start, when):
 
 
 @both
-def test_equal_request_is_a_new_sample(api):
+def test_equal_request_is_a_new_sample(wire):
     async def agent(seen, models):
         for _ in range(3):
-            seen.append(text_of(await lost(models["solver"], api, read=True)))
+            seen.append(text_of(await lost(models["solver"], wire, read=True)))
 
     played = play(agent, counting())
     assert played.seen == ["1", "2", "3"]
@@ -129,8 +129,8 @@ def test_other_body_is_a_new_sample(headers):
 
 def test_other_key_or_dialect_is_a_new_sample():
     async def agent(seen, models):
-        for api, key in ((OpenAI, "a"), (OpenAI, "b"), (Anthropic, "a"), (OpenAI, "a")):
-            seen.append(text_of(await lost(models["solver"], api, [("Idempotency-Key", key)], read=True)))
+        for wire, key in ((Chat, "a"), (Chat, "b"), (Messages, "a"), (Chat, "a")):
+            seen.append(text_of(await lost(models["solver"], wire, [("Idempotency-Key", key)], read=True)))
 
     assert play(agent, counting()).seen == ["1", "2", "3", "1"]
 
@@ -154,7 +154,7 @@ def test_body_in_another_order_is_equal():
 
 @both
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_hangs_up_cancels_its_call(api, stream):
+def test_client_that_hangs_up_cancels_its_call(wire, stream):
     holder, cancelled = [], []
 
     async def hangs(request):
@@ -169,11 +169,11 @@ def test_client_that_hangs_up_cancels_its_call(api, stream):
 
     async def agent(seen, models):
         body = {"model": "solver", "messages": USER, "max_tokens": 50, "stream": stream}
-        await lost(models["solver"], api, body=body, wait_for=lambda: holder)
+        await lost(models["solver"], wire, body=body, wait_for=lambda: holder)
         while not cancelled:
             await asyncio.sleep(0.01)
         # The SDK's retry samples again, under the number of the call that was cut off.
-        seen.append(await lost(models["solver"], api, RESENT, body=body, read=True))
+        seen.append(await lost(models["solver"], wire, RESENT, body=body, read=True))
 
     played = play(agent, hangs)
     assert '"again"' in played.seen[0]
@@ -217,7 +217,7 @@ def test_call_runs_on_while_one_of_two_clients_waits():
 
 
 @both
-def test_sdk_that_times_out_retries_and_gets_one_row(api):
+def test_sdk_that_times_out_retries_and_gets_one_row(wire):
     """The SDK gives up at its timeout, and asks again: the second attempt is sampled under the same number."""
     delays = iter([60.0, 0.0])
 
@@ -226,8 +226,8 @@ def test_sdk_that_times_out_retries_and_gets_one_row(api):
         return "4"
 
     async def agent(seen, models):
-        async with api.client(models["solver"], timeout=0.5, max_retries=1) as client:
-            seen.append(api.text(await api.ask(client)))
+        async with wire.client(models["solver"], timeout=0.5, max_retries=1) as client:
+            seen.append(wire.text(await wire.ask(client)))
 
     played = play(agent, slow)
     assert played.seen == ["4"]
@@ -247,8 +247,8 @@ def test_agent_that_is_cancelled_leaves_no_call(monkeypatch):
             raise
 
     async def agent(seen, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await OpenAI.ask(client)
+        async with Chat.client(models["solver"]) as client:
+            await Chat.ask(client)
 
     played = play(agent, hangs, timeout=0.3, fails=True)
     assert "longer than timeout=0.3 s" in played.error

@@ -27,7 +27,7 @@ from turnwise.types import Actor, Sampling
 
 from ...test_run import config_of, save_tiny
 from .helpers import ADD, USER, arena_of, call_of
-from .sdks import both, refused
+from .wires import both, refused
 
 KEY = "k" * 43
 
@@ -52,11 +52,11 @@ def _arena(script: Any) -> Any:
 
 
 @both
-def test_each_actor_answers_by_its_name(api: Any) -> None:
+def test_each_actor_answers_by_its_name(wire: Any) -> None:
     async def agent(model: Any, arena: Any) -> None:
-        async with api.client(model) as client:
+        async with wire.client(model) as client:
             for actor in ("solver", "checker"):
-                assert api.text(await api.ask(client, actor=actor)) == "4"
+                assert wire.text(await wire.ask(client, actor=actor)) == "4"
             assert {one.id async for one in client.models.list()} == {"solver", "checker"}
 
     sent = serving(agent).client.calls
@@ -97,13 +97,13 @@ def test_the_client_decides_how_it_samples_and_gets_its_seed() -> None:
 
 
 @both
-def test_what_is_refused(api: Any) -> None:
+def test_what_is_refused(wire: Any) -> None:
     async def agent(model: Any, arena: Any) -> None:
         wrong = SimpleNamespace(**{**vars(model), "api_key": "x" * 43})
-        await refused(api, wrong, status=401, name="AuthenticationError")
-        await refused(api, model, status=404, name="NotFoundError", actor="nobody")
+        await refused(wire, wrong, status=401, name="AuthenticationError")
+        await refused(wire, model, status=404, name="NotFoundError", actor="nobody")
         foreign = {"default_headers": {"Host": "evil.example"}}
-        await refused(api, model, status=421, name="APIStatusError", client=foreign)
+        await refused(wire, model, status=421, name="APIStatusError", client=foreign)
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {KEY}"}) as client:
             for host in ("gpu1.lab:8000", "10.1.2.3", "[::1]:80"):
                 found = await client.get(f"{model.base_url}/models", headers={"Host": host})
@@ -187,7 +187,7 @@ def _text(log: Any) -> str:
     [
         (["--adapter-slots", "2"], "--adapter-slots: is of a model's server"),
         (["--checkpoint", "step_00000099"], "step_00000099"),
-        (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
+        (["--wire-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
     ],
 )
 def test_what_a_run_can_not_be_served_with(
