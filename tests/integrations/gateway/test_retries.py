@@ -63,22 +63,48 @@ def text_of(answer):
 
 RESENT = [("x-stainless-retry-count", "1")]
 NAMED = [("Idempotency-Key", "k1")]
+OTHER = [("Idempotency-Key", "k2")]
+A, B = ({"model": "solver", "messages": [{"role": "user", "content": text}], "max_tokens": 9} for text in "ab")
+TURNED = dict(reversed(A.items()))
+"""The same request in another order."""
+
+# Calls with their answers, which are the number of the sample.
+REPEATED = {
+    "sent again": [([], A, "1"), (RESENT, A, "1"), (RESENT, A, "1")],
+    "named": [(NAMED, A, "1"), (NAMED, A, "1"), (NAMED, A, "1")],
+    "named and sent again": [(NAMED, A, "1"), ([*NAMED, *RESENT], A, "1"), (NAMED, A, "1")],
+    "equal, but no repetition": [([], A, "1"), ([], A, "2"), ([], A, "3")],
+    "another body sent again": [(RESENT, A, "1"), (RESENT, B, "2"), (RESENT, A, "1")],
+    "another body of one name": [(NAMED, A, "1"), (NAMED, B, "2"), (NAMED, A, "1")],
+    "another name": [(NAMED, A, "1"), (OTHER, A, "2"), (NAMED, A, "1")],
+    "the latest of equal ones": [([], A, "1"), ([], A, "2"), (RESENT, A, "2")],
+    "another order": [([], A, "1"), (RESENT, TURNED, "1")],
+}
 
 
 @both
-@pytest.mark.parametrize(("first", "again"), [([], RESENT), (NAMED, NAMED), (NAMED, [*NAMED, *RESENT])])
-def test_finished_answer_is_repeated(wire, first, again):
-    script = counting()
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_requests_get_the_answer_of_the_first(wire, name):
+    script, calls = counting(), REPEATED[name]
 
     async def agent(seen, models):
-        for headers in (first, again, again):
-            seen.append(text_of(await lost(models["solver"], wire, headers, read=True)))
+        for headers, body, _ in calls:
+            seen.append(text_of(await lost(models["solver"], wire, headers, body=body, read=True)))
 
     played = play(agent, script)
-    assert played.seen == ["1", "1", "1"]
-    assert len(script.asked) == len(played.steps) == 1
-    assert played.metrics["gateway/retries_joined/solver"] == 2
-    assert played.metrics["gateway/calls/solver"] == 1
+    samples = int(max(answer for *_, answer in calls))
+    assert played.seen == [answer for *_, answer in calls]
+    assert len(script.asked) == samples and [step.turn for step in played.steps] == list(range(samples))
+    assert played.metrics.get("gateway/retries_joined/solver", 0) == len(calls) - samples
+    assert played.metrics["gateway/calls/solver"] == samples
+
+
+def test_a_name_holds_in_one_dialect():
+    async def agent(seen, models):
+        for wire in (Chat, Messages, Chat):
+            seen.append(text_of(await lost(models["solver"], wire, NAMED, read=True)))
+
+    assert play(agent, counting()).seen == ["1", "2", "1"]
 
 
 @both
@@ -101,55 +127,6 @@ async def soon(start, when):
     while not when():
         await asyncio.sleep(0.01)
     return await start()
-
-
-@both
-def test_equal_request_is_a_new_sample(wire):
-    async def agent(seen, models):
-        for _ in range(3):
-            seen.append(text_of(await lost(models["solver"], wire, read=True)))
-
-    played = play(agent, counting())
-    assert played.seen == ["1", "2", "3"]
-    assert [step.turn for step in played.steps] == [0, 1, 2]
-    assert played.metrics.get("gateway/retries_joined/solver", 0) == 0
-
-
-@pytest.mark.parametrize("headers", [RESENT, NAMED])
-def test_other_body_is_a_new_sample(headers):
-    async def agent(seen, models):
-        for text in ("a", "b", "a"):
-            body = {"model": "solver", "messages": [{"role": "user", "content": text}]}
-            seen.append(text_of(await lost(models["solver"], headers=headers, body=body, read=True)))
-
-    played = play(agent, counting())
-    assert played.seen == ["1", "2", "1"]
-    assert [step.turn for step in played.steps] == [0, 1]
-
-
-def test_other_key_or_dialect_is_a_new_sample():
-    async def agent(seen, models):
-        for wire, key in ((Chat, "a"), (Chat, "b"), (Messages, "a"), (Chat, "a")):
-            seen.append(text_of(await lost(models["solver"], wire, [("Idempotency-Key", key)], read=True)))
-
-    assert play(agent, counting()).seen == ["1", "2", "3", "1"]
-
-
-def test_retry_repeats_the_latest_of_equal_calls():
-    async def agent(seen, models):
-        for headers in ((), (), RESENT):
-            seen.append(text_of(await lost(models["solver"], headers=headers, read=True)))
-
-    assert play(agent, counting()).seen == ["1", "2", "2"]
-
-
-def test_body_in_another_order_is_equal():
-    async def agent(seen, models):
-        bodies = [{"model": "solver", "messages": USER}, {"messages": USER, "model": "solver"}]
-        for headers, body in zip(((), RESENT), bodies, strict=True):
-            seen.append(text_of(await lost(models["solver"], headers=headers, body=body, read=True)))
-
-    assert play(agent, counting()).seen == ["1", "1"]
 
 
 @both
