@@ -29,14 +29,13 @@ from turnwise.inference.weights.weight_block import TransferError
 from .helpers import adapted, build, weights_at
 from .receiving import Receivers, described
 
-NUMBERS = range(2**31)
 BUCKET = 2**-10
 """MiB, so that the weights below take several buckets."""
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[Receivers]:
-    receivers = Receivers()
+def started(warm_python: str) -> Iterator[Receivers]:
+    receivers = Receivers(warm_python)
     yield receivers
     receivers.close()
 
@@ -79,10 +78,14 @@ def told(pattern: str) -> Iterator[None]:
 
 
 def drawn(count: int) -> int:
-    """A random number below ``count``; its seed is printed."""
-    seed = random.choice(NUMBERS)
-    print(f"seed {seed}")
-    return random.Random(seed).randrange(count)
+    """A random number below ``count``, which is printed."""
+    number = random.randrange(count)
+    print(f"drew {number}")
+    return number
+
+
+def slow(stage: str) -> Any:
+    return pytest.param(stage, marks=pytest.mark.slow)
 
 
 def models() -> dict[str, dict[str, torch.Tensor]]:
@@ -119,13 +122,14 @@ def test_each_kind_of_weights_arrives(kind: str, receivers: Receivers) -> None:
         until(lambda: transfer.stats()["in_groups"] == 2)
 
 
-def test_seventy_receivers(receivers: Receivers) -> None:
-    numbers = receivers.start(70)
+@pytest.mark.parametrize("count", [12, pytest.param(70, marks=pytest.mark.slow)])
+def test_many_receivers(count: int, receivers: Receivers) -> None:
+    numbers = receivers.start(count)
     with sending() as transfer:
         for seed in range(2):
-            assert receivers.open(numbers, transfer.send(weights_of(seed))) == [described(weights_of(seed))] * 70
-        until(lambda: transfer.stats()["in_groups"] + transfer.stats()["alone"] == 140)
-        until(lambda: transfer.stats()["in_groups"] >= 70)
+            assert receivers.open(numbers, transfer.send(weights_of(seed))) == [described(weights_of(seed))] * count
+        until(lambda: transfer.stats()["in_groups"] + transfer.stats()["alone"] == 2 * count)
+        until(lambda: transfer.stats()["in_groups"] >= count)
         until(lambda: transfer.stats()["lost"] == 0)
 
 
@@ -182,7 +186,7 @@ def test_a_killed_receiver_costs_the_others_one_more_group(stage: str, receivers
         until(lambda: transfer.stats()["epoch"] == epoch)
 
 
-@pytest.mark.parametrize("stage", ["before", "rehearsed", "between"])
+@pytest.mark.parametrize("stage", [slow("before"), slow("rehearsed"), "between"])
 def test_a_receiver_that_hangs_is_left_behind_at_the_deadline(
     stage: str, receivers: Receivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

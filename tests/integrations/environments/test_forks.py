@@ -19,7 +19,6 @@ from turnwise.integrations.environments.base.forks import (
     RunningPlay,
     choose_way,
     compare,
-    prove,
     replayed,
 )
 from turnwise.integrations.environments.base.options import ForeignOptions
@@ -180,12 +179,6 @@ def test_forks_equal_the_replayed_original_at_every_node(build, case, plays):
             one.close()
         nodes += len(play.actions)
     assert nodes >= plays
-
-
-@pytest.mark.parametrize("case", EVERY)
-def test_two_forks_of_a_node_do_not_disturb_each_other(build, case):
-    game = build(case).game
-    assert prove(game, choose_way(game), seeds=range(20, 26), moves=8) >= 6
 
 
 @pytest.mark.parametrize("case", EVERY)

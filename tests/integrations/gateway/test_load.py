@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import sys
 import weakref
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -85,28 +82,3 @@ def test_ended_sessions_are_dropped(monkeypatch):
     gc.collect()
     assert len(kept) == 0
     assert len(gateway.ended) == 3 and len(gateway._formats) == 1
-
-
-def resident() -> int:
-    """Bytes of memory of this process."""
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
-def test_10000_sessions_need_no_more_memory_than_2000():
-    agents = Agents(calls=1)
-    arena, gateway = arena_with(agents)
-    sizes = {}
-
-    async def run():
-        async with gateway:
-            for batch in range(1, 101):
-                results = await agents.play(arena, 100)
-                assert all(result.rollout.error is None for result in results)
-                sizes[100 * batch] = resident()
-
-    asyncio.run(run())
-    growth = sizes[10_000] - sizes[2_000]
-    assert growth < 2.5e6, f"{growth / 1e6:.1f} MB"

@@ -35,23 +35,6 @@ def test_log_probabilities_are_those_of_the_step():
     assert (answer.choices[0].message.role, len(found)) == ("assistant", usage.completion_tokens)
 
 
-def test_calls_of_two_actors_have_turns_of_their_own():
-    async def agent(seen, models):
-        for name in ("solver", "checker", "solver", "solver", "checker"):
-            await ask(models[name])
-        return {"solver": 1.0, "checker": 0.0}
-
-    played = play(agent, ["4"], actors=("solver", "checker"))
-    assert [(step.actor_id, step.turn) for step in played.steps] == [
-        ("solver", 0),
-        ("checker", 0),
-        ("solver", 1),
-        ("solver", 2),
-        ("checker", 1),
-    ]
-    assert played.rewards == {"solver": 1.0, "checker": 0.0}
-
-
 def test_metadata_sets_the_turn():
     async def agent(seen, models):
         await ask(models["solver"], metadata={"turn": "5"})
@@ -104,24 +87,11 @@ def test_malformed_call_stays_text():
 
 
 # -- what the agent may set --------------------------------------------------------------------------------------------
-def test_several_choices_are_rows_of_one_turn_with_seeds_of_their_own():
-    async def agent(seen, models):
-        seen.append(await ask(models["solver"], n=4))
-        await ask(models["solver"])
-
-    played = play(agent, ["a", "b", "c", "d", "e"])
-    [answer] = played.seen
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.message.content for choice in answer.choices] == [step.completion for step in played.steps[:4]]
-    assert [step.turn for step in played.steps] == [0, 0, 0, 0, 1]
-    assert len({request.sampling.seed for request in played.client.calls}) == 5
-    assert answer.usage.completion_tokens == sum(len(step.completion_token_ids) for step in played.steps[:4])
-    assert played.metrics["gateway/calls/solver"] == 5
-
-
 async def best_of_three(seen, models):
     """Ask for three drafts, go on from the second, and end with three more."""
-    drafts = (await ask(models["solver"], n=3)).choices
+    answer = await ask(models["solver"], n=3)
+    seen.append(answer)
+    drafts = answer.choices
     chat = [*USER, {"role": "assistant", "content": drafts[1].message.content}, {"role": "user", "content": "And?"}]
     await ask(models["solver"], chat, n=3)
 
@@ -133,6 +103,11 @@ def test_which_choices_train(choices, trains):
     assert [step.turn for step in found.steps] == [0, 0, 0, 1, 1, 1]
     assert "".join(str(int(step.trainable)) for step in found.steps) == trains
     assert found.metrics["gateway/extended_rows/solver"] == 3, "the longer prompt extends the second draft"
+    assert found.metrics["gateway/calls/solver"] == 6
+    [answer] = found.seen
+    assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, "a"), (1, "b"), (2, "c")]
+    assert answer.usage.completion_tokens == sum(len(step.completion_token_ids) for step in found.steps[:3])
+    assert len({request.sampling.seed for request in found.client.calls}) == 6, "each choice has a seed of its own"
 
 
 def test_a_single_choice_always_trains():

@@ -6,11 +6,9 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -250,34 +248,6 @@ result(count)
     rollouts, _ = play_process(tmp_path, code, questions=range(6), processes=2)
     assert [rollout.error for rollout in rollouts] == [None] * 6
     assert max(rollout.rewards["solver"] for rollout in rollouts) <= 2
-
-
-@pytest.mark.slow
-def test_50_of_200_are_killed(tmp_path):
-    code = f"""
-if question % 4 == 0:
-    detached({SLEEPER!r})
-print("number", question, flush=True)
-ask("x")
-if question % 4 == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-note("url", os.environ["OPENAI_BASE_URL"])
-ask("y")
-result(1)
-"""
-    rollouts, _ = play_process(tmp_path, code, questions=range(200), grace=0.1)
-    failed = [rollout for rollout in rollouts if rollout.error]
-    assert (len(rollouts) - len(failed), len(failed)) == (150, 50)
-    for number, rollout in enumerate(rollouts):
-        if number % 4:
-            assert rollout.rewards == {"solver": 1.0} and len(rollout.steps) == 2
-        else:
-            assert f"was killed by SIGKILL; its last output:\nnumber {number}" in rollout.error
-    assert [pid for pid in noted_processes(tmp_path) if runs(pid)] == []
-    # No port is open.
-    parts = urlsplit((tmp_path / "url").read_text())
-    with socket.socket() as connection:
-        assert connection.connect_ex((parts.hostname, parts.port)) != 0
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
