@@ -146,9 +146,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(MARKED_FIXTURES[fixture])
         if not item.get_closest_marker("xdist_group"):  # `--dist loadgroup` keeps files whole
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    without = {
-        item for item in items if missing & {mark.name for mark in item.iter_markers()} or not can_run(item)
-    }
+    without = {item for item in items if missing & {mark.name for mark in item.iter_markers()} or not can_run(item)}
     config.hook.pytest_deselected(items=list(without))
     items[:] = [item for item in items if item not in without]
 

@@ -93,9 +93,7 @@ def trainer_of(kind, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param("chat", marks=pytest.mark.representative), "messages", "process"]
-)
+@pytest.mark.parametrize("kind", [pytest.param("chat", marks=pytest.mark.representative), "messages", "process"])
 def test_three_training_steps(kind, tmp_path):
     trainer, arena = trainer_of(kind, tmp_path)
     batches, packed = [], arena.build_training_batch

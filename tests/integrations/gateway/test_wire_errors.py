@@ -33,8 +33,7 @@ def test_wrong_keys_and_unknown_sessions_look_the_same(wire, requests):
         nowhere = SimpleNamespace(**elsewhere, api_key=model.api_key)
         calls = [(model, client) for client in wrong] + [(nowhere, {})]
         refusals = [
-            await refused(wire, place, status=401, name="AuthenticationError", client=client)
-            for place, client in calls
+            await refused(wire, place, status=401, name="AuthenticationError", client=client) for place, client in calls
         ]
         assert all(error.body == refusals[0].body for error in refusals)
 
@@ -76,9 +75,7 @@ def test_unknown_actor_is_refused_with_the_known_names(wire, requests):
         # The session's own URL takes the actor from the body.
         for part, actor in (("/judge", "solver"), ("", "judge")):
             root = {"base_url": url.replace("/solver", part)}
-            error = await refused(
-                wire, models["solver"], status=404, name="NotFoundError", client=root, actor=actor
-            )
+            error = await refused(wire, models["solver"], status=404, name="NotFoundError", client=root, actor=actor)
             assert "'solver', 'checker'" in str(error)
         async with wire.client(models["checker"], **root) as client:
             await wire.ask(client, actor="checker")

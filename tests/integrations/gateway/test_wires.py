@@ -9,7 +9,7 @@ import pytest
 from turnwise.types import Actor
 
 from .helpers import FAMILIES, USER, call_of, dumped, needs_qwen3, play
-from .wires import Chat, Messages, Responses, both, every
+from .wires import Chat, Messages, Responses, asked, both, every
 
 SUM = call_of("add", '{"a": 2, "b": 2}')
 MORE = call_of("add", '{"a": 4, "b": 1}')
@@ -27,12 +27,8 @@ def check_extended(played, rows=None):
 @every
 def test_answer_is_the_recorded_step(wire):
     messages, options = wire.with_system("Be brief.")
-
-    async def agent(seen, models):
-        async with wire.client(models["solver"]) as client:
-            seen.append(await wire.ask(client, messages, **options))
-
-    played = play(agent, ["It is 4."], actors=[Actor("solver", system_prompt="Not shown.")])
+    solver = Actor("solver", system_prompt="Not shown.")
+    played = asked(wire, ["It is 4."], {"messages": messages, **options}, actors=[solver])
     [answer], [step] = played.seen, played.steps
     assert (wire.text(answer), wire.reason(answer), answer.model) == ("It is 4.", wire.reasons[0], "solver")
     assert played.text(step.completion_token_ids) == "It is 4.<|im_end|>"
@@ -93,8 +89,8 @@ def test_tools_over_several_rounds_extend_the_sampled_tokens(wire, family, strea
         messages = [*messages]
         async with wire.client(models["solver"]) as client:
             while True:
-                asked = wire.streamed if streamed else wire.ask
-                answer = await asked(client, messages, tools=wire.tools, **options)
+                ask = wire.streamed if streamed else wire.ask
+                answer = await ask(client, messages, tools=wire.tools, **options)
                 seen.append(answer)
                 messages += wire.sent_back(answer)
                 calls = wire.calls(answer)
@@ -145,13 +141,9 @@ def test_reasoning_is_apart_and_stays_in_the_context(wire, sent_back):
 @every
 def test_limits_of_tokens(wire):
     """The request's, and the actor's where it is lower. A tool call that was cut is text."""
-
-    async def agent(seen, models):
-        async with wire.client(models["solver"]) as client:
-            for limit in (5, 500, 30):
-                seen.append(await wire.ask(client, tools=wire.tools, **{wire.limit: limit}))
-
-    played = play(agent, ["0123456789" * 9, "0123456789" * 9, SUM], actors=[Actor("solver", max_tokens=40)])
+    calls = [{"tools": wire.tools, wire.limit: limit} for limit in (5, 500, 30)]
+    digits = "0123456789" * 9
+    played = asked(wire, [digits, digits, SUM], *calls, actors=[Actor("solver", max_tokens=40)])
     assert [wire.reason(answer) for answer in played.seen] == [wire.reasons[1]] * 3
     assert [wire.usage(answer)[1] for answer in played.seen] == [5, 40, 30]
     assert [wire.text(answer) for answer in played.seen[:2]] == ["01234", "0123456789" * 4]
@@ -181,18 +173,15 @@ def test_stop_string_cuts_the_text_and_keeps_the_tokens(wire):
 
 @both
 def test_tools_switched_off_and_single_calls(wire):
-    none, single = (
-        ({"tool_choice": "none"}, {"parallel_tool_calls": False})
-        if wire is Chat
-        else ({"tool_choice": {"type": "none"}}, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
-    )
-
-    async def agent(seen, models):
-        async with wire.client(models["solver"]) as client:
-            for options in (none, single):
-                seen.append(await wire.ask(client, tools=wire.tools, **options))
-
-    without, one = play(agent, [SUM + SUM]).seen
+    none, single = {
+        Chat: ({"tool_choice": "none"}, {"parallel_tool_calls": False}),
+        Messages: (
+            {"tool_choice": {"type": "none"}},
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        ),
+    }[wire]
+    tools = {"tools": wire.tools}
+    without, one = asked(wire, [SUM + SUM], tools | none, tools | single).seen
     assert not wire.calls(without) and wire.text(without) == SUM + SUM
     assert len(wire.calls(one)) == 1 and '"name": "add"' in wire.text(one)
 

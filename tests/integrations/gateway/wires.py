@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from .helpers import ADD, USER
+from .helpers import ADD, USER, play
 
 Call = tuple[str, dict[str, Any]]
 """Id and arguments of a tool call."""
@@ -208,6 +208,17 @@ class Messages:
 
 every = pytest.mark.parametrize("wire", [Chat, Responses, Messages])
 both = pytest.mark.parametrize("wire", [Chat, Messages])
+
+
+def asked(wire, script, *calls, **settings):
+    """Play an agent that makes ``calls``, each the options of one, and return what was played with their answers."""
+
+    async def agent(seen, models):
+        async with wire.client(models["solver"]) as client:
+            for options in calls:
+                seen.append(await wire.ask(client, **options))
+
+    return play(agent, script, **settings)
 
 
 def refused(wire, model, *, status, name, client=None, **options):
