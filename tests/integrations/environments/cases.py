@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +25,7 @@ class Case(NamedTuple):
     """A task, its options, and how many moves of a random play are forked."""
 
     task: str
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     moves: int = 40
 
     @property

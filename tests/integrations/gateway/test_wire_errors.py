@@ -7,8 +7,6 @@ import contextlib
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-import pytest
-
 from turnwise.types import Sampling
 
 from .helpers import ADD, USER, play

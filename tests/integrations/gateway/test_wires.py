@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import anthropic
 import openai
 import pytest
@@ -16,10 +18,9 @@ MORE = call_of("add", '{"a": 4, "b": 1}')
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
-def check_extended(played, rows=None):
+def check_extended(played):
     """Check that each prompt begins with all that was seen and sampled before it."""
-    steps = played.steps[:rows]
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(played.steps):
         stream = before.prompt_token_ids + before.completion_token_ids
         assert after.prompt_token_ids[: len(stream)] == stream
 
