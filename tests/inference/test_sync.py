@@ -229,6 +229,7 @@ def test_forged_handles() -> None:
         ([whole], "a handle that is a list: expected a mapping"),
         ({"kind": "safetensors", "mark": "", "sequence": 1}, "bytes=None: expected int"),
         ({**whole, "mark": 1}, "mark=1: expected str"),
+        ({**whole, "kind": "gloo", "host": "127.0.0.1", "port": 9}, "key=None: expected str"),
         ({**whole, "bytes": True}, "bytes=True: expected int"),
         ({**whole, "pid": "self/fd/../../1"}, "pid='self/.*': expected int"),
     ]:

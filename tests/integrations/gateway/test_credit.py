@@ -1,4 +1,4 @@
-"""Credit of attempts with unequal numbers of calls, and of the same play as an episode of turnwise's own."""
+"""Credit of attempts with unequal numbers of calls, several choices, parallel calls and rubrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from turnwise.arena import MultiTurnEpisode, Rubric
+from turnwise.arena import Rubric
 from turnwise.credit import ATGRPOCredit, DrMASCredit, GRPOCredit
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import Actor, EpisodeRequest
@@ -36,32 +36,6 @@ async def calls_in_turn(question, models):
             again = {"role": "user", "content": str(turn + 1)}
             chats[name] += [{"role": "assistant", "content": answer}, again]
     return question["rewards"]
-
-
-class Native(MultiTurnEpisode):
-    """The same play as an episode of turnwise's own."""
-
-    episode_type = "native"
-    rubric = Rubric([lambda artifact: artifact["rewards"]])
-    actors = ("solver", "checker")
-
-    def get_prompt(self, artifact):
-        return "0"
-
-    def next_actor(self, state, arena, artifact):
-        left = [name for name, count in artifact["calls"].items() if self.made(state, name) < count]
-        fewest = min(self.made(state, name) for name in left)
-        return next(name for name in left if self.made(state, name) == fewest)
-
-    def env_response(self, state, arena, artifact):
-        return "go on"
-
-    def is_done(self, state, arena, artifact):
-        return all(self.made(state, name) >= count for name, count in artifact["calls"].items())
-
-    @staticmethod
-    def made(state, name):
-        return sum(step.actor_id == name for step in state.trajectory)
 
 
 def advantages(episode, credit, questions, actors=("solver",)):
@@ -147,24 +121,11 @@ def test_actor_that_was_never_called_has_no_row_and_needs_no_reward():
         {"calls": {"solver": 1}, "rewards": {"solver": 1.0}},
         {"calls": {"solver": 1, "checker": 1}, "rewards": {"solver": 0.0, "checker": 1.0}},
     ]
-    attempts = advantages(agent_of(calls_in_turn, Native.actors), by_attempt(), questions, Native.actors)
+    attempts = advantages(
+        agent_of(calls_in_turn, ("solver", "checker")), by_attempt(), questions, ("solver", "checker")
+    )
     assert [[step.actor_id for step in steps] for steps in attempts] == [["solver"], ["solver", "checker"]]
     assert values(attempts)[0] == pytest.approx([0.5**0.5], abs=1e-6)
-
-
-@pytest.mark.parametrize("credit", [by_row, by_attempt, ATGRPOCredit, GRPOCredit])
-def test_same_play_as_a_native_episode_has_equal_advantages(credit):
-    questions = [
-        {"calls": {"solver": solver, "checker": checker}, "rewards": {"solver": reward, "checker": 1.0 - reward / 2}}
-        for solver, checker, reward in ((3, 1, 1.0), (1, 1, 0.0), (2, 3, 0.25), (1, 2, 0.75))
-    ]
-    through = advantages(agent_of(calls_in_turn, Native.actors), credit(), questions, Native.actors)
-    native = advantages(Native(max_turns=8), credit(), questions, Native.actors)
-    for ours, theirs in zip(through, native, strict=True):
-        by_call = [{(step.actor_id, step.turn): step.advantage for step in steps} for steps in (ours, theirs)]
-        assert by_call[0].keys() == by_call[1].keys()
-        assert by_call[0] == pytest.approx(by_call[1], abs=1e-6)
-    assert any(value for row in values(through) for value in row)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
 from turnwise.types import EpisodeRequest, ModelError
 
 from .helpers import USER, arena_of, play
-from .wires import Chat, Messages, both, refusal, refused
+from .wires import Chat, both, every, refusal, refused
 
 
 # -- sessions that are over --------------------------------------------------------------------------------------------
@@ -139,42 +139,28 @@ def test_failure_of_the_model_is_told_once_and_fails_the_episode(wire, retries, 
     assert played.results[0].rollout.rewards == {} and played.steps == []
 
 
-def test_error_after_a_stream_began_reaches_the_sdk(monkeypatch):
-    monkeypatch.setattr("turnwise.integrations.gateway.server.KEEP_ALIVE", 0.02)
-
-    async def fails(request):
-        await asyncio.sleep(0.1)
-        return ModelError("out of memory")
-
-    async def agent(seen, models):
-        for wire in (Chat, Messages):
-            with pytest.raises(wire.sdk.APIError, match="out of memory"):
-                async with wire.client(models["solver"]) as client:
-                    async for _ in await wire.ask(client, stream=True):
-                        pass
-
-    played = play(agent, fails, fails=True)
-    assert "out of memory" in played.error and played.ended == 1
-
-
-def test_keep_alive_comments_are_skipped_by_both_sdks(monkeypatch):
+@every
+@pytest.mark.parametrize("fails", [False, True])
+def test_streams_that_wait_for_their_answer(wire, fails, monkeypatch):
+    """Comments keep the connection open; the SDKs skip them, and get an error that comes after them."""
     monkeypatch.setattr("turnwise.integrations.gateway.server.KEEP_ALIVE", 0.02)
 
     async def slow(request):
         await asyncio.sleep(0.1)
-        return "4"
+        return ModelError("out of memory") if fails else "4"
 
     async def agent(seen, models):
-        async with Chat.client(models["solver"]) as client:
-            chunks = [chunk async for chunk in await Chat.ask(client, stream=True)]
-            seen.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
-        async with (
-            Messages.client(models["solver"]) as client,
-            client.messages.stream(model="solver", messages=USER, max_tokens=9) as stream,
-        ):
-            seen.append(await stream.get_final_text())
+        async with wire.client(models["solver"]) as client:
+            if not fails:
+                seen.append(wire.text(await wire.streamed(client)))
+                return
+            with pytest.raises(wire.sdk.APIError, match="out of memory"):
+                async for _ in await wire.ask(client, stream=True):
+                    pass
 
-    assert play(agent, slow).seen == ["4", "4"]
+    played = play(agent, slow, fails=fails)
+    assert played.ended == 1
+    assert "out of memory" in played.error if fails else played.seen == ["4"]
 
 
 def test_answers_say_that_the_connection_closes():
