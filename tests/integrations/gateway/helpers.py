@@ -57,6 +57,23 @@ def scripted(*texts: str | Reply | BaseException) -> Callable[[ModelRequest], An
     return answer
 
 
+class Hanging:
+    """A script whose first ``times`` answers never come; it keeps the requests, and those that were cancelled."""
+
+    def __init__(self, times: int = 1) -> None:
+        self.times, self.asked, self.cancelled = times, [], []
+
+    async def __call__(self, request: ModelRequest) -> str:
+        self.asked.append(request)
+        if len(self.asked) > self.times:
+            return "again"
+        try:
+            return await asyncio.sleep(60, "late")
+        except asyncio.CancelledError:
+            self.cancelled.append(request)
+            raise
+
+
 @dataclass
 class Played:
     """One agent's episodes: what they gave, what the model was asked, and what the agent kept in ``seen``."""
@@ -113,7 +130,6 @@ def play(
     request: dict[str, Any] | None = None,
     arena_options: dict[str, Any] | None = None,
     after: Callable[[], Awaitable[Any]] | None = None,
-    on_client: Callable[[ScriptedClient], Any] = lambda client: None,
     **settings: Any,
 ) -> Played:
     """Play ``agent(question, models)``, which gets a list as the question and keeps there what the test looks at.
@@ -123,24 +139,21 @@ def play(
     """
     script = scripted(*script) if isinstance(script, (list, tuple)) else script
     arena = arena_of(script, actors=actors, family=family, **(arena_options or {}))
-    on_client(arena.client)
     gateway = Gateway(**{"renderer": "template" if family == "template" else "auto", **settings})
     seen: list[Any] = []
     ended: list[Any] = []
 
-    if asyncio.iscoroutinefunction(agent):
+    def end(found: Any) -> Any:
+        ended.append(found)
+        return 1.0 if found is None else found
 
-        async def played(question: Any, models: Any) -> Any:
-            found = await agent(seen, models)
-            ended.append(found)
-            return 1.0 if found is None else found
-    else:
+    async def awaited(question: Any, models: Any) -> Any:
+        return end(await agent(seen, models))
 
-        def played(question: Any, models: Any) -> Any:
-            found = agent(seen, models)
-            ended.append(found)
-            return 1.0 if found is None else found
+    def called(question: Any, models: Any) -> Any:
+        return end(agent(seen, models))
 
+    played = awaited if asyncio.iscoroutinefunction(agent) else called
     names = [actor if isinstance(actor, str) else actor.id for actor in actors]
     played.__name__ = "agent"
     arena.add_episode(AgentEpisode(played, gateway, actors=names, timeout=timeout))

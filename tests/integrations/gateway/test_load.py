@@ -46,28 +46,7 @@ def arena_with(agents, **settings):
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_many_sessions_at_once(count):
-    agents = Agents(calls=3)
-    arena, gateway = arena_with(agents)
-    most = []
-
-    async def run():
-        playing = asyncio.ensure_future(agents.play(arena, count))
-        while not playing.done():
-            most.append(len(gateway.sessions))
-            await asyncio.sleep(0.005)
-        return await playing
-
-    results = asyncio.run(run())
-    assert max(most) == count
-    assert [result.rollout.error for result in results] == [None] * count
-    for result in results:
-        assert [step.turn for step in result.rollout.steps] == [0, 1, 2]
-        assert result.rollout.metrics["gateway/extended_rows/solver"] == 2
-    assert not gateway.sessions
-
-
-def test_ended_sessions_are_dropped(monkeypatch):
+def test_many_sessions_at_once_leave_nothing_behind(count, monkeypatch):
     monkeypatch.setattr(gateway_module, "REMEMBERED", 3)
     kept, begun = weakref.WeakSet(), Session.__init__
 
@@ -76,9 +55,23 @@ def test_ended_sessions_are_dropped(monkeypatch):
         kept.add(self.seats["solver"].chats)
 
     monkeypatch.setattr(Session, "__init__", noted)
-    agents = Agents(calls=2)
+    agents = Agents(calls=3)
     arena, gateway = arena_with(agents)
-    asyncio.run(agents.play(arena, 20))
+    most = []
+
+    async def run():
+        playing = asyncio.ensure_future(agents.play(arena, count))
+        while not playing.done():
+            most.append((len(gateway.sessions), len(kept)))
+            await asyncio.sleep(0.005)
+        return await playing
+
+    results = asyncio.run(run())
+    assert max(most) == (count, count)
+    assert [result.rollout.error for result in results] == [None] * count
+    for result in results:
+        assert [step.turn for step in result.rollout.steps] == [0, 1, 2]
+        assert result.rollout.metrics["gateway/extended_rows/solver"] == 2
     gc.collect()
-    assert len(kept) == 0
+    assert not gateway.sessions and len(kept) == 0
     assert len(gateway.ended) == 3 and len(gateway._formats) == 1

@@ -10,8 +10,8 @@ import pytest
 
 from turnwise.integrations.gateway import Session
 
-from .helpers import USER, play
-from .wires import Chat, Messages, both
+from .helpers import USER, Hanging, play
+from .wires import Chat, Messages, asked, both
 
 
 def counting(delay=0.0):
@@ -132,47 +132,35 @@ async def soon(start, when):
 @both
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_hangs_up_cancels_its_call(wire, stream):
-    holder, cancelled = [], []
-
-    async def hangs(request):
-        holder.append(request)
-        if len(cancelled) == 1:
-            return "again"
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.append(request)
-            raise
+    script = Hanging()
 
     async def agent(seen, models):
         body = {"model": "solver", "messages": USER, "max_tokens": 50, "stream": stream}
-        await lost(models["solver"], wire, body=body, wait_for=lambda: holder)
-        while not cancelled:
+        await lost(models["solver"], wire, body=body, wait_for=lambda: script.asked)
+        while not script.cancelled:
             await asyncio.sleep(0.01)
         # The SDK's retry samples again, under the number of the call that was cut off.
         seen.append(await lost(models["solver"], wire, RESENT, body=body, read=True))
 
-    played = play(agent, hangs)
+    played = play(agent, script)
     assert '"again"' in played.seen[0]
-    assert len(cancelled) == 1
+    assert len(script.cancelled) == 1
     assert played.metrics["gateway/aborted/solver"] == 1
     assert played.metrics["gateway/calls/solver"] == 1
     [step] = played.steps
     assert (step.turn, step.completion, step.finish_reason) == (0, "again", "stop")
-    first, second = holder
+    first, second = script.asked
     assert first.sampling.seed == second.sampling.seed
 
 
 def test_number_of_a_call_that_was_cut_off_is_spent():
-    async def hangs(request):
-        return await (asyncio.sleep(60) if len(holder[0].calls) == 1 else asyncio.sleep(0, "4"))
+    script = Hanging()
 
     async def agent(seen, models):
-        await lost(models["solver"], wait_for=lambda: holder[0].calls)
+        await lost(models["solver"], wait_for=lambda: script.asked)
         await lost(models["solver"], read=True)
 
-    holder = []
-    played = play(agent, hangs, on_client=holder.append)
+    played = play(agent, script)
     assert [step.turn for step in played.steps] == [1]
     assert played.metrics["gateway/aborted/solver"] == 1
 
@@ -214,20 +202,8 @@ def test_sdk_that_times_out_retries_and_gets_one_row(wire):
 
 def test_agent_that_is_cancelled_leaves_no_call(monkeypatch):
     monkeypatch.setattr(Session, "grace", 0.1)
-    cancelled = []
-
-    async def hangs(request):
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.append(request)
-            raise
-
-    async def agent(seen, models):
-        async with Chat.client(models["solver"]) as client:
-            await Chat.ask(client)
-
-    played = play(agent, hangs, timeout=0.3, fails=True)
+    script = Hanging()
+    played = asked(Chat, script, {}, timeout=0.3, fails=True)
     assert "longer than timeout=0.3 s" in played.error
-    assert len(cancelled) == 1 and played.steps == []
+    assert len(script.cancelled) == 1 and played.steps == []
     assert played.metrics["gateway/aborted/solver"] == 1

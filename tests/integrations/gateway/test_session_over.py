@@ -11,7 +11,7 @@ from turnwise.inference.scripted import Reply
 from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
 from turnwise.types import EpisodeRequest, ModelError
 
-from .helpers import USER, arena_of, play
+from .helpers import USER, Hanging, arena_of, play
 from .wires import Chat, both, every, refusal, refused
 
 
@@ -183,33 +183,27 @@ def test_answers_say_that_the_connection_closes():
 @pytest.mark.parametrize("cancels", [1, 2, 3])
 def test_cancelled_batch_leaves_no_session_no_call_and_no_port(cancels, monkeypatch):
     monkeypatch.setattr(Session, "grace", 0.5)
-    running, cancelled, urls = asyncio.Event(), [], []
-
-    async def hangs(request):
-        running.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cancelled.append(request)
+    script, urls = Hanging(), []
 
     async def agent(question, models):
         urls.append(models["solver"].base_url)
         async with Chat.client(models["solver"], max_retries=0) as client:
             await Chat.ask(client)
 
-    arena, gateway = arena_of(hangs), Gateway(renderer="template")
+    arena, gateway = arena_of(script), Gateway(renderer="template")
     arena.add_episode(AgentEpisode(agent, gateway, actors=["solver"]))
 
     async def run():
         playing = asyncio.ensure_future(arena.generate_rollouts([EpisodeRequest("agent", "x")]))
-        await running.wait()
+        while not script.asked:
+            await asyncio.sleep(0.01)
         for _ in range(cancels):
             playing.cancel()
             await asyncio.sleep(0.05)
         with pytest.raises(asyncio.CancelledError):
             await playing
         await asyncio.sleep(0.1)
-        assert not gateway.sessions and len(cancelled) == 1
+        assert not gateway.sessions and len(script.cancelled) == 1
         parts = urlsplit(urls[0])
         with pytest.raises(OSError):
             await asyncio.open_connection(parts.hostname, parts.port)
