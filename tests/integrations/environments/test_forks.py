@@ -30,8 +30,6 @@ from turnwise.utils.copies import dumps
 from .cases import CASES, param
 from .helpers import played
 
-EVERY = [param(case) for case in CASES]
-
 
 class Count(Play):
     """Adds numbers to a sum, and one of 0 to 9 from a generator; a sum of 30 ends it."""
@@ -118,11 +116,22 @@ def test_the_first_way_that_is_proved_is_taken():
         choose_way(shared)
 
 
-@pytest.mark.parametrize("case", EVERY)
-def test_a_play_is_saved_as_its_seed_and_actions(build, case):
+@pytest.fixture(scope="module", params=[param(case) for case in CASES])
+def forked(request, build):
+    """A case and its task, whose way to fork was proved."""
+    task = build(request.param)
+    task.game.way = choose_way(task.game)
+    return request.param, task
+
+
+def test_openspiel_and_gymnasium_fork_by_copies_and_others_replay(forked):
+    case, task = forked
+    assert type(task.game.way) is (Copies if case.prefix in ("openspiel", "gymnasium") else Replays)
+
+
+def test_a_play_is_saved_as_its_seed_and_actions(forked):
     """So checkpoints of running episodes hold it, whatever the environment can do."""
-    game = build(case).game
-    game.way = choose_way(game)
+    game = forked[1].game
     play, rng = RunningPlay.start(game, 5), random.Random(0)
     play.act(game.read(game.random_reply(play.view, rng), play.view))
     again = pickle.loads(dumps(forkable({"play": play})))["play"]
@@ -142,11 +151,6 @@ def test_each_field_of_a_view_is_compared(field):
         compare(count_game(), 3, view, other)
 
 
-@pytest.mark.parametrize("case", EVERY)
-def test_openspiel_and_gymnasium_fork_by_copies_and_others_replay(build, case):
-    assert type(choose_way(build(case).game)) is (Copies if case.prefix in ("openspiel", "gymnasium") else Replays)
-
-
 def test_a_play_that_no_longer_repeats_is_refused():
     views = [View("player", "0", ("1", "2", "3"), (("player", 0),)), View("player", "9", ("1", "2", "3"), ())]
     with pytest.raises(ForkError, match="after 1 actions the play shows text='9'"):
@@ -154,12 +158,9 @@ def test_a_play_that_no_longer_repeats_is_refused():
 
 
 @pytest.mark.parametrize("plays", [20, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", EVERY)
-def test_forks_equal_the_replayed_original_at_every_node(build, case, plays):
+def test_forks_equal_the_replayed_original_at_every_node(forked, plays):
     """The fork of each node does the original's next action, the last ones all that follow."""
-    game = build(case).game
-    game.way = choose_way(game)
-    nodes = 0
+    case, game, nodes = forked[0], forked[1].game, 0
     for seed in range(plays):
         rng = random.Random(seed)
         play, forks = RunningPlay.start(game, seed), []
@@ -181,9 +182,8 @@ def test_forks_equal_the_replayed_original_at_every_node(build, case, plays):
     assert nodes >= plays
 
 
-@pytest.mark.parametrize("case", EVERY)
-async def test_a_tree_plays_every_environment(build, case):
-    task = build(case)
+async def test_a_tree_plays_every_environment(forked):
+    _, task = forked
     for rollout in await played(task, task.requests(1, 2, 1), tree=TreeSampler(branches=3)):
         assert len(rollout.steps) % 3 == 0 and all(step.reward is not None for step in rollout.steps)
         assert set(rollout.rewards) == set(task.game.actors)

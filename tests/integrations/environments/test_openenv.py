@@ -58,3 +58,19 @@ def test_a_missing_server_and_a_full_one_are_named():
         with pytest.raises(ConnectionError, match="expected a server with max_concurrent_envs above"):
             RunningPlay.start(game, 2)
         first.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        (RuntimeError("CAPACITY_REACHED"), ConnectionError, "expected a server with max_concurrent_envs above"),
+        (RuntimeError("no such seed"), RuntimeError, "^no such seed$"),
+    ],
+)
+def test_an_answer_that_comes_before_the_close_is_read(monkeypatch, error, raised, told):
+    def refuse(game, seed):
+        raise error
+
+    monkeypatch.setattr("turnwise.integrations.environments.openenv.OpenEnvPlay", refuse)
+    with pytest.raises(raised, match=told):
+        build_task("openenv:http://127.0.0.1:9", MOVES).game.start(1)

@@ -153,7 +153,7 @@ async def test_other_games_play_at_once(name):
 
 
 @pytest.fixture(scope="module")
-def trained_on_kuhn(tmp_path_factory):
+def trained_on_kuhn(tmp_path_factory, narrow_model):
     """A run of two steps, its folder and the lines of its metrics."""
     folder = tmp_path_factory.mktemp("kuhn")
     return folder, *trained(folder, KUHN, measured={"exploitability_every": 2})

@@ -127,7 +127,6 @@ def play(
     family: str = "template",
     timeout: float = 60.0,
     fails: bool = False,
-    request: dict[str, Any] | None = None,
     arena_options: dict[str, Any] | None = None,
     after: Callable[[], Awaitable[Any]] | None = None,
     **settings: Any,
@@ -161,7 +160,7 @@ def play(
 
     async def run() -> list[GenerateResult]:
         async with contextlib.nullcontext() if after is None else gateway:
-            results = await playing.generate_rollouts([EpisodeRequest("agent", "x", **(request or {}))] * attempts)
+            results = await playing.generate_rollouts([EpisodeRequest("agent", "x")] * attempts)
             if after is not None:
                 await after()
         return results
