@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from turnwise.inference.scripted import Reply
@@ -161,6 +162,20 @@ def test_streams_that_wait_for_their_answer(wire, fails, monkeypatch):
     played = play(agent, slow, fails=fails)
     assert played.ended == 1
     assert "out of memory" in played.error if fails else played.seen == ["4"]
+
+
+def test_a_stream_that_waits_begins_with_comments(monkeypatch):
+    monkeypatch.setattr("turnwise.integrations.gateway.server.KEEP_ALIVE", 0.02)
+
+    async def slow(request):
+        return await asyncio.sleep(0.1, "4")
+
+    async def agent(seen, models):
+        model, body = models["solver"], {"model": "solver", "messages": USER, "stream": True}
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {model.api_key}"}) as client:
+            seen.append((await client.post(f"{model.base_url}/chat/completions", json=body)).text)
+
+    assert play(agent, slow).seen[0].startswith(": keep-alive\n\n: keep-alive\n\n")
 
 
 def test_answers_say_that_the_connection_closes():

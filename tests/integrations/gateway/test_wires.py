@@ -139,6 +139,16 @@ def test_reasoning_is_apart_and_stays_in_the_context(wire, sent_back):
     check_extended(played)
 
 
+@needs_qwen3
+@every
+def test_reasoning_that_this_session_did_not_sample_is_rendered(wire):
+    first = asked(wire, [THOUGHT + SUM], {"tools": wire.tools}, family="qwen3")
+    [(call, _)] = wire.calls(first.seen[0])
+    messages = [*USER, *wire.sent_back(first.seen[0]), *wire.results({call: "4"})]
+    [step] = (again := asked(wire, ["4"], {"messages": messages, "tools": wire.tools}, family="qwen3")).steps
+    assert "<think>\nhm\n</think>" in again.text(step.prompt_token_ids)
+
+
 @every
 def test_limits_of_tokens(wire):
     """The request's, and the actor's where it is lower. A tool call that was cut is text."""
