@@ -92,6 +92,10 @@ OWN_WORDS = {"moves": {}, "render": f"{__name__}:as_words", "parse": f"{__name__
             ],
             {"player_1": 1.0, "player_2": -1.0}, {"score": 1.0},
         ),
+        param(
+            TICTACTOE, {}, 1, [f"[{move}]" for move in "012435768"], None,
+            {"player_1": 0.0, "player_2": 0.0}, {"score": 0.5}, name="a draw",
+        ),
         # Seed 3 hides the 4. The guesses 5, 3 and 4 are too high, too low and right: -0.1, -0.1 and 1.
         param(
             GUESSING, {}, 3, ["[5]", "[3]", "So it is [4]."],
@@ -166,8 +170,8 @@ async def test_evaluations_play_each_seat_against_a_random_player(build, case):
     for rollout in await played(task, requests, random_reply(task)):
         (seat,) = rollout.rewards
         assert {step.actor_id for step in rollout.steps} <= {seat} == {rollout.artifact["model"]}
-        assert rollout.metrics["score/model"] in (0.0, 0.5, 1.0)
-        assert (rollout.metrics["score/model"] == 1.0) == (rollout.rewards[seat] > 0)
+        earned = rollout.rewards[seat]
+        assert rollout.metrics["score/model"] == (1.0 if earned > 0 else 0.5 if earned == 0 else 0.0)
 
 
 @pytest.mark.parametrize(
