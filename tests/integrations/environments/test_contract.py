@@ -46,7 +46,7 @@ def board(observation):
 
 
 def as_letter(text, legal):
-    return {"L": "left", "D": "down", "R": "right", "U": "up"}.get(text[:1])
+    return {"L": "left", "D": "down", "R": "right", "U": "up", "F": "fly"}.get(text[:1])
 
 
 def as_words(observation):
@@ -152,6 +152,9 @@ async def test_a_text_that_is_no_move_ends_the_play_and_costs(build, case, optio
     ("case", "options", "text", "reward", "said_of_it"),
     [
         param(LAKE, {**STILL, "parse": f"{__name__}:as_letter"}, "north", -1.0, "no move"),
+        param(
+            LAKE, {**STILL, "parse": f"{__name__}:as_letter"}, "Fly", -1.0, "illegal move 'fly'", name="no legal move"
+        ),
         param(GUESSING, OWN_WORDS, "five", -1.0, "IndexError"),
     ],
 )
@@ -239,6 +242,7 @@ WRONG = {
         ("FrozenLake-v1", {"arguments": {"is_slipery": True}}, "FrozenLake-v1.*is_slipery"),
         ("FrozenLake-v1", {"render": "nowhere:f"}, "task_options.render.*No module named 'nowhere'"),
         ("FrozenLake-v1", {"render": "json"}, "task_options.render"),
+        ("FrozenLake-v1", {"render": "json:__doc__"}, "task_options.render='json:__doc__': expected a function"),
         ("FrozenLak-v1", {}, r"task='gymnasium:FrozenLak-v1': .*FrozenLak"),
         ("Pendulum-v1", {}, r"its actions are Box.*expected task_options.parse"),
     ],
