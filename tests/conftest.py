@@ -2,8 +2,8 @@
 
 Marks: only `make test-all` runs `slow` tests; `.ci/run` leaves out those that are also `long`. For products of three
 or more parameters, `make test` runs a few cases that contain each pair of values; the others are slow. Tests marked
-`gpu` exist only if torch sees a CUDA device, and tests marked `vllm` only if vLLM is installed; `make test-all` runs
-those in a separate environment.
+`gpu` exist only if torch sees a CUDA device, tests marked `vllm` only if vLLM is installed, and tests marked
+`needs("name")` only if that package is. `make test-all` installs most of them, some in separate environments.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ settings.load_profile("turnwise")
 
 # Fixtures that mark the tests that use them: one builds for minutes, one starts servers.
 MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
+# Packages that the tests with a fixture need. Other tests name theirs: `pytest.mark.needs("trl")`.
+NEEDED_BY_FIXTURES = {"peer": ("trl", "verl"), "verl": ("verl",), "skyrl": ("skyrl",)}
 # Environment variable: 1 lets products of parameters cover each value once, instead of each pair of values.
 TOGETHER = "TURNWISE_TESTS_TOGETHER"
 # Types of parameters that are compared by value; others are compared by identity.
@@ -115,19 +117,37 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"backends: {kernels}", f"GPU: {gpu}", f"vLLM: {vllm}", f"slow tests: {slow}"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(*packages): is left out where one of the packages is not installed")
+    config.addinivalue_line("markers", "representative: is slow, and `.ci/run` runs it for others of its kind")
+
+
+@functools.cache
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def can_run(item: pytest.Item) -> bool:
+    """Tell whether the packages that a test needs are installed."""
+    named = [package for mark in item.iter_markers("needs") for package in mark.args]
+    for fixture in getattr(item, "fixturenames", ()):
+        named += NEEDED_BY_FIXTURES.get(fixture, ())
+    return all(map(is_installed, named))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     missing = set() if torch.cuda.is_available() else {"gpu"}
-    missing |= set() if importlib.util.find_spec("vllm") else {"vllm"}
+    missing |= set() if is_installed("vllm") else {"vllm"}
     # Leave out the tests that this machine can't run.
     for item in items:
         for fixture in set(getattr(item, "fixturenames", ())) & MARKED_FIXTURES.keys():
             item.add_marker(MARKED_FIXTURES[fixture])
         if not item.get_closest_marker("xdist_group"):  # `--dist loadgroup` keeps files whole
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    without = {item for item in items if missing & {mark.name for mark in item.iter_markers()}}
+    without = {item for item in items if missing & {mark.name for mark in item.iter_markers()} or not can_run(item)}
     config.hook.pytest_deselected(items=list(without))
     items[:] = [item for item in items if item not in without]
 

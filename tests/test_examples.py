@@ -81,9 +81,9 @@ def test_train_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("trl")
 def test_trl_trie(tmp_path: Path) -> None:
     """TRL's trainer has its own loss and gradient with log-probs from the trie of its batch."""
-    pytest.importorskip("trl")
     printed = run_example(tmp_path, "trl_trie.py")
     assert "loss and gradient are TRL's" in printed
 

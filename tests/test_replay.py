@@ -251,7 +251,6 @@ def test_games_against_the_past(league, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_against_their_past(tmp_path):
-    pytest.importorskip("peft")
     folder = trained(tmp_path / "run", "kuhn_poker", **LEAGUE, policy_sharing="lora_per_actor")
     met = set()
     for row in check_pairs(folder):

@@ -235,7 +235,6 @@ SAMPLERS = {
 @pytest.mark.parametrize("episode", [Lake, LakeItself])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_game_that_copies_as_a_fresh_one_fails_and_says_why(make_arena, episode, sampler):
-    pytest.importorskip("gymnasium", reason="the extra 'test' brings it")
     for forks in (False, True):
         arena = make_arena(actors=("a",), failure_threshold=1.0)
         arena.add_episode(episode(sampler=TreeSampler(**SAMPLERS[sampler])))
@@ -249,7 +248,6 @@ def test_a_game_that_copies_as_a_fresh_one_fails_and_says_why(make_arena, episod
 
 @pytest.mark.parametrize("episode", [Lake, LakeItself])
 def test_progress_of_a_game_that_pickles_as_a_fresh_one_is_refused(make_arena, tmp_path, episode):
-    pytest.importorskip("gymnasium", reason="the extra 'test' brings it")
     arena = make_arena(actors=("a",), failure_threshold=1.0)
     arena.add_episode(episode())
     [result] = run(arena, EpisodeRequest("lake", "q"))

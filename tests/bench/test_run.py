@@ -20,14 +20,16 @@ BENCHES = sorted(p.stem.removeprefix("bench_") for p in (Path(__file__).parents[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize(
+    "name",
+    # verl's trainer has an environment of its own: make test-verl
+    [pytest.param(name, marks=pytest.mark.needs("transfer_queue") if name == "verl" else ()) for name in BENCHES],
+)
 def test_each_bench_verifies_and_reports(
     load: Load, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Its smallest size: all methods give the same results, or it fails. Without compiling, which takes long."""
-    if name == "verl":
-        pytest.importorskip("transfer_queue", reason="verl's trainer has an environment of its own: make test-verl")
-    else:  # verl's environment runs one bench
+    if name != "verl":  # verl's environment runs one bench
         monkeypatch.setattr(sys, "executable", request.getfixturevalue("warm_python"))
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

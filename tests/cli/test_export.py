@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +30,6 @@ from turnwise.train.validate import config_from_dict, read_config
 
 from .hub import TOKEN, Hub, serving
 
-peft = pytest.importorskip("peft")
 IDS = torch.tensor([[5, 3, 9, 100, 7, 1]])
 ADAPTERS = ("writer", "editor")
 

@@ -313,7 +313,6 @@ def is_running(*words: str) -> bool:
 
 @pytest.mark.slow
 def test_it_starts_ray_trains_and_is_queued_again(start, folder, tmp_path):
-    pytest.importorskip("ray")
     real = {
         n: f'#!/bin/sh\nexec {shlex.quote(str(Path(sys.executable).with_name(n)))} "$@"\n' for n in ("python", "ray")
     }

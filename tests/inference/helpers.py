@@ -105,7 +105,8 @@ def move(model: Any, scale: float = 0.1) -> None:
 
 def adapted(base: Any) -> tuple[SharedBase, dict[str, Any]]:
     """Add two adapters to ``base``, named solver and critic, that change its outputs."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     shared = SharedBase(base)
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
     models = {

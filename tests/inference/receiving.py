@@ -28,13 +28,13 @@ SECONDS = 20.0
 class Receivers:
     """Receivers by number, and their process ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-test-")
         self._path = str(Path(self._folder.name) / "s")
         self._key = secrets.token_bytes(16)
         self._listener = Listener(self._path, "AF_UNIX", authkey=None)
         self._zygote = subprocess.Popen(
-            [sys.executable, "-P", __file__],
+            [python, "-P", __file__],
             stdin=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self.lines: list[Connection] = []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
 import textwrap
 import time
 import warnings
@@ -30,7 +28,8 @@ from turnwise.inference.weights.weight_block import sums_of
 
 from .helpers import weights_at
 
-needs_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create, which Linux has")
+HAS_MEMORY = hasattr(os, "memfd_create")
+needs_memory = pytest.mark.skipif(not HAS_MEMORY, reason="needs memfd_create, which Linux has")
 KINDS = [pytest.param("shared_memory", marks=needs_memory), "safetensors", "auto", "gloo"]
 
 
@@ -70,41 +69,46 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     )  # fmt: skip
 
 
-def in_another_process(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def in_another_process(python: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [python, "-c", textwrap.dedent(program), *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-def test_everything_arrives_in_another_process(transfer: Any) -> None:
-    handle = json.dumps(transfer.send(weights_of()))
-    assert len(handle) < 400
+def test_everything_arrives_in_another_process(warm_python: str) -> None:
     program = """
         import json, sys, torch
         from turnwise.inference.weights.sync import open_weights
-        with open_weights(json.loads(sys.argv[1])) as weights:
-            assert weights["tied"].data_ptr() == weights["float32"].data_ptr()
-            print(json.dumps({name: [str(t.dtype), t.double().tolist()] for name, t in weights.items()}))
+        for handle in sys.argv[1:]:
+            with open_weights(json.loads(handle)) as weights:
+                assert weights["tied"].data_ptr() == weights["float32"].data_ptr()
+                print(json.dumps({name: [str(t.dtype), t.double().tolist()] for name, t in weights.items()}))
     """
-    done = in_another_process(program, handle)
+    transfers = [make_transfer(name) for name in ("safetensors", "auto", "gloo", *(["shared_memory"] * HAS_MEMORY))]
+    handles = [json.dumps(transfer.send(weights_of())) for transfer in transfers]
+    assert max(map(len, handles)) < 400
+    done = in_another_process(warm_python, program, *handles)
     assert done.returncode == 0, done.stderr
     expected = {name: [str(t.dtype), t.detach().double().tolist()] for name, t in weights_of().items()}
-    assert json.loads(done.stdout) == expected
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [expected] * len(handles)
+    for transfer in transfers:
+        transfer.close()
 
 
-def test_a_handle_can_be_opened_again_and_names_the_last_weights(transfer: Any) -> None:
+def test_a_handle_names_the_last_weights_until_others_come_or_the_end(transfer: Any) -> None:
+    old = None
     for seed, size in ((0, 7), (1, 7), (2, 60), (3, 4)):  # equal, larger and smaller than those before
         handle = transfer.send(weights_of(seed, size))
-        assert same(weights_at(handle), weights_of(seed, size))
-        assert same(weights_at(handle), weights_of(seed, size))
-
-
-def test_an_older_handle_is_refused(transfer: Any) -> None:
-    old = transfer.send(weights_of(0))
-    transfer.send(weights_of(1))
+        for _ in range(2):  # it can be opened again
+            assert same(weights_at(handle), weights_of(seed, size))
+        if old is not None:
+            with pytest.raises(TransferError):
+                weights_at(old)
+        old = handle
+    for _ in range(2):
+        transfer.close()
     with pytest.raises(TransferError):
-        weights_at(old)
+        weights_at(handle)
 
 
 def test_weights_of_other_sums_are_refused(transfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +132,6 @@ def test_weights_of_other_sums_are_refused(transfer: Any, monkeypatch: pytest.Mo
         weights = {name: weights_of()[name], "renamed": torch.ones(1)}
         assert sums_of(weights) != sums_of({"other": weights[name], "renamed": torch.ones(1)})
         assert sums_of(weights) == sums_of({name: weights[name].clone(), "renamed": torch.ones(1)})
-
-
-def test_after_close_the_weights_are_gone(transfer: Any) -> None:
-    handle = transfer.send(weights_of())
-    transfer.close()
-    transfer.close()
-    with pytest.raises(TransferError):
-        weights_at(handle)
 
 
 def blocks() -> int:
@@ -233,6 +229,7 @@ def test_forged_handles() -> None:
         ([whole], "a handle that is a list: expected a mapping"),
         ({"kind": "safetensors", "mark": "", "sequence": 1}, "bytes=None: expected int"),
         ({**whole, "mark": 1}, "mark=1: expected str"),
+        ({**whole, "kind": "gloo", "host": "127.0.0.1", "port": 9}, "key=None: expected str"),
         ({**whole, "bytes": True}, "bytes=True: expected int"),
         ({**whole, "pid": "self/fd/../../1"}, "pid='self/.*': expected int"),
     ]:
@@ -241,58 +238,30 @@ def test_forged_handles() -> None:
 
 
 # -- no room -----------------------------------------------------------------------------------------------------------
-LIMITED = """
-    import os, resource, sys, warnings, torch
-    from turnwise.inference.weights.sync import *
-    from turnwise.inference.weights import sync
-    weights = {"w": torch.ones(2**20)}
-    def sum_at(handle):
-        with open_weights(handle) as found:
-            return found["w"].sum()
-    # the kernel refuses files above this size, those in memory as well
-    limit = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-"""
-
-
 @needs_memory
-def test_without_room_for_shared_memory_it_raises_rather_than_dies() -> None:
-    done = in_another_process(
-        LIMITED
-        + """
-    sender = sync.SharedMemoryTransfer()
-    sender.send({"w": torch.ones(10)})
-    try:
-        sender.send(weights)
-    except sync.TransferError as error:
-        print(error)
-    assert not any("turnwise-weights" in line for line in open("/proc/self/maps"))
-    assert sum_at(sender.send({"w": torch.ones(10)})) == 10
-    """,
-        str(2**20),
-    )
+def test_without_room_it_raises_rather_than_dies_and_leaves_nothing(tmp_path: Path, warm_python: str) -> None:
+    program = """
+        import os, resource, sys, torch
+        from turnwise.inference.weights import sync
+        # The kernel refuses files above this size, those in memory as well.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+        for sender in (sync.SharedMemoryTransfer(), sync.SafetensorsTransfer(sys.argv[1])):
+            handle = sender.send({"w": torch.ones(10)})
+            try:
+                sender.send({"w": torch.ones(2**20)})
+            except sync.TransferError as error:
+                print(error)
+            if handle["kind"] == "shared_memory":
+                assert not any("turnwise-weights" in line for line in open("/proc/self/maps"))
+                handle = sender.send({"w": torch.ones(10)})
+            with sync.open_weights(handle) as found:
+                assert found["w"].sum() == 10
+        assert len(os.listdir(sys.argv[1])) == 1
+    """
+    done = in_another_process(warm_python, program, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "no room for 4.0 MiB of shared memory" in done.stdout
-
-
-def test_without_room_on_disk_it_raises_and_leaves_nothing(tmp_path: Path) -> None:
-    done = in_another_process(
-        LIMITED
-        + """
-    sender = sync.SafetensorsTransfer(sys.argv[2])
-    handle = sender.send({"w": torch.ones(10)})
-    try:
-        sender.send(weights)
-    except sync.TransferError as error:
-        print(error)
-    assert len(os.listdir(sys.argv[2])) == 1
-    assert sum_at(handle) == 10
-    """,
-        str(2**20),
-        str(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "could not be written" in done.stdout
+    memory, disk = done.stdout.splitlines()
+    assert "no room for 4.0 MiB of shared memory" in memory and "could not be written" in disk
     assert list(tmp_path.iterdir()) == [], "at its exit it removes what it wrote"
 
 
@@ -313,22 +282,23 @@ def test_automatic_goes_over_files_where_memory_is_short_and_says_so_once(monkey
 
 
 @needs_memory
-def test_nothing_stays_behind_a_sender_that_is_killed() -> None:
+def test_nothing_stays_behind_a_sender_that_is_killed(warm_python: str) -> None:
     program = textwrap.dedent("""
-        import json, sys, time, torch
+        import json, os, signal, sys, torch
         from turnwise.inference.weights.sync import SharedMemoryTransfer
         sender = SharedMemoryTransfer()
         handle = sender.send({"w": torch.ones(1000)})
         named = [line for line in open("/proc/self/maps") if "/dev/shm/" in line]
         print(json.dumps([handle, named]), flush=True)
-        time.sleep(600)
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGKILL)
     """)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as sender:
-        assert sender.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([warm_python, "-c", program], **pipes) as sender:  # type: ignore[call-overload]
         handle, named = json.loads(sender.stdout.readline())
         assert weights_at(handle)["w"].sum() == 1000
         assert named == [], "memory with a name would stay"
-        sender.send_signal(signal.SIGKILL)
+        sender.communicate("now\n")
     with pytest.raises(TransferError, match="gone"):
         weights_at(handle)
 

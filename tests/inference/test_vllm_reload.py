@@ -128,7 +128,8 @@ async def test_a_model_that_changes_weights_before_it_loads_them_takes_the_long_
 
 
 async def test_with_adapters_the_base_takes_the_short_way() -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     shared = SharedBase(build("served"))
     config = peft.LoraConfig(r=4, target_modules="all-linear")
     policies = {"base": shared.plain(), "adapted": shared.add_adapter("adapted", config, 0)}

@@ -9,17 +9,15 @@ import random
 
 import numpy as np
 import pytest
-
-from turnwise.state import ForkableMixin, StateDict, Store, fork_many, forkable
-from turnwise.types import EpisodeState
-
-pytest.importorskip("gymnasium", reason="the extra 'test' brings it")
 from gymnasium import Env
 from gymnasium.envs.toy_text.blackjack import BlackjackEnv
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.envs.toy_text.taxi import TaxiEnv
 from gymnasium.utils import EzPickle
 from gymnasium.wrappers import TimeLimit
+
+from turnwise.state import ForkableMixin, StateDict, Store, fork_many, forkable
+from turnwise.types import EpisodeState
 
 
 class ForkableLake(ForkableMixin, FrozenLakeEnv): ...

@@ -148,7 +148,6 @@ def test_what_is_no_pickle_of_a_state() -> None:
 @pytest.mark.slow
 def test_through_ray(tmp_path: Path) -> None:
     """In a process of its own: Ray starts others, and stops them with it."""
-    pytest.importorskip("ray")
     program = """
         import os
         import ray, numpy as np

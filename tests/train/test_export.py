@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,7 +14,6 @@ from turnwise.train.model.export import export_policies, export_policy
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.policy import Policy
 
-peft = pytest.importorskip("peft")
 IDS = torch.tensor([[5, 3, 9, 250, 7, 1]])
 
 

@@ -150,7 +150,8 @@ def test_a_trie_in_float32_is_exact_to_rounding(seed, tree_batch):
 
 
 def test_a_trie_in_bfloat16_with_checkpointing_and_adapters(tree_batch):
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     batch = tree_batch(0)
     rows = np.arange(len(batch))
@@ -274,7 +275,8 @@ def test_bfloat16_stays_near_float32(random_batch):
 
 @pytest.mark.parametrize(("targets", "fused"), [("all-linear", True), (["q_proj", "lm_head"], False)])
 def test_adapters_take_part_and_get_the_gradient(targets, fused, random_batch):
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     model = peft.get_peft_model(build("qwen3", head_dim=16).double(), config)
     forward = forward_of(model)
@@ -291,7 +293,8 @@ def test_adapters_take_part_and_get_the_gradient(targets, fused, random_batch):
 
 
 def test_each_adapter_of_a_shared_base_gets_its_own(random_batch):
-    peft = pytest.importorskip("peft")
+    import peft
+
     from turnwise.inference.weights.lora import SharedBase
 
     shared = SharedBase(build("qwen3", head_dim=16).double())

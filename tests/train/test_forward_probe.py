@@ -104,7 +104,8 @@ def test_the_trial_leaves_no_trace():
 
 
 def test_prompt_learning_and_other_modules_are_refused():
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(TypeError, match="PROMPT_TUNING adds tokens to a prompt"):
         causal_lm(peft.get_peft_model(build("llama"), config))

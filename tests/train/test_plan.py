@@ -184,7 +184,8 @@ def tiny():
 
 
 def test_sizes_of_a_model_and_its_adapter(tiny):
-    peft = pytest.importorskip("peft")
+    import peft
+
     _, model = tiny
     config = config_from_dict({"policies": {"default": {"lora": {"rank": 4}}}})
     size = size_of(model, config.policies)

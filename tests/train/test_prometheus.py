@@ -18,8 +18,6 @@ from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.writers import JsonLines, open_writers
 from turnwise.types import GenerateResult, Rollout, Step
 
-pytest.importorskip("prometheus_client")
-
 
 @pytest.fixture
 def port():

@@ -12,19 +12,34 @@ from turnwise.integrations.environments.base.texts import listed_moves
 from turnwise.replay.replay import replay
 from turnwise.run.build import train_from_config
 from turnwise.train.validate import config_from_dict
+from turnwise.types import EpisodeRequest
 
 from ...test_run import SMALL, lines_of
 
 
-def random_reply(request):
-    """Take a random legal move of the prompt, by the call's seed."""
-    moves = listed_moves(request.messages[-1]["content"])
-    return random.Random(request.sampling.seed).choice(moves or ["[]"])
+def said(*texts):
+    """Return a script that says ``texts`` one after another, whichever actor is asked, and then the last one again."""
+    left = list(texts)
+    return lambda request: left.pop(0) if len(left) > 1 else left[0]
 
 
-async def played(task, requests, script=random_reply, tree=None, credit=None, **arena_options):
+def random_reply(task=None):
+    """Return a script that takes a random legal move of the prompt, by the call's seed."""
+    moves_in = listed_moves if task is None else task.game.moves_in
+
+    def reply(request):
+        return random.Random(request.sampling.seed).choice(moves_in(request.messages[-1]["content"]) or ["[]"])
+
+    return reply
+
+
+def request_of(task, seed=1):
+    return EpisodeRequest(task.name, {"seed": seed}, seed=seed)
+
+
+async def played(task, requests, script=None, tree=None, credit=None, **arena_options):
     """Play ``requests`` of ``task`` with ``script`` in all seats; fail with the traceback of an episode that failed."""
-    client = ScriptedClient(script)
+    client = ScriptedClient(script or random_reply())
     arena = Arena(client, client.tokenizer, credit=credit, seed=1, **arena_options)
     for actor in task.actors:
         arena.add_actor(actor)

@@ -7,9 +7,6 @@ import threading
 import time
 from contextlib import contextmanager
 
-import pytest
-
-pytest.importorskip("openenv.core", reason="the extra 'openenv' brings it")
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 

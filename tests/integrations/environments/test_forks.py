@@ -19,7 +19,6 @@ from turnwise.integrations.environments.base.forks import (
     RunningPlay,
     choose_way,
     compare,
-    prove,
     replayed,
 )
 from turnwise.integrations.environments.base.options import ForeignOptions
@@ -28,10 +27,8 @@ from turnwise.state import forkable
 from turnwise.types import Actor, EpisodeRequest
 from turnwise.utils.copies import dumps
 
-from .cases import CASES, build, name_of
+from .cases import CASES, param
 from .helpers import played
-
-PLAYS = 200
 
 
 class Count(Play):
@@ -119,11 +116,22 @@ def test_the_first_way_that_is_proved_is_taken():
         choose_way(shared)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_play_is_saved_as_its_seed_and_actions(case):
+@pytest.fixture(scope="module", params=[param(case) for case in CASES])
+def forked(request, build):
+    """A case and its task, whose way to fork was proved."""
+    task = build(request.param)
+    task.game.way = choose_way(task.game)
+    return request.param, task
+
+
+def test_openspiel_and_gymnasium_fork_by_copies_and_others_replay(forked):
+    case, task = forked
+    assert type(task.game.way) is (Copies if case.prefix in ("openspiel", "gymnasium") else Replays)
+
+
+def test_a_play_is_saved_as_its_seed_and_actions(forked):
     """So checkpoints of running episodes hold it, whatever the environment can do."""
-    game = build(case).game
-    game.way = choose_way(game)
+    game = forked[1].game
     play, rng = RunningPlay.start(game, 5), random.Random(0)
     play.act(game.read(game.random_reply(play.view, rng), play.view))
     again = pickle.loads(dumps(forkable({"play": play})))["play"]
@@ -143,24 +151,17 @@ def test_each_field_of_a_view_is_compared(field):
         compare(count_game(), 3, view, other)
 
 
-def test_openspiel_and_gymnasium_fork_by_copies():
-    ways = {case.task: type(choose_way(build(case).game)) for case in CASES if case.extra in ("openspiel", "gymnasium")}
-    assert set(ways.values()) == {Copies}, ways
-
-
 def test_a_play_that_no_longer_repeats_is_refused():
     views = [View("player", "0", ("1", "2", "3"), (("player", 0),)), View("player", "9", ("1", "2", "3"), ())]
     with pytest.raises(ForkError, match="after 1 actions the play shows text='9'"):
         replayed(count_game(), 7, ["1"], views)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_forks_equal_the_replayed_original_at_every_node(case):
+@pytest.mark.parametrize("plays", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_forks_equal_the_replayed_original_at_every_node(forked, plays):
     """The fork of each node does the original's next action, the last ones all that follow."""
-    game = build(case).game
-    game.way = choose_way(game)
-    nodes = 0
-    for seed in range(PLAYS):
+    case, game, nodes = forked[0], forked[1].game, 0
+    for seed in range(plays):
         rng = random.Random(seed)
         play, forks = RunningPlay.start(game, seed), []
         while not play.view.is_over and len(play.actions) < case.moves:
@@ -178,18 +179,11 @@ def test_forks_equal_the_replayed_original_at_every_node(case):
         for one in (play, *forks):
             one.close()
         nodes += len(play.actions)
-    assert nodes >= PLAYS
+    assert nodes >= plays
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_two_forks_of_a_node_do_not_disturb_each_other(case):
-    game = build(case).game
-    assert prove(game, choose_way(game), seeds=range(20, 26), moves=8) >= 6
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-async def test_a_tree_plays_every_environment(case):
-    task = build(case)
+async def test_a_tree_plays_every_environment(forked):
+    _, task = forked
     for rollout in await played(task, task.requests(1, 2, 1), tree=TreeSampler(branches=3)):
         assert len(rollout.steps) % 3 == 0 and all(step.reward is not None for step in rollout.steps)
         assert set(rollout.rewards) == set(task.game.actors)

@@ -1,4 +1,4 @@
-"""OpenSpiel: Kuhn and Leduc poker, tic-tac-toe, and their exact exploitability."""
+"""OpenSpiel: games with simultaneous moves and sampled chance, and the exact exploitability of small ones."""
 
 from __future__ import annotations
 
@@ -17,54 +17,15 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest
 
-from .helpers import check_lines, check_replays, played, random_reply, trained
+from .helpers import check_lines, check_replays, played, trained
 
-pyspiel = pytest.importorskip("pyspiel", reason="the extra 'openspiel' brings it")
+pytestmark = pytest.mark.needs("pyspiel")
 KUHN, LEDUC, TICTACTOE = "openspiel:kuhn_poker", "openspiel:leduc_poker", "openspiel:tic_tac_toe"
 
 
 def boards(task):
     """The first line of each decision's prompt, and the seat."""
     return [(one.messages[0]["content"].partition("\nLegal moves")[0], one.seat) for one in task.decisions()]
-
-
-async def test_a_game_of_kuhn_by_hand():
-    """Seed 2 deals K (2) to seat 0 and Q (1) to seat 1; check, bet, call wins 2 chips for seat 0."""
-    task = build_task(KUHN)
-    moves = iter(["[Pass]", "[Bet]", "[Bet]"])
-    requests = [EpisodeRequest(KUHN, {"seed": 2})]
-    (rollout,) = await played(task, requests, lambda request: next(moves), check_private=True)
-    assert [(step.actor_id, step.turn, step.prompt[-1]["content"]) for step in rollout.steps] == [
-        ("player0", 0, "2\nLegal moves: [Pass] [Bet]"),
-        ("player1", 0, "1p\nLegal moves: [Pass] [Bet]"),
-        ("player0", 1, "2pb\nLegal moves: [Pass] [Bet]"),
-    ]
-    assert rollout.rewards == {"player0": 2.0, "player1": -2.0}
-    assert (rollout.metrics["score/player0"], rollout.metrics["score/player1"]) == (1.0, 0.0)
-
-
-@pytest.mark.parametrize("text", ["[Raise]", "", "[2]", "[Bet", "\ufffd", "pass or bet"])
-async def test_an_illegal_move_is_zero_sum_and_never_reaches_openspiel(text):
-    """OpenSpiel accepts action 7 of Kuhn poker in silence."""
-    state = pyspiel.load_game("kuhn_poker").new_initial_state()
-    for action in (0, 1, 7):
-        state.apply_action(action)
-    task = build_task(KUHN)
-    moves = iter(["[Pass]", text])
-    (rollout,) = await played(task, [EpisodeRequest(KUHN, {"seed": 1})], lambda request: next(moves))
-    assert rollout.rewards == {"player0": 3.0, "player1": -3.0}, "1.5 times the 2 chips that a legal move can lose"
-    assert rollout.extras["illegal"] == "player1" and rollout.metrics["legal/player1"] == 0.0
-
-
-async def test_evaluations_play_each_seat_against_a_random_player():
-    task = build_task(KUHN)
-    requests = task.eval_requests("eval", 6)
-    assert [request.artifact["model"] for request in requests] == ["player0", "player1"] * 3
-    assert requests[0].artifact["seed"] == requests[1].artifact["seed"] != requests[2].artifact["seed"]
-    for rollout in await played(task, requests):
-        seat = rollout.artifact["model"]
-        assert {step.actor_id for step in rollout.steps} <= {seat} and set(rollout.rewards) == {seat}
-        assert rollout.metrics["score/model"] == float(rollout.rewards[seat] > 0)
 
 
 async def test_a_hidden_choice_of_a_simultaneous_game():
@@ -86,6 +47,8 @@ async def test_a_hidden_choice_of_a_simultaneous_game():
 
 # --- exploitability ---------------------------------------------------------------------------------------------------
 def test_uniform_policies_have_the_known_exploitability():
+    import pyspiel
+
     for name, rows, known in ((KUHN, 12, 0.4583333333), (LEDUC, 936, 2.3736111111)):
         task = build_task(name)
         assert len(task.decisions()) == rows
@@ -101,18 +64,13 @@ def of_kuhn(task, own):
     return np.stack([own[place[int(text[0]), text[1:]]] for text, _ in boards(task)])
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_kuhn_equals_the_own_solver(seed):
+def test_kuhn_equals_the_own_solver():
     task = build_task(KUHN)
-    own = np.random.default_rng(seed).dirichlet([0.5, 0.5], size=12)
-    ours, theirs = kuhn_poker.solve(own), task.solve(of_kuhn(task, own))
-    assert theirs.exploitability == pytest.approx(ours.exploitability, abs=1e-9)
-    assert theirs.value == pytest.approx(ours.value, abs=1e-9)
-    assert theirs.best_response == pytest.approx(ours.best_response, abs=1e-9)
-
-
-def test_an_equilibrium_can_not_be_exploited():
-    task = build_task(KUHN)
+    for seed in range(20):
+        own = np.random.default_rng(seed).dirichlet([0.5, 0.5], size=12)
+        ours, theirs = kuhn_poker.solve(own), task.solve(of_kuhn(task, own))
+        for name in ("exploitability", "value", "best_response"):
+            assert getattr(theirs, name) == pytest.approx(getattr(ours, name), abs=1e-9), f"{name} of seed {seed}"
     assert task.solve(of_kuhn(task, kuhn_poker.equilibrium(0.2))).exploitability == pytest.approx(0, abs=1e-12)
 
 
@@ -181,22 +139,10 @@ def test_a_config_that_asks_for_it_is_refused_at_the_start(tmp_path):
 # --- which games, and trees -------------------------------------------------------------------------------------------
 async def test_a_game_with_sampled_chance_plays_without_trees():
     task = build_task("openspiel:negotiation")
-    (rollout,) = await played(task, task.requests(1, 1, 1), random_reply)
+    (rollout,) = await played(task, task.requests(1, 1, 1))
     assert rollout.steps
     with pytest.raises(ValueError, match="can't be forked: its chance is sampled inside OpenSpiel"):
         task.episodes(TreeSampler(branches=2))
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("kuhn_pokr", "task='openspiel:kuhn_pokr': expected a game of OpenSpiel"),
-        ("mfg_crowd_modelling", "expected a game for players, got a mean-field game"),
-    ],
-)
-def test_wrong_games_are_named(name, told):
-    with pytest.raises(ValueError, match=told):
-        build_task(f"openspiel:{name}")
 
 
 @pytest.mark.parametrize("name", ["hex(board_size=3)", "liars_dice", "tiny_hanabi", "catch", "oshi_zumo", "backgammon"])
@@ -206,16 +152,23 @@ async def test_other_games_play_at_once(name):
         assert rollout.steps and all(rate == 1.0 for key, rate in rollout.metrics.items() if key.startswith("legal/"))
 
 
-def test_checkpoints_play_a_tournament_with_a_random_player(tmp_path):
-    trained(tmp_path, KUHN)
-    outcome = play_tournament([tmp_path], games=4)
+@pytest.fixture(scope="module")
+def trained_on_kuhn(tmp_path_factory, narrow_model):
+    """A run of two steps, its folder and the lines of its metrics."""
+    folder = tmp_path_factory.mktemp("kuhn")
+    return folder, *trained(folder, KUHN, measured={"exploitability_every": 2})
+
+
+def test_checkpoints_play_a_tournament_with_a_random_player(trained_on_kuhn):
+    folder, *_ = trained_on_kuhn
+    outcome = play_tournament([folder], games=4)
     assert outcome.task == KUHN and "random" in outcome.entrants and len(outcome.entrants) >= 2
 
 
-def test_a_run_trains_and_measures_exploitability(tmp_path):
-    run, lines = trained(tmp_path, KUHN, measured={"exploitability_every": 2})
+def test_a_run_trains_and_measures_exploitability(trained_on_kuhn):
+    folder, run, lines = trained_on_kuhn
     check_lines(lines)
-    check_replays(tmp_path)
+    check_replays(folder)
     assert run.task.success_metric == "score/model" and run.task.credit_rule == "rae"
     measured = [value for line in lines for key, value in line.items() if "exploitability" in key]
     assert measured and all(0 <= value <= 2 for value in measured)

@@ -11,10 +11,10 @@ from turnwise.tasks.base import split_of
 from turnwise.tasks.code_duel import Limits
 from turnwise.types import EpisodeRequest
 
-from .helpers import check_lines, check_replays, played, trained
+from .helpers import played
 
-gym = pytest.importorskip("reasoning_gym", reason="the extra 'reasoning_gym' brings it")
-DATASETS = ["countdown", "leg_counting", "spiral_matrix"]
+pytestmark = pytest.mark.needs("reasoning_gym")
+OTHERS = ["leg_counting", "spiral_matrix"]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,8 @@ def request(task, index):
 
 async def test_a_question_by_hand(countdown):
     """Item 0 of seed 0 is scored 1 for its solution, 0.05 for a wrong sum, and 0.01 for no sum."""
+    import reasoning_gym as gym
+
     entry = gym.create_dataset("countdown", seed=0, size=60)[0]
     assert countdown.entry(0) == entry
     said = ["I try. <answer>1</answer> <answer>" + entry["answer"] + "</answer>", entry["answer"], "1 + 1", "no", ""]
@@ -38,19 +40,17 @@ async def test_a_question_by_hand(countdown):
     assert rollouts[0].steps[0].prompt[-1] == {"role": "user", "content": entry["question"]}
 
 
-@pytest.mark.parametrize("name", DATASETS)
-async def test_scores_are_the_datasets_own(name):
-    task = build_task(f"reasoning_gym:{name}", {"size": 40})
+@pytest.mark.parametrize("name", ["countdown", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+async def test_scores_are_the_datasets_own(name, countdown):
+    task = countdown if name == "countdown" else build_task(f"reasoning_gym:{name}", {"size": 40})
     plain = PlainScorer(task.dataset)
-    answers = ["", "7", "[1, 2]", "a b", "1 2 3", None]
     for index in range(5):
-        for answer in (task.entry(index)["answer"], *answers):
+        for answer in (task.entry(index)["answer"], "", "7", "[1, 2]", "a b", "1 2 3", None):
             known = task.dataset.score_answer(answer, task.dataset[index])
             assert task.scorer.score(index, answer) == (known, "") == plain.score(index, answer)
         assert task.scorer.score(index, task.entry(index)["answer"])[0] == 1.0
     oracle = task.oracle()
-    requests = task.requests(1, 3, 1)
-    for rollout in await played(task, requests, lambda asked: oracle("solver", asked.messages[-1:])):
+    for rollout in await played(task, task.requests(1, 3, 1), lambda asked: oracle("solver", asked.messages[-1:])):
         assert rollout.metrics["solved/solver"] == 1.0 == rollout.metrics["answered/solver"]
 
 
@@ -58,7 +58,6 @@ async def test_scores_are_the_datasets_own(name):
     ("answer", "failed"),
     [
         ("__import__('os').system('touch owned')", "SIGSYS"),
-        ("9**9**9**9", "SIGXCPU"),
         ("__import__('os')._exit(0)", "ended without a score"),
         ("__import__('os').write(1, b'{}')", ""),
         ("__import__('pathlib').Path('owned').write_text('')", ""),
@@ -85,9 +84,11 @@ def test_the_mutation_without_a_sandbox_runs_them(countdown, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["owned"]
 
 
-def test_the_worker_ends_with_its_scorer():
-    scorer = LockedScorer("leg_counting", {"seed": 0, "size": 20}, Limits(cpu_seconds=1))
-    assert scorer.score(0, None) == (0.0, "")
+def test_an_answer_that_computes_too_long_is_cut_off_and_the_worker_ends_with_its_scorer():
+    scorer = LockedScorer("countdown", {"seed": 0, "size": 60}, Limits(cpu_seconds=1))
+    value, reason = scorer.score(0, "9**9**9**9")
+    assert value == 0.01 and "SIGXCPU" in reason
+    assert scorer.score(0, None) == (0.01, "")
     process = scorer._process
     del scorer
     assert process.poll() == 0
@@ -119,30 +120,8 @@ def test_no_question_is_in_two_splits():
     assert task.eval_requests("eval", 3) == task.eval_requests("eval", 9)[:3]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "told"),
-    [
-        ("countdwn", {}, "task='reasoning_gym:countdwn'.*not registered"),
-        ("countdown", {"arguments": {"max_number": 3}}, "max_number"),
-        ("countdown", {"arguments": {"min_numbers": 9, "max_numbers": 3}}, "max_numbers"),
-        ("countdown", {"size": 5}, "size=5"),
-    ],
-)
-def test_wrong_names_and_options_are_named(name, options, told):
-    with pytest.raises(ValueError, match=told):
-        build_task(f"reasoning_gym:{name}", options)
-
-
 def test_too_few_questions_and_trees_are_refused(countdown):
     with pytest.raises(ValueError, match=r"n=40: the eval split .* has . different questions among .*size = 60"):
         countdown.eval_requests("eval", 40)
     with pytest.raises(ValueError, match=r"has one call a question: branch with rollout.group_size"):
         countdown.episodes(TreeSampler(branches=2))
-
-
-@pytest.mark.parametrize("name", ["leg_counting", pytest.param("countdown", marks=pytest.mark.slow)])
-def test_a_run_trains(tmp_path, name):
-    run, lines = trained(tmp_path, f"reasoning_gym:{name}", size=200, max_tokens=24)
-    check_lines(lines)
-    check_replays(tmp_path)
-    assert run.task.success_metric == "solved/solver"

@@ -19,7 +19,7 @@ from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest, 
 from ...chat.families import chat_tokenizer, installed_families
 
 FAMILIES = [family for family in ("template", "qwen3") if family in installed_families()]
-needs_qwen3 = pytest.mark.skipif("qwen3" not in FAMILIES, reason="needs TRL's templates and the package renderers")
+needs_qwen3 = pytest.mark.needs("trl", "renderers")
 
 LOGPROBS = tuple(-(1 + place * 7 % 97) / 100 for place in range(30_000))
 """The log-probability of a scripted completion's token, by its place."""
@@ -46,21 +46,6 @@ def call_of(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def answers_of_a_model(tool: Any, limit: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
-    """Return what a model may say by name, with the options of the request, in which ``limit`` limits the tokens."""
-    total = call_of("add", '{"a": 2, "b": 2}')
-    return {
-        "text": (["It is 4."], {}),
-        "empty": ([""], {}),
-        "cut": (["It is 4."], {limit: 3}),
-        "call": ([f"I add.\n{total}"], {"tools": [tool]}),
-        "two calls": ([total + total], {"tools": [tool]}),
-        "bad call": (["<tool_call>{]</tool_call>"], {"tools": [tool]}),
-        "reasoning": (["<think>\nhm\n</think>\n\nIt is 4."], {}),
-        "reasoning and call": ([f"<think>\nhm\n</think>\n\n{total}"], {"tools": [tool]}),
-    }
-
-
 def scripted(*texts: str | Reply | BaseException) -> Callable[[ModelRequest], Any]:
     """Return a script that says ``texts`` one by one, then the last one again, with :data:`LOGPROBS`."""
     left = list(texts)
@@ -70,6 +55,23 @@ def scripted(*texts: str | Reply | BaseException) -> Callable[[ModelRequest], An
         return Reply(text, logprobs=LOGPROBS) if isinstance(text, str) else text
 
     return answer
+
+
+class Hanging:
+    """A script whose first ``times`` answers never come; it keeps the requests, and those that were cancelled."""
+
+    def __init__(self, times: int = 1) -> None:
+        self.times, self.asked, self.cancelled = times, [], []
+
+    async def __call__(self, request: ModelRequest) -> str:
+        self.asked.append(request)
+        if len(self.asked) > self.times:
+            return "again"
+        try:
+            return await asyncio.sleep(60, "late")
+        except asyncio.CancelledError:
+            self.cancelled.append(request)
+            raise
 
 
 @dataclass
@@ -125,10 +127,8 @@ def play(
     family: str = "template",
     timeout: float = 60.0,
     fails: bool = False,
-    request: dict[str, Any] | None = None,
     arena_options: dict[str, Any] | None = None,
     after: Callable[[], Awaitable[Any]] | None = None,
-    on_client: Callable[[ScriptedClient], Any] = lambda client: None,
     **settings: Any,
 ) -> Played:
     """Play ``agent(question, models)``, which gets a list as the question and keeps there what the test looks at.
@@ -138,24 +138,21 @@ def play(
     """
     script = scripted(*script) if isinstance(script, (list, tuple)) else script
     arena = arena_of(script, actors=actors, family=family, **(arena_options or {}))
-    on_client(arena.client)
     gateway = Gateway(**{"renderer": "template" if family == "template" else "auto", **settings})
     seen: list[Any] = []
     ended: list[Any] = []
 
-    if asyncio.iscoroutinefunction(agent):
+    def end(found: Any) -> Any:
+        ended.append(found)
+        return 1.0 if found is None else found
 
-        async def played(question: Any, models: Any) -> Any:
-            found = await agent(seen, models)
-            ended.append(found)
-            return 1.0 if found is None else found
-    else:
+    async def awaited(question: Any, models: Any) -> Any:
+        return end(await agent(seen, models))
 
-        def played(question: Any, models: Any) -> Any:
-            found = agent(seen, models)
-            ended.append(found)
-            return 1.0 if found is None else found
+    def called(question: Any, models: Any) -> Any:
+        return end(agent(seen, models))
 
+    played = awaited if asyncio.iscoroutinefunction(agent) else called
     names = [actor if isinstance(actor, str) else actor.id for actor in actors]
     played.__name__ = "agent"
     arena.add_episode(AgentEpisode(played, gateway, actors=names, timeout=timeout))
@@ -163,7 +160,7 @@ def play(
 
     async def run() -> list[GenerateResult]:
         async with contextlib.nullcontext() if after is None else gateway:
-            results = await playing.generate_rollouts([EpisodeRequest("agent", "x", **(request or {}))] * attempts)
+            results = await playing.generate_rollouts([EpisodeRequest("agent", "x")] * attempts)
             if after is not None:
                 await after()
         return results

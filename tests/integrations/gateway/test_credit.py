@@ -1,4 +1,4 @@
-"""Credit of attempts with unequal numbers of calls, and of the same play as an episode of turnwise's own."""
+"""Credit of attempts with unequal numbers of calls, several choices, parallel calls and rubrics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import defaultdict
 
 import pytest
 
-from turnwise.arena import MultiTurnEpisode, Rubric
+from turnwise.arena import Rubric
 from turnwise.credit import ATGRPOCredit, DrMASCredit, GRPOCredit
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import arena_of, scripted
-from .sdks import OpenAI
+from .wires import Chat
 
 
 def by_row():
@@ -31,37 +31,11 @@ async def calls_in_turn(question, models):
     chats = defaultdict(lambda: [{"role": "user", "content": "0"}])
     for turn in range(max(question["calls"].values())):
         for name in [name for name, count in question["calls"].items() if turn < count]:
-            async with OpenAI.client(models[name]) as client:
-                answer = OpenAI.text(await OpenAI.ask(client, chats[name], actor=name))
+            async with Chat.client(models[name]) as client:
+                answer = Chat.text(await Chat.ask(client, chats[name], actor=name))
             again = {"role": "user", "content": str(turn + 1)}
             chats[name] += [{"role": "assistant", "content": answer}, again]
     return question["rewards"]
-
-
-class Native(MultiTurnEpisode):
-    """The same play as an episode of turnwise's own."""
-
-    episode_type = "native"
-    rubric = Rubric([lambda artifact: artifact["rewards"]])
-    actors = ("solver", "checker")
-
-    def get_prompt(self, artifact):
-        return "0"
-
-    def next_actor(self, state, arena, artifact):
-        left = [name for name, count in artifact["calls"].items() if self.made(state, name) < count]
-        fewest = min(self.made(state, name) for name in left)
-        return next(name for name in left if self.made(state, name) == fewest)
-
-    def env_response(self, state, arena, artifact):
-        return "go on"
-
-    def is_done(self, state, arena, artifact):
-        return all(self.made(state, name) >= count for name, count in artifact["calls"].items())
-
-    @staticmethod
-    def made(state, name):
-        return sum(step.actor_id == name for step in state.trajectory)
 
 
 def advantages(episode, credit, questions, actors=("solver",)):
@@ -121,8 +95,8 @@ def test_turn_groups_compare_equal_turns():
 @pytest.mark.parametrize(("credit", "expected"), [(by_row, 0.93541435), (by_attempt, 0.70710678)])
 def test_choices_of_one_call_are_rows_with_the_same_reward(credit, expected):
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await OpenAI.ask(client, n=4)
+        async with Chat.client(models["solver"]) as client:
+            await Chat.ask(client, n=4)
         return question["rewards"]
 
     attempts = advantages(agent_of(agent), credit(), [question(1.0, 1), question(0.0, 1)])
@@ -133,8 +107,8 @@ def test_choices_of_one_call_are_rows_with_the_same_reward(credit, expected):
 @pytest.mark.parametrize(("credit", "expected"), [(by_row, 0.96824584), (by_attempt, 0.70710678)])
 def test_parallel_calls_are_rows_with_turns_of_their_own(credit, expected):
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await asyncio.gather(*(OpenAI.ask(client) for _ in range(8)))
+        async with Chat.client(models["solver"]) as client:
+            await asyncio.gather(*(Chat.ask(client) for _ in range(8)))
         return question["rewards"]
 
     attempts = advantages(agent_of(agent), credit(), [question(1.0, 1), question(0.0, 1)])
@@ -147,24 +121,11 @@ def test_actor_that_was_never_called_has_no_row_and_needs_no_reward():
         {"calls": {"solver": 1}, "rewards": {"solver": 1.0}},
         {"calls": {"solver": 1, "checker": 1}, "rewards": {"solver": 0.0, "checker": 1.0}},
     ]
-    attempts = advantages(agent_of(calls_in_turn, Native.actors), by_attempt(), questions, Native.actors)
+    attempts = advantages(
+        agent_of(calls_in_turn, ("solver", "checker")), by_attempt(), questions, ("solver", "checker")
+    )
     assert [[step.actor_id for step in steps] for steps in attempts] == [["solver"], ["solver", "checker"]]
     assert values(attempts)[0] == pytest.approx([0.5**0.5], abs=1e-6)
-
-
-@pytest.mark.parametrize("credit", [by_row, by_attempt, ATGRPOCredit, GRPOCredit])
-def test_same_play_as_a_native_episode_has_equal_advantages(credit):
-    questions = [
-        {"calls": {"solver": solver, "checker": checker}, "rewards": {"solver": reward, "checker": 1.0 - reward / 2}}
-        for solver, checker, reward in ((3, 1, 1.0), (1, 1, 0.0), (2, 3, 0.25), (1, 2, 0.75))
-    ]
-    through = advantages(agent_of(calls_in_turn, Native.actors), credit(), questions, Native.actors)
-    native = advantages(Native(max_turns=8), credit(), questions, Native.actors)
-    for ours, theirs in zip(through, native, strict=True):
-        by_call = [{(step.actor_id, step.turn): step.advantage for step in steps} for steps in (ours, theirs)]
-        assert by_call[0].keys() == by_call[1].keys()
-        assert by_call[0] == pytest.approx(by_call[1], abs=1e-6)
-    assert any(value for row in values(through) for value in row)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +141,8 @@ def test_same_play_as_a_native_episode_has_equal_advantages(credit):
 )
 def test_reward_that_is_none_fails_its_episode(given, message):
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await OpenAI.ask(client)
+        async with Chat.client(models["solver"]) as client:
+            await Chat.ask(client)
         return given
 
     with pytest.raises(AssertionError, match=message):
@@ -190,8 +151,8 @@ def test_reward_that_is_none_fails_its_episode(given, message):
 
 def test_rubric_scores_what_the_agent_returned():
     async def agent(question, models):
-        async with OpenAI.client(models["solver"]) as client:
-            return {"answer": OpenAI.text(await OpenAI.ask(client)), "rewards": "of the agent's own"}
+        async with Chat.client(models["solver"]) as client:
+            return {"answer": Chat.text(await Chat.ask(client)), "rewards": "of the agent's own"}
 
     def right(extras):
         assert extras["result"]["rewards"] == "of the agent's own"

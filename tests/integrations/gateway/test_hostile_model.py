@@ -1,4 +1,4 @@
-"""Model texts that no parser expects, through both SDKs: nothing crashes, and the chat goes on."""
+"""Model texts that no parser expects, through the SDKs: nothing crashes, and the chat goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turnwise.types import Sampling
 
 from ...chat.families import chat_tokenizer
 from .helpers import FAMILIES, USER, play
-from .sdks import OpenAI, both
+from .wires import Chat, both, every
 
 NEST = '{"a":' * 500 + "1" + "}" * 500
 HOSTILE = [
@@ -23,53 +23,35 @@ HOSTILE = [
 ]
 
 
-@both
+@every
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("stream", [False, True])
-def test_hostile_model_text_crashes_nothing(api, family, stream):
+def test_hostile_model_text_crashes_nothing(wire, family):
     async def agent(seen, models):
-        async with api.client(models["solver"]) as client:
+        async with wire.client(models["solver"]) as client:
             for _ in HOSTILE:
-                answer = await api.ask(client, tools=api.tools, max_tokens=20_000)
-                if api is OpenAI:
-                    message = answer.choices[0].message.model_dump(exclude_none=True)
-                    results = [
-                        {"role": "tool", "tool_call_id": call["id"], "content": "x"}
-                        for call in message.get("tool_calls", ())
-                    ]
-                    json.loads(json.dumps(message))
-                    again = [*USER, message, *results, *USER]
-                else:
-                    content = [block.model_dump(exclude_none=True) for block in answer.content]
-                    results = [
-                        {"type": "tool_result", "tool_use_id": block["id"], "content": "x"}
-                        for block in content
-                        if block["type"] == "tool_use"
-                    ]
-                    again = [
-                        *USER,
-                        {"role": "assistant", "content": content},
-                        {"role": "user", "content": results or "x"},
-                    ]
-                last = await api.ask(client, again, tools=api.tools, stream=stream)
-                if stream:
-                    assert [chunk async for chunk in last]
+                answer = await wire.ask(client, tools=wire.tools, **{wire.limit: 20_000})
+                back = wire.sent_back(answer)
+                json.loads(json.dumps(back))
+                results = wire.results({call: "x" for call, _ in wire.calls(answer)})
+                again = [*USER, *back, *(results or USER)]
+                await wire.ask(client, again, tools=wire.tools)
+                assert [chunk async for chunk in await wire.ask(client, again, tools=wire.tools, stream=True)]
 
-    texts = [text for hostile in HOSTILE for text in (hostile, "4")]
+    texts = [text for hostile in HOSTILE for text in (hostile, "4", "4")]
     played = play(agent, texts, family=family, arena_options={"sampling": Sampling(max_tokens=20_000)})
-    assert len(played.steps) == 2 * len(HOSTILE)
+    assert len(played.steps) == 3 * len(HOSTILE)
 
 
 @both
-def test_control_tokens_that_the_model_samples(api):
+def test_control_tokens_that_the_model_samples(wire):
     tokenizer = chat_tokenizer("template")
     start, end = (tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>"))
     hi = tokenizer.encode("hi", add_special_tokens=False)
 
     async def agent(seen, models):
-        async with api.client(models["solver"]) as client:
-            seen.append(api.text(await api.ask(client)))
-            await api.ask(client, [*USER, {"role": "assistant", "content": seen[0]}, *USER])
+        async with wire.client(models["solver"]) as client:
+            seen.append(wire.text(await wire.ask(client)))
+            await wire.ask(client, [*USER, {"role": "assistant", "content": seen[0]}, *USER])
 
     # The completion opens a turn of its own, and goes on after its end.
     script = [Reply(token_ids=(*hi, start, *hi, end)), Reply(token_ids=(*hi, end))]
@@ -83,7 +65,7 @@ def test_lone_surrogates_in_a_request_are_replaced():
     body = b'{"model": "solver", "messages": [{"role": "user", "content": "a\\ud800b \\ud83d\\ude00"}]}'
 
     async def agent(seen, models):
-        async with OpenAI.client(models["solver"]) as client:
+        async with Chat.client(models["solver"]) as client:
             headers = {"headers": {"Content-Type": "application/json"}}
             await client.post("/chat/completions", cast_to=object, content=body, options=headers)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 
 from turnwise.arena import Arena, BatchFailedError, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.credit import ATGRPOCredit
@@ -17,25 +16,25 @@ from turnwise.tasks import build_task
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest
 
 from ...chat.families import chat_tokenizer
+from .wires import Chat
 
 WORTH = {"a": 1.0, "b": 4.0, "c": 2.5}
 TREE = TreeSampler(branches=3, select="none")
 
 
+async def ask(model: Any, messages: list[Any]) -> str:
+    async with Chat.client(model) as client:
+        return Chat.text(await Chat.ask(client, messages, actor=model.name))
+
+
 async def agent(question: str, models: Any) -> dict[str, float]:
     """A writer, a critic that reads it, and the writer again, which reads the critic."""
 
-    async def ask(actor: str, messages: list[Any]) -> str:
-        model = models[actor]
-        async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
-            answer = await client.chat.completions.create(model=actor, messages=messages)
-        return answer.choices[0].message.content or ""
-
     chat: list[Any] = [{"role": "user", "content": question}]
-    draft = await ask("writer", chat)
-    advice = await ask("critic", [{"role": "user", "content": f"{question} {draft}"}])
+    draft = await ask(models["writer"], chat)
+    advice = await ask(models["critic"], [{"role": "user", "content": f"{question} {draft}"}])
     chat += [{"role": "assistant", "content": draft}, {"role": "user", "content": advice}]
-    final = await ask("writer", chat)
+    final = await ask(models["writer"], chat)
     return {"writer": WORTH[draft] + len(final), "critic": float(len(advice))}
 
 
@@ -152,10 +151,8 @@ def test_an_impure_agent_is_refused_with_the_call() -> None:
 
     async def agent(question: str, models: Any) -> float:
         runs.append(0)
-        model = models["writer"]
-        async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
-            for text in ("Q", f"Q {len(runs)} a", "Q a"):
-                await client.chat.completions.create(model="writer", messages=[{"role": "user", "content": text}])
+        for text in ("Q", f"Q {len(runs)} a", "Q a"):
+            await ask(models["writer"], [{"role": "user", "content": text}])
         return 1.0
 
     with pytest.raises(BatchFailedError, match="call 1 differs when the agent runs again, in messages"):
@@ -167,10 +164,8 @@ def test_an_agent_that_ends_early_the_second_time_is_refused() -> None:
 
     async def agent(question: str, models: Any) -> float:
         runs.append(0)
-        model = models["writer"]
-        async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
-            for text in ("Q", "Q a", "Q b")[: 4 - len(runs)]:
-                await client.chat.completions.create(model="writer", messages=[{"role": "user", "content": text}])
+        for text in ("Q", "Q a", "Q b")[: 4 - len(runs)]:
+            await ask(models["writer"], [{"role": "user", "content": text}])
         return 1.0
 
     with pytest.raises(BatchFailedError, match="the agent ended after 1 calls when it ran again"):

@@ -10,8 +10,8 @@ import pytest
 
 from turnwise.integrations.gateway import Session
 
-from .helpers import USER, play
-from .sdks import Anthropic, OpenAI, both
+from .helpers import USER, Hanging, play
+from .wires import Chat, Messages, asked, both
 
 
 def counting(delay=0.0):
@@ -28,9 +28,9 @@ def counting(delay=0.0):
     return answer
 
 
-async def lost(model, api=OpenAI, headers=(), body=None, wait_for=None, read=False):
+async def lost(model, wire=Chat, headers=(), body=None, wait_for=None, read=False):
     """Send a request, and close the connection: at once after ``wait_for()``, or when the answer has arrived."""
-    url = model.base_url + ("/chat/completions" if api is OpenAI else "/messages")
+    url = model.base_url + ("/chat/completions" if wire is Chat else "/messages")
     parts = urlsplit(url)
     content = json.dumps(body or {"model": "solver", "messages": USER, "max_tokens": 50}).encode()
     lines = [
@@ -63,33 +63,59 @@ def text_of(answer):
 
 RESENT = [("x-stainless-retry-count", "1")]
 NAMED = [("Idempotency-Key", "k1")]
+OTHER = [("Idempotency-Key", "k2")]
+A, B = ({"model": "solver", "messages": [{"role": "user", "content": text}], "max_tokens": 9} for text in "ab")
+TURNED = dict(reversed(A.items()))
+"""The same request in another order."""
+
+# Calls with their answers, which are the number of the sample.
+REPEATED = {
+    "sent again": [([], A, "1"), (RESENT, A, "1"), (RESENT, A, "1")],
+    "named": [(NAMED, A, "1"), (NAMED, A, "1"), (NAMED, A, "1")],
+    "named and sent again": [(NAMED, A, "1"), ([*NAMED, *RESENT], A, "1"), (NAMED, A, "1")],
+    "equal, but no repetition": [([], A, "1"), ([], A, "2"), ([], A, "3")],
+    "another body sent again": [(RESENT, A, "1"), (RESENT, B, "2"), (RESENT, A, "1")],
+    "another body of one name": [(NAMED, A, "1"), (NAMED, B, "2"), (NAMED, A, "1")],
+    "another name": [(NAMED, A, "1"), (OTHER, A, "2"), (NAMED, A, "1")],
+    "the latest of equal ones": [([], A, "1"), ([], A, "2"), (RESENT, A, "2")],
+    "another order": [([], A, "1"), (RESENT, TURNED, "1")],
+}
 
 
 @both
-@pytest.mark.parametrize(("first", "again"), [([], RESENT), (NAMED, NAMED), (NAMED, [*NAMED, *RESENT])])
-def test_finished_answer_is_repeated(api, first, again):
-    script = counting()
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_requests_get_the_answer_of_the_first(wire, name):
+    script, calls = counting(), REPEATED[name]
 
     async def agent(seen, models):
-        for headers in (first, again, again):
-            seen.append(text_of(await lost(models["solver"], api, headers, read=True)))
+        for headers, body, _ in calls:
+            seen.append(text_of(await lost(models["solver"], wire, headers, body=body, read=True)))
 
     played = play(agent, script)
-    assert played.seen == ["1", "1", "1"]
-    assert len(script.asked) == len(played.steps) == 1
-    assert played.metrics["gateway/retries_joined/solver"] == 2
-    assert played.metrics["gateway/calls/solver"] == 1
+    samples = int(max(answer for *_, answer in calls))
+    assert played.seen == [answer for *_, answer in calls]
+    assert len(script.asked) == samples and [step.turn for step in played.steps] == list(range(samples))
+    assert played.metrics.get("gateway/retries_joined/solver", 0) == len(calls) - samples
+    assert played.metrics["gateway/calls/solver"] == samples
+
+
+def test_a_name_holds_in_one_dialect():
+    async def agent(seen, models):
+        for wire in (Chat, Messages, Chat):
+            seen.append(text_of(await lost(models["solver"], wire, NAMED, read=True)))
+
+    assert play(agent, counting()).seen == ["1", "2", "1"]
 
 
 @both
-def test_running_call_is_joined(api):
+def test_running_call_is_joined(wire):
     script = counting(delay=0.2)
 
     async def agent(seen, models):
         answers = await asyncio.gather(
-            lost(models["solver"], api, read=True),
-            soon(lambda: lost(models["solver"], api, RESENT, read=True), lambda: script.asked),
-            soon(lambda: lost(models["solver"], api, RESENT, read=True), lambda: script.asked),
+            lost(models["solver"], wire, read=True),
+            soon(lambda: lost(models["solver"], wire, RESENT, read=True), lambda: script.asked),
+            soon(lambda: lost(models["solver"], wire, RESENT, read=True), lambda: script.asked),
         )
         seen += map(text_of, answers)
 
@@ -104,98 +130,37 @@ async def soon(start, when):
 
 
 @both
-def test_equal_request_is_a_new_sample(api):
-    async def agent(seen, models):
-        for _ in range(3):
-            seen.append(text_of(await lost(models["solver"], api, read=True)))
-
-    played = play(agent, counting())
-    assert played.seen == ["1", "2", "3"]
-    assert [step.turn for step in played.steps] == [0, 1, 2]
-    assert played.metrics.get("gateway/retries_joined/solver", 0) == 0
-
-
-@pytest.mark.parametrize("headers", [RESENT, NAMED])
-def test_other_body_is_a_new_sample(headers):
-    async def agent(seen, models):
-        for text in ("a", "b", "a"):
-            body = {"model": "solver", "messages": [{"role": "user", "content": text}]}
-            seen.append(text_of(await lost(models["solver"], headers=headers, body=body, read=True)))
-
-    played = play(agent, counting())
-    assert played.seen == ["1", "2", "1"]
-    assert [step.turn for step in played.steps] == [0, 1]
-
-
-def test_other_key_or_dialect_is_a_new_sample():
-    async def agent(seen, models):
-        for api, key in ((OpenAI, "a"), (OpenAI, "b"), (Anthropic, "a"), (OpenAI, "a")):
-            seen.append(text_of(await lost(models["solver"], api, [("Idempotency-Key", key)], read=True)))
-
-    assert play(agent, counting()).seen == ["1", "2", "3", "1"]
-
-
-def test_retry_repeats_the_latest_of_equal_calls():
-    async def agent(seen, models):
-        for headers in ((), (), RESENT):
-            seen.append(text_of(await lost(models["solver"], headers=headers, read=True)))
-
-    assert play(agent, counting()).seen == ["1", "2", "2"]
-
-
-def test_body_in_another_order_is_equal():
-    async def agent(seen, models):
-        bodies = [{"model": "solver", "messages": USER}, {"messages": USER, "model": "solver"}]
-        for headers, body in zip(((), RESENT), bodies, strict=True):
-            seen.append(text_of(await lost(models["solver"], headers=headers, body=body, read=True)))
-
-    assert play(agent, counting()).seen == ["1", "1"]
-
-
-@both
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_hangs_up_cancels_its_call(api, stream):
-    holder, cancelled = [], []
-
-    async def hangs(request):
-        holder.append(request)
-        if len(cancelled) == 1:
-            return "again"
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.append(request)
-            raise
+def test_client_that_hangs_up_cancels_its_call(wire, stream):
+    script = Hanging()
 
     async def agent(seen, models):
         body = {"model": "solver", "messages": USER, "max_tokens": 50, "stream": stream}
-        await lost(models["solver"], api, body=body, wait_for=lambda: holder)
-        while not cancelled:
+        await lost(models["solver"], wire, body=body, wait_for=lambda: script.asked)
+        while not script.cancelled:
             await asyncio.sleep(0.01)
         # The SDK's retry samples again, under the number of the call that was cut off.
-        seen.append(await lost(models["solver"], api, RESENT, body=body, read=True))
+        seen.append(await lost(models["solver"], wire, RESENT, body=body, read=True))
 
-    played = play(agent, hangs)
+    played = play(agent, script)
     assert '"again"' in played.seen[0]
-    assert len(cancelled) == 1
+    assert len(script.cancelled) == 1
     assert played.metrics["gateway/aborted/solver"] == 1
     assert played.metrics["gateway/calls/solver"] == 1
     [step] = played.steps
     assert (step.turn, step.completion, step.finish_reason) == (0, "again", "stop")
-    first, second = holder
+    first, second = script.asked
     assert first.sampling.seed == second.sampling.seed
 
 
 def test_number_of_a_call_that_was_cut_off_is_spent():
-    async def hangs(request):
-        return await (asyncio.sleep(60) if len(holder[0].calls) == 1 else asyncio.sleep(0, "4"))
+    script = Hanging()
 
     async def agent(seen, models):
-        await lost(models["solver"], wait_for=lambda: holder[0].calls)
+        await lost(models["solver"], wait_for=lambda: script.asked)
         await lost(models["solver"], read=True)
 
-    holder = []
-    played = play(agent, hangs, on_client=holder.append)
+    played = play(agent, script)
     assert [step.turn for step in played.steps] == [1]
     assert played.metrics["gateway/aborted/solver"] == 1
 
@@ -217,7 +182,7 @@ def test_call_runs_on_while_one_of_two_clients_waits():
 
 
 @both
-def test_sdk_that_times_out_retries_and_gets_one_row(api):
+def test_sdk_that_times_out_retries_and_gets_one_row(wire):
     """The SDK gives up at its timeout, and asks again: the second attempt is sampled under the same number."""
     delays = iter([60.0, 0.0])
 
@@ -226,8 +191,8 @@ def test_sdk_that_times_out_retries_and_gets_one_row(api):
         return "4"
 
     async def agent(seen, models):
-        async with api.client(models["solver"], timeout=0.5, max_retries=1) as client:
-            seen.append(api.text(await api.ask(client)))
+        async with wire.client(models["solver"], timeout=0.5, max_retries=1) as client:
+            seen.append(wire.text(await wire.ask(client)))
 
     played = play(agent, slow)
     assert played.seen == ["4"]
@@ -237,20 +202,8 @@ def test_sdk_that_times_out_retries_and_gets_one_row(api):
 
 def test_agent_that_is_cancelled_leaves_no_call(monkeypatch):
     monkeypatch.setattr(Session, "grace", 0.1)
-    cancelled = []
-
-    async def hangs(request):
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.append(request)
-            raise
-
-    async def agent(seen, models):
-        async with OpenAI.client(models["solver"]) as client:
-            await OpenAI.ask(client)
-
-    played = play(agent, hangs, timeout=0.3, fails=True)
+    script = Hanging()
+    played = asked(Chat, script, {}, timeout=0.3, fails=True)
     assert "longer than timeout=0.3 s" in played.error
-    assert len(cancelled) == 1 and played.steps == []
+    assert len(script.cancelled) == 1 and played.steps == []
     assert played.metrics["gateway/aborted/solver"] == 1

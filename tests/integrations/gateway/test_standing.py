@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -26,8 +23,8 @@ from turnwise.run.build import train_from_config
 from turnwise.types import Actor, Sampling
 
 from ...test_run import config_of, save_tiny
-from .helpers import ADD, USER, arena_of, call_of
-from .sdks import both, refused
+from .helpers import USER, arena_of, call_of
+from .wires import Chat, both, every, refused
 
 KEY = "k" * 43
 
@@ -52,58 +49,50 @@ def _arena(script: Any) -> Any:
 
 
 @both
-def test_each_actor_answers_by_its_name(api: Any) -> None:
+def test_each_actor_answers_by_its_name(wire: Any) -> None:
     async def agent(model: Any, arena: Any) -> None:
-        async with api.client(model) as client:
+        async with wire.client(model) as client:
             for actor in ("solver", "checker"):
-                assert api.text(await api.ask(client, actor=actor)) == "4"
+                assert wire.text(await wire.ask(client, actor=actor)) == "4"
             assert {one.id async for one in client.models.list()} == {"solver", "checker"}
 
     sent = serving(agent).client.calls
     assert [request.sampling.max_tokens for request in sent][1] == 5, "the actor's limit holds"
 
 
-def test_responses_tools_streams_and_choices() -> None:
+@every
+def test_tools_and_streams(wire: Any) -> None:
     async def agent(model: Any, arena: Any) -> None:
-        async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
-            answer = await client.responses.create(model="solver", input="2 + 2 = ?")
-            assert "add" in answer.output_text
-            chat = await client.chat.completions.create(model="solver", messages=USER, tools=[ADD], n=3)
-            assert [choice.message.tool_calls[0].function.name for choice in chat.choices] == ["add"] * 3
-            parts = [
-                part.choices[0].delta.content or ""
-                async for part in await client.chat.completions.create(model="solver", messages=USER, stream=True)
-                if part.choices
-            ]
-            assert "add" in "".join(parts)
-        async with (
-            anthropic.AsyncAnthropic(base_url=model.anthropic_base_url, api_key=model.api_key) as other,
-            other.messages.stream(model="solver", max_tokens=50, messages=USER) as stream,
-        ):
-            assert "add" in await stream.get_final_text()
+        async with wire.client(model) as client:
+            for asked in (wire.ask, wire.streamed):
+                [(_, arguments)] = wire.calls(await asked(client, tools=wire.tools))
+                assert arguments == {"a": 2, "b": 2}
 
     serving(agent, call_of("add", '{"a": 2, "b": 2}'))
 
 
-def test_the_client_decides_how_it_samples_and_gets_its_seed() -> None:
+def test_choices_and_how_the_client_samples() -> None:
+    """The client's temperature and seed hold; without a seed each call has its own."""
+
     async def agent(model: Any, arena: Any) -> None:
-        async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        async with Chat.client(model) as client:
             for options in ({"temperature": 0.25, "seed": 7}, {"temperature": 0.25, "seed": 7}, {}, {}):
-                await client.chat.completions.create(model="solver", messages=USER, max_tokens=9, **options)
+                await Chat.ask(client, max_tokens=9, **options)
+            assert [choice.message.content for choice in (await Chat.ask(client, n=3)).choices] == ["4"] * 3
 
     first, again, *others = [request.sampling for request in serving(agent).client.calls]
     assert (first.temperature, first.seed, first.max_tokens) == (0.25, 7, 9) and again == first
-    assert others[0].temperature == Sampling().temperature and len({one.seed for one in others}) == 2, "each its own"
+    assert others[0].temperature == Sampling().temperature and len({one.seed for one in others}) == 5, "each its own"
 
 
 @both
-def test_what_is_refused(api: Any) -> None:
+def test_what_is_refused(wire: Any) -> None:
     async def agent(model: Any, arena: Any) -> None:
         wrong = SimpleNamespace(**{**vars(model), "api_key": "x" * 43})
-        await refused(api, wrong, status=401, name="AuthenticationError")
-        await refused(api, model, status=404, name="NotFoundError", actor="nobody")
+        await refused(wire, wrong, status=401, name="AuthenticationError")
+        await refused(wire, model, status=404, name="NotFoundError", actor="nobody")
         foreign = {"default_headers": {"Host": "evil.example"}}
-        await refused(api, model, status=421, name="APIStatusError", client=foreign)
+        await refused(wire, model, status=421, name="APIStatusError", client=foreign)
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {KEY}"}) as client:
             for host in ("gpu1.lab:8000", "10.1.2.3", "[::1]:80"):
                 found = await client.get(f"{model.base_url}/models", headers={"Host": host})
@@ -128,33 +117,32 @@ def test_an_answer_that_fails_leaves_the_next_one_alone() -> None:
     async def run() -> None:
         async with (
             standing(arena, GatewaySettings(renderer="template"), KEY) as url,
-            openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client,
+            Chat.client(SimpleNamespace(base_url=url, api_key=KEY), max_retries=0) as client,
         ):
             with pytest.raises(openai.InternalServerError, match="lost"):
-                await client.chat.completions.create(model="solver", messages=USER)
-            answer = await client.chat.completions.create(model="solver", messages=USER)
-            assert answer.choices[0].message.content == "4"
+                await Chat.ask(client)
+            assert Chat.text(await Chat.ask(client)) == "4"
 
     asyncio.run(run())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory, narrow_model: None) -> Path:
     folder = tmp_path_factory.mktemp("sudoku")
     model = {"default": {"path": save_tiny(folder / "model")}}
     config = config_of(
-        folder / "run", policies=model, warm_start={"steps": 20, "batch_size": 8}, eval={"num_prompts": 2}
+        folder / "run", policies=model, warm_start={"steps": 2, "batch_size": 8}, eval={"num_prompts": 2}
     )
     return train_from_config(config).config.run_dir
 
 
-def test_a_run_serves_until_it_is_told_to_stop(run_dir: Path, tmp_path: Path) -> None:
+def test_a_run_serves_until_it_is_told_to_stop(run_dir: Path, tmp_path: Path, warm_python: str) -> None:
     log = (tmp_path / "log").open("w+")
-    words = [sys.executable, "-P", "-m", "turnwise", "serve", str(run_dir), "--port", "0", "--checkpoint", "newest"]
-    process = subprocess.Popen(words, stderr=log, env={**os.environ, "TMPDIR": str(tmp_path)})
+    words = [warm_python, "-P", "-m", "turnwise", "serve", str(run_dir), "--port", "0", "--checkpoint", "newest"]
+    process = subprocess.Popen(words, stderr=log)
     try:
-        url, path = asyncio.run(_use(process, log, tmp_path))
+        url, path = asyncio.run(_use(process, log))
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, _text(log)
@@ -162,13 +150,13 @@ def test_a_run_serves_until_it_is_told_to_stop(run_dir: Path, tmp_path: Path) ->
     assert not path.exists(), f"the key of {url} is forgotten"
 
 
-async def _use(process: subprocess.Popen[bytes], log: Any, tmp_path: Path) -> tuple[str, Path]:
+async def _use(process: subprocess.Popen[bytes], log: Any) -> tuple[str, Path]:
     while "serving the models" not in _text(log):
         assert process.poll() is None, _text(log)
         await asyncio.sleep(0.2)
     url = _text(log).partition(" at http")[2].split()[0]
     url = f"http{url}"
-    path = tmp_path / key_file(url).relative_to(key_file(url).parents[1])
+    path = key_file(url)
     assert path.stat().st_mode & 0o77 == 0
     async with openai.AsyncOpenAI(base_url=url, api_key=read_key(path)) as client:
         ask = {"model": "proposer", "messages": USER, "temperature": 0, "max_tokens": 8}

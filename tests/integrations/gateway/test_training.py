@@ -8,9 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-import agents
-import anthropic
-import openai
 import pytest
 
 from turnwise.arena import Arena
@@ -23,6 +20,7 @@ from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor, EpisodeRequest, Sampling
 
 from .processes import HEAD
+from .wires import Chat, Messages
 
 STEPS, QUESTIONS, ATTEMPTS, ACTORS = 3, 2, 3, ("first", "second")
 
@@ -31,64 +29,21 @@ def letters(text):
     return sum(character.isalnum() for character in text or "") / 6
 
 
-async def through_openai(question, models):
-    """Two actors, three calls of the first in one chat, one of them a stream."""
-    chat, rewards = [{"role": "user", "content": question}], {}
-    for turn in range(3):
-        model = models["first"]
-        async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
-            if turn == 1:
-                options = {"model": model.name, "messages": chat}
-                async with client.chat.completions.stream(**options) as stream:
-                    text = "".join([event.delta async for event in stream if event.type == "content.delta"])
-            else:
-                answer = await client.chat.completions.create(model=model.name, messages=chat, temperature=0)
-                text = answer.choices[0].message.content
-        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
-        rewards["first"] = letters(text)
-    model = models["second"]
-    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
-        answer = await client.chat.completions.create(model=model.name, messages=chat, n=2, stop=["a"])
-    rewards["second"] = letters(answer.choices[1].message.content)
-    return rewards
+def through(wire):
+    """Three calls of the first actor in one chat, one of them a stream, and one of the second, of two choices."""
 
+    async def agent(question, models):
+        chat, rewards = [{"role": "user", "content": question}], {}
+        for turn, name in enumerate(("first", "first", "first", "second")):
+            limits = {"n": 2, "stop": ["a"]} if wire is Chat and name == "second" else {}
+            async with wire.client(models[name]) as client:
+                answer = await (wire.streamed if turn == 1 else wire.ask)(client, chat, actor=name, **limits)
+            text = wire.text(answer)
+            chat += [{"role": "assistant", "content": text or "-"}, {"role": "user", "content": "Go on."}]
+            rewards[name] = letters(answer.choices[1].message.content if limits else text)
+        return rewards
 
-def through_anthropic(question, models):
-    """The same with Anthropic's SDK, which blocks, and without choices."""
-    chat, rewards = [{"role": "user", "content": question}], {}
-    for name in ("first", "first", "first", "second", "second"):
-        model = models[name]
-        with anthropic.Anthropic(base_url=model.anthropic_base_url, api_key=model.api_key) as client:
-            answer = client.messages.create(model=name, messages=chat, max_tokens=100, system="Write.")
-        text = answer.content[0].text
-        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
-        rewards[name] = letters(text)
-    return rewards
-
-
-async def through_agents(question, models):
-    """Two agents of OpenAI's framework, with a hand-off and a tool; a tiny model has yet to learn to call them."""
-
-    def model_of(name):
-        client = openai.AsyncOpenAI(base_url=models[name].base_url, api_key=models[name].api_key)
-        clients.append(client)
-        return agents.OpenAIChatCompletionsModel(model=name, openai_client=client)
-
-    @agents.function_tool
-    def add(a: int, b: int) -> int:
-        """Adds two numbers."""
-        return a + b
-
-    clients, rewards = [], {}
-    second = agents.Agent("second", instructions="Add.", model=model_of("second"), tools=[add])
-    first = agents.Agent("first", instructions="Sort.", model=model_of("first"), handoffs=[second])
-    for agent in (first, first, first, second, second):
-        config = agents.RunConfig(tracing_disabled=True)
-        result = await agents.Runner.run(agent, question, run_config=config, max_turns=2)
-        rewards[agent.name] = letters(result.final_output)
-    for client in clients:
-        await client.close()
-    return rewards
+    return agent
 
 
 PROCESS = """
@@ -104,8 +59,7 @@ def episode_of(kind, folder, gateway):
         (folder / "agent.py").write_text(HEAD + PROCESS)
         command = [sys.executable, "-I", "-S", "agent.py"]
         return ProcessEpisode(command, gateway, actors=ACTORS, files={"agent.py": folder / "agent.py"})
-    agent = {"openai": through_openai, "anthropic": through_anthropic, "agents": through_agents}[kind]
-    return AgentEpisode(agent, gateway, actors=ACTORS)
+    return AgentEpisode(through({"chat": Chat, "messages": Messages}[kind]), gateway, actors=ACTORS)
 
 
 def trainer_of(kind, folder):
@@ -139,7 +93,7 @@ def trainer_of(kind, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["openai", "anthropic", "agents", "process"])
+@pytest.mark.parametrize("kind", [pytest.param("chat", marks=pytest.mark.representative), "messages", "process"])
 def test_three_training_steps(kind, tmp_path):
     trainer, arena = trainer_of(kind, tmp_path)
     batches, packed = [], arena.build_training_batch
@@ -158,7 +112,7 @@ def test_three_training_steps(kind, tmp_path):
         values = [value for key, value in line.items() if key.endswith("sampler_trainer_logprob_max_diff")]
         assert values and all(0 < value <= 1e-5 for value in values), values
 
-    turns = {"first": [0, 1, 2], "second": [0, 0] if kind == "openai" else [0, 1]}
+    turns = {"first": [0, 1, 2], "second": {"chat": [0, 0], "messages": [0], "process": [0, 1]}[kind]}
     for results, batch in batches:
         rows = []
         for result in results:

@@ -123,7 +123,7 @@ def damaged(body, rng):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_damaged_request_is_parsed_or_refused(name, seed):
     dialect, body = WHOLE[name]
     rng, parsed = random.Random(seed), 0

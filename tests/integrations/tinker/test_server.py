@@ -91,6 +91,7 @@ def update(learner: Any, batch: TrainingBatch) -> dict[str, float]:
     return learner.update(batch, ["default"], 0.0, np.random.default_rng(0), lambda *_: None).metrics["default"]
 
 
+@pytest.mark.representative
 async def test_one_step_is_that_of_a_local_learner(connected: TinkerServer, base: Path, tmp_path: Path) -> None:
     """From an equal adapter: same loss, same gradient, same weights, in float32 of JAX and of torch."""
     config = config_of(base)

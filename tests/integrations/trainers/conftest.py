@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import typing
 
 import pytest
@@ -12,8 +11,6 @@ import typing_extensions
 @pytest.fixture(scope="package")
 def skyrl():
     """SkyRL's own module of estimators and losses."""
-    if importlib.util.find_spec("skyrl") is None:
-        pytest.skip("SkyRL is not installed here: make test-all")
     with pytest.MonkeyPatch.context() as patch:
         # Before Python 3.12, pydantic refuses the TypedDicts of the standard library, which SkyRL gives it.
         patch.setattr(typing, "TypedDict", typing_extensions.TypedDict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -21,7 +21,7 @@ IN_RLLM, IN_SKYRL, AGENTS = re.findall(r"^```py\n(.*?)^```$", PAGE, flags=re.MUL
 TOML = re.findall(r'^```toml title="rl.toml"\n(.*?)^```$', PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("rllm") is None, reason="rLLM is not installed here")
+@pytest.mark.needs("rllm")
 def test_rllm_knows_the_estimators():
     from rllm.trainer.algorithms.advantage import get_rllm_adv_estimator
     from rllm.trainer.algorithms.config import AlgorithmConfig, rLLMAdvantageEstimator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,6 @@ from turnwise.integrations.trainers import rllm as adapter
 from .record import assert_close, read, record_rllm, rllm_groups
 
 RECORDED = read("rllm")
-needs_rllm = pytest.mark.skipif(importlib.util.find_spec("rllm") is None, reason="rLLM is not installed here")
 
 
 def group(group_id, trajectories):
@@ -87,19 +87,24 @@ def test_rules_see_token_counts_of_whole_trajectories():
         assert [steps[0] for steps in record["advantages"][name]] == pytest.approx(expected.tolist(), abs=1e-6)
 
 
-@needs_rllm
+@pytest.mark.needs("rllm")
 def test_recording_is_what_rllm_does():
     assert_close(record_rllm(), RECORDED)
 
 
-@needs_rllm
-def test_what_it_refuses():
+def test_registration_and_what_it_refuses(monkeypatch):
+    """With a stand-in for rLLM's registry, a decorator for each name."""
+    registered = {}
+    registry = SimpleNamespace(register_rllm_adv_estimator=lambda name: lambda made: registered.update({name: made}))
+    monkeypatch.setitem(sys.modules, "rllm.trainer.algorithms.advantage", registry)
+    assert adapter.register_credit("dr_mas") == "turnwise_dr_mas" and callable(registered["turnwise_dr_mas"])
     with pytest.raises(ValueError, match="it compares single calls"):
         adapter.register_credit("at_grpo")
     with pytest.raises(ValueError, match="whole trees"):
         adapter.register_credit("vine")
     with pytest.raises(ValueError, match="name=None: expected the name to register RAECredit by"):
         adapter.register_credit(RAECredit())
+    assert len(registered) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("rllm") is not None, reason="rLLM is installed here")

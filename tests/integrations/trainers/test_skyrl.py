@@ -28,7 +28,7 @@ CORRECTIONS = {
 
 pytestmark = pytest.mark.usefixtures("own_names")
 
-SETTINGS = {
+OTHERS = {
     "eps_clip_low": 0.1,
     "eps_clip_high": 0.3,
     "clip_ratio_c": 1.7,
@@ -36,6 +36,10 @@ SETTINGS = {
     "cispo.cispo_eps_clip_high": 0.6,
     "sapo.tau_pos": 2.0,
     "sapo.tau_neg": 3.0,
+}
+SETTINGS = {"defaults": {}, "others": OTHERS} | {
+    name: {f"off_policy_correction.{key}": value for key, value in settings.items()}
+    for name, settings in CORRECTIONS.items()
 }
 
 
@@ -250,42 +254,27 @@ def assert_equal(own, ours, seed):
     assert ours[2] == pytest.approx(own[2], abs=1e-6), f"seed {seed}"
 
 
-@pytest.mark.parametrize("settings", [{}, SETTINGS], ids=["defaults", "others"])
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_are_skyrls_own(skyrl, loss, settings):
     """Value, gradient and metrics, at SkyRL's defaults and with other settings, which matter."""
     name = adapter.register_loss(loss)
     assert name == f"turnwise_{loss}"
     config, usual = skyrl.AlgorithmConfig(), skyrl.AlgorithmConfig()
-    for key, value in settings.items():
+    for key, value in SETTINGS[settings].items():
         section, _, field = key.rpartition(".")
         place = getattr(config, section) if section else config
-        assert getattr(place, field) != value
+        assert getattr(place, field) != value or settings != "others"
         setattr(place, field, value)
-    changed = 0.0
+    corrected, changed = settings in CORRECTIONS, 0.0
     for seed in range(5):
         own, ours = both(skyrl, config, loss, name, seed)
+        if corrected:
+            assert len(own[2]) > 4
+            del own[2]["clip_ratio"], ours[2]["clip_ratio"]  # turnwise's leaves out the tokens that were dropped
         assert_equal(own, ours, seed)
         changed += abs(own[0] - both(skyrl, usual, loss, name, seed)[0][0]).item()
-    assert (changed > 1e-4) == bool(settings)
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_off_policy_corrections_are_skyrls_own(skyrl, loss, correction):
-    name = adapter.register_loss(loss)
-    config, usual = skyrl.AlgorithmConfig(), skyrl.AlgorithmConfig()
-    for key, value in CORRECTIONS[correction].items():
-        assert hasattr(config.off_policy_correction, key)
-        setattr(config.off_policy_correction, key, value)
-    changed = 0.0
-    for seed in range(5):
-        own, ours = both(skyrl, config, loss, name, seed)
-        del own[2]["clip_ratio"], ours[2]["clip_ratio"]  # turnwise's leaves out the tokens that were dropped
-        assert len(own[2]) > 3
-        assert_equal(own, ours, seed)
-        changed += abs(own[0] - both(skyrl, usual, loss, name, seed)[0][0]).item()
-    assert changed > 1e-4
+    assert (changed > 1e-4) == (settings != "defaults")
 
 
 def test_a_variant_of_ops(skyrl):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from .helpers import Run, load_trl, save_model, train_once
+from .helpers import Run, save_model, train_once
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    load_trl()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import trl  # noqa: F401
     return save_model(tmp_path_factory.mktemp("llama"))
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -33,16 +31,6 @@ OF_TIME = {"step_time"} | {
     f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
 }
 """Logged values that no two runs share."""
-
-
-def load_trl() -> Any:
-    """Load TRL. A machine may lack it; `make test-all` installs it, so in CI it must load."""
-    if os.environ.get("CI") != "true":
-        pytest.importorskip("trl", reason="tested where it is installed: make test-all")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl
-    return trl
 
 
 class Run(NamedTuple):

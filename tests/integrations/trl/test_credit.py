@@ -10,8 +10,6 @@ import pytest
 
 from turnwise.integrations.trl.credit import RowCredit
 
-from .helpers import load_trl
-
 AGENTS = ["solver", "verifier"]
 
 
@@ -20,9 +18,9 @@ def advantages_of(run: Any) -> list[float]:
     return list(run.trainer._logs["advantages"])
 
 
+@pytest.mark.needs("trl")
 def test_agents_that_the_rollouts_name(train: Any) -> None:
     """Two sessions of a solver and a verifier, which are compared apart; TRL compares all four rows."""
-    load_trl()
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
 
     run = train(
@@ -38,9 +36,9 @@ def test_agents_that_the_rollouts_name(train: Any) -> None:
     assert sorted(trained) == pytest.approx(sorted(expected), abs=1e-4)
 
 
+@pytest.mark.needs("trl")
 def test_a_question_over_several_rows_of_the_dataset(train: Any) -> None:
     """The generations of two rows with one question and one agent are one group of eight; TRL makes two groups."""
-    load_trl()
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
 
     rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
@@ -57,8 +55,8 @@ def test_a_question_over_several_rows_of_the_dataset(train: Any) -> None:
     assert advantages_of(run) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.needs("trl")
 def test_evaluation_keeps_the_advantages_of_trl(train: Any) -> None:
-    load_trl()
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
 
     rule = RowCredit("rae").rule

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from .helpers import load_trl
-
 PAGE = (Path(__file__).parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.needs("trl")
 def test_examples_train(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in one namespace: a tiny model instead of the hub's, two steps, on a CPU."""
-    load_trl()
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2

@@ -12,6 +12,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.needs("trl")
 def test_two_processes(model_folder: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("two_processes.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]

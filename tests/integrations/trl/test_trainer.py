@@ -12,6 +12,7 @@ import torch
 
 from .helpers import OF_TIME, save_model
 
+pytestmark = pytest.mark.needs("trl")
 MODES = (None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 # TRL allows only corrections per token with vespo.
@@ -107,43 +108,42 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "packed": {"layout": "packed"},
     "trie": {"layout": "trie"},
     "padding": {"pad_to_multiple_of": 16},
+    # What TRL's own code must do.
+    "entropy bonus": {"entropy_coef": 0.01, "says": "TRL's loss is used, as the loss has an entropy bonus"},
+    "delta": {"delta": 1.1, "says": "TRL's loss is used, as delta=1.1 is within the clip range, up to 1.2"},
+    "sapo": {
+        "loss_type": "sapo", "importance_sampling_level": "sequence",
+        "says": "TRL's loss is used, as loss_type='sapo' with one ratio per sequence",
+    },
+    "vespo": {
+        "loss_type": "vespo", "importance_sampling_level": "sequence",
+        "says": "TRL's loss is used, as loss_type='vespo' with one ratio per sequence",
+    },
+    "head": {
+        "cast_lm_head_to_fp32": True,
+        "says": "TRL's forward pass and loss are used, as cast_lm_head_to_fp32=True changes the LM head",
+    },
+    "attention": {"attention": "eager", "says": "its attention 'eager' would score all pairs of a stream"},
 }  # fmt: skip
+COVERING = {"gspo", "two-sided", "truncated", "trie", "delta", "head"}
+"""Those that `make test` runs where TRL is; `make test-all` runs the rest."""
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in COVERING else pytest.mark.slow) for name in SETTINGS]
+)
 def test_settings(train: Any, name: str) -> None:
-    settings = {"beta": 0.04, "correction": "token_truncate", "tools": True} | SETTINGS[name]
-    compare(train, **settings)
-
-
-FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
-    "entropy bonus": ({"entropy_coef": 0.01}, "TRL's loss is used, as the loss has an entropy bonus"),
-    "delta": ({"delta": 1.1}, "TRL's loss is used, as delta=1.1 is within the clip range, up to 1.2"),
-    "sapo": (
-        {"loss_type": "sapo", "importance_sampling_level": "sequence"},
-        "TRL's loss is used, as loss_type='sapo' with one ratio per sequence",
-    ),
-    "vespo": (
-        {"loss_type": "vespo", "importance_sampling_level": "sequence"},
-        "TRL's loss is used, as loss_type='vespo' with one ratio per sequence",
-    ),
-    "head": (
-        {"cast_lm_head_to_fp32": True},
-        "TRL's forward pass and loss are used, as cast_lm_head_to_fp32=True changes the LM head",
-    ),
-    "attention": ({"attention": "eager"}, "its attention 'eager' would score all pairs of a stream"),
-}
-
-
-@pytest.mark.parametrize("name", FALLBACKS)
-def test_falls_back_and_says_why(train: Any, name: str) -> None:
-    settings, says = FALLBACKS[name]
-    compare(train, beta=0.04, says=says, **settings)
+    """Those that TRL's own code must serve say why."""
+    settings = SETTINGS[name]
+    if "says" not in settings or name == "truncated":
+        settings = {"correction": "token_truncate", "tools": True, **settings}
+    compare(train, **{"beta": 0.04, **settings})
 
 
 def test_adapters(train: Any) -> None:
     """Only the adapter trains, and the reference is the model without it."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     torch.manual_seed(0)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0)
     expected, _ = compare(train, beta=0.04, arguments={"peft_config": lora}, learning_rate=1e-2)

@@ -33,6 +33,7 @@ def check_rows(results, episodes):
         assert seen == len(steps) > 0
 
 
+@pytest.mark.representative
 async def test_two_agents_rewards_and_tokens_are_those_of_the_traces():
     script = ["It is 5.", "yes", "So 5."]
     results, [episode], _ = await played("team_env:load_env", script)

@@ -10,8 +10,6 @@ import torch
 
 from .helpers import printed_by, training, write_inputs
 
-pytestmark = pytest.mark.slow
-
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
 METRIC = re.compile(r"(actor/[a-z_]+|critic/[a-z_/]+):(?:np\.float64\()?(-?[\d.e-]+)")
@@ -28,6 +26,7 @@ def metrics(printed: str) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.representative
 def test_a_team_gets_the_weights_of_verls_own(tmp_path: Path) -> None:
     """Each agent's calls get Dr. MAS's advantages, from the loop's ``call_fields`` to the loss.
 

@@ -19,8 +19,6 @@ from turnwise.integrations.verl.losses import MODES
 
 from .helpers import environment, settings, write_inputs
 
-pytestmark = pytest.mark.slow
-
 Update = dict[str, Any]
 
 

@@ -121,7 +121,6 @@ def test_a_checkpoint_holds_the_pool_and_a_later_file_goes(make_run):
 @pytest.mark.slow
 def test_adapters_meet_their_own_past(make_run):
     """Each seat's adapter over one base: a member brings the other seat's."""
-    pytest.importorskip("peft")
     run = make_run(
         steps=3, policy_sharing="lora_per_actor", league={"share": 1.0, "every": 1, "size": 2, "opponents_per_step": 2}
     )
