@@ -10,31 +10,7 @@ from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import Guess, Propose, Solve, guess, nested, run
 
-
 # -- slots -------------------------------------------------------------------------------------------------------------
-def test_the_limit_of_concurrent_calls_holds_over_all_levels(make_arena):
-    arena = nested(make_arena, copies=8, max_concurrency=2)
-    run(arena, *(EpisodeRequest("propose", str(number)) for number in range(8)))
-    assert arena.client.peak == 2
-
-
-class Deep(Guess):
-    """Two children per level, five levels; every parent waits for its children."""
-
-    episode_type = "deep"
-
-    async def rollout(self, arena, artifact, state=None):
-        if artifact:
-            await arena.generate_rollouts([EpisodeRequest("deep", artifact - 1) for _ in range(2)])
-        await self.call_model("solver", f"level {artifact}", arena)
-        return state
-
-
-def test_nesting_cannot_deadlock_a_budget_of_one(make_arena):
-    arena = make_arena(max_concurrency=1)
-    arena.add_episode(Deep())
-    [result] = asyncio.run(asyncio.wait_for(arena.generate_rollouts([EpisodeRequest("deep", 4)]), 10))
-    assert sum(1 for _ in result.walk()) == 31 and arena.client.peak == 1
 
 
 def test_children_come_before_new_roots(make_arena):

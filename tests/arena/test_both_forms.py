@@ -6,12 +6,10 @@ import asyncio
 
 import pytest
 
-from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode
+from turnwise.arena import MultiTurnEpisode, Rubric, SingleTurnEpisode
 from turnwise.credit import GRPOCredit
-from turnwise.inference import ScriptedClient
 from turnwise.types import Actor, CreditAssigner, EpisodeRequest, EpisodeState, Sample
 
-from .conftest import FakeClient
 from .helpers import Guess, guess, nested
 
 
@@ -46,15 +44,6 @@ def test_a_rule_that_forgets_a_call_is_named(make_arena):
     arena.source = lambda: [guess()]
     with pytest.raises(ValueError, match=r"Forgets.compute gave no advantage for .* \('e0', 0\)"):
         asyncio.run(arena.step())
-
-
-def test_the_tokenizer_is_the_clients_unless_given():
-    client = ScriptedClient(["1"])
-    assert Arena(client).tokenizer is client.tokenizer
-    with pytest.raises(ValueError, match="FakeClient brings none"):
-        Arena(FakeClient())
-    with pytest.raises(ValueError, match="one setting"):
-        Arena(client, credit=GRPOCredit(), credit_assigner=GRPOCredit())
 
 
 def test_concurrency_of_a_step_and_of_one_call(make_arena):

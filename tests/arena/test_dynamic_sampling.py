@@ -63,12 +63,6 @@ def test_no_more_draws_than_allowed_and_none_without_need(make_arena):
     assert batch.metrics["resampled_groups"] == 0 and batch.metrics["episodes"] == len(batch) == 4
 
 
-def test_off_by_default(make_arena):
-    arena = arena_of(make_arena, *DRAWS)
-    batch = asyncio.run(arena.step())
-    assert len(batch) == 2 and batch.dropped == {"equal_rewards": 4} and "informative_groups" not in batch.metrics
-
-
 def test_what_is_kept_equals_what_would_train_without_resampling(make_arena):
     """The rows of the informative questions are the same, row by row, as when those alone were asked."""
     batch = asyncio.run(arena_of(make_arena, *DRAWS, dynamic_sampling_rounds=5).step())

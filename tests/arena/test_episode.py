@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from turnwise.arena import Episode, Rubric, SingleTurnEpisode
 from turnwise.types import EpisodeRequest, EpisodeState
 
@@ -86,8 +84,3 @@ def test_a_rollout_may_return_a_state_of_its_own(make_arena):
 
     _, rollout = play(make_arena, Own(), reply=lambda prompt, request: "4")
     assert rollout.rewards == {"left": 4.0, "right": -4.0}
-
-
-def test_an_abstract_episode_cannot_be_made():
-    with pytest.raises(TypeError, match="abstract"):
-        SingleTurnEpisode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 
 import pytest
 
@@ -50,16 +49,6 @@ def test_circles_end():
     assert store.ancestors("a") == ["b"] == store.descendants("a")
 
 
-def test_lineage_survives_saving_and_files(tmp_path):
-    expected = [family().ancestors(id) for id in "abxcde"]
-    memory = ArtifactStore("q")
-    memory.load_state_dict(family().state_dict())
-    family(path=tmp_path / "q.db").close()
-    file = ArtifactStore("q", path=tmp_path / "q.db")
-    for store in (memory, file, file.frozen()):
-        assert [store.ancestors(id) for id in "abxcde"] == expected
-
-
 def test_inside_an_episode_the_source_is_its_rollout():
     store = ArtifactStore("q")
     with use_context(EpisodeContext(Rollout("e7.1", "propose", None), EpisodeState(), LazyRandom(0))):
@@ -98,24 +87,6 @@ def test_two_runs_on_one_file_number_their_rollouts_alike_and_are_told_apart(tmp
     memory = ArtifactStore("q")
     memory.set_run_name("solve")
     assert memory.run is None and memory.add("x").run is None
-
-
-def test_a_file_of_the_first_format_opens_and_goes_on(tmp_path):
-    store = ArtifactStore("q", path=tmp_path / "q.db")
-    made_by(store, "e0", "old")
-    state = in_json(store.state_dict())
-    store.close()
-    with sqlite3.connect(tmp_path / "q.db") as database:
-        for name in ("run", "digest"):
-            database.execute(f"ALTER TABLE artifacts DROP COLUMN {name}")
-        database.execute("PRAGMA user_version = 1")
-    database.close()
-    store, other = (ArtifactStore("q", path=tmp_path / "q.db") for _ in range(2))
-    assert store.get("q-0").run is None
-    store.load_state_dict(state)
-    new = made_by(store, "e0", "new")
-    assert [(a.data, a.source, a.run) for a in other] == [("old", "e0", None), ("new", "e0", state["writer"])]
-    assert new.run == store.run == state["writer"]
 
 
 @pytest.mark.parametrize("parents", ["q-1", [1], [None]])

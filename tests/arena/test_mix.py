@@ -190,11 +190,6 @@ async def test_costs_of_what_can_not_be_read(make_arena):
     assert [one.reward for one in result.rollout.steps] == [1.0, -0.25]
 
 
-async def test_a_rubrics_share_of_valid_completions_costs_as_much(make_arena):
-    _, result = await played(make_arena, ["7", "7", "?", "7"], reward={"invalid_cost": 0.25, "threshold": 1.0})
-    assert result.rollout.rewards == {"writer": 1.0 - 0.25, "editor": 1.0}
-
-
 async def test_an_actor_that_never_acted_pays_no_cost(make_arena):
     def neither(extras):
         return {"writer": 0.0, "editor": 0.0}
@@ -259,14 +254,6 @@ async def test_a_step_reward_and_a_rubric_stay_as_they_are(make_arena):
     assert [one.reward for one in result.rollout.steps] == [0.0, 1.0, 1.0, 1.0]
 
 
-async def test_a_step_reward_gets_the_difference_too(make_arena):
-    class Valued(Plain):
-        team_value = Draft.team_value
-
-    _, result = await played(make_arena, ["5", "7", "7", "0"], Valued(), reward={"difference": 0.7})
-    assert [one.reward for one in result.rollout.steps] == pytest.approx([0.5 + 0.5, 0.7 + 0.2, 0.7, 0.0 - 0.7])
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
@@ -279,13 +266,6 @@ async def test_a_step_reward_gets_the_difference_too(make_arena):
 async def test_a_key_that_has_no_meaning_is_refused(make_arena, reward, message):
     with pytest.raises(ValueError, match=message):
         await played(make_arena, ["7"] * 4, Plain(), reward=reward)
-
-
-async def test_a_key_holds_where_it_has_a_meaning(make_arena):
-    arena = make_arena(said("7"), actors=("writer", "editor"), reward={"alpha": 0.4, "difference": 1.0})
-    arena.add_episode(Draft())
-    arena.add_episode("plain", Plain())
-    assert arena.mix_of("draft") == RewardMix(0.4, difference=1.0) and arena.mix_of("plain") == RewardMix()
 
 
 def test_what_each_kind_of_episode_serves():

@@ -91,13 +91,6 @@ def test_each_call_that_is_no_row_is_counted_once_by_its_reason():
     assert batch.dropped == {"failed": 3, "not_trainable": 2, "aborted": 1, "reward_error": 1}
 
 
-def test_truncated_rows_are_dropped_only_if_asked():
-    results = [result(step(finish_reason="length"), step(), id="r")]
-    assert len(packed(*results)) == 2 and packed(*results).dropped == {}
-    batch = packed(*results, drop_truncated=True)
-    assert len(batch) == 1 and batch.dropped == {"truncated": 1} and batch.drops == {("a", "truncated"): 1}
-
-
 def test_each_dropped_row_has_one_cause():
     """Prompts of 2 and completions of 1 to 5; the fourth is tied, the fifth truncated, tied and too long at once."""
     results = [result(step(completion=range(length + 1)), id=f"r{length}") for length in range(5)]
@@ -176,23 +169,6 @@ def test_a_sample_may_bring_its_own_mask():
     for wrong in ([0, 2], [0, 0.5], [0, None], [float("nan"), 1], [0, -1], "01"):
         with pytest.raises(ValueError, match=r"step 3 of rollout 'r': .*loss_mask"):
             pack([sample_of(loss_mask=wrong)], {}, {})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "problem"),
-    [
-        ({"prompt_token_ids": [1, None]}, TypeError, r"prompt_token_ids\[1\]=None: expected a token id"),
-        ({"completion_token_ids": [5, 6.0]}, TypeError, r"completion_token_ids\[1\]=6.0: expected a token id"),
-        ({"completion_token_ids": [-5, 6]}, ValueError, r"completion_token_ids\[0\]=-5: expected a token id"),
-        ({"prompt_token_ids": None}, TypeError, "prompt_token_ids=None: expected a list"),
-        ({"rollout_logprobs": [-1.0, None]}, TypeError, r"logprobs\[1\]=None: expected a log-probability"),
-        ({"rollout_logprobs": [float("nan"), -1.0]}, ValueError, r"logprobs\[0\]=nan: expected a log-probability"),
-        ({"rollout_logprobs": [-1.0]}, ValueError, "got 2 completion tokens, 1 log-probabilities"),
-    ],
-)
-def test_a_step_that_can_not_be_packed_is_named(changes, error, problem):
-    with pytest.raises(error, match=f"^step 3 of rollout 'r': .*{problem}"):
-        pack([sample_of(rollout_id="fine"), sample_of(**changes)], {}, {})
 
 
 def random_results(rng, depth=2):

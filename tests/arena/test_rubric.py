@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from turnwise.arena import DropRolloutError, RewardMix, Rubric, SingleTurnEpisode
+from turnwise.arena import RewardMix, Rubric, SingleTurnEpisode
 from turnwise.types import EpisodeRequest, EpisodeState, Rollout, Step
 
 
@@ -243,19 +243,6 @@ def test_an_actor_without_a_reward_fails_the_episode(make_arena):
     _, [result] = play(make_arena, Asked(lambda: {"somebody else": 1.0}), "q", failure_threshold=1.0)
     assert "actor 'solver' of episode 'asked' acted and has no reward" in result.rollout.error
     assert result.rollout.rewards == {}
-
-
-def test_a_dropped_rollout_is_counted_and_no_failure(make_arena):
-    def picky(artifact):
-        if artifact == "bad":
-            raise DropRolloutError("unclear answer")
-        return 1.0
-
-    arena, results = play(make_arena, Asked(picky), "good", "bad")
-    assert results[1].rollout.error is None and results[1].rollout.meta["dropped"] == "unclear answer"
-    arena.assign_credit(results)
-    batch = arena.build_training_batch(results)
-    assert len(batch) == 1 and batch.dropped == {"reward_error": 1}
 
 
 def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):

@@ -259,31 +259,12 @@ def _check_records(arena, result, rules):
 # ---------------------------------------------------------------------------------------------------------------------
 # Single points
 # ---------------------------------------------------------------------------------------------------------------------
-def test_two_survivors_have_groups_of_their_own(make_arena):
-    arena, [result] = grown(make_arena, Count(sampler=TreeSampler(3, beam_width=2)), "q", credit=ATGRPOCredit(), seed=4)
-    nodes = by_node(result.rollout)
-    assert [len(node) for node in nodes] == [3] * 7, "one node, then one for each of two beam_width"
-    first, second, third = nodes[:3]
-    best = sorted(first, key=lambda step: -step.reward)[:2]
-    assert {node[0].from_branch for node in (second, third)} == {(step.tree_node, step.branch) for step in best}
-    arena.assign_credit([result])
-    groups = {ATGRPOCredit().group_key(sample) for sample in samples_of(arena, result)}
-    assert len(groups) == 7
 
 
 def samples_of(arena, *results):
     from turnwise.samples.collect import collect_samples
 
     return collect_samples(results)
-
-
-def test_equal_completions_of_siblings_are_one_survivor(make_arena):
-    def reply(prompt, request):
-        return "5"
-
-    arena, [result] = grown(make_arena, Count(sampler=TreeSampler(4, beam_width=3)), "q", reply=reply)
-    assert [len(node) for node in by_node(result.rollout)] == [4, 4, 4, 4] and len(arena.client.requests) == 16
-    assert len(result.rollout.meta["ends"]) == 1
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -313,24 +294,6 @@ def test_softmax_draws_without_replacement(make_arena):
         went_on.update({node[0].from_branch[1] for node in nodes[1:]})
         assert len({node[0].from_branch for node in nodes[1:]}) == len(nodes) - 1
     assert set(went_on) == set(range(5)) and max(went_on.values()) < 45, went_on
-
-
-def test_a_lost_beam_costs_nothing_but_itself(make_arena):
-    def reply(prompt, request):
-        return ModelError("down") if "a9" in prompt or "a8" in prompt else str((request.sampling.seed or 0) % 10)
-
-    for seed in range(30):
-        episode = Count(sampler=TreeSampler({"a": 6}, beam_width=3), max_turns=1)
-        _, [result] = grown(make_arena, episode, "q", reply=reply, seed=seed)
-        rollout = result.rollout
-        lost = rollout.metrics.get("tree/lost_beams", 0)
-        best = {step.completion for step in sorted(rollout.steps[:6], key=lambda step: -step.reward)}
-        assert rollout.error is None or best <= {"8", "9"}
-        if lost:
-            assert len(rollout.meta["ends"]) == 3 - lost
-            assert all(step.trainable for step in rollout.steps), "what was scored before still trains"
-            return
-    raise AssertionError("no seed lost a beam")
 
 
 def test_a_way_without_an_end_does_not_train_where_only_the_end_pays(make_arena):
@@ -557,21 +520,3 @@ def test_a_recorded_tree_is_played_again(make_arena, options):
     rows[0]["steps"][4]["completion"] = "0"
     _, divergence, _ = play_again(new(), rows[0])
     assert divergence is not None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"beam_width": 0}, "beam_width=0: expected a whole number >= 1"),
-        ({"beam_width": True}, "beam_width=True"),
-        ({"branches": 1, "beam_width": 2}, "beam_width=2: needs branches > 1"),
-        ({"branches": {}}, "branches={}"),
-        ({"score_by": "rewards"}, "score_by='rewards': expected one of"),
-        ({"score_by": "value"}, "needs playouts > 0"),
-        ({"playouts": -1}, "playouts=-1"),
-        ({"select": "none", "beam_width": 2}, "select='none' lets all branches go on"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        TreeSampler(**options)

@@ -103,15 +103,6 @@ def test_losers_are_freed_at_once_and_memory_grows_with_what_changes(make_arena)
     assert type(result.rollout.extras["log"]) is list and type(result.rollout.extras["log"][-1]) is dict
 
 
-def test_branches_have_objects_of_their_own_and_the_winners_go_on(make_arena):
-    arena = make_arena(actors=("a",))
-    arena.add_episode(Long(sampler=TreeSampler(branches=6), max_turns=5))
-    [result] = run(arena, EpisodeRequest("long", "q"))
-    chosen = [step.completion for step in result.rollout.steps if step.selected]
-    assert result.rollout.extras["thing"].moves == chosen
-    assert [message["content"] for message in result.rollout.extras["log"][TRANSCRIPT:]] == chosen
-
-
 class Chatty(Long):
     """Plays with all that an episode may keep in its data, and reports it."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 
 import pytest
 
@@ -100,17 +99,6 @@ def test_samples_differ_from_one_another_unless_replaced():
         store.sample(7)
     assert ArtifactStore("empty").sample_one() is None
     assert ArtifactStore("empty").sample(0) == []
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_weighted_sampling_follows_the_weights(replacement):
-    store = filled(4, sampling="weighted", seed=1)
-    drawn = Counter(numbers(store.sample(1, replacement=replacement))[0] for _ in range(6000))
-    assert 0 not in drawn, "weight 0 is never drawn"
-    for number in (1, 2, 3):
-        assert drawn[number] / 6000 == pytest.approx(number / 6, abs=0.03)
-    store.set_weight("q-3", 0.0)
-    assert sorted(numbers(store.sample(2))) == [1, 2]
 
 
 def test_sampling_has_its_own_seed_and_survives_saving():

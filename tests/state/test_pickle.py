@@ -74,15 +74,6 @@ def test_states_pickled_together_belong_to_one_store() -> None:
     assert again[0] is again[1]
 
 
-def test_commits_come_along() -> None:
-    state = Store().state([1])
-    state.commit()
-    state.data.append(2)
-    loaded = pickle.loads(pickle.dumps(state))
-    loaded.rollback()
-    assert loaded.data == [1] and state.data == [1, 2]
-
-
 class Board:
     def __init__(self) -> None:
         self.cells = [0]

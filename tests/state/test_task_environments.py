@@ -5,94 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import weakref
 
 import pytest
 
 from turnwise.arena.runtime.context import make_forkable
-from turnwise.state import ForkableMixin, PrunedError, StateList, fork_many, prune, to_python
-from turnwise.tasks.plan_path import Difficulty, PlanPathEnv, PlanPathEpisode, draw_mazes, format_maze
+from turnwise.state import PrunedError, prune, to_python
+from turnwise.tasks.plan_path import PlanPathEpisode, draw_mazes, format_maze
 from turnwise.tasks.sudoku import SudokuEpisode, sudoku_puzzles
 from turnwise.types import EpisodeState
 
 FORKS = 8
 
 
-class ForkablePath(ForkableMixin, PlanPathEnv): ...
-
-
-class PathLast(PlanPathEnv, ForkableMixin): ...
-
-
-class SharesItsMaze(ForkableMixin, PlanPathEnv, share=("maze", "scoring")): ...
-
-
-KINDS = [ForkablePath, PathLast, SharesItsMaze]
-
-
 def any_route(luck):
     return luck.choice([None, "".join(luck.choices("UDLR", k=luck.randint(1, 9)))])
-
-
-def play(env, route):
-    """Everything that a step and the reset after it say."""
-    result = env.step(route)
-    return (*result, env.render(), env.efficiency, env.reset() if result.done else None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
-def test_plan_path_runs_unchanged_on_forks(kind, seed):
-    luck = random.Random(seed)
-    (maze,) = draw_mazes("train", 1, seed, Difficulty(6, 0.25, 3))
-    pairs = [(kind(maze), PlanPathEnv(maze))]
-    forks = finished = 0
-    for number in range(1500):
-        ours, plain = pairs[luck.randrange(len(pairs))]
-        if luck.random() < 0.1:
-            copies = copy.deepcopy(ours), copy.deepcopy(plain)
-            forks += 1
-            if len(pairs) < 12:
-                pairs.append(copies)
-            else:
-                pairs[luck.randrange(12)] = copies
-            continue
-        route = any_route(luck)
-        said = play(ours, route)
-        assert said == play(plain, route), f"seed {seed}, step {number}"
-        finished += said[2]
-    assert forks > 100 and finished > 3
-    for ours, plain in pairs:
-        assert type(ours) is kind and ours.path == plain.path and ours.observe() == plain.observe()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_of_a_tree_on_plan_path(kind):
-    """Fork N, step each its own way, keep the best: equal to deep-copied twins, and the losers are gone."""
-    luck = random.Random(3)
-    (maze,) = draw_mazes("train", 1, 3)
-    ours, plain = kind(maze), PlanPathEnv(maze)
-    for _ in range(6):
-        before = list(plain.path)
-        branches = [env for (env,) in fork_many([ours], FORKS)]
-        twins = [copy.deepcopy(plain) for _ in range(FORKS)]
-        assert all(type(env.path) is StateList for env in branches)
-        routes = [any_route(luck) for _ in range(FORKS)]
-        results = [env.step(route) for env, route in zip(branches, routes, strict=True)]
-        assert results == [twin.step(route) for twin, route in zip(twins, routes, strict=True)]
-        assert [env.path for env in branches] == [twin.path for twin in twins]
-        assert ours.path == plain.path == before, "no branch has walked for its parent"
-        best = max(range(FORKS), key=lambda index: results[index].reward)
-        watched = [weakref.ref(env) for env in branches]
-        store, versions = ours.path._state.store, weakref.WeakSet(env.path._state for env in branches)
-        ours, plain = branches[best], twins[best]
-        del branches
-        gc.collect()
-        assert [ref() is not None for ref in watched] == [index == best for index in range(FORKS)]
-        assert list(versions) == [ours.path._state] and ours.path._state in store.states()
-        if results[best].done:
-            ours.reset(), plain.reset()
-    assert ours.path == plain.path
 
 
 # --- the episodes, whose whole game is their data -------------------------------------------------------------------
