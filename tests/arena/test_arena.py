@@ -90,6 +90,7 @@ def test_lifecycle_hooks_run_also_when_training_fails(make_arena):
             self.seen = ["start"]
 
         async def on_train_end(self):
+            await super().on_train_end()
             self.seen.append("end")
 
     async def train(arena):

@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.types import Actor, EpisodeRequest
 
-from .helpers import Guess, Propose, Solve, guess, nested, run
+from .helpers import Guess, guess, nested, run
 
 # -- slots -------------------------------------------------------------------------------------------------------------
 
@@ -75,40 +75,6 @@ def test_a_timeout_bounds_the_whole_subtree_and_no_other(make_arena):
     results, tasks = asyncio.run(main())
     assert all("ran past its deadline" in result.rollout.error for result in results)
     assert tasks == 1, "nothing of the subtree runs on"
-    assert arena.client.in_flight == arena.budget.in_use == 0
-
-
-def test_a_child_may_time_out_alone(make_arena):
-    class Patient(Propose):
-        async def rollout(self, arena, artifact, state=None):
-            await self.call_model("proposer", "Topic", arena)
-            quick = EpisodeRequest("solve", "slow", timeout=0.05)
-            results = await arena.generate_rollouts([quick, EpisodeRequest("solve", "fast")])
-            state.data["errors"] = [result.rollout.error is not None for result in results]
-            return state
-
-        def get_extras(self, state):
-            return {"pass_rate": 0.5, **state.data}
-
-    arena = make_arena(hang_on("Guess slow"), actors=("proposer", "solver"))
-    arena.add_episode(Patient())
-    arena.add_episode(Solve())
-    [result] = run(arena, EpisodeRequest("propose", "sums"))
-    assert result.rollout.error is None and result.rollout.extras["errors"] == [True, False]
-
-
-def test_cancelling_the_step_ends_everything_and_gives_all_slots_back(make_arena):
-    arena = nested(make_arena, hang_on("Guess"), max_concurrency=3)
-
-    async def main():
-        task = asyncio.create_task(arena.generate_rollouts([EpisodeRequest("propose", str(n)) for n in range(4)]))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return len(asyncio.all_tasks())
-
-    assert asyncio.run(main()) == 1
     assert arena.client.in_flight == arena.budget.in_use == 0
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +16,7 @@ from turnwise.types import Artifact, EpisodeRequest
 
 
 def test_seeds_are_stable_across_processes_and_differ_by_every_part():
-    code = "from turnwise.arena.runtime.rng import derive_seed; print(derive_seed(0, 'episode', 3))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(other.stdout) == derive_seed(0, "episode", 3)
+    assert derive_seed(0, "episode", 3) == 6509058910624918404
     seeds = {derive_seed(a, b, c) for a in range(10) for b in "xyz" for c in range(10)}
     assert len(seeds) == 300 and all(0 <= seed < 2**63 for seed in seeds)
 

@@ -57,17 +57,6 @@ def test_a_chain_is_played_in_order_and_stands_among_the_children_of_its_first(m
     ]
 
 
-def test_one_result_for_each_request_and_the_limit_of_calls_holds(make_arena):
-    async def slow(prompt, request):
-        await asyncio.sleep(0.001)
-        return "1"
-
-    arena = rounds(make_arena, slow, max_concurrency=3)
-    results = run(arena, *(ask(f"q{n}") for n in range(10)))
-    assert [result.rollout.artifact for result in results] == [(f"q{n}", 0) for n in range(10)]
-    assert arena.client.peak == 3 and len(arena.client.prompts) == 30
-
-
 def test_rounds_are_compared_with_the_same_round_of_other_attempts(make_arena):
     """Two attempts at one question: whichever began better, each round is judged by itself."""
     said = {("q", 0): ["1", "3"], ("q", 1): ["8", "2"], ("q", 2): ["5", "5"]}

@@ -211,22 +211,6 @@ def tree_row(make_arena):
     return row
 
 
-def test_a_mixed_selection_of_the_middle_of_a_run(make_arena):
-    def arena_of(fresh):
-        arena = make_arena(actors=("left", "right"), seed=4)
-        arena.add_episode(Board(sampler=TreeSampler(3, "mixed", best_share=(1.0, 0.0), share_steps=101), max_turns=9))
-        arena.batches = 51 if fresh else 0
-        return arena
-
-    [row] = record(arena_of(fresh=True), [EpisodeRequest("board", 0)])
-    assert {step["info"].get("selected_by") for step in row["steps"]} == {None, "best", "draw"}
-    result, divergence, _ = play(silenced(arena_of(fresh=False)), row)
-    assert divergence is None, str(divergence)
-    assert [step.info.get("selected_by") for step in result.rollout.steps] == [
-        step["info"].get("selected_by") for step in row["steps"]
-    ]
-
-
 def differs(arena, row):
     """The difference that a replay of ``row`` finds."""
     _, divergence, _ = play(silenced(arena), row)

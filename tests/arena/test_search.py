@@ -288,12 +288,12 @@ def test_a_selector_of_ones_own_is_asked_among_those_left(make_arena, seed):
 def test_softmax_draws_without_replacement(make_arena):
     sampler = TreeSampler(5, "sample", temperature=1e9, beam_width=2)
     went_on = Counter()
-    for seed in range(60):
+    for seed in range(40):
         _, [result] = grown(make_arena, Count(sampler=sampler, max_turns=1), "q", seed=seed)
         nodes = by_node(result.rollout)
         went_on.update({node[0].from_branch[1] for node in nodes[1:]})
         assert len({node[0].from_branch for node in nodes[1:]}) == len(nodes) - 1
-    assert set(went_on) == set(range(5)) and max(went_on.values()) < 45, went_on
+    assert set(went_on) == set(range(5)) and max(went_on.values()) < 30, went_on
 
 
 def test_a_way_without_an_end_does_not_train_where_only_the_end_pays(make_arena):
@@ -481,8 +481,7 @@ def test_a_deadline_ends_all_beams_and_shows_what_was_sampled(make_arena):
 TREES = [{"beam_width": 2}, {"beam_width": 5, "select": "sample"}, {"select": "none"}, {"playouts": 2}]
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("options", TREES)
+@pytest.mark.parametrize(("options", "share"), list(zip(TREES, [0.1, 0.5, 0.9, 0.6], strict=True)))
 def test_a_killed_tree_resumes_where_it_was(make_arena, tmp_path, options, share):
     def new(reply=None):
         arena = game(make_arena, reply)
@@ -512,11 +511,7 @@ def test_a_recorded_tree_is_played_again(make_arena, options):
         arena.episodes["game"].sampler = TreeSampler(3, **options)
         return arena
 
-    rows = record(new(), [EpisodeRequest("game", "q0"), EpisodeRequest("game", "q1")])
-    for row in rows:
-        result, divergence, _ = play_again(new(), row)
-        assert divergence is None and result is not None, str(divergence)
-    rows[0]["steps"][4]["completion_token_ids"] = [ord("0"), 0]
-    rows[0]["steps"][4]["completion"] = "0"
-    _, divergence, _ = play_again(new(), rows[0])
-    assert divergence is not None
+    [row] = record(new(), [EpisodeRequest("game", "q0")])
+    result, divergence, _ = play_again(new(), row)
+    assert divergence is None and result is not None, str(divergence)
+    assert [step.selected for step in result.rollout.steps] == [step["selected"] for step in row["steps"]]

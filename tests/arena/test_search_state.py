@@ -92,11 +92,11 @@ def test_losers_are_freed_at_once_and_memory_grows_with_what_changes(make_arena)
 
     peaks = []
     arena = make_arena(actors=("a",))
-    arena.add_episode(Watched(sampler=TreeSampler(branches=64), max_turns=32))
+    arena.add_episode(Watched(sampler=TreeSampler(branches=64), max_turns=12))
     [result] = run(arena, EpisodeRequest("long", "q"))
     assert result.rollout.error is None
-    assert len(result.rollout.steps) == 64 * 32 and result.rollout.extras["turns"] == 32
-    assert len(counts) == 32 and max(counts[1:]) <= counts[0] + 2, "after each turn the winner alone is left"
+    assert len(result.rollout.steps) == 64 * 12 and result.rollout.extras["turns"] == 12
+    assert len(counts) == 12 and max(counts[1:]) <= counts[0] + 2, "after each turn the winner alone is left"
     assert max(sizes) < 1.3 * sizes[0]
     versions, peak, unshared = max(peaks)
     assert versions >= 64 and peak < 5 * sizes[0] and unshared > 40 * sizes[0]
@@ -121,7 +121,7 @@ class Chatty(Long):
         return {**to_python(state.data), "world": to_python(state.data["world"].cells), "thing": 0, "turns": 1}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("make", ["sudoku", "chatty"])
 def test_results_equal_those_of_plain_deep_copies(make_arena, monkeypatch, make, seed):
     def play():
@@ -249,21 +249,3 @@ def test_progress_of_a_game_that_pickles_as_a_fresh_one_is_refused(make_arena, t
     [result] = run(arena, EpisodeRequest("lake", "q"))
     assert "can't be saved on the way: EzLake is an EzPickle" in result.rollout.error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_data_may_be_any_object(make_arena):
-    class Own(Long):
-        def setup(self, state, arena, artifact):
-            state.data = World({})
-
-        def env_response(self, state, arena, artifact):
-            assert type(state.data) is World
-            state.data.move(state.last_completion_text)
-
-        def get_extras(self, state):
-            return {"turns": sum(map(sum, state.data.cells))}
-
-    arena = make_arena(actors=("a",))
-    arena.add_episode(Own(sampler=TreeSampler(branches=3), max_turns=4))
-    [result] = run(arena, EpisodeRequest("long", "q"))
-    assert result.rollout.error is None and result.rollout.extras == {"turns": 4}

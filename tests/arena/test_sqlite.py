@@ -73,6 +73,7 @@ def test_a_file_does_what_memory_does(tmp_path, sampling):
         b"\x00\xff",
         frozenset({1, 2}),
         Puzzle((1, 2)),
+        np.arange(6, dtype=np.int8).reshape(2, 3),
     ],
     ids=repr,
 )
@@ -81,15 +82,10 @@ def test_data_come_back_as_they_were(tmp_path, data):
     store.add(data, meta={"seen": (1, 2)})
     again = reopened(store, dedup=True)
     [artifact] = again
-    assert artifact.data == data and type(artifact.data) is type(data) and artifact.meta == {"seen": (1, 2)}
+    assert np.array_equal(artifact.data, data) if isinstance(data, np.ndarray) else artifact.data == data
+    assert type(artifact.data) is type(data) and artifact.meta == {"seen": (1, 2)}
+    assert getattr(artifact.data, "dtype", None) == getattr(data, "dtype", None)
     assert again.add(data) is None, "dedup knows what was loaded"
-
-
-def test_arrays_come_back_as_they_were(tmp_path):
-    store = ArtifactStore("q", path=tmp_path / "q.db")
-    store.add(np.arange(6, dtype=np.int8).reshape(2, 3))
-    [artifact] = reopened(store)
-    assert artifact.data.dtype == np.int8 and artifact.data.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 class EzPickle:
@@ -360,18 +356,8 @@ def test_under_evaluation_an_episode_works_with_what_it_makes_and_the_store_stay
     assert result.rollout.rewards == {"solver": 1.0} and [a.data["question"] for a in store] == ["new0"]
 
 
-def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
-    store = ArtifactStore("q", path=tmp_path / "q.db")
-    store.add("x")
-    view = store.frozen()
-    view.add("y")
-    view.set_weight("q-0", 3.0)
-    view.record("q-0", 1.0)
-    assert view.path is None and contents(store) == contents(reopened(store))
-    assert [a.data for a in view] == ["x"] and view.get("q-0").weight == 1.0 and view.outcome("q-0").attempts == 0
-
-
 # -- payloads that were changed ----------------------------------------------------------------------------------------
+HARMFUL = b"cbuiltins\nexec\n(S'raise SystemExit'\ntR."
 CHANGES = {
     "a digit": "UPDATE artifacts SET data = replace(data, '7', '9') WHERE place = 2",
     "another payload": "UPDATE artifacts SET data = (SELECT data FROM artifacts WHERE place = 1) WHERE place = 2",
@@ -382,6 +368,7 @@ CHANGES = {
     "run": "UPDATE artifacts SET run = 'other' WHERE place = 2",
     "parents": "UPDATE artifacts SET parents = '[]' WHERE place = 2",
     "checksum": "UPDATE artifacts SET digest = NULL WHERE place = 2",
+    "a harmful pickle": f"UPDATE artifacts SET data = x'{HARMFUL.hex()}' WHERE place = 2",
 }
 
 
@@ -408,14 +395,6 @@ def test_a_payload_that_was_changed_is_named(tmp_path, change):
     with pytest.raises(
         ValueError, match=r"path='.*q\.db': artifact 'q-1' \(row 2\) is damaged: its checksum does not fit"
     ):
-        ArtifactStore("q", path=path)
-
-
-def test_a_pickle_that_was_changed_is_not_read(tmp_path):
-    path = filled(tmp_path / "q.db")
-    harmful = b"cbuiltins\nexec\n(S'raise SystemExit'\ntR."
-    altered(path, f"UPDATE artifacts SET data = x'{harmful.hex()}' WHERE place = 3")
-    with pytest.raises(ValueError, match=r"artifact 'q-2' \(row 3\) is damaged"):
         ArtifactStore("q", path=path)
 
 

@@ -110,7 +110,7 @@ DICT_CALLS: list[Callable[[Any], Any]] = [
     lambda d: d.get(1, 2, 3),
     *(lambda d, k=k: k in d for k in (*DICT, "no", 0, {})),
     *(lambda d, k=k: d.__setitem__(k, 5) for k in (*DICT, "new", 1.0, np.int64(3), 0.0, NAN, [], {1})),
-    lambda d: (d.update({0: 1, False: 2, NAN: 3, float("nan"): 4}), d[NAN], len(d), d.popitem()[1]),
+    lambda d: (d.update([(0, 1), (False, 2), (NAN, 3), (float("nan"), 4)]), d[NAN], len(d), d.popitem()[1]),
     *(lambda d, k=k: d.__delitem__(k) for k in (*DICT, "no", [], (1, 3), ("t",))),
     *(lambda d, k=k: d.pop(k) for k in (*DICT, "no", [], (5,))),
     *(lambda d, k=k: d.pop(k, "none") for k in (*DICT, "no", [])),

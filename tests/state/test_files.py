@@ -47,7 +47,7 @@ def through_file(state: State, path: Path, **options: Any) -> State:
 
 
 # ---- round trips ----------------------------------------------------------------------------------------------------
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_random_versions_come_back(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     path = tmp_path_factory.mktemp("files") / "some.states"

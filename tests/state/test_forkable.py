@@ -92,7 +92,7 @@ def contents(env):
     return repr(sorted(found.items()))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_tree_of_forks_equals_a_tree_of_deep_copies(seed):
     luck = random.Random(seed)
     pairs = [(Env(seed), PlainEnv(seed))]
@@ -465,24 +465,6 @@ def test_attribute_hooks_of_the_class_stay_out_of_it():
     fork.target[0] = 1
     fork.y = 2
     assert env.target[0] == 0 and env.writes == ["x"] and fork.writes == ["x", "y"]
-
-
-def test_other_bases_before_and_after_the_mixin():
-    class Base:
-        def __init__(self):
-            self.board, self.grid = [[0]], np.zeros(2)
-
-    class Before(Base, ForkableMixin):
-        pass
-
-    class After(ForkableMixin, Base):
-        pass
-
-    for cls in (Before, After):
-        env = cls()
-        fork = copy.deepcopy(env)
-        fork.board[0][0] = fork.grid[0] = 1
-        assert env.board == [[0]] and env.grid[0] == 0 and set(vars(copy.deepcopy(fork))) == {"board", "grid"}
 
 
 # -- shallow copies and pickles ----------------------------------------------------------------------------------------

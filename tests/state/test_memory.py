@@ -247,7 +247,7 @@ def test_finalizers_may_use_the_state_at_any_time(seed: int) -> None:
 
 
 # ---- depth ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["list", "dict", "mixed"])
+@pytest.mark.parametrize("kind", ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("list", "dict"))])
 def test_depth(kind: str) -> None:
     depth = 100_000
     deep: Any = 0

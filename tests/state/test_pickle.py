@@ -27,7 +27,7 @@ saving = importlib.import_module("saving")
 sys.path.pop(0)
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(seed=st.integers(0, 2**32), protocol=st.integers(2, 5))
 def test_random_states_come_back(seed: int, protocol: int) -> None:
     for state in saving.tree(random.Random(seed), Store()).values():
