@@ -426,6 +426,7 @@ def test_a_file_of_an_earlier_format_is_brought_up_to_date(tmp_path, format):
             ("q-0", {"sum": 6}, 1.0), ("q-1", {"sum": 7}, 1.0), ("q-2", (1, {"sum": 8}), 2.0)
         ]  # fmt: skip
         assert [a.run is None for a in store] == [format == 1] * 3
+        store.load_state_dict(store.state_dict())
         store.close()
     altered(path, CHANGES["a digit"])
     with pytest.raises(ValueError, match=r"artifact 'q-1' \(row 2\) is damaged"):

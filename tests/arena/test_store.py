@@ -1,4 +1,4 @@
-"""Artifact stores: ids, limits, sampling, saving, and the view that evaluation gets."""
+"""Artifact stores: ids, limits, sampling, saving, the view that evaluation gets, and what was made from what."""
 
 from __future__ import annotations
 
@@ -196,3 +196,66 @@ def test_bad_weights_and_sizes(weight):
         ArtifactStore("q").add("x", weight=weight)
     with pytest.raises(ValueError, match="max_size=0"):
         ArtifactStore("q", max_size=0)
+
+
+# -- which artifact was made from which, and by whose rollout ----------------------------------------------------------
+def test_ancestors_and_descendants_also_where_some_are_gone():
+    """a -> b -> d, a -> c -> d -> e, x -> e; y and z are made from each other."""
+    store = ArtifactStore("q")
+    family = {"a": "", "b": "a", "x": "", "c": "a", "d": "bc", "e": "dx", "y": "z", "z": "y"}
+    for id, parents in family.items():
+        store.add(f"data {id}", id=id, parents=list(parents))
+    assert store.get("d").parents == ("b", "c")
+    assert store.ancestors("e") == ["d", "x", "b", "c", "a"] and store.ancestors("a") == []
+    assert store.descendants("a") == ["b", "c", "d", "e"] and store.descendants("e") == []
+    assert store.ancestors("y") == ["z"] == store.descendants("y")
+    with pytest.raises(KeyError, match="no artifact 'nobody'"):
+        store.ancestors("nobody")
+    assert store.descendants("nobody") == []
+    for gone in "bc":
+        store.remove(gone)
+    assert store.ancestors("e") == ["d", "x", "b", "c"], "what is gone is named, but its past is forgotten"
+    assert store.descendants("a") == [] and store.descendants("b") == ["d", "e"]
+
+
+def made_by(store, rollout_id, data, **options):
+    with use_context(EpisodeContext(Rollout(rollout_id, "author", None), EpisodeState(), LazyRandom(0))):
+        return store.add(data, **options)
+
+
+def test_inside_an_episode_the_source_is_its_rollout():
+    store = ArtifactStore("q")
+    assert made_by(store, "e7.1", "x").source == "e7.1" and made_by(store, "e7.1", "y", source="mine").source == "mine"
+    assert store.add("z").source is None
+    for parents in ("q-1", [1], [None]):
+        with pytest.raises(TypeError, match=r"parents=.*: expected ids of artifacts"):
+            store.add("w", parents=parents)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_runs_on_one_file_number_their_rollouts_alike_and_are_told_apart(tmp_path, shared):
+    def opened(shared=shared):
+        store = ArtifactStore("q", path=tmp_path / "q.db", shared=shared)
+        store.set_run_name("solve")
+        return store
+
+    first = opened()
+    one = made_by(first, "e0.0", "a")
+    state = json.loads(json.dumps(first.state_dict()))
+    if not shared:
+        first.close()
+    second = opened()
+    two = made_by(second, "e0.0", "b")
+    assert one.source == two.source == "e0.0" and one.run != two.run == second.run == second.frozen().run
+    assert one.run.startswith("solve@") and two.run.startswith("solve@")
+    assert [(a.data, a.run) for a in second] == [("a", one.run), ("b", two.run)]
+    second.close()
+    first.close()
+    resumed = opened(shared=True)
+    with pytest.warns(UserWarning, match="changes by other runs"):
+        resumed.load_state_dict(state)
+    assert made_by(resumed, "e1", "c").run == one.run, "a resumed run is the same one"
+    assert [a.run for a in ArtifactStore("q", path=tmp_path / "q.db")] == [one.run, two.run, one.run]
+    memory = ArtifactStore("q")
+    memory.set_run_name("solve")
+    assert memory.run is None and memory.add("x").run is None
