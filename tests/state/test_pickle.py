@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import turnwise
 from turnwise.state import CheckpointError, OpaqueError, Policy, PrunedError, State, Store
@@ -25,20 +23,6 @@ from turnwise.state import CheckpointError, OpaqueError, Policy, PrunedError, St
 sys.path.insert(0, str(Path(__file__).parent))
 saving = importlib.import_module("saving")
 sys.path.pop(0)
-
-
-@settings(max_examples=15, derandomize=True)
-@given(seed=st.integers(0, 2**32), protocol=st.integers(2, 5))
-def test_random_states_come_back(seed: int, protocol: int) -> None:
-    for state in saving.tree(random.Random(seed), Store()).values():
-        expected = saving.shape(state)
-        loaded = pickle.loads(pickle.dumps(state, protocol))
-        assert saving.shape(state) == saving.shape(loaded) == expected
-        assert loaded.frozen == state.frozen and loaded.store is not state.store
-        ours, theirs = loaded.fork(), state.fork()
-        for fork in (ours, theirs):
-            saving.write(fork, random.Random(seed), 20)
-        assert saving.shape(ours) == saving.shape(theirs) and saving.shape(loaded) == expected
 
 
 def test_large_parts_go_out_of_band() -> None:
