@@ -29,23 +29,9 @@ class Board:
 def test_equal_content_has_equal_keys_and_only_that():
     def make():
         return [
-            None,
-            0,
-            False,
-            0.0,
-            "0",
-            b"0",
-            [0],
-            (0,),
-            {"a": 1, "b": [2]},
-            {"a": 1, "b": [3]},
-            {0},
-            np.zeros(2),
-            np.zeros(2, dtype=np.float32),
-            np.zeros((2, 1)),
-            Board([1]),
-            Board([2]),
-            Artifact("q-1", {"x": 1}),
+            *(None, 0, False, 0.0, "0", b"0", [0], (0,), {"a": 1, "b": [2]}, {"a": 1, "b": [3]}, {0}),
+            *(np.zeros(2), np.zeros(2, dtype=np.float32), np.zeros((2, 1))),
+            *(Board([1]), Board([2]), Artifact("q-1", {"x": 1})),
         ]
 
     keys, again = list(map(content_key, make())), list(map(content_key, make()))

@@ -90,23 +90,26 @@ def killed_after(calls):
     return reply
 
 
-def mixed():
-    return TreeSampler(branches=3, select="mixed", best_share=(1.0, 0.0), share_steps=9)
+MIXED = {"select": "mixed", "best_share": (1.0, 0.0), "share_steps": 9}
+TREES = [
+    *(({}, calls) for calls in (1, 20, 61)),
+    *((MIXED, calls) for calls in (7, 33, 50)),
+    *(({"beam_width": 2}, 9), ({"beam_width": 5, "select": "sample"}, 70), ({"select": "none"}, 30)),
+    ({"playouts": 2}, 150),
+]
 
 
-@pytest.mark.parametrize(
-    ("calls", "sampler"), [(1, None), (7, mixed), (20, None), (33, mixed), (50, mixed), (61, None)]
-)
-def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls, sampler):
+@pytest.mark.parametrize(("options", "calls"), TREES)
+def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls, options):
     def arena_of(reply=None):
-        arena = game(make_arena, reply, sampler=sampler and sampler())
+        arena = game(make_arena, reply, sampler=TreeSampler(3, **options))
         arena.batches = 4  # the middle of the run
         return arena
 
     whole = arena_of()
     expected = play(whole)
     total = len(whole.client.requests)
-    if sampler:
+    if options == MIXED:
         assert {step.info.get("selected_by") for step in expected[0].rollout.steps} == {None, "best", "draw"}
     first = arena_of(killed_after(calls))
     first.episode_checkpoints = EpisodeCheckpoints(tmp_path)
@@ -116,10 +119,12 @@ def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, call
     second.episode_checkpoints = EpisodeCheckpoints(tmp_path)
     results = play(second)
     assert [result.rollout for result in results] == [result.rollout for result in expected]
-    assert [len(result.children) for result in results] == [len(result.children) for result in expected]
+    ids = [[child.rollout.id for child in result.children] for result in results]
+    assert ids == [[child.rollout.id for child in result.children] for result in expected]
+    assert len(set(ids[0])) == len(ids[0]), "each nested episode once"
     asked = len(second.client.requests)
     assert asked < total if calls >= 20 else asked <= total
-    if calls >= 50:
+    if calls in (50, 61):
         assert asked <= total - calls + 24, "at most one node of each episode is asked for again"
 
 

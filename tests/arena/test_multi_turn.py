@@ -56,12 +56,6 @@ def test_a_turn_begins_when_the_next_actor_has_already_acted(make_arena):
     assert [(step.turn, step.actor_id) for step in rollout.steps] == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "b")]
 
 
-def test_the_environment_answers_the_last_action_too(make_arena):
-    _, rollout = play(make_arena, Chat(max_turns=1))
-    assert rollout.extras["moves"] == 2, "env_response ran after the last turn"
-    assert rollout.extras["last"] == rollout.steps[-1].completion
-
-
 def test_the_chat_from_each_seat(make_arena):
     said = iter(["think|one", "two", "hm|three", "four"])
     _, rollout = play(make_arena, Chat(), reply=lambda prompt, request: next(said))
@@ -70,6 +64,7 @@ def test_the_chat_from_each_seat(make_arena):
         {"role": "assistant", "content": "think|one"},
         {"role": "user", "content": "move 1\n\nb: two\n\nmove 2\n\nSECRET-a-1"},
     ]
+    assert rollout.extras["moves"] == 4 and rollout.extras["last"] == "four", "the last action is answered, too"
     assert rollout.steps[3].prompt == [
         {"role": "user", "content": "OPENING\n\na: one\n\nmove 1"},
         {"role": "assistant", "content": "two"},
@@ -123,26 +118,16 @@ def test_every_hook_may_be_async(make_arena):
     assert rollout.steps[0].prompt == [{"role": "user", "content": "LATE"}]
 
 
-def test_is_done_is_not_asked_before_anyone_acted(make_arena):
-    class Waits(Chat):
-        def build_messages(self, state, arena, artifact):
-            return None if state.current_actor == "a" else "only b"
-
-        def is_done(self, state, arena, artifact):
-            return state.data["moves"] == 1
-
-    _, rollout = play(make_arena, Waits())
-    assert rollout.error is None
-    assert [step.actor_id for step in rollout.steps] == ["b"]
-
-
-def test_skipping_passes_the_turn_on(make_arena):
+def test_skipping_passes_the_turn_on_and_is_done_is_not_asked_before_anyone_acted(make_arena):
     class Skip(Chat):
         async def build_messages(self, state, arena, artifact):
             return None if state.current_actor == "a" else f"only b, turn {state.turn}"
 
-    _, rollout = play(make_arena, Skip())
-    assert [(step.actor_id, step.turn) for step in rollout.steps] == [("b", 0), ("b", 1)]
+        def is_done(self, state, arena, artifact):
+            return state.data["moves"] == 2
+
+    _, rollout = play(make_arena, Skip(max_turns=3))
+    assert rollout.error is None and [(step.actor_id, step.turn) for step in rollout.steps] == [("b", 0), ("b", 1)]
     assert rollout.steps[0].prompt == [{"role": "user", "content": "only b, turn 0"}]
 
 
@@ -173,19 +158,14 @@ def test_tool_calls_in_hooks_are_recorded_and_no_part_of_the_transcript(make_are
     assert not rollout.steps[2].trainable
 
 
-def test_a_nan_step_reward_fails_the_episode(make_arena):
-    class Nan(Chat):
-        def step_reward(self, state, arena, artifact):
-            return float("nan")
-
-    _, rollout = play(make_arena, Nan())
-    assert "Nan.step_reward for actor 'a': the reward is nan, expected a finite number" in rollout.error
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"actors": ()}, "Mistake.actors is empty"),
+        (
+            {"step_reward": lambda self, state, arena, artifact: float("nan")},
+            "Mistake.step_reward for actor 'a': the reward is nan, expected a finite number",
+        ),
         (
             {"get_prompt": MultiTurnEpisode.get_prompt, "get_observation": MultiTurnEpisode.get_observation},
             r"override get_prompt\(artifact\) or build_messages",

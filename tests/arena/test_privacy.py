@@ -94,17 +94,6 @@ class Announced(Secrets):
         return self.secret(state, state.current_actor).upper().replace(" ", "\n  ")
 
 
-class Opened(Secrets):
-    """The secret of the last to act stands in what was said before it acted: it is marked only later."""
-
-    async def transcript(self, state, arena, artifact):
-        messages = await super().transcript(state, arena, artifact)
-        messages[0]["content"] += self.secret(state, self.actors[-1])
-        return messages
-
-    build_messages = transcript
-
-
 class Overheard(Secrets):
     """The whole completion is shown to the others, the hidden part with it."""
 
@@ -154,7 +143,7 @@ class Copied(Secrets):
         return private("\n".join(views), to=actor)
 
 
-LEAKS = [Observed, Announced, Opened, Overheard, Posed, InParts, Untagged, Copied]
+LEAKS = [Observed, Announced, Overheard, Posed, InParts, Untagged, Copied]
 
 
 @pytest.mark.parametrize("number", range(12))

@@ -21,16 +21,24 @@ def score(rubric, trace=None, **options):
     return asyncio.run(rubric.score(trace or rollout("a", "b"), **options))
 
 
-def test_rewards_are_the_weighted_sum_and_metrics_are_unweighted():
+def test_rewards_are_the_weighted_sum_and_metrics_are_unweighted_and_named_apart():
+    """``short`` twice with weights 1/4 and 0; a plain number goes to each that acted, and not to judges."""
+
     def right(artifact):
-        return {"a": 1.0, "b": 0.5}
+        return {"a": np.float32(1.0), "b": np.array(0.5)}
 
     async def short(completion):
         return {"a": 2.0}
 
-    result = score(Rubric([right, short], weights=[1.0, 0.25]))
-    assert result.rewards == {"a": 1.5, "b": 0.5}
-    assert result.metrics == {"right/a": 1.0, "right/b": 0.5, "short/a": 2.0}
+    def length(completion):
+        return len(completion)
+
+    result = score(
+        Rubric([right, short, short, lambda: True, length], [1.0, 0.25, 0, 1, 0]), rollout("b", None, "a", "b")
+    )
+    assert result.rewards == {"a": 2.5, "b": 1.5}
+    own = {"right/a": 1.0, "right/b": 0.5, "short/a": 2.0, "short_2/a": 2.0, "length/a": 9.0, "length/b": 9.0}
+    assert result.metrics == {**own, "lambda/a": 1.0, "lambda/b": 1.0}
 
 
 def test_a_sum_that_overflows_is_an_error():
@@ -39,30 +47,6 @@ def test_a_sum_that_overflows_is_an_error():
 
     with pytest.raises(ValueError, match=r"weighted rewards up to 'huge_2', actor 'a': the reward is inf"):
         score(Rubric([huge, huge]))
-
-
-def test_a_number_goes_to_every_actor_that_acted_and_not_to_judges():
-    assert score(Rubric([lambda: 0.5]), rollout("b", None, "a", "b")).rewards == {"b": 0.5, "a": 0.5}
-
-
-def test_weight_zero_is_a_metric_only():
-    def length(completion):
-        return len(completion)
-
-    result = score(Rubric([length, lambda: {"a": 1}], weights=[0, 1]))
-    assert result.rewards == {"a": 1.0}
-    assert result.metrics["length/b"] == 9.0
-
-
-def test_metrics_are_unique_per_function_and_actor():
-    def make(value):
-        def same_name():
-            return {"a": value, "b": -value}
-
-        return same_name
-
-    metrics = score(Rubric([make(1), make(2)])).metrics
-    assert metrics == {"same_name/a": 1, "same_name/b": -1, "same_name_2/a": 2, "same_name_2/b": -2}
 
 
 class Place:
@@ -125,11 +109,6 @@ def test_functions_run_concurrently():
         return 1.0
 
     assert score(Rubric([meet, meet, meet])).rewards["a"] == 3.0
-
-
-def test_any_number_will_do():
-    values = {"a": np.float32(0.5), "b": True, "c": np.array(2)}
-    assert score(Rubric([lambda: values])).rewards == {"a": 0.5, "b": 1.0, "c": 2.0}
 
 
 @pytest.mark.parametrize("on_error", ["raise", "zero", "drop", "retry"])

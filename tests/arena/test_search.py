@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from turnwise.arena import EpisodeCheckpoints, LeakError, MultiTurnEpisode, Rubric, TreeSampler, private
+from turnwise.arena import LeakError, MultiTurnEpisode, Rubric, TreeSampler, private
 from turnwise.arena.rewards.rubric import DropRolloutError
 from turnwise.credit import ATGRPOCredit, GRPOCredit
 from turnwise.state import PrunedError, to_python
@@ -18,7 +18,7 @@ from turnwise.types import EpisodeRequest, ModelError
 
 from .replaying import play as play_again
 from .replaying import record
-from .test_episode_checkpoints import KilledError, game, killed_after, play
+from .test_episode_checkpoints import game
 from .test_sampler import Count, by_node, grown, run
 
 
@@ -479,29 +479,6 @@ def test_a_deadline_ends_all_beams_and_shows_what_was_sampled(make_arena):
 
 
 TREES = [{"beam_width": 2}, {"beam_width": 5, "select": "sample"}, {"select": "none"}, {"playouts": 2}]
-
-
-@pytest.mark.parametrize(("options", "share"), list(zip(TREES, [0.1, 0.5, 0.9, 0.6], strict=True)))
-def test_a_killed_tree_resumes_where_it_was(make_arena, tmp_path, options, share):
-    def new(reply=None):
-        arena = game(make_arena, reply)
-        arena.episodes["game"].sampler = TreeSampler(3, **options)
-        return arena
-
-    whole = new()
-    expected = play(whole)
-    first = new(killed_after(int(share * len(whole.client.requests))))
-    first.episode_checkpoints = EpisodeCheckpoints(tmp_path)
-    with pytest.raises(KilledError):
-        play(first)
-    second = new()
-    second.episode_checkpoints = EpisodeCheckpoints(tmp_path)
-    results = play(second)
-    assert [result.rollout for result in results] == [result.rollout for result in expected]
-    ids = [[child.rollout.id for child in result.children] for result in results]
-    assert ids == [[child.rollout.id for child in result.children] for result in expected]
-    assert len(set(ids[0])) == len(ids[0]), "each nested episode once"
-    assert share < 0.5 or len(second.client.requests) < len(whole.client.requests)
 
 
 @pytest.mark.parametrize("options", TREES)

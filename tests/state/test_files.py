@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import importlib
-import itertools
 import os
 import pickle
 import random
