@@ -7,11 +7,12 @@ import random
 
 import pytest
 
-from turnwise.arena import Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena import Rubric, TreeSampler
 from turnwise.arena.trees.value import mean_return
 from turnwise.credit import VineCredit
 from turnwise.types import EpisodeRequest, ModelError
 
+from .test_episode_checkpoints import Ask
 from .test_sampler import Count, grown, run
 from .test_search import Outcome
 
@@ -106,15 +107,6 @@ def test_a_branch_of_which_none_came_to_its_end_is_ranked_last(make_arena):
     raise AssertionError("no seed drew a 9")
 
 
-class Ask(SingleTurnEpisode):
-    episode_type = "ask"
-    actor = "b"
-    rubric = Rubric([lambda completion: float(completion)])
-
-    def get_prompt(self, artifact):
-        return f"ask {artifact}"
-
-
 class Nesting(Count):
     async def env_response(self, state, arena, artifact):
         state.data["log"].append(f"{state.current_actor}{state.last_completion_text}")
@@ -123,7 +115,7 @@ class Nesting(Count):
 
 
 def test_what_they_spawn_is_counted_and_no_part_of_the_episode(make_arena):
-    arena = make_arena(actors=("a", "b"), max_concurrency=1)
+    arena = make_arena(actors=("a", "b", "solver"), max_concurrency=1)
     arena.add_episode(Nesting(sampler=TreeSampler(2, playouts=2)))
     arena.add_episode(Ask())
     [result] = run(arena, EpisodeRequest("count", "q"))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import enum
-import importlib
 import os
 import pickle
 import random
 import re
-import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -35,10 +33,7 @@ from turnwise.state import (
     load,
 )
 
-# The helper beside this file; --import-mode=importlib puts no test folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
-saving = importlib.import_module("saving")
-sys.path.pop(0)
+from . import saving
 
 
 def through_file(state: State, path: Path, **options: Any) -> State:

@@ -373,92 +373,93 @@ def test_dataclasses():
     assert replaced.board[0][0] == 3
 
 
-def test_frozen_and_slotted_dataclasses():
+class Base(ForkableMixin):
+    __slots__ = ("board", "unset")
+
+
+class SlotsByHand(Base):
+    __slots__ = ("more",)
+
+    def __init__(self):
+        self.board = [[1]]
+        self.more = {"a": [self.board]}
+
+
+class Hooked(ForkableMixin):
+    def __init__(self):
+        self.board, self.lock = [[1]], threading.Lock()
+
+    def __getstate__(self):
+        state = self.__dict__.copy()
+        del state["lock"]
+        return state
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.lock = threading.Lock()
+
+
+class Reduced(ForkableMixin):
+    def __init__(self, board):
+        self.board = board
+
+    def __reduce__(self):
+        return (Reduced, (self.board,))
+
+
+class Watched(ForkableMixin):
+    """Its own attribute hooks stay out of the copying."""
+
+    def __init__(self):
+        for name, value in (("target", np.zeros(3)), ("board", [[1]]), ("writes", [])):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name):
+        return getattr(self.target, name)
+
+    def __setattr__(self, name, value):
+        self.writes.append(name)
+        object.__setattr__(self, name, value)
+
+
+CLASSES = {
+    "frozen": lambda: Frozen([[1]]),
+    "slotted": lambda: Slotted([[1]], np.zeros(2)),
+    "frozen and slotted": lambda: FrozenSlotted([[1]]),
+    "slots by hand": SlotsByHand,
+    "state hooks": Hooked,
+    "reduced": lambda: Reduced([[1]]),
+    "attribute hooks": Watched,
+}
+
+
+@pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES)
+def test_every_kind_of_class_forks_its_containers(make):
+    env = make()
+    for _ in range(2):
+        fork = copy.deepcopy(env)
+        fork.board[0].append(2)
+        assert env.board == [[1]] and fork.board == [[1, 2]] and type(fork) is type(env)
+        assert type(env.board) is type(fork.board) is StateList and copy.copy(env).board is env.board
+
+
+def test_what_is_special_in_each_kind():
     env = Frozen([[1]])
     fork = copy.deepcopy(env)
-    fork.board[0].append(2)
-    assert env.board == [[1]] and fork.board == [[1, 2]] and type(fork.board) is StateList
     assert fork.rng.random() == env.rng.random()
     with pytest.raises(dataclasses.FrozenInstanceError):
         fork.board = []
-    for _ in range(2):
-        slotted = Slotted([[1]], np.zeros(2))
-        slotted.other = slotted
-        fork = copy.deepcopy(slotted)
-        fork.board[0].append(2)
-        fork.grid[0] = 1
-        assert slotted.board == [[1]] and fork.other is fork and slotted.grid[0] == 0
-        assert type(slotted.board) is StateList and copy.copy(slotted).board is slotted.board
-    both = FrozenSlotted([[1]])
-    fork = copy.deepcopy(both)
-    fork.board[0].append(2)
-    assert both.board == [[1]] and fork.board == [[1, 2]] and type(fork.board) is StateList
-
-
-def test_slots_by_hand():
-    class Base(ForkableMixin):
-        __slots__ = ("board", "unset")
-
-    class Derived(Base):
-        __slots__ = ("more",)
-
-    env = Derived()
-    env.board = [1]
-    env.more = {"a": [env.board]}
-    fork = copy.deepcopy(env)
+    slotted = Slotted([[1]], np.zeros(2))
+    slotted.other = slotted
+    fork = copy.deepcopy(slotted)
+    fork.grid[0] = 1
+    assert fork.other is fork and slotted.grid[0] == 0
+    fork = copy.deepcopy(SlotsByHand())
     assert fork.more["a"][0] is fork.board and not hasattr(fork, "unset")
-    fork.board.append(2)
-    assert env.board == [1]
-
-
-def test_hooks_of_the_class_are_used():
-    class Hooked(ForkableMixin):
-        def __init__(self):
-            self.board, self.lock = [[0]], threading.Lock()
-
-        def __getstate__(self):
-            state = self.__dict__.copy()
-            del state["lock"]
-            return state
-
-        def __setstate__(self, state):
-            self.__dict__.update(state)
-            self.lock = threading.Lock()
-
-    class Reduced(ForkableMixin):
-        def __init__(self, board):
-            self.board = board
-
-        def __reduce__(self):
-            return (Reduced, (self.board,))
-
-    class Own(ForkableMixin):
-        def __deepcopy__(self, memo):
-            return "mine"
-
-    for env in (Hooked(), Reduced([[0]])):
-        fork = copy.deepcopy(env)
-        fork.board[0][0] = 1
-        assert env.board == [[0]] and type(fork.board) is StateList and type(env.board) is StateList
-        assert copy.copy(env).board is env.board
-    assert Hooked().lock is not copy.deepcopy(Hooked()).lock
-    assert copy.deepcopy(Own()) == "mine"
-
-
-def test_attribute_hooks_of_the_class_stay_out_of_it():
-    class Watched(ForkableMixin):
-        def __init__(self, target):
-            object.__setattr__(self, "target", target)
-            object.__setattr__(self, "writes", [])
-
-        def __getattr__(self, name):
-            return getattr(self.target, name)
-
-        def __setattr__(self, name, value):
-            self.writes.append(name)
-            object.__setattr__(self, name, value)
-
-    env = Watched(np.zeros(3))
+    hooked = Hooked()
+    assert hooked.lock is not copy.deepcopy(hooked).lock
+    assert copy.deepcopy(type("Own", (ForkableMixin,), {"__deepcopy__": lambda self, memo: "mine"})()) == "mine"
+    env = Watched()
     env.x = 1
     fork = copy.deepcopy(env)
     assert fork.writes == ["x"] and fork.shape == (3,) and fork.x == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import pickle
 import random
@@ -19,10 +18,7 @@ import pytest
 import turnwise
 from turnwise.state import CheckpointError, OpaqueError, Policy, PrunedError, State, Store
 
-# The helper beside this file; --import-mode=importlib puts no test folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
-saving = importlib.import_module("saving")
-sys.path.pop(0)
+from . import saving
 
 
 def test_large_parts_go_out_of_band() -> None:
