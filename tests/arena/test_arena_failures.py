@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.arena import BatchFailedError
 
-from .helpers import Baseline, Guess, guess, run
+from .helpers import Guess, guess, run
 
 
 def test_one_exception_is_one_failed_result_and_its_siblings_go_on(arena):
@@ -18,20 +18,6 @@ def test_one_exception_is_one_failed_result_and_its_siblings_go_on(arena):
     arena.assign_credit(results)
     batch = arena.build_training_batch(results)
     assert len(batch) == 2 and batch.metrics["episodes/failed"] == 1
-
-
-def test_a_failed_episode_keeps_its_steps_for_the_log_and_out_of_the_batch(make_arena):
-    class Late(Guess):
-        def get_extras(self, state):
-            raise RuntimeError("late")
-
-    arena = make_arena(failure_threshold=1.0, credit=Baseline())
-    arena.add_episode(Late())
-    arena.source = lambda: [guess()]
-    batch = asyncio.run(arena.step())
-    assert len(arena.last_results[0].rollout.steps) == 1
-    assert len(batch) == 0 and batch.dropped == {"failed": 1}
-    assert arena.credit.calls == 0, "a failed episode enters no statistics"
 
 
 def test_too_many_failures_stop_the_batch_with_the_first_traceback(arena):

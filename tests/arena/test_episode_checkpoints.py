@@ -79,13 +79,13 @@ def play(arena, count=2):
     return asyncio.run(arena.sample())
 
 
-def killed_after(calls):
+def killed_after(calls, answer=lambda prompt, request: str((request.sampling.seed or 0) % 10)):
     made = iter(range(10**6))
 
     def reply(prompt, request):
         if next(made) >= calls:
             raise KilledError
-        return str((request.sampling.seed or 0) % 10)
+        return answer(prompt, request)
 
     return reply
 
@@ -145,20 +145,14 @@ def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path)
     """Every answer is right, so no question says anything, and the batch draws again."""
 
     def all_right(kill_at):
-        made = iter(range(10**6))
-
-        def reply(prompt, request):
-            if next(made) == kill_at:
-                raise KilledError
-            return "1"
-
+        reply = killed_after(kill_at, lambda prompt, request: "1")
         arena = game(make_arena, reply, credit=GRPOCredit(), filters=Filters(dynamic_sampling_rounds=1))
         arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
         return arena
 
     with pytest.raises(KilledError):
         play(all_right(kill_at=100))  # of 72 in each draw
-    resumed = all_right(kill_at=None)
+    resumed = all_right(kill_at=10**6)
     results = play(resumed)
     assert [result.rollout.id for result in results] == ["e0", "e1", "e2", "e3"]
     assert len(resumed.client.requests) <= 144 - 100 + 24

@@ -162,11 +162,8 @@ def test_reading_answers():
         read_choice("ABBA")
 
 
-def test_answers_are_greedy_unless_asked_for_otherwise():
+def test_options_are_checked_at_once_and_answers_are_greedy_by_default():
     assert Judge().sampling == {"temperature": 0.0} and Judge(temperature=0.7).sampling == {"temperature": 0.7}
-
-
-def test_options_are_checked_at_once():
     with pytest.raises(TypeError):
         Judge(temprature=0.0)
     with pytest.raises(ValueError, match="cache_size=-1"):

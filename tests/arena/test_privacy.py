@@ -21,6 +21,8 @@ from turnwise.arena import (
 from turnwise.arena.runtime.privacy import check_batch
 from turnwise.types import EpisodeRequest, Rollout
 
+from .test_episode_checkpoints import KilledError, killed_after
+
 SEED = random.SystemRandom().randrange(2**32)
 NAMES = ("ann", "bob", "cat", "dan")
 
@@ -146,7 +148,7 @@ class Copied(Secrets):
 LEAKS = [Observed, Announced, Overheard, Posed, InParts, Untagged, Copied]
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(6))
 def test_random_games_that_keep_their_secrets_pass(make_arena, number, tmp_path):
     rng = random.Random(SEED + number)
     print("seed", SEED, number)
@@ -363,44 +365,34 @@ def test_a_leak_is_found_before_the_call_is_made(make_arena):
     assert len(arena.client.prompts) == 1
 
 
+class Told(Secrets):
+    """In the second round everybody hears what ann's number was in the first; only then was it marked."""
+
+    tells = False
+
+    def get_observation(self, state, arena, artifact):
+        return super().get_observation(state, arena, artifact) if state.turn == 0 else None
+
+    def env_response(self, state, arena, artifact):
+        return self.secret(state, "ann") if self.tells and state.turn == 1 else None
+
+
 def test_marks_survive_a_kill(make_arena, tmp_path):
-    class Told(Secrets):
-        """In the second round everybody hears what ann's number was in the first; only then was it marked."""
-
-        def get_observation(self, state, arena, artifact):
-            return super().get_observation(state, arena, artifact) if state.turn == 0 else None
-
-        def env_response(self, state, arena, artifact):
-            return self.secret(state, "ann") if self.tells and state.turn == 1 else None
-
-    class KilledError(BaseException):
-        pass
-
-    def resumed(tells):
-        for reply in (killed, thoughts):
-            episode = Told(rounds=2)
-            episode.tells = tells
+    def resumed(kind):
+        for reply in (killed_after(2, thoughts), thoughts):
             arena = make_arena(reply, actors=NAMES, check_private=True)
-            arena.episode_checkpoints = EpisodeCheckpoints(tmp_path / str(tells))
-            arena.add_episode(episode)
-            made[0] = 0
+            arena.episode_checkpoints = EpisodeCheckpoints(tmp_path / kind.__name__)
+            arena.add_episode(kind(rounds=2))
             try:
                 [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
             except KilledError:
                 continue
-            assert made == [0], "resumed, not begun again"
+            assert len(arena.client.requests) == 2, "resumed, not begun again"
             return result
 
-    def killed(prompt, request):
-        made[0] += 1
-        if made[0] > 2:
-            raise KilledError
-        return thoughts(prompt, request)
-
-    made = [0]
-    assert len(resumed(tells=False).rollout.steps) == 4
+    assert len(resumed(Told).rollout.steps) == 4
     with pytest.raises(LeakError, match="'bob' holds what is private to 'ann'"):
-        resumed(tells=True)
+        resumed(type("Tells", (Told,), {"tells": True}))
 
 
 # --- what is no leak --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -217,6 +218,10 @@ def test_wrong_ones_say_whose_they_are(value, info, error, said):
         set_reward(step_of(3, **info), value, "here")
 
 
+class OfTwo(Chat):
+    rubric = Rubric([lambda: [1.0, 2.0]])
+
+
 @pytest.mark.parametrize(
     ("episode", "said"),
     [
@@ -224,17 +229,9 @@ def test_wrong_ones_say_whose_they_are(value, info, error, said):
         (Once(pay=lambda digit: [1.0]), r"reward of step 0 \(actor 'solver'\) of rollout 'e0', .* got 1 rewards"),
         (Once(lambda: {"solver": [1.0, 2.0, 3.0]}), "reward function 'lambda', actor 'solver': got 3 rewards by token"),
         (Once(lambda: {"critic": [1.0, 2.0]}), "actor 'critic': .* the actor has 0 model calls"),
+        (OfTwo(lambda digit: None), "the actor has 2 model calls here: expected a number"),
     ],
 )
 def test_a_wrong_one_fails_its_episode(make_arena, episode, said):
     _, [result] = run(make_arena, episode, "1", "1", count=1, failure_threshold=1.0)
-    assert result.rollout.error is not None
-    with pytest.raises(ValueError, match=said):
-        raise ValueError(result.rollout.error.strip().splitlines()[-1])
-
-
-def test_of_several_calls_a_reward_function_can_not_mean_one(make_arena):
-    episode = Chat(lambda digit: None)
-    episode.rubric = Rubric([lambda: [1.0, 2.0]])
-    _, [result] = run(make_arena, episode, "1", "1", count=1, failure_threshold=1.0)
-    assert "the actor has 2 model calls here: expected a number" in result.rollout.error
+    assert re.search(said, result.rollout.error.strip().splitlines()[-1])
