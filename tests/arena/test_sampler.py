@@ -60,33 +60,26 @@ def grown(make_arena, episode, *artifacts, reply=None, **options):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_d1_every_actor_is_scored_by_its_own_action(make_arena, seed):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=8)), "q", seed=seed)
-    for node in by_node(result.rollout):
-        assert [step.reward for step in node] == [float(step.completion) for step in node]
-        assert len({step.reward for step in node}) > 1, "siblings of the second actor must differ too"
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_d2_each_branch_steps_its_own_fork_and_the_winners_state_goes_on(make_arena, seed):
+def test_d1_to_d3_own_rewards_own_forks_and_what_was_said_in_the_same_turn(make_arena, seed):
     _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=4)), "q", seed=seed)
-    chosen = [step for step in result.rollout.steps if step.selected]
-    path = [f"{step.actor_id}{step.completion}" for step in chosen]
-    assert result.rollout.extras["log"] == path, "the final state holds the winners' moves and no other"
-    assert result.rollout.extras["seen_by_env"] == [path[:index] for index in range(4)]
-    for node, before in zip(by_node(result.rollout), range(4), strict=True):
+    nodes = by_node(result.rollout)
+    assert [(node[0].turn, node[0].actor_id) for node in nodes] == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
+    path = [f"{step.actor_id}{step.completion}" for step in result.rollout.steps if step.selected]
+    for node, before in zip(nodes, range(4), strict=True):
+        assert [step.branch for step in node] == [0, 1, 2, 3] and len({step.info["seed"] for step in node}) == 4
+        # D1: every actor is scored by its own action, so siblings of the second actor differ too.
+        assert [step.reward for step in node] == [float(step.completion) for step in node]
+        assert len({step.reward for step in node}) > 1
+        # D2: each branch steps its own fork.
         for step in node:
             own = [*path[:before], f"{step.actor_id}{step.completion}"]
             assert step.info["env_response"] == "log " + "-".join(own)
-
-
-def test_d3_a_later_actor_sees_what_the_earlier_one_wrote_in_the_same_turn(make_arena):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=4)), "q")
-    first, second = by_node(result.rollout)[:2]
-    winner = next(step for step in first if step.selected)
-    for step in second:
-        assert step.turn == 0
-        assert f"a: {winner.completion}\n\nlog a{winner.completion}" in step.prompt[-1]["content"]
+    # D2: the winners' state goes on, with their moves and no other.
+    assert result.rollout.extras["log"] == path
+    assert result.rollout.extras["seen_by_env"] == [path[:index] for index in range(4)]
+    # D3: a later actor sees what the earlier one wrote in the same turn.
+    winner = next(step.completion for step in nodes[0] if step.selected)
+    assert all(f"a: {winner}\n\nlog a{winner}" in step.prompt[-1]["content"] for step in nodes[1])
 
 
 def test_d4_a_group_holds_one_state_of_one_problem(make_arena):

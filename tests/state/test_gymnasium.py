@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from turnwise.state import ForkableMixin, StateDict, Store, fork_many, forkable
+from turnwise.state import ForkableMixin, Store, fork_many, forkable
 from turnwise.types import EpisodeState
 
 pytest.importorskip("gymnasium", reason="the extra 'test' brings it")
@@ -82,17 +82,6 @@ def test_forks_step_exactly_as_deep_copies(kind, original, options):
     assert forks > 70
     for ours, theirs in pairs:
         assert ours.np_random.random() == theirs.np_random.random()
-
-
-def test_what_is_shared_and_what_is_not():
-    env = ForkableTaxi()
-    env.reset(seed=1)
-    fork = copy.deepcopy(env)
-    assert type(fork.P) is type(env.P) is StateDict and fork.P == TaxiEnv().P
-    assert isinstance(fork, TaxiEnv) and fork.unwrapped is fork
-    fork.P[0][0].append("changed")
-    assert len(env.P[0][0]) == 1
-    assert fork.np_random is not env.np_random and fork.action_space is not env.action_space
 
 
 # --- environments that pickle by their constructor ------------------------------------------------------------------
