@@ -1,4 +1,4 @@
-"""The arena from requests to a batch with credit, and what it refuses."""
+"""The arena from requests to a batch with credit, what it refuses, and what a failure costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from turnwise.arena import Arena, Filters, SingleTurnEpisode
+from turnwise.arena import Arena, BatchFailedError, Filters, SingleTurnEpisode
 from turnwise.credit import GRPOCredit
 from turnwise.types import Actor, EpisodeRequest
 
@@ -216,3 +216,67 @@ def test_what_is_no_list_of_requests_is_named(arena, requests, message):
 def test_requests_may_come_from_a_generator(arena):
     arena.source = lambda: (guess(str(number)) for number in range(3))
     assert len(asyncio.run(arena.step())) == 3
+
+
+# -- failures: the rest of the batch goes on, or stops with the first traceback ---------------------------------------
+def test_one_exception_is_one_failed_result_and_its_siblings_go_on(arena):
+    results = run(arena, guess("a"), guess("boom"), guess("b"))
+    assert [result.rollout.error is None for result in results] == [True, False, True]
+    assert "RuntimeError: the boom artifact" in results[1].rollout.error and "get_prompt" in results[1].rollout.error
+    arena.assign_credit(results)
+    batch = arena.build_training_batch(results)
+    assert len(batch) == 2 and batch.metrics["episodes/failed"] == 1
+
+
+def test_too_many_failures_stop_the_batch_with_the_first_traceback(arena):
+    with pytest.raises(BatchFailedError, match=r"(?s)2 of 3 episodes failed.*failure_threshold=0.5.*the boom artifact"):
+        run(arena, guess("boom"), guess("a"), guess("boom"))
+
+
+def test_stopping_a_batch_leaves_no_orphan(make_arena):
+    async def slow(prompt, request):
+        await asyncio.sleep(60)
+
+    async def main():
+        with pytest.raises(BatchFailedError):
+            await arena.generate_rollouts([guess("boom"), guess("a")])
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    arena = make_arena(slow, failure_threshold=0.0)
+    arena.add_episode(Guess())
+    assert asyncio.run(main()) == []
+
+
+def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
+    calls = []
+
+    def reply(prompt, request):
+        calls.append(request.sampling.seed)
+        return "x" if len(calls) < 3 else "4"  # "x" is no number: the rubric raises
+
+    arena = make_arena(reply, retries=2)
+    arena.add_episode(Guess())
+    arena.source = lambda: [guess()]
+    batch = asyncio.run(arena.step())
+    assert len(set(calls)) == 3 and batch.rewards.tolist() == [4.0]
+    assert batch.metrics["episodes/retried"] == 2 and batch.metrics["sampled_tokens"] == 6
+    assert batch.metrics["episodes/failed"] == 0
+
+
+def test_a_client_that_breaks_fails_the_episode(make_arena):
+    arena = make_arena(lambda prompt, request: ConnectionError("refused"), failure_threshold=1.0)
+    arena.add_episode(Guess())
+    [result] = run(arena, guess())
+    assert "ModelError: ConnectionError in the inference client: refused" in result.rollout.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interrupts_get_through(make_arena, error):
+    class Interrupt(Guess):
+        def get_prompt(self, artifact):
+            raise error
+
+    arena = make_arena(failure_threshold=1.0)
+    arena.add_episode(Interrupt())
+    with pytest.raises(error):
+        run(arena, guess())

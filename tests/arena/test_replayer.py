@@ -19,6 +19,7 @@ from turnwise.arena import (
     record_input,
 )
 from turnwise.arena.recording.rollouts_jsonl import Record, ReplayError
+from turnwise.replay.event_loop import DeadlockDetectingLoop
 from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
 
 from .conftest import respond
@@ -453,3 +454,32 @@ def test_lines_without_a_tape_or_of_another_format_are_refused(tree_row):
     lost["replay"]["request"]["artifact"] = {"$dataclass": ["subprocess:Popen", {"args": ["true"]}]}
     with pytest.raises(ReplayError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
         Record(lost)
+
+
+# -- the loop that tells of whoever waits for ever --------------------------------------------------------------------
+def run_on_loop(main):
+    with asyncio.Runner(loop_factory=DeadlockDetectingLoop) as runner:
+        return runner.run(main())
+
+
+def test_who_waits_for_ever_is_told_of():
+    async def main():
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        loop.on_idle = told.set
+        await told.wait()
+        return "told"
+
+    assert run_on_loop(main) == "told"
+
+
+def test_timers_threads_and_pipes_are_no_idleness():
+    async def main():
+        calls = []
+        asyncio.get_running_loop().on_idle = lambda: calls.append("idle")
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(time.sleep, 0.3)
+        process = await asyncio.create_subprocess_exec("sleep", "0.3", stdout=asyncio.subprocess.PIPE)
+        await process.communicate()
+        return calls, asyncio.get_running_loop().in_threads
+
+    assert run_on_loop(main) == ([], 0)
