@@ -16,7 +16,7 @@ from .helpers import Baseline, Guess, guess, run
 
 # -- a step -----------------------------------------------------------------------------------------------------------
 def test_step_makes_a_packed_batch_and_keeps_its_results(arena):
-    arena.source = lambda: [guess(str(number)) for number in range(5)]
+    arena.source = lambda: (guess(str(number)) for number in range(5))
     batch = asyncio.run(arena.step())
     assert len(batch) == len(arena.last_results) == 5
     completions = [float(result.rollout.steps[0].completion) for result in arena.last_results]
@@ -26,19 +26,17 @@ def test_step_makes_a_packed_batch_and_keeps_its_results(arena):
     assert batch.metrics["reward/solver"] == pytest.approx(np.mean(completions))
 
 
-def test_get_batch_may_be_overridden_and_asynchronous(make_arena):
+def test_get_batch_may_be_overridden_and_asynchronous_and_an_episode_may_go_by_another_name(make_arena):
     class Mine(Arena):
         async def get_batch(self):
-            return [guess("a"), guess("b")]
+            return [EpisodeRequest("easy", "a"), EpisodeRequest("easy", "b")]
 
     arena = make_arena(arena_class=Mine)
-    arena.add_episode(Guess())
+    arena.add_episode("easy", Guess())
     assert len(asyncio.run(arena.step())) == 2
-
-
-def test_without_a_source_the_step_says_what_to_do(arena):
+    assert {result.rollout.episode_type for result in arena.last_results} == {"easy"}
     with pytest.raises(NotImplementedError, match=r"override get_batch\(\), or set arena.source"):
-        asyncio.run(arena.step())
+        asyncio.run(make_arena().step())
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -177,12 +175,6 @@ def test_what_is_registered_twice_or_unknown_is_refused(arena):
         asyncio.run(arena.call_model("nobody", "hi"))
 
 
-def test_an_episode_may_go_by_another_name(make_arena):
-    arena = make_arena()
-    arena.add_episode("easy", Guess())
-    assert run(arena, EpisodeRequest("easy", "x"))[0].rollout.episode_type == "easy"
-
-
 def test_a_prompt_longer_than_the_context_names_the_lengths(make_arena):
     arena = make_arena(max_context=40, failure_threshold=1.0)
     arena.add_episode(Guess())
@@ -211,11 +203,6 @@ def test_what_is_no_list_of_requests_is_named(arena, requests, message):
     arena.source = lambda: requests
     with pytest.raises(TypeError, match=message):
         asyncio.run(arena.step())
-
-
-def test_requests_may_come_from_a_generator(arena):
-    arena.source = lambda: (guess(str(number)) for number in range(3))
-    assert len(asyncio.run(arena.step())) == 3
 
 
 # -- failures: the rest of the batch goes on, or stops with the first traceback ---------------------------------------

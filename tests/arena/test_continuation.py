@@ -51,6 +51,8 @@ def test_a_chain_is_played_in_order_and_stands_among_the_children_of_its_first(m
     assert {node.parent_id for node in result.walk()} == {None}, "one level"
     assert result.continuation == [ask("q", 1)] and result.children[-1].continuation == []
     assert len({node.rollout.steps[0].info["seed"] for node in result.walk()}) == 3, "each has luck of its own"
+    [evaluated] = asyncio.run(arena.evaluation().generate_rollouts([ask("q")]))
+    assert [node.rollout.id for node in evaluated.walk()] == ids and arena.started == 1
     again = rounds(make_arena)
     assert [n.rollout.steps[0].info["seed"] for n in run(again, ask("q"))[0].walk()] == [
         node.rollout.steps[0].info["seed"] for node in result.walk()
@@ -236,10 +238,3 @@ def test_a_chain_is_replayed_bit_for_bit(make_arena, episode):
     rows[-1]["children"][0]["rewards"] = {"solver": 99.0}
     _, divergence, _ = play(arena, rows[-1])
     assert divergence is not None
-
-
-def test_evaluations_play_chains_too(make_arena):
-    arena = rounds(make_arena)
-    [result] = asyncio.run(arena.evaluation().generate_rollouts([ask("q")]))
-    assert [node.rollout.id for node in result.walk()] == ["e0", "e0.0", "e0.0.0"]
-    assert arena.started == 0

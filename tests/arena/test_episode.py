@@ -60,27 +60,19 @@ def test_a_single_turn_episode(make_arena):
     assert rollout.steps[0].policy_versions == [(2, 7)] and rollout.steps[0].completion == "5"
 
 
-def test_a_rollout_must_return_the_state(make_arena):
+def test_a_rollout_returns_the_state_or_one_of_its_own(make_arena):
     class Forgets(Duel):
-        episode_type = "forgets"
-
         async def rollout(self, arena, artifact, state=None):
             return None
 
-    _, rollout = play(make_arena, Forgets())
-    assert "Forgets.rollout returned None, expected the EpisodeState" in rollout.error
-
-
-def test_a_rollout_may_return_a_state_of_its_own(make_arena):
     class Own(Duel):
-        episode_type = "own"
-
         async def rollout(self, arena, artifact, state=None):
-            response = await self.call_model("left", artifact, arena)
-            return EpisodeState(data={"text": response.text})
+            return EpisodeState(data={"text": (await self.call_model("left", artifact, arena)).text})
 
         def get_extras(self, state):
             return {"left": float(state.data["text"])}
 
+    _, rollout = play(make_arena, Forgets())
+    assert "Forgets.rollout returned None, expected the EpisodeState" in rollout.error
     _, rollout = play(make_arena, Own(), reply=lambda prompt, request: "4")
     assert rollout.rewards == {"left": 4.0, "right": -4.0}

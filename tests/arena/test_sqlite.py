@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pickle
@@ -14,13 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from turnwise.arena import ArtifactStore, Episode, Rubric
-from turnwise.arena.runtime.context import current_context
+from turnwise.arena import ArtifactStore
+from turnwise.arena.runtime.context import use_context
 from turnwise.arena.stores import sqlite as store_file
 from turnwise.arena.stores.sampling import PrioritizedLevelReplay
-from turnwise.types import EpisodeRequest
 
-from .test_store import random_uses
+from .test_store import episode, random_uses
 
 
 @dataclass(frozen=True)
@@ -267,57 +265,21 @@ def test_a_write_that_breaks_off_in_the_middle_leaves_the_memory_as_the_file_is(
     assert contents(store) == contents(reopened(store, dedup=True))
 
 
-class Author(Episode):
-    """Makes something, and works with what it made."""
-
-    episode_type = "author"
-    rubric = Rubric([lambda extras: {"solver": float(extras["ok"])}])
-
-    def __init__(self, path):
-        self.path = path
-
-    def stores(self):
-        return [ArtifactStore("q", path=self.path, dedup=True)]
-
-    async def rollout(self, arena, artifact, state=None):
-        store = arena.stores["q"]
-        old, before = store.get("q-0"), len(store)
-        me = current_context().rollout.id
-        made = store.add({"question": artifact}, parents=[old.id])
-        assert store.add({"question": artifact}) is None, "it is there already"
-        await arena.call_model("solver", "go")
-        state.data["ok"] = store.get(made.id) is made and len(store) == before + 1 and made.source == me
-        state.data["ok"] &= store.record(made.id, 1.0).attempts == 1 and store.ancestors(made.id) == ["q-0"]
-        store.set_weight(old.id, 5.0)
-        store.remove(old.id)
-        state.data["ok"] &= old.id not in store
-        return state
-
-    def get_extras(self, state):
-        return dict(state.data)
-
-
-@pytest.mark.parametrize("in_file", [False, True])
-def test_under_evaluation_an_episode_works_with_what_it_makes_and_the_store_stays(make_arena, tmp_path, in_file):
-    arena = make_arena()
-    arena.add_episode(Author(tmp_path / "q.db" if in_file else None))
-    store = arena.stores["q"]
-    store.add({"question": "old"})
-    for number in range(4):
-        store.record("q-0", float(number))
+def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db", dedup=True)
+    store.add("x")
+    store.record("q-0", 1.0)
     store.state_dict()  # from here on nothing is left to be moved from the log to the file
-
-    def everything():
-        files = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
-        return json.dumps(store.state_dict()), contents(store), files
-
-    before = everything()
-    requests = [EpisodeRequest("author", f"new{number % 2}") for number in range(4)]
-    results = asyncio.run(arena.evaluation().generate_rollouts(requests))
-    assert [result.rollout.rewards for result in results] == [{"solver": 1.0}] * 4, results[0].rollout.error
-    assert everything() == before
-    [result] = asyncio.run(arena.generate_rollouts(requests[:1]))
-    assert result.rollout.rewards == {"solver": 1.0} and [a.data["question"] for a in store] == ["new0"]
+    before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    view = store.frozen()
+    with use_context(episode()):
+        assert view.add("x") is None and view.add("y", parents=["q-0"]).source == "e0"
+        view.set_weight("q-0", 3.0)
+        view.record("q-0", 1.0)
+        view.remove("q-0")
+        assert view.path is None and [a.data for a in view] == ["y"] and view.ancestors("q-1") == ["q-0"]
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == before
+    assert contents(store) == contents(reopened(store, dedup=True)) == contents(view)
 
 
 # -- payloads that were changed ----------------------------------------------------------------------------------------
