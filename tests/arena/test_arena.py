@@ -66,8 +66,7 @@ def test_credit_is_asked_once_per_batch_and_must_answer_with_finite_numbers(make
         def compute_columns(self, samples):
             return np.full(len(samples), np.nan)
 
-    arena = make_arena(credit=Baseline())
-    arena.add_episode(Guess())
+    arena = make_arena(credit=Baseline(), episodes=[Guess()])
     arena.source = lambda: [guess(str(number)) for number in range(4)]
     asyncio.run(arena.step())
     assert arena.credit.calls == 1
@@ -110,9 +109,7 @@ def test_lifecycle_hooks_run_also_when_training_fails(make_arena):
 
 
 def test_the_stop_token_trains(make_arena):
-    arena = make_arena(lambda prompt, request: "7")
-    arena.add_episode(Guess())
-    arena.source = lambda: [guess(1)]
+    arena = make_arena(lambda prompt, request: "7", episodes=[Guess()], source=lambda: [guess(1)])
     batch = asyncio.run(arena.step())
     assert batch.token_ids[-2:].tolist() == [ord("7"), 0] and batch.loss_mask[-3:].tolist() == [0, 1, 1]
 
@@ -125,8 +122,7 @@ def test_different_questions_are_different_groups(make_arena):
     def reply(prompt, request):
         return answers["easy" if "easy" in prompt else "hard"].pop(0)
 
-    arena = make_arena(reply, credit=GRPOCredit(normalize=False, hierarchy=True))
-    arena.add_episode(Guess())
+    arena = make_arena(reply, credit=GRPOCredit(normalize=False, hierarchy=True), episodes=[Guess()])
     results = run(arena, *map(guess, ("easy", "hard", "easy", "hard")))
     arena.assign_credit(results)
     assert [result.rollout.steps[0].advantage for result in results] == [-0.5, -0.5, 0.5, 0.5]
@@ -176,8 +172,7 @@ def test_what_is_registered_twice_or_unknown_is_refused(arena):
 
 
 def test_a_prompt_longer_than_the_context_names_the_lengths(make_arena):
-    arena = make_arena(max_context=40, failure_threshold=1.0)
-    arena.add_episode(Guess())
+    arena = make_arena(max_context=40, failure_threshold=1.0, episodes=[Guess()])
     length = len("<user>Guess \n<assistant>")
     fits, full, long = (guess("y" * (size - length)) for size in (39, 40, 50))
     results = run(arena, fits, full, long)
@@ -210,8 +205,7 @@ def test_one_exception_is_one_failed_result_and_its_siblings_go_on(arena):
     results = run(arena, guess("a"), guess("boom"), guess("b"))
     assert [result.rollout.error is None for result in results] == [True, False, True]
     assert "RuntimeError: the boom artifact" in results[1].rollout.error and "get_prompt" in results[1].rollout.error
-    arena.assign_credit(results)
-    batch = arena.build_training_batch(results)
+    batch = arena.assign_credit_and_pack(results)
     assert len(batch) == 2 and batch.metrics["episodes/failed"] == 1
 
 
@@ -229,8 +223,7 @@ def test_stopping_a_batch_leaves_no_orphan(make_arena):
             await arena.generate_rollouts([guess("boom"), guess("a")])
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
-    arena = make_arena(slow, failure_threshold=0.0)
-    arena.add_episode(Guess())
+    arena = make_arena(slow, failure_threshold=0.0, episodes=[Guess()])
     assert asyncio.run(main()) == []
 
 
@@ -241,9 +234,7 @@ def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
         calls.append(request.sampling.seed)
         return "x" if len(calls) < 3 else "4"  # "x" is no number: the rubric raises
 
-    arena = make_arena(reply, retries=2)
-    arena.add_episode(Guess())
-    arena.source = lambda: [guess()]
+    arena = make_arena(reply, retries=2, episodes=[Guess()], source=lambda: [guess()])
     batch = asyncio.run(arena.step())
     assert len(set(calls)) == 3 and batch.rewards.tolist() == [4.0]
     assert batch.metrics["episodes/retried"] == 2 and batch.metrics["sampled_tokens"] == 6
@@ -251,8 +242,7 @@ def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
 
 
 def test_a_client_that_breaks_fails_the_episode(make_arena):
-    arena = make_arena(lambda prompt, request: ConnectionError("refused"), failure_threshold=1.0)
-    arena.add_episode(Guess())
+    arena = make_arena(lambda prompt, request: ConnectionError("refused"), failure_threshold=1.0, episodes=[Guess()])
     [result] = run(arena, guess())
     assert "ModelError: ConnectionError in the inference client: refused" in result.rollout.error
 
@@ -263,7 +253,6 @@ def test_interrupts_get_through(make_arena, error):
         def get_prompt(self, artifact):
             raise error
 
-    arena = make_arena(failure_threshold=1.0)
-    arena.add_episode(Interrupt())
+    arena = make_arena(failure_threshold=1.0, episodes=[Interrupt()])
     with pytest.raises(error):
         run(arena, guess())

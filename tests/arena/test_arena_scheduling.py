@@ -23,8 +23,7 @@ def test_children_come_before_new_roots(make_arena):
 
 
 def test_priority_goes_first(make_arena):
-    arena = make_arena(max_concurrency=1)
-    arena.add_episode(Guess())
+    arena = make_arena(max_concurrency=1, episodes=[Guess()])
     run(arena, *(guess(str(number), priority=number) for number in range(4)))
     asked = [prompt.split("Guess ")[1][0] for prompt in arena.client.prompts]
     assert asked == ["0", "3", "2", "1"], "0 found the slot free; then the highest priority"
@@ -98,8 +97,7 @@ def test_results_do_not_depend_on_scheduling(make_arena):
 
 def test_copies_with_one_seed_differ_and_are_the_same_in_any_batch(make_arena):
     def seeds(*requests):
-        arena = make_arena(seed=5)
-        arena.add_episode(Guess())
+        arena = make_arena(seed=5, episodes=[Guess()])
         return [result.rollout.seed for result in run(arena, *requests)]
 
     copies = seeds(guess(seed=9), guess(seed=9))

@@ -59,8 +59,7 @@ class Tree(Episode):
 def test_depth_priority_and_the_nearest_deadline_reach_nested_episodes(make_arena):
     episode = Tree()
     episode.seen = []
-    arena = make_arena()
-    arena.add_episode(episode)
+    arena = make_arena(episodes=[episode])
 
     async def main():
         start = asyncio.get_running_loop().time()

@@ -36,8 +36,7 @@ def ask(question, number=0, **options):
 
 
 def rounds(make_arena, reply=None, episode=None, **options):
-    arena = make_arena(reply, **options)
-    arena.add_episode(episode or Round())
+    arena = make_arena(reply, **options, episodes=[episode or Round()])
     return arena
 
 

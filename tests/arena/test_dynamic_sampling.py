@@ -31,8 +31,7 @@ def drawn_from(*draws):
 
 
 def arena_of(make_arena, *draws, **filters):
-    arena = make_arena(reply, credit=GRPOCredit(), filters=Filters(**filters))
-    arena.add_episode(Guess())
+    arena = make_arena(reply, credit=GRPOCredit(), filters=Filters(**filters), episodes=[Guess()])
     arena.source = drawn_from(*draws)
     return arena
 

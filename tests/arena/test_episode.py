@@ -9,8 +9,7 @@ from turnwise.types import EpisodeRequest, EpisodeState
 
 
 def play(make_arena, episode, artifact="q", **options):
-    arena = make_arena(actors=("solver", "left", "right"), failure_threshold=1.0, **options)
-    arena.add_episode(episode)
+    arena = make_arena(actors=("solver", "left", "right"), failure_threshold=1.0, **options, episodes=[episode])
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest(episode.episode_type, artifact)]))
     return arena, result.rollout
 

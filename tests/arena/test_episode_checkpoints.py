@@ -182,9 +182,7 @@ def test_what_cannot_be_saved_or_read_is_named(make_arena, tmp_path):
             super().setup(state, arena, artifact)
             state.data = {**state.data, "lock": threading.Lock()}
 
-    arena = make_arena(actors=("a", "b", "solver"), failure_threshold=1.0)
-    arena.add_episode(Locked())
-    arena.add_episode(Ask())
+    arena = make_arena(actors=("a", "b", "solver"), failure_threshold=1.0, episodes=[Locked(), Ask()])
     arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
     [result] = play(arena, 1)
     assert "the data of episode 'e0' can't be saved on the way" in result.rollout.error

@@ -21,8 +21,7 @@ def unlike_others(rollouts):
 
 
 def arena_of(make_arena, *funcs, reply=None, rubric=None, **options):
-    arena = make_arena(reply, **options)
-    arena.add_episode(Guess())
+    arena = make_arena(reply, **options, episodes=[Guess()])
     arena.episodes["guess"].rubric = rubric or Rubric(list(funcs))
     return arena
 
@@ -96,8 +95,7 @@ def test_on_error(make_arena, on_error, rewards, trainable):
     arena = arena_of(make_arena, rubric=Rubric([fails], on_error=on_error))
     results = play(arena, "x", "x")
     assert [(result.rollout.rewards, result.is_trainable) for result in results] == [(rewards, trainable)] * 2
-    arena.assign_credit(results)
-    batch = arena.build_training_batch(results)
+    batch = arena.assign_credit_and_pack(results)
     assert (len(batch), batch.dropped) == ((2, {}) if trainable else (0, {"reward_error": 2}))
 
 

@@ -148,8 +148,7 @@ def said(*replies):
 
 
 async def played(make_arena, replies, episode=None, **settings):
-    arena = make_arena(said(*replies), actors=("writer", "editor"), **settings)
-    arena.add_episode(episode or Draft())
+    arena = make_arena(said(*replies), actors=("writer", "editor"), **settings, episodes=[episode or Draft()])
     [result] = await arena.generate_rollouts([EpisodeRequest("draft", None)])
     assert result.rollout.error is None, result.rollout.error
     return arena, result

@@ -35,8 +35,7 @@ class Chat(MultiTurnEpisode):
 
 
 def play(make_arena, episode, reply=None, actors=("a", "b"), **options):
-    arena = make_arena(reply, actors=actors, failure_threshold=1.0, **options)
-    arena.add_episode(episode)
+    arena = make_arena(reply, actors=actors, failure_threshold=1.0, **options, episodes=[episode])
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("chat", "q")]))
     return arena, result.rollout
 

@@ -42,8 +42,7 @@ def drawing(make_arena, path=None, **options):
     def reply(prompt, request):
         return {"b": "9", "c": "2"}.get(prompt.split("\n")[0][-1], str(request.sampling.seed % 10))
 
-    arena = make_arena(reply, arena_class=Drawing, credit=GRPOCredit(), **options)
-    arena.add_episode(Digit())
+    arena = make_arena(reply, arena_class=Drawing, credit=GRPOCredit(), **options, episodes=[Digit()])
     store = arena.add_store(ArtifactStore("q", path=path, sampling="learnability", seed=1))
     for letter in "abc":
         if letter not in store:

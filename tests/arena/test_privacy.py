@@ -68,8 +68,7 @@ def thoughts(prompt, request):
 
 
 def play(make_arena, episode, actors=NAMES, reply=thoughts, copies=2, **options):
-    arena = make_arena(reply, actors=actors, check_private=True, **options)
-    arena.add_episode(episode)
+    arena = make_arena(reply, actors=actors, check_private=True, **options, episodes=[episode])
     requests = [EpisodeRequest(episode.episode_type, "q", group_id="q") for _ in range(copies)]
     results = asyncio.run(arena.generate_rollouts(requests))
     assert [result.rollout.error for result in results] == [None] * copies
@@ -309,9 +308,7 @@ def test_marks_hold_in_nested_episodes_and_in_their_parents(make_arena, asked, m
 
     inner = Nested()
     inner.actor = asked
-    arena = make_arena(thoughts, actors=NAMES, check_private=True, failure_threshold=1.0)
-    arena.add_episode(Outer())
-    arena.add_episode(inner)
+    arena = make_arena(thoughts, actors=NAMES, check_private=True, failure_threshold=1.0, episodes=[Outer(), inner])
     with pytest.raises(LeakError, match=message):
         asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
 
@@ -358,8 +355,7 @@ def test_a_leak_is_found_before_the_call_is_made(make_arena):
                 await self.call_model("bob", self.secret(state, "ann"), arena)
             return await self.transcript(state, arena, artifact)
 
-    arena = make_arena(thoughts, actors=NAMES, check_private=True)
-    arena.add_episode(Early(rounds=1))
+    arena = make_arena(thoughts, actors=NAMES, check_private=True, episodes=[Early(rounds=1)])
     with pytest.raises(LeakError, match=r"step 1 .*'bob'"):
         asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
     assert len(arena.client.prompts) == 1

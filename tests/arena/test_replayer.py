@@ -376,8 +376,7 @@ class Library(Episode):
 
 def test_stores_answer_as_they_did_though_others_filled_them(make_arena):
     def library():
-        arena = make_arena(moody, seed=8)
-        arena.add_episode(Library())
+        arena = make_arena(moody, seed=8, episodes=[Library()])
         return arena
 
     first = library()

@@ -194,8 +194,7 @@ class Asked(SingleTurnEpisode):
 
 
 def play(make_arena, episode, *artifacts, **options):
-    arena = make_arena(**options)
-    arena.add_episode(episode)
+    arena = make_arena(**options, episodes=[episode])
     return arena, asyncio.run(arena.generate_rollouts([EpisodeRequest("asked", artifact) for artifact in artifacts]))
 
 
@@ -210,8 +209,7 @@ def test_a_nan_reward_or_none_fails_the_episode_and_is_never_a_row(make_arena):
         results[1].rollout.error
     )
     assert results[1].rollout.rewards == results[3].rollout.rewards == {}
-    arena.assign_credit(results)
-    batch = arena.build_training_batch(results)
+    batch = arena.assign_credit_and_pack(results)
     assert batch.rewards.tolist() == [1.0, 1.0] and batch.dropped == {"failed": 2}
 
 
@@ -225,8 +223,7 @@ def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):
 
     def judged(*funcs):
         arena, [result] = play(make_arena, Asked(*funcs), "q")
-        arena.assign_credit([result])
-        assert len(arena.build_training_batch([result])) == 1
+        assert len(arena.assign_credit_and_pack([result])) == 1
         return result.rollout
 
     rollout = judged(slow, quick)

@@ -54,8 +54,7 @@ def by_node(rollout):
 
 
 def grown(make_arena, episode, *artifacts, reply=None, **options):
-    arena = make_arena(reply, actors=("a", "b"), **options)
-    arena.add_episode(episode)
+    arena = make_arena(reply, actors=("a", "b"), **options, episodes=[episode])
     return arena, run(arena, *(EpisodeRequest("count", artifact) for artifact in artifacts))
 
 
@@ -114,8 +113,7 @@ def test_d5_without_a_tree_early_successes_keep_all_their_rows(make_arena, seed)
     arena, results = grown(make_arena, Race(), *["q"] * 12, seed=seed)
     lengths = {len(result.rollout.steps) for result in results}
     assert len(lengths) > 1 and min(lengths) < 6, f"some succeed early: {lengths}"
-    arena.assign_credit(results)
-    assert len(arena.build_training_batch(results)) == sum(len(result.rollout.steps) for result in results)
+    assert len(arena.assign_credit_and_pack(results)) == sum(len(result.rollout.steps) for result in results)
 
 
 def test_a_failed_call_is_no_row_and_costs_only_its_branch(make_arena):
@@ -129,8 +127,7 @@ def test_a_failed_call_is_no_row_and_costs_only_its_branch(make_arena):
     assert [[step.branch for step in node] for node in by_node(result.rollout)] == [[0, 2, 3], [1, 2, 3]]
     assert result.rollout.metrics["tree/failed_branches"] == 2
     assert result.rollout.metrics["tree/branches"] == 8
-    arena.assign_credit([result])
-    assert len(arena.build_training_batch([result])) == 6, "one row per answered call: none made up, none doubled"
+    assert len(arena.assign_credit_and_pack([result])) == 6, "one row per answered call: none made up, none doubled"
 
 
 def test_what_a_failed_branch_left_behind_is_logged_and_never_trains(make_arena):
@@ -147,8 +144,7 @@ def test_what_a_failed_branch_left_behind_is_logged_and_never_trains(make_arena)
     lost = [step for step in result.rollout.steps if "error" in step.info]
     assert [(step.actor_id, step.branch, step.selected, step.trainable) for step in lost] == [("a", 1, False, False)]
     assert result.rollout.extras["log"] == ["3", "3"]
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(batch) == 5 and batch.dropped == {"failed": 1}
 
 
@@ -160,8 +156,7 @@ def test_a_bug_in_the_game_fails_the_episode_rather_than_a_branch(make_arena):
 
     arena, [result] = grown(make_arena, Buggy(sampler=TreeSampler(branches=6)), "q", failure_threshold=1.0)
     assert "odd numbers" in result.rollout.error
-    arena.assign_credit([result])
-    assert len(arena.build_training_batch([result])) == 0
+    assert len(arena.assign_credit_and_pack([result])) == 0
 
 
 def test_branches_per_actor_and_branch_at(make_arena):
@@ -241,8 +236,7 @@ def test_a_mixed_selection_plays_the_best_or_any(make_arena, share):
 def test_the_share_of_the_best_moves_over_the_batches(make_arena):
     def arena_at(state=None):
         sampler = TreeSampler(branches=3, select="mixed", best_share=[1.0, 0.0], share_steps=3)
-        arena = make_arena(actors=("a", "b"), seed=2)
-        arena.add_episode(Count(sampler=sampler, max_turns=4))
+        arena = make_arena(actors=("a", "b"), seed=2, episodes=[Count(sampler=sampler, max_turns=4)])
         arena.source = lambda: [EpisodeRequest("count", "q", group_id=number) for number in range(8)]
         if state is not None:
             arena.load_state_dict(state)

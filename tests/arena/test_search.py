@@ -179,8 +179,7 @@ def play_rules(make_arena, rules: Rules, **options):
         numbers[text] += 1
         return rules.answer(text, numbers[text] - 1) or ModelError("gone")
 
-    arena = make_arena(reply, actors=("a", "b", "c"), failure_threshold=1.0, **options)
-    arena.add_episode(RandomGame(rules))
+    arena = make_arena(reply, actors=("a", "b", "c"), failure_threshold=1.0, **options, episodes=[RandomGame(rules)])
     [result] = run(arena, EpisodeRequest("random", "q"))
     return arena, result
 
@@ -248,8 +247,7 @@ def _check_records(arena, result, rules):
     seeds = [step.info["seed"] for step in rollout.steps]
     assert len(set(seeds)) == len(seeds), rules
     arena.credit = ATGRPOCredit()
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(batch) + sum(batch.dropped.values()) == len(rollout.steps), rules
     for node in nodes:
         kept = [step for step in node if step.trainable]
@@ -307,8 +305,7 @@ def test_a_way_without_an_end_does_not_train_where_only_the_end_pays(make_arena)
             steps = result.rollout.steps
             assert [step.completion in "89" for step in steps[:6]] == [not step.trainable for step in steps[:6]]
             assert len(steps) == 12 - lost and all("down" in step.info["error"] for step in steps if not step.trainable)
-            arena.assign_credit([result])
-            assert len(arena.build_training_batch([result])) == 12 - 2 * lost
+            assert len(arena.assign_credit_and_pack([result])) == 12 - 2 * lost
             return
     raise AssertionError("no seed lost a way")
 
@@ -386,8 +383,7 @@ def test_an_end_that_the_rubric_drops_does_not_train(make_arena):
     for seed in range(20):
         arena, [result] = grown(make_arena, Dropping(sampler=TreeSampler(4, "none"), max_turns=1), "q", seed=seed)
         dropped = [end["dropped"] is not None for end in result.rollout.meta["ends"]]
-        arena.assign_credit([result])
-        assert len(arena.build_training_batch([result])) == 2 * dropped.count(False)
+        assert len(arena.assign_credit_and_pack([result])) == 2 * dropped.count(False)
         if 0 < sum(dropped) < 4:
             assert result.rollout.rewards == {"a": 1.0, "b": 1.0}
             return
@@ -442,16 +438,14 @@ def test_a_leak_that_is_known_too_late_shows_in_pruned_branches_too(make_arena):
             return super().env_response(state, arena, artifact)
 
     episode = Late(sampler=TreeSampler({"b": 8}, beam_width=2), max_turns=1)
-    arena = make_arena(actors=("a", "b"), check_private=True)
-    arena.add_episode(episode)
+    arena = make_arena(actors=("a", "b"), check_private=True, episodes=[episode])
     with pytest.raises(LeakError, match="actor 'b' holds what is private to 'a'"):
         run(arena, *(EpisodeRequest("count", f"q{number}") for number in range(4)))
 
 
 @pytest.mark.parametrize("options", [{"beam_width": 3}, {"select": "none"}, {"playouts": 2}])
 def test_evaluation_is_never_a_tree_and_one_slot_is_enough(make_arena, options):
-    arena = make_arena(actors=("a", "b"), max_concurrency=1)
-    arena.add_episode(Count(sampler=TreeSampler(4, **options)))
+    arena = make_arena(actors=("a", "b"), max_concurrency=1, episodes=[Count(sampler=TreeSampler(4, **options))])
     [result] = asyncio.run(arena.evaluation().generate_rollouts([EpisodeRequest("count", "q")]))
     assert len(arena.client.requests) == 4 and "ends" not in result.rollout.meta
     [trained] = run(arena, EpisodeRequest("count", "q"))

@@ -92,8 +92,7 @@ def test_losers_are_freed_at_once_and_memory_grows_with_what_changes(make_arena)
             peaks.append((stats.versions, stats.bytes, stats.unshared_bytes))
 
     peaks = []
-    arena = make_arena(actors=("a",))
-    arena.add_episode(Watched(sampler=TreeSampler(branches=64), max_turns=12))
+    arena = make_arena(actors=("a",), episodes=[Watched(sampler=TreeSampler(branches=64), max_turns=12)])
     [result] = run(arena, EpisodeRequest("long", "q"))
     assert result.rollout.error is None
     assert len(result.rollout.steps) == 64 * 12 and result.rollout.extras["turns"] == 12
@@ -229,8 +228,7 @@ def test_a_game_that_copies_as_a_fresh_one_fails_and_says_why(make_arena, sample
 
 def test_progress_of_a_game_that_pickles_as_a_fresh_one_is_refused(make_arena, tmp_path):
     pytest.importorskip("gymnasium", reason="the extra 'test' brings it")
-    arena = make_arena(actors=("a",), failure_threshold=1.0)
-    arena.add_episode(Lake())
+    arena = make_arena(actors=("a",), failure_threshold=1.0, episodes=[Lake()])
     [result] = run(arena, EpisodeRequest("lake", "q"))
     assert result.rollout.extras == {"place": 3}, "what is neither forked nor saved plays on as it is"
     arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)

@@ -91,8 +91,7 @@ class Duck:
 
 @pytest.mark.parametrize("rule", [ByResults, Duck])
 def test_a_rule_with_compute_alone(make_arena, rule):
-    arena = make_arena(lambda prompt, request: prompt.split("Guess ")[1][0], credit_assigner=rule())
-    arena.add_episode(Guess())
+    arena = make_arena(lambda prompt, request: prompt.split("Guess ")[1][0], credit_assigner=rule(), episodes=[Guess()])
     arena.source = lambda: [guess(digit) for digit in (3, 4)]
     assert asyncio.run(arena.step()).advantages.tolist() == [6.0, 8.0]
     arena.load_state_dict(arena.state_dict())
@@ -103,17 +102,13 @@ def test_a_rule_that_forgets_a_call_is_named(make_arena):
         def compute(self, results):
             return {}
 
-    arena = make_arena(credit=Forgets())
-    arena.add_episode(Guess())
-    arena.source = lambda: [guess()]
+    arena = make_arena(credit=Forgets(), episodes=[Guess()], source=lambda: [guess()])
     with pytest.raises(ValueError, match=r"Forgets.compute gave no advantage for .* \('e0', 0\)"):
         asyncio.run(arena.step())
 
 
 def test_concurrency_of_a_step_and_of_one_call(make_arena):
-    arena = make_arena(max_concurrency=8)
-    arena.add_episode(Guess())
-    arena.source = lambda: [guess(n) for n in range(12)]
+    arena = make_arena(max_concurrency=8, episodes=[Guess()], source=lambda: [guess(n) for n in range(12)])
     asyncio.run(arena.step(concurrency=3))
     assert (arena.client.peak, arena.budget.limit) == (3, 8)
     arena.client.peak = 0
@@ -139,8 +134,7 @@ def test_who_answers_where_nobody_is_named(make_arena):
             return "?"
 
     def play(*actors):
-        arena = make_arena(actors=actors)
-        arena.add_episode(Anyone())
+        arena = make_arena(actors=actors, episodes=[Anyone()])
         return asyncio.run(arena.generate_rollouts([EpisodeRequest("anyone", 1)]))[0].rollout
 
     assert play("pupil").steps[0].actor_id == "pupil"
@@ -169,8 +163,7 @@ def test_a_game_without_actors_and_prompt_of_its_own(make_arena):
         def get_observation(self, state: EpisodeState, arena, artifact):
             return f"You are {state.current_actor}."
 
-    arena = make_arena(actors=(Actor("a"), Actor("b"), Actor("c")))
-    arena.add_episode(Watch())
+    arena = make_arena(actors=(Actor("a"), Actor("b"), Actor("c")), episodes=[Watch()])
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("watch", 1)]))
     assert [step.actor_id for step in result.rollout.steps] == list("bcabca")
     assert result.rollout.steps[0].prompt == [{"role": "user", "content": "You are b."}]

@@ -69,8 +69,7 @@ def texts(*said):
 
 
 def run(make_arena, episode, *said, count=None, **options):
-    arena = make_arena(texts(*said), credit=GRPOCredit(), **options)
-    arena.add_episode(episode)
+    arena = make_arena(texts(*said), credit=GRPOCredit(), **options, episodes=[episode])
     requests = [EpisodeRequest(episode.episode_type, "x", group_id="q") for _ in range(count or len(said))]
     results = asyncio.run(arena.generate_rollouts(requests))
     return arena, results
@@ -78,8 +77,7 @@ def run(make_arena, episode, *said, count=None, **options):
 
 def check_batch(arena, results, rewards, advantages):
     """The sums reach credit and the batch."""
-    arena.assign_credit(results)
-    batch = arena.build_training_batch(results)
+    batch = arena.assign_credit_and_pack(results)
     assert batch.rewards.tolist() == pytest.approx(rewards)
     assert batch.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
 

@@ -39,8 +39,7 @@ def test_they_change_nothing_but_what_is_known(make_arena, options):
         assert [len(one["rewards"]) for one in found] == ([count] * 2 if count else [0])
     arena.credit = VineCredit()
     arena.filters = type(arena.filters)(drop_zero_advantage=False)
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(batch) == len(result.rollout.steps), "what was played to measure never trains"
     assert batch.metrics["playout_tokens"] == 2 * 2 * sum(left), "a digit and the stop token each"
     assert batch.metrics["sampled_tokens"] == 2 * len(arena.client.requests)
@@ -121,8 +120,7 @@ def test_what_they_spawn_is_counted_and_no_part_of_the_episode(make_arena):
     [result] = run(arena, EpisodeRequest("count", "q"))
     assert len(result.children) == 8 == len({child.rollout.id for child in result.children}), "one for each branch"
     assert len(arena.client.requests) == 2 * 32
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(batch) == 16 and batch.metrics["sampled_tokens"] == 2 * 64
     assert batch.metrics["playout_tokens"] == 2 * 2 * 24
 
@@ -172,7 +170,6 @@ def test_a_retry_counts_what_was_lost_to_them(make_arena):
     episode = Fragile(sampler=TreeSampler(1, playouts=2), max_turns=1)
     arena, [result] = grown(make_arena, episode, "q", retries=1)
     assert result.rollout.error is None and result.rollout.meta["attempt"] == 1
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(arena.client.requests) == 2 * (2 + 2 * (2 + 1))
     assert batch.metrics["sampled_tokens"] == 2 * len(arena.client.requests)
