@@ -15,6 +15,8 @@ from turnwise.arena.trees.sampler import SelectBySoftmax, select_best, select_fi
 from turnwise.credit import ATGRPOCredit
 from turnwise.types import EpisodeRequest, ModelError, Step
 
+from .helpers import run
+
 
 class Count(MultiTurnEpisode):
     """Each actor writes a digit; the digit is its reward; the log is public and stands in the state."""
@@ -40,10 +42,6 @@ class Count(MultiTurnEpisode):
 
     def get_extras(self, state):
         return dict(state.data)
-
-
-def run(arena, *requests):
-    return asyncio.run(arena.generate_rollouts(list(requests)))
 
 
 def by_node(rollout):

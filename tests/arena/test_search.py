@@ -16,10 +16,11 @@ from turnwise.credit import ATGRPOCredit, GRPOCredit
 from turnwise.state import PrunedError, to_python
 from turnwise.types import EpisodeRequest, ModelError
 
+from .helpers import run
 from .replaying import play as play_again
 from .replaying import record
 from .test_episode_checkpoints import game
-from .test_sampler import Count, by_node, grown, run
+from .test_sampler import Count, by_node, grown
 
 
 def digit(*parts) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import random
 import weakref
@@ -15,6 +14,8 @@ from turnwise.state import ForkableMixin, PrunedError, StateDict, to_python
 from turnwise.tasks.plan_path import PlanPathEpisode, draw_mazes, format_maze
 from turnwise.tasks.sudoku import SudokuEpisode
 from turnwise.types import EpisodeRequest, EpisodeState
+
+from .helpers import run
 
 TRANSCRIPT = 2000
 
@@ -62,10 +63,6 @@ class Long(MultiTurnEpisode):
 
     def get_extras(self, state):
         return {"turns": len(state.data["log"]) - TRANSCRIPT, "log": state.data["log"], "thing": state.data["thing"]}
-
-
-def run(arena, *requests):
-    return asyncio.run(arena.generate_rollouts(list(requests)))
 
 
 def test_losers_are_freed_at_once_and_memory_grows_with_what_changes(make_arena):

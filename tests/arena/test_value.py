@@ -12,8 +12,9 @@ from turnwise.arena.trees.value import mean_return
 from turnwise.credit import VineCredit
 from turnwise.types import EpisodeRequest, ModelError
 
+from .helpers import run
 from .test_episode_checkpoints import Ask
-from .test_sampler import Count, grown, run
+from .test_sampler import Count, grown
 from .test_search import Outcome
 
 

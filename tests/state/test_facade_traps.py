@@ -48,17 +48,6 @@ def test_class_is_spoofed_and_type_is_not_and_nothing_is_hashable() -> None:
                 use(value)
 
 
-def test_one_facade_for_one_container() -> None:
-    root = facade({"a": [], "d": {}})
-    root["b"] = root["a"]
-    assert root["a"] is root["a"] is root["b"] is next(iter(root.values())) is root.get("a")
-    number, text = 12345678901234567890, "text" * 3
-    root["n"], root["t"] = number, text
-    assert root["n"] is number and root["t"] is text
-    again = root._state.fork().data
-    assert again["a"] is again["b"] and again["a"] is not root["a"]
-
-
 class Text(str):
     pass
 

@@ -205,17 +205,14 @@ def test_nothing_is_refused_that_is_not_copied():
     assert copy.deepcopy(env).moves == [], "outside of turnwise deepcopy does what it did"
 
 
-@pytest.mark.parametrize("policy", ["copy", "pickle"])
-def test_a_policy_that_would_lose_the_moves_is_refused(policy, tmp_path):
-    with pytest.raises(ValueError, match=f"policy='{policy}'.*EzLake"):
-        Store().register(EzLake, policy)
-    store = Store()
-    store.register(Env, policy)
-    with pytest.raises(TypeError, match="EzLake"):
-        store.state({"env": moved()})
-
-
-def test_a_file_and_a_pickle_that_would_lose_the_moves_are_refused(tmp_path):
+def test_policies_files_and_pickles_that_would_lose_the_moves_are_refused(tmp_path):
+    for policy in ("copy", "pickle"):
+        with pytest.raises(ValueError, match=f"policy='{policy}'.*EzLake"):
+            Store().register(EzLake, policy)
+        store = Store()
+        store.register(Env, policy)
+        with pytest.raises(TypeError, match="EzLake"):
+            store.state({"env": moved()})
     state = forkable({"wrapped": [TimeLimit(moved(), 10)], "plain": moved()})._state
     with pytest.raises(TypeError, match=r"states\['state'\].data\['(wrapped|plain)'\].*EzLake is an EzPickle"):
         state.save(tmp_path / "a.state")
