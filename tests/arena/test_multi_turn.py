@@ -84,37 +84,37 @@ def test_is_done_ends_at_once_and_no_actor_is_asked_for(make_arena):
 
 
 def test_every_hook_may_be_async(make_arena):
-    class Async(Chat):
-        async def setup(self, state, arena, artifact):
+    class Plain(Chat):
+        max_turns = 3
+
+        def setup(self, state, arena, artifact):
             state.data["moves"] = 10
 
-        async def get_initial_actor(self):
+        def get_initial_actor(self):
             return "b"
 
-        async def get_prompt(self, artifact):
-            return "LATE"
-
-        async def get_observation(self, state, arena, artifact):
-            return None
-
-        async def env_response(self, state, arena, artifact):
-            state.data["moves"] += 1
-
-        async def step_reward(self, state, arena, artifact):
+        def step_reward(self, state, arena, artifact):
             return state.data["moves"]
 
-        async def is_done(self, state, arena, artifact):
-            return state.data["moves"] >= 12
+        def is_done(self, state, arena, artifact):
+            return state.data["moves"] >= 14
 
-        async def next_actor(self, state, arena, artifact):
-            return "a"
+        def next_actor(self, state, arena, artifact):
+            return "b" if state.data["moves"] % 3 else "a"
 
-        async def get_extras(self, state):
-            return dict(state.data)
+    def later(hook):
+        async def answer(self, *arguments):
+            await asyncio.sleep(0)
+            return hook(self, *arguments)
 
-    _, rollout = play(make_arena, Async())
-    assert [(step.actor_id, step.reward) for step in rollout.steps] == [("b", 11.0), ("a", 12.0)]
-    assert rollout.steps[0].prompt == [{"role": "user", "content": "LATE"}]
+        return answer
+
+    hooks = ("setup", "get_initial_actor", "get_prompt", "get_observation", "env_response", "step_reward", "is_done")
+    hooks += ("next_actor", "get_extras", "public")
+    awaited = type("Awaited", (Plain,), {name: later(getattr(Plain, name)) for name in hooks})
+    rollouts = [play(make_arena, episode())[1] for episode in (Plain, awaited)]
+    assert rollouts[0] == rollouts[1] and rollouts[1].error is None
+    assert [(step.actor_id, step.reward) for step in rollouts[1].steps] == [("b", 11), ("b", 12), ("a", 13), ("b", 14)]
 
 
 def test_skipping_passes_the_turn_on_and_is_done_is_not_asked_before_anyone_acted(make_arena):

@@ -159,6 +159,10 @@ DICT_CALLS: list[Callable[[Any], Any]] = [
     lambda d: d.values() == d.values(),
     lambda d: d.keys().mapping == d,
     *(lambda d, o=o: (d == o, o == d, d != o, o != d) for o in (DICT, {}, {"a": 1}, 5, None, [], Counter())),
+    *(
+        lambda d, o=o: (d == o, o == d, d != o, o != d, [d] == [o])
+        for o in (facade(DICT), facade({}), OrderedDict(DICT))
+    ),
     *(lambda d, o=o: d < o for o in ({}, 5)),
     lambda d: {**d, "c": 0},
     lambda d: (lambda **named: named)(**{key: d["a"] for key in ("x", "y")}),
@@ -232,6 +236,8 @@ LIST_CALLS: list[Callable[[Any], Any]] = [
         for f in (list, len, repr, str, bool, tuple, iter, reversed, hash, sorted, sum, min, max, set)
     ),
     *(lambda s, o=o: (s == o, o == s, s != o, o != s) for o in (LIST, [], LIST[:3], [*LIST, 1], 5, None, tuple(LIST))),
+    *(lambda s, o=o: (s == o, o == s, s != o, (s,) == (o,)) for o in (facade(LIST), facade(LIST[:3]))),
+    *(lambda s, o=o: (s < o, s >= o, o > s, o <= s) for o in (facade([3, 1, 2]), facade([4]), facade([]))),
     *(lambda s, o=o, f=f: f(s[:3], o) for o in ([3, 1, 2], [3], [4], []) for f in (operator.lt, operator.ge)),
     *(lambda s, o=o, f=f: f(s, o) for o in ([3, 1, 2], [3], [4], []) for f in (operator.lt, operator.le)),
     *(lambda s, o=o, f=f: f(o, s) for o in ([3, 1, 2], [3], [4], []) for f in (operator.gt, operator.ge)),
