@@ -107,13 +107,15 @@ def test_copies_with_one_seed_differ_and_are_the_same_in_any_batch(make_arena):
 
 
 # -- episodes that play episodes: who is whose child, and which of them train -----------------------------------------
-def test_a_proposer_spawns_solvers_grouped_by_parent(make_arena):
-    arena = nested(make_arena)
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_proposer_spawns_solvers_grouped_by_parent(make_arena, retain):
+    """Each child counts once, whether or not the episode keeps it itself."""
+    arena = nested(make_arena, retain=retain)
     arena.source = lambda: [EpisodeRequest("propose", topic) for topic in ("sums", "primes")]
     batch = asyncio.run(arena.step())
     assert len(batch) == 10 and batch.metrics["episodes"] == 10
     for parent in arena.last_results:
-        assert parent.parent_id is None and len(parent.children) == 4
+        assert parent.parent_id is None and len(parent.children) == parent.rollout.extras["children"] == 4
         assert {child.parent_id for child in parent.children} == {parent.rollout.id}
         passed = np.mean([child.rollout.rewards["solver"] for child in parent.children])
         assert parent.rollout.rewards["proposer"] == pytest.approx(1 - abs(2 * passed - 1))
@@ -121,12 +123,6 @@ def test_a_proposer_spawns_solvers_grouped_by_parent(make_arena):
     assert len(set(ids)) == 10
     seeds = [step.info["seed"] for top in arena.last_results for r in top.walk() for step in r.rollout.steps]
     assert len(set(seeds)) == 10
-
-
-@pytest.mark.parametrize("retain", [False, True])
-def test_each_child_counts_once_whether_or_not_the_episode_keeps_it_itself(make_arena, retain):
-    [result] = run(nested(make_arena, retain=retain), EpisodeRequest("propose", "sums"))
-    assert result.rollout.extras["children"] == len(result.children) == 4
 
 
 def test_untrainable_children_stay_out_and_trainable_children_of_an_untrainable_parent_stay_in(make_arena):

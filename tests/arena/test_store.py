@@ -45,22 +45,17 @@ def random_uses(store, seed, actions=120):
     return seen
 
 
-def test_add_makes_unique_ids_and_keeps_the_source():
+def test_add_makes_unique_ids_keeps_the_source_and_refuses_a_duplicate_id():
     store = ArtifactStore("q")
     first, taken = store.add("x", source="r-1"), store.add("y", id="q-2")
     third, fourth = store.add("z"), store.add("w")
     assert (first.id, first.source, taken.id) == ("q-0", "r-1", "q-2")
     assert len({item.id for item in store}) == 4 == store.count() == len(store)
     assert store.get(fourth.id) is fourth and third.id != "q-2"
-
-
-def test_a_duplicate_id_is_refused_and_changes_nothing():
-    store = ArtifactStore("q")
-    store.add("x", id="one")
-    for again in (lambda: store.add("y", id="one"), lambda: store.add(Artifact("one", "y"))):
-        with pytest.raises(ValueError, match="id='one': the store 'q' already has"):
+    for again in (lambda: store.add("y", id="q-2"), lambda: store.add(Artifact("q-2", "y"))):
+        with pytest.raises(ValueError, match="id='q-2': the store 'q' already has"):
             again()
-    assert [item.data for item in store] == ["x"]
+    assert [item.data for item in store] == ["x", "y", "z", "w"]
 
 
 def test_dedup_refuses_equal_data_until_it_is_gone():
