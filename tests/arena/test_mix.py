@@ -20,6 +20,8 @@ from turnwise.arena.rewards.mix import shape_turns
 from turnwise.credit import DrMASCredit
 from turnwise.types import EpisodeRequest, Rollout, Step
 
+from .helpers import said
+
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
@@ -139,12 +141,6 @@ class Draft(MultiTurnEpisode):
 
     def get_extras(self, state):
         return {**state.data, "right": float(state.data["digit"] == 7)}
-
-
-def said(*replies):
-    """A client that gives these replies, in their order."""
-    lines = iter(replies)
-    return lambda prompt, request: next(lines)
 
 
 async def played(make_arena, replies, episode=None, **settings):

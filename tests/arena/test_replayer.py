@@ -305,41 +305,27 @@ def test_changed_code_is_told_at_the_first_thing_that_it_changes(make_arena, tre
         assert "no call" in (expected if episode is Longer else found)
 
 
-def test_a_call_that_is_missing_among_others_is_named_and_nobody_waits_for_ever(make_arena):
-    class Both(Episode):
-        episode_type = "both"
-        rubric = Rubric([lambda completion: 1.0])
-        asked = ("a", "b")
+class Both(Episode):
+    """Asks these at once, after it read a clock by this name."""
 
-        async def rollout(self, arena, artifact, state=None):
-            await asyncio.gather(*(arena.call_model("solver", name) for name in self.asked))
-            return state
+    episode_type = "both"
+    rubric = Rubric([lambda completion: 1.0])
 
-    arenas = [make_arena(seed=2) for _ in range(2)]
-    for arena in arenas:
-        arena.add_episode(Both())
-    [row] = record(arenas[0], [EpisodeRequest("both", 0)])
-    arenas[1].episodes["both"].asked = ("a",)
-    divergence = differs(arenas[1], row)
-    assert divergence.what == "the order: a call that the record has next" and "call 1 of 2 (e0#1)" in divergence.where
+    def __init__(self, asked=("a", "b"), title="clock"):
+        self.asked, self.title = asked, title
+
+    async def rollout(self, arena, artifact, state=None):
+        record_input(self.title, time.time)
+        await asyncio.gather(*(arena.call_model("solver", name) for name in self.asked))
+        return state
 
 
-def test_another_reading_is_told(make_arena):
-    class Reads(SingleTurnEpisode):
-        episode_type = "reads"
-        rubric = Rubric([lambda completion: 1.0])
-        title = "clock"
-
-        def get_prompt(self, artifact):
-            return str(record_input(self.title, time.time))
-
-    arenas = [make_arena(seed=2) for _ in range(3)]
-    for arena in arenas:
-        arena.add_episode(Reads())
-    [row] = record(arenas[0], [EpisodeRequest("reads", 0)])
-    assert play(silenced(arenas[1]), row)[1] is None
-    arenas[2].episodes["reads"].title = "watch"
-    divergence = play(silenced(arenas[2]), row)[1]
+def test_a_call_or_a_reading_that_is_missing_is_named_and_nobody_waits_for_ever(make_arena):
+    [row] = record(make_arena(seed=2, episodes=[Both()]), [EpisodeRequest("both", 0)])
+    assert play(silenced(make_arena(seed=2, episodes=[Both()])), row)[1] is None
+    divergence = differs(make_arena(seed=2, episodes=[Both(asked=("a",))]), row)
+    assert divergence.what == "the order: a call that the record has next" and "call 1 of 2 (e0#2)" in divergence.where
+    divergence = differs(make_arena(seed=2, episodes=[Both(title="watch")]), row)
     assert divergence.what == "what was read" and divergence.expected == "clock of []"
 
 

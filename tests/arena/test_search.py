@@ -13,6 +13,7 @@ import pytest
 from turnwise.arena import LeakError, MultiTurnEpisode, Rubric, TreeSampler, private
 from turnwise.arena.rewards.rubric import DropRolloutError
 from turnwise.credit import ATGRPOCredit, GRPOCredit
+from turnwise.samples.collect import collect_samples
 from turnwise.state import PrunedError, to_python
 from turnwise.types import EpisodeRequest, ModelError
 
@@ -260,12 +261,6 @@ def _check_records(arena, result, rules):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def samples_of(arena, *results):
-    from turnwise.samples.collect import collect_samples
-
-    return collect_samples(results)
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_selector_of_ones_own_is_asked_among_those_left(make_arena, seed):
     asked = []
@@ -368,7 +363,7 @@ def test_without_selection_a_shared_beginning_is_sampled_once(make_arena):
     steps = result.rollout.steps
     assert [step.info["ends"] for step in steps[:2]] == [[0, 1, 2]] * 2 and len(steps) == 2 + 6
     assert len(arena.client.requests) == 8
-    [first] = [sample for sample in samples_of(arena, result) if sample.step_index == 0]
+    [first] = [sample for sample in collect_samples([result]) if sample.step_index == 0]
     assert first.reward == result.rollout.rewards["a"], "the mean of what its branches earned"
 
 

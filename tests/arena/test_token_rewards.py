@@ -15,6 +15,7 @@ from turnwise.arena import MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSamp
 from turnwise.arena.rewards.token_rewards import set_reward
 from turnwise.types import EpisodeRequest, Step
 
+from .helpers import said
 from .replaying import play as play_again
 from .replaying import record
 
@@ -63,14 +64,9 @@ class Once(SingleTurnEpisode):
         return state
 
 
-def texts(*said):
-    left = list(said)
-    return lambda prompt, request: left.pop(0)
-
-
-def run(make_arena, episode, *said, count=None, **options):
-    arena = make_arena(texts(*said), credit=GRPOCredit(), **options, episodes=[episode])
-    requests = [EpisodeRequest(episode.episode_type, "x", group_id="q") for _ in range(count or len(said))]
+def run(make_arena, episode, *replies, count=None, **options):
+    arena = make_arena(said(*replies), credit=GRPOCredit(), **options, episodes=[episode])
+    requests = [EpisodeRequest(episode.episode_type, "x", group_id="q") for _ in range(count or len(replies))]
     results = asyncio.run(arena.generate_rollouts(requests))
     return arena, results
 
@@ -177,11 +173,11 @@ def test_it_stands_in_the_record_and_replays(make_arena):
         return arena
 
     requests = [EpisodeRequest(kind, "x") for kind in ("chat", "once", "once")]
-    rows = record(fresh(texts("1", "2", "3", "4")), requests)
+    rows = record(fresh(said("1", "2", "3", "4")), requests)
     told = [[step["info"]["token_rewards"] for step in row["steps"]] for row in rows]
-    said = [[float(step["completion"]) for step in row["steps"]] for row in rows]
-    assert told[0] == [[digit, 0.1] for digit in said[0]] and len(told[0]) == 2
-    assert told[1:] == [[[0.1 + place, said[1 + place][0] + 0.5]] for place in range(2)]
+    digits = [[float(step["completion"]) for step in row["steps"]] for row in rows]
+    assert told[0] == [[digit, 0.1] for digit in digits[0]] and len(told[0]) == 2
+    assert told[1:] == [[[0.1 + place, digits[1 + place][0] + 0.5]] for place in range(2)]
     for row in rows:
         _, divergence, _ = play_again(fresh(lambda prompt, request: 1 / 0), json.loads(json.dumps(row)))
         assert divergence is None, str(divergence)
