@@ -307,13 +307,8 @@ def tell(board: Any) -> str:
 def test_a_file_names_classes_that_the_caller_allows(tmp_path: Path) -> None:
     store = Store()
     store.register(Board, "copy")
-    data = {
-        "suit": Suit.HEARTS,
-        "kind": Board,
-        "tell": tell,
-        "board": Board([Suit.HEARTS]),
-        "known": [int, Fraction(1)],
-    }
+    named = {"suit": Suit.HEARTS, "kind": Board, "tell": tell}
+    data = {**named, "board": Board([Suit.HEARTS]), "known": [int, Fraction(1)]}
     store.state(data).save(tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"x: it names .*, so it was not imported\. .*allow=\["):
         load(tmp_path / "x", store=store)
@@ -364,12 +359,8 @@ def test_a_file_neither_changes_nor_makes_classes(pickled: bytes, message: str) 
 @pytest.mark.parametrize(
     "harmful",
     [
-        b"cos\nsystem\n(S'echo harm'\ntR.",
-        b"cbuiltins\neval\n(S'1'\ntR.",
-        b"cbuiltins\ngetattr\n.",
-        b"cnumpy\nload\n.",
-        b"ctorch\nload\n.",
-        b"cturnwise.state.leaves\npickle.loads\n.",
+        *(b"cos\nsystem\n(S'echo harm'\ntR.", b"cbuiltins\neval\n(S'1'\ntR.", b"cbuiltins\ngetattr\n."),
+        *(b"cnumpy\nload\n.", b"ctorch\nload\n.", b"cturnwise.state.leaves\npickle.loads\n."),
         b"\x80\x05\x8c\x0bcollections\x8c\x0c_sys.modules\x93.",
     ],
 )
