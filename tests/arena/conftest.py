@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.arena import Arena
+from turnwise.arena import Arena, Episode
 from turnwise.types import Actor, ModelRequest, ModelResponse
 
 from .helpers import Guess
@@ -88,13 +88,22 @@ def respond(text: str, version: int = 7, **changes: Any) -> ModelResponse:
 
 @pytest.fixture
 def make_arena() -> Callable[..., Arena]:
-    """``make_arena(reply, actors=("solver",), **arena options)``; the client is at ``arena.client``."""
+    """``make_arena(reply, actors, episodes, source, **arena options)``; the client is at ``arena.client``."""
 
-    def make(reply: Any = None, actors: Sequence[str | Actor] = ("solver",), **options: Any) -> Any:
-        arena_class = options.pop("arena_class", Arena)
+    def make(
+        reply: Any = None,
+        actors: Sequence[str | Actor] = ("solver",),
+        episodes: Sequence[Episode] = (),
+        source: Callable[[], Any] | None = None,
+        arena_class: type[Arena] = Arena,
+        **options: Any,
+    ) -> Any:
         arena = arena_class(FakeClient(reply), CharTokenizer(), **options)
         for actor in actors:
             arena.add_actor(Actor(actor) if isinstance(actor, str) else actor)
+        for episode in episodes:
+            arena.add_episode(episode)
+        arena.source = source or arena.source
         return arena
 
     return make

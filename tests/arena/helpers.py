@@ -84,6 +84,12 @@ def nested(make_arena, reply=None, **options):
     return arena
 
 
+def said(*replies):
+    """A reply function for the model that gives these, in their order."""
+    left = iter(replies)
+    return lambda prompt, request: next(left)
+
+
 def run(arena, *requests):
     return asyncio.run(arena.generate_rollouts(list(requests)))
 

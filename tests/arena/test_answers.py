@@ -68,8 +68,7 @@ def script(prompt, request):
 
 
 async def test_a_reviser_mends_two_of_three_and_breaks_one_of_two(make_arena):
-    arena = make_arena(script, actors=("writer", "editor"))
-    arena.add_episode(Relay())
+    arena = make_arena(script, actors=("writer", "editor"), episodes=[Relay()])
     questions = ["dog cat", "cow cat", "pig pig", "cat cat", "cat dog"]
     requests = [EpisodeRequest("relay", question) for question in questions]
     results = await arena.evaluation().generate_rollouts(requests)
@@ -81,7 +80,6 @@ async def test_a_reviser_mends_two_of_three_and_breaks_one_of_two(make_arena):
 
 
 async def test_an_invalid_action_loses_the_answer(make_arena):
-    arena = make_arena(script, actors=("writer", "editor"))
-    arena.add_episode(Relay())
+    arena = make_arena(script, actors=("writer", "editor"), episodes=[Relay()])
     (result,) = await arena.evaluation().generate_rollouts([EpisodeRequest("relay", "cat ?")])
     assert Contribution(**result.rollout.steps[1].info["handed"]) == Contribution(1, 1, 0, 0, 1, 1)

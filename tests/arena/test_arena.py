@@ -1,15 +1,14 @@
-"""The arena from requests to a batch with credit, what it refuses, and an episode as a user would write it."""
+"""The arena from requests to a batch with credit, what it refuses, and what a failure costs."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import numpy as np
 import pytest
 
-from turnwise.arena import Arena, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
-from turnwise.credit import GiGPOCredit, GRPOCredit, TurnReturnsCredit
+from turnwise.arena import Arena, BatchFailedError, Filters, SingleTurnEpisode
+from turnwise.credit import GRPOCredit
 from turnwise.types import Actor, EpisodeRequest
 
 from .helpers import Baseline, Guess, guess, run
@@ -17,7 +16,7 @@ from .helpers import Baseline, Guess, guess, run
 
 # -- a step -----------------------------------------------------------------------------------------------------------
 def test_step_makes_a_packed_batch_and_keeps_its_results(arena):
-    arena.source = lambda: [guess(str(number)) for number in range(5)]
+    arena.source = lambda: (guess(str(number)) for number in range(5))
     batch = asyncio.run(arena.step())
     assert len(batch) == len(arena.last_results) == 5
     completions = [float(result.rollout.steps[0].completion) for result in arena.last_results]
@@ -27,40 +26,17 @@ def test_step_makes_a_packed_batch_and_keeps_its_results(arena):
     assert batch.metrics["reward/solver"] == pytest.approx(np.mean(completions))
 
 
-def test_get_batch_may_be_overridden_and_asynchronous(make_arena):
+def test_get_batch_may_be_overridden_and_asynchronous_and_an_episode_may_go_by_another_name(make_arena):
     class Mine(Arena):
         async def get_batch(self):
-            return [guess("a"), guess("b")]
+            return [EpisodeRequest("easy", "a"), EpisodeRequest("easy", "b")]
 
     arena = make_arena(arena_class=Mine)
-    arena.add_episode(Guess())
+    arena.add_episode("easy", Guess())
     assert len(asyncio.run(arena.step())) == 2
-
-
-def test_without_a_source_the_step_says_what_to_do(arena):
+    assert {result.rollout.episode_type for result in arena.last_results} == {"easy"}
     with pytest.raises(NotImplementedError, match=r"override get_batch\(\), or set arena.source"):
-        asyncio.run(arena.step())
-
-
-def test_an_empty_batch_is_valid(arena):
-    arena.source = lambda: []
-    batch = asyncio.run(arena.step())
-    assert len(batch) == 0 and batch.token_ids.shape == (0,) and batch.cu_seqlens.tolist() == [0]
-
-
-def test_zero_advantages_are_dropped_counted_and_switchable(make_arena):
-    class Centred(Baseline):
-        def compute_columns(self, samples):
-            return np.array([sample.reward - 5 for sample in samples], dtype=np.float32)
-
-    for drop, rows in ((True, 2), (False, 3)):
-        arena = make_arena(partial(lambda replies, *call: next(replies), iter("567")), credit=Centred())
-        arena.filters = Filters(drop_zero_advantage=drop)
-        arena.add_episode(Guess())
-        arena.source = lambda: [guess(), guess(), guess()]
-        batch = asyncio.run(arena.step())
-        assert len(batch) == rows
-        assert batch.dropped == ({"zero_advantage": 1} if drop else {})
+        asyncio.run(make_arena().step())
 
 
 @pytest.mark.parametrize("drop", [False, True])
@@ -90,8 +66,7 @@ def test_credit_is_asked_once_per_batch_and_must_answer_with_finite_numbers(make
         def compute_columns(self, samples):
             return np.full(len(samples), np.nan)
 
-    arena = make_arena(credit=Baseline())
-    arena.add_episode(Guess())
+    arena = make_arena(credit=Baseline(), episodes=[Guess()])
     arena.source = lambda: [guess(str(number)) for number in range(4)]
     asyncio.run(arena.step())
     assert arena.credit.calls == 1
@@ -112,6 +87,7 @@ def test_lifecycle_hooks_run_also_when_training_fails(make_arena):
             self.seen = ["start"]
 
         async def on_train_end(self):
+            await super().on_train_end()
             self.seen.append("end")
 
     async def train(arena):
@@ -132,7 +108,26 @@ def test_lifecycle_hooks_run_also_when_training_fails(make_arena):
         assert arena.seen == ["start", "end"]
 
 
+def test_the_stop_token_trains(make_arena):
+    arena = make_arena(lambda prompt, request: "7", episodes=[Guess()], source=lambda: [guess(1)])
+    batch = asyncio.run(arena.step())
+    assert batch.token_ids[-2:].tolist() == [ord("7"), 0] and batch.loss_mask[-3:].tolist() == [0, 1, 1]
+
+
 # -- questions and groups ---------------------------------------------------------------------------------------------
+def test_different_questions_are_different_groups(make_arena):
+    """At the top too: each question has its own mean, whoever stands beside it in the batch."""
+    answers = {"easy": ["8", "9"], "hard": ["0", "1"]}
+
+    def reply(prompt, request):
+        return answers["easy" if "easy" in prompt else "hard"].pop(0)
+
+    arena = make_arena(reply, credit=GRPOCredit(normalize=False, hierarchy=True), episodes=[Guess()])
+    results = run(arena, *map(guess, ("easy", "hard", "easy", "hard")))
+    arena.assign_credit(results)
+    assert [result.rollout.steps[0].advantage for result in results] == [-0.5, -0.5, 0.5, 0.5]
+
+
 def test_different_questions_never_share_a_top_level_group(arena):
     questions = [{"q": 1}, {"q": 2}, {"q": 1}, {"q": True}, {"q": 1.0}]
     uids = [result.group_id for result in run(arena, *map(guess, questions))]
@@ -176,15 +171,8 @@ def test_what_is_registered_twice_or_unknown_is_refused(arena):
         asyncio.run(arena.call_model("nobody", "hi"))
 
 
-def test_an_episode_may_go_by_another_name(make_arena):
-    arena = make_arena()
-    arena.add_episode("easy", Guess())
-    assert run(arena, EpisodeRequest("easy", "x"))[0].rollout.episode_type == "easy"
-
-
 def test_a_prompt_longer_than_the_context_names_the_lengths(make_arena):
-    arena = make_arena(max_context=40, failure_threshold=1.0)
-    arena.add_episode(Guess())
+    arena = make_arena(max_context=40, failure_threshold=1.0, episodes=[Guess()])
     length = len("<user>Guess \n<assistant>")
     fits, full, long = (guess("y" * (size - length)) for size in (39, 40, 50))
     results = run(arena, fits, full, long)
@@ -194,100 +182,6 @@ def test_a_prompt_longer_than_the_context_names_the_lengths(make_arena):
         results[2].rollout.error
     )
     assert "has 40 tokens" in results[1].rollout.error and len(arena.client.requests) == 1
-
-
-# -- a whole episode, as a user would write it ------------------------------------------------------------------------
-def test_a_users_episode_in_forty_lines(make_arena):
-    def won(rollout, extras):
-        return {player: float(extras["winner"] == player) for player in ("left", "right")}
-
-    class Nim(MultiTurnEpisode):
-        """Take 1 to 3 stones; whoever takes the last one wins. A move that is no number takes one."""
-
-        episode_type = "nim"
-        actors = ("left", "right")
-        max_turns = 12
-        rubric = Rubric([won])
-
-        def setup(self, state, arena, artifact):
-            state.data = {"stones": artifact, "winner": None}
-
-        def get_prompt(self, artifact):
-            return f"Nim with {artifact} stones. Say how many you take: 1, 2 or 3."
-
-        def get_observation(self, state, arena, artifact):
-            return f"{state.data['stones']} left."
-
-        def env_response(self, state, arena, artifact):
-            text = state.last_completion_text
-            take = min(int(text) if text.isdigit() and 1 <= int(text) <= 3 else 1, state.data["stones"])
-            state.data["stones"] -= take
-            if not state.data["stones"]:
-                state.data["winner"] = state.current_actor
-            return f"{state.current_actor} takes {take}."
-
-        def is_done(self, state, arena, artifact):
-            return state.data["stones"] == 0
-
-        def step_reward(self, state, arena, artifact):
-            return float(state.data["stones"] % 4 == 0)  # the winning strategy leaves a multiple of four
-
-        def get_extras(self, state):
-            return {"winner": state.data["winner"]}
-
-    arena = make_arena(lambda prompt, request: str(request.sampling.seed % 4), actors=("left", "right"), seed=1)
-    arena.add_episode(Nim(sampler=TreeSampler(branches=16, select="best")))
-    [result] = run(arena, EpisodeRequest("nim", 11))
-    assert result.rollout.error is None
-    assert sorted(result.rollout.rewards.values()) == [0.0, 1.0]
-    assert result.rollout.rewards["left"] == 1.0, "best of sixteen finds the winning strategy"
-
-
-# -- credit over the turns of an episode ------------------------------------------------------------------------------
-class Corridor(MultiTurnEpisode):
-    """Walk from 0 to 2: the digit is odd for a step ahead, even to stay; each step is named by where it began."""
-
-    episode_type = "corridor"
-    actors = ("solver",)
-    max_turns = 4
-    rubric = Rubric([lambda extras: float(extras["at"] == 2)])
-
-    def setup(self, state, arena, artifact):
-        state.data["at"] = 0
-
-    def build_messages(self, state, arena, artifact):
-        return [{"role": "user", "content": f"{artifact} turn {state.turn}"}]
-
-    def env_response(self, state, arena, artifact):
-        state.trajectory[-1].info["state"] = state.data["at"]
-        state.data["at"] += int(state.last_completion_text) % 2
-
-    def is_done(self, state, arena, artifact):
-        return state.data["at"] == 2
-
-    def get_extras(self, state):
-        return {"at": state.data["at"]}
-
-
-@pytest.mark.parametrize("rule", [GiGPOCredit, TurnReturnsCredit])
-def test_rules_over_turns_follow_real_episodes(make_arena, rule):
-    """The win is earned once, at the end, though all calls of the episode share it as their reward."""
-    moves = {"a": "11", "b": "0011", "c": "0000"}
-    arena = make_arena(
-        lambda prompt, request: moves[prompt.partition(">")[2][0]][int(prompt.partition("turn ")[2][0])],
-        credit=rule(gamma=0.5, scale="none"),
-    )
-    arena.add_episode(Corridor())
-    arena.source = lambda: [EpisodeRequest("corridor", name, group_id="q") for name in moves]
-    asyncio.run(arena.step())
-    steps = {result.rollout.artifact: result.rollout.steps for result in arena.last_results}
-    assert [step.info["state"] for step in steps["b"]] == [0, 0, 0, 1]
-    if rule is GiGPOCredit:
-        at_start = [0.5, *(0.5**3, 0.5**2, 0.5), *(0.0,) * 4]  # the returns of all calls that began at 0
-        expected = (1 - 2 / 3) + 0.5 - np.mean(at_start)
-    else:
-        expected = 0.5 - np.mean([0.5, 0.5**3, 0.0])  # the first turns of the three
-    assert steps["a"][0].advantage == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +200,59 @@ def test_what_is_no_list_of_requests_is_named(arena, requests, message):
         asyncio.run(arena.step())
 
 
-def test_requests_may_come_from_a_generator(arena):
-    arena.source = lambda: (guess(str(number)) for number in range(3))
-    assert len(asyncio.run(arena.step())) == 3
+# -- failures: the rest of the batch goes on, or stops with the first traceback ---------------------------------------
+def test_one_exception_is_one_failed_result_and_its_siblings_go_on(arena):
+    results = run(arena, guess("a"), guess("boom"), guess("b"))
+    assert [result.rollout.error is None for result in results] == [True, False, True]
+    assert "RuntimeError: the boom artifact" in results[1].rollout.error and "get_prompt" in results[1].rollout.error
+    batch = arena.assign_credit_and_pack(results)
+    assert len(batch) == 2 and batch.metrics["episodes/failed"] == 1
+
+
+def test_too_many_failures_stop_the_batch_with_the_first_traceback(arena):
+    with pytest.raises(BatchFailedError, match=r"(?s)2 of 3 episodes failed.*failure_threshold=0.5.*the boom artifact"):
+        run(arena, guess("boom"), guess("a"), guess("boom"))
+
+
+def test_stopping_a_batch_leaves_no_orphan(make_arena):
+    async def slow(prompt, request):
+        await asyncio.sleep(60)
+
+    async def main():
+        with pytest.raises(BatchFailedError):
+            await arena.generate_rollouts([guess("boom"), guess("a")])
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    arena = make_arena(slow, failure_threshold=0.0, episodes=[Guess()])
+    assert asyncio.run(main()) == []
+
+
+def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
+    calls = []
+
+    def reply(prompt, request):
+        calls.append(request.sampling.seed)
+        return "x" if len(calls) < 3 else "4"  # "x" is no number: the rubric raises
+
+    arena = make_arena(reply, retries=2, episodes=[Guess()], source=lambda: [guess()])
+    batch = asyncio.run(arena.step())
+    assert len(set(calls)) == 3 and batch.rewards.tolist() == [4.0]
+    assert batch.metrics["episodes/retried"] == 2 and batch.metrics["sampled_tokens"] == 6
+    assert batch.metrics["episodes/failed"] == 0
+
+
+def test_a_client_that_breaks_fails_the_episode(make_arena):
+    arena = make_arena(lambda prompt, request: ConnectionError("refused"), failure_threshold=1.0, episodes=[Guess()])
+    [result] = run(arena, guess())
+    assert "ModelError: ConnectionError in the inference client: refused" in result.rollout.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interrupts_get_through(make_arena, error):
+    class Interrupt(Guess):
+        def get_prompt(self, artifact):
+            raise error
+
+    arena = make_arena(failure_threshold=1.0, episodes=[Interrupt()])
+    with pytest.raises(error):
+        run(arena, guess())

@@ -28,8 +28,7 @@ class Collecting(Arena):
 
 
 def collecting(make_arena):
-    arena = make_arena(arena_class=Collecting, credit=Baseline(), seed=2)
-    arena.add_episode(Guess())
+    arena = make_arena(arena_class=Collecting, credit=Baseline(), seed=2, episodes=[Guess()])
     arena.add_store("seen")
     return arena
 

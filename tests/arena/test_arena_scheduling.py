@@ -1,40 +1,18 @@
-"""Slots, priorities, seeds, deadlines and cancellation."""
+"""Slots, priorities, seeds, deadlines, and episodes that play episodes."""
 
 from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
+from turnwise.arena import BatchFailedError
 from turnwise.types import Actor, EpisodeRequest
 
-from .helpers import Guess, Propose, Solve, guess, nested, run
-
+from .helpers import Guess, guess, nested, run
 
 # -- slots -------------------------------------------------------------------------------------------------------------
-def test_the_limit_of_concurrent_calls_holds_over_all_levels(make_arena):
-    arena = nested(make_arena, copies=8, max_concurrency=2)
-    run(arena, *(EpisodeRequest("propose", str(number)) for number in range(8)))
-    assert arena.client.peak == 2
-
-
-class Deep(Guess):
-    """Two children per level, five levels; every parent waits for its children."""
-
-    episode_type = "deep"
-
-    async def rollout(self, arena, artifact, state=None):
-        if artifact:
-            await arena.generate_rollouts([EpisodeRequest("deep", artifact - 1) for _ in range(2)])
-        await self.call_model("solver", f"level {artifact}", arena)
-        return state
-
-
-def test_nesting_cannot_deadlock_a_budget_of_one(make_arena):
-    arena = make_arena(max_concurrency=1)
-    arena.add_episode(Deep())
-    [result] = asyncio.run(asyncio.wait_for(arena.generate_rollouts([EpisodeRequest("deep", 4)]), 10))
-    assert sum(1 for _ in result.walk()) == 31 and arena.client.peak == 1
 
 
 def test_children_come_before_new_roots(make_arena):
@@ -45,8 +23,7 @@ def test_children_come_before_new_roots(make_arena):
 
 
 def test_priority_goes_first(make_arena):
-    arena = make_arena(max_concurrency=1)
-    arena.add_episode(Guess())
+    arena = make_arena(max_concurrency=1, episodes=[Guess()])
     run(arena, *(guess(str(number), priority=number) for number in range(4)))
     asked = [prompt.split("Guess ")[1][0] for prompt in arena.client.prompts]
     assert asked == ["0", "3", "2", "1"], "0 found the slot free; then the highest priority"
@@ -102,40 +79,6 @@ def test_a_timeout_bounds_the_whole_subtree_and_no_other(make_arena):
     assert arena.client.in_flight == arena.budget.in_use == 0
 
 
-def test_a_child_may_time_out_alone(make_arena):
-    class Patient(Propose):
-        async def rollout(self, arena, artifact, state=None):
-            await self.call_model("proposer", "Topic", arena)
-            quick = EpisodeRequest("solve", "slow", timeout=0.05)
-            results = await arena.generate_rollouts([quick, EpisodeRequest("solve", "fast")])
-            state.data["errors"] = [result.rollout.error is not None for result in results]
-            return state
-
-        def get_extras(self, state):
-            return {"pass_rate": 0.5, **state.data}
-
-    arena = make_arena(hang_on("Guess slow"), actors=("proposer", "solver"))
-    arena.add_episode(Patient())
-    arena.add_episode(Solve())
-    [result] = run(arena, EpisodeRequest("propose", "sums"))
-    assert result.rollout.error is None and result.rollout.extras["errors"] == [True, False]
-
-
-def test_cancelling_the_step_ends_everything_and_gives_all_slots_back(make_arena):
-    arena = nested(make_arena, hang_on("Guess"), max_concurrency=3)
-
-    async def main():
-        task = asyncio.create_task(arena.generate_rollouts([EpisodeRequest("propose", str(n)) for n in range(4)]))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return len(asyncio.all_tasks())
-
-    assert asyncio.run(main()) == 1
-    assert arena.client.in_flight == arena.budget.in_use == 0
-
-
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_bad_timeouts_are_refused(arena, timeout):
     with pytest.raises(ValueError, match="timeout="):
@@ -154,11 +97,60 @@ def test_results_do_not_depend_on_scheduling(make_arena):
 
 def test_copies_with_one_seed_differ_and_are_the_same_in_any_batch(make_arena):
     def seeds(*requests):
-        arena = make_arena(seed=5)
-        arena.add_episode(Guess())
+        arena = make_arena(seed=5, episodes=[Guess()])
         return [result.rollout.seed for result in run(arena, *requests)]
 
     copies = seeds(guess(seed=9), guess(seed=9))
     assert copies[0] != copies[1]
     assert seeds(guess("other"), guess(seed=9), guess("other"), guess(seed=9))[1::2] == copies
     assert seeds(guess(seed=8))[0] not in copies
+
+
+# -- episodes that play episodes: who is whose child, and which of them train -----------------------------------------
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_proposer_spawns_solvers_grouped_by_parent(make_arena, retain):
+    """Each child counts once, whether or not the episode keeps it itself."""
+    arena = nested(make_arena, retain=retain)
+    arena.source = lambda: [EpisodeRequest("propose", topic) for topic in ("sums", "primes")]
+    batch = asyncio.run(arena.step())
+    assert len(batch) == 10 and batch.metrics["episodes"] == 10
+    for parent in arena.last_results:
+        assert parent.parent_id is None and len(parent.children) == parent.rollout.extras["children"] == 4
+        assert {child.parent_id for child in parent.children} == {parent.rollout.id}
+        passed = np.mean([child.rollout.rewards["solver"] for child in parent.children])
+        assert parent.rollout.rewards["proposer"] == pytest.approx(1 - abs(2 * passed - 1))
+    ids = [result.rollout.id for top in arena.last_results for result in top.walk()]
+    assert len(set(ids)) == 10
+    seeds = [step.info["seed"] for top in arena.last_results for r in top.walk() for step in r.rollout.steps]
+    assert len(set(seeds)) == 10
+
+
+def test_untrainable_children_stay_out_and_trainable_children_of_an_untrainable_parent_stay_in(make_arena):
+    arena = nested(make_arena, trainable=False)
+    arena.source = lambda: [EpisodeRequest("propose", "sums")]
+    batch = asyncio.run(arena.step())
+    assert batch.actors == ["proposer"] and len(batch) == 1 and batch.dropped == {"not_trainable": 4}
+    arena = nested(make_arena)
+    arena.source = lambda: [EpisodeRequest("propose", "sums", is_trainable=False)]
+    batch = asyncio.run(arena.step())
+    assert batch.actors == ["solver"] and len(batch) == 4 and batch.dropped == {"not_trainable": 1}
+
+
+def test_children_inherit_the_policy_version_and_priority(make_arena):
+    [result] = run(nested(make_arena), EpisodeRequest("propose", "sums", meta={"tag": 1}))
+    versions = [node.rollout.meta["policy_versions"] for node in result.walk()]
+    assert versions == [{"default": 7}] * 5
+    assert "tag" in result.rollout.meta and "tag" not in result.children[0].rollout.meta
+
+
+def test_children_that_fail_too_often_fail_the_parent_rather_than_pay_it_zero(make_arena):
+    def reply(prompt, request):
+        return "3" if "Topic" in prompt else RuntimeError("no solver")
+
+    arena = nested(make_arena, reply, failure_threshold=0.5)
+    arena.failure_threshold = 1.0
+    [result] = run(arena, EpisodeRequest("propose", "sums"))
+    assert "KeyError: 'solver'" in result.rollout.error, "all children failed: their rewards are not there"
+    arena.failure_threshold = 0.5
+    with pytest.raises(BatchFailedError, match=r"(?s)1 of 1 episodes failed.*of 4 episodes failed.*no solver"):
+        run(arena, EpisodeRequest("propose", "sums"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +16,7 @@ from turnwise.types import Artifact, EpisodeRequest
 
 
 def test_seeds_are_stable_across_processes_and_differ_by_every_part():
-    code = "from turnwise.arena.runtime.rng import derive_seed; print(derive_seed(0, 'episode', 3))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(other.stdout) == derive_seed(0, "episode", 3)
+    assert derive_seed(0, "episode", 3) == 6509058910624918404
     seeds = {derive_seed(a, b, c) for a in range(10) for b in "xyz" for c in range(10)}
     assert len(seeds) == 300 and all(0 <= seed < 2**63 for seed in seeds)
 
@@ -33,23 +29,9 @@ class Board:
 def test_equal_content_has_equal_keys_and_only_that():
     def make():
         return [
-            None,
-            0,
-            False,
-            0.0,
-            "0",
-            b"0",
-            [0],
-            (0,),
-            {"a": 1, "b": [2]},
-            {"a": 1, "b": [3]},
-            {0},
-            np.zeros(2),
-            np.zeros(2, dtype=np.float32),
-            np.zeros((2, 1)),
-            Board([1]),
-            Board([2]),
-            Artifact("q-1", {"x": 1}),
+            *(None, 0, False, 0.0, "0", b"0", [0], (0,), {"a": 1, "b": [2]}, {"a": 1, "b": [3]}, {0}),
+            *(np.zeros(2), np.zeros(2, dtype=np.float32), np.zeros((2, 1))),
+            *(Board([1]), Board([2]), Artifact("q-1", {"x": 1})),
         ]
 
     keys, again = list(map(content_key, make())), list(map(content_key, make()))
@@ -77,8 +59,7 @@ class Tree(Episode):
 def test_depth_priority_and_the_nearest_deadline_reach_nested_episodes(make_arena):
     episode = Tree()
     episode.seen = []
-    arena = make_arena()
-    arena.add_episode(episode)
+    arena = make_arena(episodes=[episode])
 
     async def main():
         start = asyncio.get_running_loop().time()

@@ -31,8 +31,7 @@ def drawn_from(*draws):
 
 
 def arena_of(make_arena, *draws, **filters):
-    arena = make_arena(reply, credit=GRPOCredit(), filters=Filters(**filters))
-    arena.add_episode(Guess())
+    arena = make_arena(reply, credit=GRPOCredit(), filters=Filters(**filters), episodes=[Guess()])
     arena.source = drawn_from(*draws)
     return arena
 
@@ -52,6 +51,8 @@ def test_questions_are_drawn_until_as_many_say_something(make_arena):
     assert batch.dropped == {"resample": 8, "over_quota": 2}
     assert batch.metrics["episodes"] == 16 and batch.metrics["sampled_tokens"] == 32
     assert batch.metrics["resampled_groups"] == 5 and batch.metrics["informative_groups"] == 3
+    alone = asyncio.run(arena_of(make_arena, ["odd1", "odd2", "odd3"]).step())
+    assert columns(batch) == columns(alone), "the same rows as when those alone were asked"
 
 
 def test_no_more_draws_than_allowed_and_none_without_need(make_arena):
@@ -61,19 +62,6 @@ def test_no_more_draws_than_allowed_and_none_without_need(make_arena):
     arena = arena_of(make_arena, ["odd1", "odd2"], ["odd3"], dynamic_sampling_rounds=3)
     batch = asyncio.run(arena.step())
     assert batch.metrics["resampled_groups"] == 0 and batch.metrics["episodes"] == len(batch) == 4
-
-
-def test_off_by_default(make_arena):
-    arena = arena_of(make_arena, *DRAWS)
-    batch = asyncio.run(arena.step())
-    assert len(batch) == 2 and batch.dropped == {"equal_rewards": 4} and "informative_groups" not in batch.metrics
-
-
-def test_what_is_kept_equals_what_would_train_without_resampling(make_arena):
-    """The rows of the informative questions are the same, row by row, as when those alone were asked."""
-    batch = asyncio.run(arena_of(make_arena, *DRAWS, dynamic_sampling_rounds=5).step())
-    alone = asyncio.run(arena_of(make_arena, ["odd1", "odd2", "odd3"]).step())
-    assert columns(batch) == columns(alone)
 
 
 def test_rows_that_other_filters_drop_say_nothing(make_arena):

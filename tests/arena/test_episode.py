@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from turnwise.arena import Episode, Rubric, SingleTurnEpisode
 from turnwise.types import EpisodeRequest, EpisodeState
 
 
 def play(make_arena, episode, artifact="q", **options):
-    arena = make_arena(actors=("solver", "left", "right"), failure_threshold=1.0, **options)
-    arena.add_episode(episode)
+    arena = make_arena(actors=("solver", "left", "right"), failure_threshold=1.0, **options, episodes=[episode])
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest(episode.episode_type, artifact)]))
     return arena, result.rollout
 
@@ -62,32 +59,19 @@ def test_a_single_turn_episode(make_arena):
     assert rollout.steps[0].policy_versions == [(2, 7)] and rollout.steps[0].completion == "5"
 
 
-def test_a_rollout_must_return_the_state(make_arena):
+def test_a_rollout_returns_the_state_or_one_of_its_own(make_arena):
     class Forgets(Duel):
-        episode_type = "forgets"
-
         async def rollout(self, arena, artifact, state=None):
             return None
 
-    _, rollout = play(make_arena, Forgets())
-    assert "Forgets.rollout returned None, expected the EpisodeState" in rollout.error
-
-
-def test_a_rollout_may_return_a_state_of_its_own(make_arena):
     class Own(Duel):
-        episode_type = "own"
-
         async def rollout(self, arena, artifact, state=None):
-            response = await self.call_model("left", artifact, arena)
-            return EpisodeState(data={"text": response.text})
+            return EpisodeState(data={"text": (await self.call_model("left", artifact, arena)).text})
 
         def get_extras(self, state):
             return {"left": float(state.data["text"])}
 
+    _, rollout = play(make_arena, Forgets())
+    assert "Forgets.rollout returned None, expected the EpisodeState" in rollout.error
     _, rollout = play(make_arena, Own(), reply=lambda prompt, request: "4")
     assert rollout.rewards == {"left": 4.0, "right": -4.0}
-
-
-def test_an_abstract_episode_cannot_be_made():
-    with pytest.raises(TypeError, match="abstract"):
-        SingleTurnEpisode()

@@ -79,33 +79,37 @@ def play(arena, count=2):
     return asyncio.run(arena.sample())
 
 
-def killed_after(calls):
+def killed_after(calls, answer=lambda prompt, request: str((request.sampling.seed or 0) % 10)):
     made = iter(range(10**6))
 
     def reply(prompt, request):
         if next(made) >= calls:
             raise KilledError
-        return str((request.sampling.seed or 0) % 10)
+        return answer(prompt, request)
 
     return reply
 
 
-def mixed():
-    return TreeSampler(branches=3, select="mixed", best_share=(1.0, 0.0), share_steps=9)
+MIXED = {"select": "mixed", "best_share": (1.0, 0.0), "share_steps": 9}
+TREES = [
+    *(({}, calls) for calls in (1, 20, 61)),
+    *((MIXED, calls) for calls in (7, 33, 50)),
+    *(({"beam_width": 2}, 9), ({"beam_width": 5, "select": "sample"}, 70), ({"select": "none"}, 30)),
+    ({"playouts": 2}, 150),
+]
 
 
-@pytest.mark.parametrize("sampler", [None, mixed], ids=["best", "mixed"])
-@pytest.mark.parametrize("calls", [1, 7, 20, 33, 50, 61])
-def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls, sampler):
+@pytest.mark.parametrize(("options", "calls"), TREES)
+def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, calls, options):
     def arena_of(reply=None):
-        arena = game(make_arena, reply, sampler=sampler and sampler())
+        arena = game(make_arena, reply, sampler=TreeSampler(3, **options))
         arena.batches = 4  # the middle of the run
         return arena
 
     whole = arena_of()
     expected = play(whole)
     total = len(whole.client.requests)
-    if sampler:
+    if options == MIXED:
         assert {step.info.get("selected_by") for step in expected[0].rollout.steps} == {None, "best", "draw"}
     first = arena_of(killed_after(calls))
     first.episode_checkpoints = EpisodeCheckpoints(tmp_path)
@@ -115,10 +119,12 @@ def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, call
     second.episode_checkpoints = EpisodeCheckpoints(tmp_path)
     results = play(second)
     assert [result.rollout for result in results] == [result.rollout for result in expected]
-    assert [len(result.children) for result in results] == [len(result.children) for result in expected]
+    ids = [[child.rollout.id for child in result.children] for result in results]
+    assert ids == [[child.rollout.id for child in result.children] for result in expected]
+    assert len(set(ids[0])) == len(ids[0]), "each nested episode once"
     asked = len(second.client.requests)
     assert asked < total if calls >= 20 else asked <= total
-    if calls >= 50:
+    if calls in (50, 61):
         assert asked <= total - calls + 24, "at most one node of each episode is asked for again"
 
 
@@ -139,20 +145,14 @@ def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path)
     """Every answer is right, so no question says anything, and the batch draws again."""
 
     def all_right(kill_at):
-        made = iter(range(10**6))
-
-        def reply(prompt, request):
-            if next(made) == kill_at:
-                raise KilledError
-            return "1"
-
+        reply = killed_after(kill_at, lambda prompt, request: "1")
         arena = game(make_arena, reply, credit=GRPOCredit(), filters=Filters(dynamic_sampling_rounds=1))
         arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
         return arena
 
     with pytest.raises(KilledError):
         play(all_right(kill_at=100))  # of 72 in each draw
-    resumed = all_right(kill_at=None)
+    resumed = all_right(kill_at=10**6)
     results = play(resumed)
     assert [result.rollout.id for result in results] == ["e0", "e1", "e2", "e3"]
     assert len(resumed.client.requests) <= 144 - 100 + 24
@@ -182,9 +182,7 @@ def test_what_cannot_be_saved_or_read_is_named(make_arena, tmp_path):
             super().setup(state, arena, artifact)
             state.data = {**state.data, "lock": threading.Lock()}
 
-    arena = make_arena(actors=("a", "b", "solver"), failure_threshold=1.0)
-    arena.add_episode(Locked())
-    arena.add_episode(Ask())
+    arena = make_arena(actors=("a", "b", "solver"), failure_threshold=1.0, episodes=[Locked(), Ask()])
     arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
     [result] = play(arena, 1)
     assert "the data of episode 'e0' can't be saved on the way" in result.rollout.error

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,18 +40,18 @@ def test_each_artifact_is_on_one_side_and_the_share_is_about_right():
 
 @pytest.mark.parametrize("kept", ["memory", "file"])
 def test_nothing_leaks_after_adds_removals_and_reloads(tmp_path, kept):
-    """Once held out, never trained on: the same contents come and go 2,000 times, through JSON and through files."""
+    """Once held out, never trained on: the same contents come and go 800 times, through JSON and through files."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng, ever = random.Random(seed), {"train": set(), "eval": set()}
     options = {"max_size": 60} | ({"path": tmp_path / "q.db"} if kept == "file" else {})
     store = ArtifactStore("q", **options)
-    for number in range(2000):
+    for number in range(800):
         contents = (n := rng.randint(0, 150), f"{n} + 1 = ?", {"n": float(n)})
         store.add({"question": rng.choice([contents, list(contents)]), 1: True} if kept == "file" else list(contents))
         if rng.random() < 0.3:
             store.remove(rng.choice([item.id for item in store]))
-        if number % 200 == 199:
+        if number % 80 == 79:
             state = store.state_dict()
             store.close()
             store = ArtifactStore("q", **options)
@@ -163,18 +160,6 @@ def test_other_contents_differ():
 
 
 def test_sides_are_the_same_in_every_process():
-    code = (
-        "from turnwise.arena.runtime.content_key import content_digest as d\n"
-        "print(d({'a': {'x', 'y'}, 'b': [1, 'ü']}).hex())"
-    )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        )
-        for seed in ("1", "2")
-    ]
-    expected = content_digest({"a": {"x", "y"}, "b": [1, "ü"]}).hex()
-    assert [run.stdout.strip() for run in runs] == [expected, expected], runs[0].stderr
+    """Each process has other hashes of strings, and so another order of a set."""
+    data = {"a": set("abcdefghijkl"), "b": [1, "ü"]}
+    assert content_digest(data).hex() == "02b19daf303d18f28e83c96994582574"

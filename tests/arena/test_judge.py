@@ -53,6 +53,9 @@ def test_equal_questions_are_asked_once_and_stand_in_every_record(make_arena):
     assert not any(own[0].trainable for own in steps)
     # Six guesses and one opinion were sampled, of two tokens each.
     assert arena.assign_credit_and_pack(results).metrics["sampled_tokens"] == 14
+    arena.client.served += 1
+    play(arena, 1)
+    assert len(asks(arena)) == 2, "new weights are asked again"
 
 
 def test_an_answer_does_not_depend_on_who_asks_first(make_arena):
@@ -72,21 +75,6 @@ def test_an_answer_does_not_depend_on_who_asks_first(make_arena):
 
 def _sampled(prompt, request):
     return str(request.sampling.seed % 1000) if "Rate" in prompt else prompt.split("Guess ")[1][0]
-
-
-def test_new_weights_are_asked_again(make_arena):
-    judge = Judge()
-
-    async def quality(completion, arena):
-        return await judge.score(f"Rate {completion}", arena)
-
-    arena = judged(make_arena, quality, lambda prompt, request: "5")
-    play(arena, 1)
-    play(arena, 2)
-    assert len(asks(arena)) == 1
-    arena.client.served += 1
-    play(arena, 3)
-    assert len(asks(arena)) == 2
 
 
 @pytest.mark.parametrize("bias", [0, 1])
@@ -162,11 +150,8 @@ def test_reading_answers():
         read_choice("ABBA")
 
 
-def test_answers_are_greedy_unless_asked_for_otherwise():
+def test_options_are_checked_at_once_and_answers_are_greedy_by_default():
     assert Judge().sampling == {"temperature": 0.0} and Judge(temperature=0.7).sampling == {"temperature": 0.7}
-
-
-def test_options_are_checked_at_once():
     with pytest.raises(TypeError):
         Judge(temprature=0.0)
     with pytest.raises(ValueError, match="cache_size=-1"):

@@ -13,15 +13,16 @@ from .helpers import Baseline, guess
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lost"), [(0, 0.0), (400, 0.0), (401, 0.005), (450, 0.25), (499, 0.495), (500, 0.5), (600, 0.5)]
+    ("penalty", "limit", "values"),
+    [
+        (OverlongPenalty(100, 0.5), 500, {0: 0, 400: 0, 401: 0.005, 450: 0.25, 499: 0.495, 500: 0.5, 600: 0.5}),
+        # A buffer of the whole limit grows from the first token.
+        (OverlongPenalty(8), 8, {4: 0.5}),
+        (OverlongPenalty(16), 8, {4: 0.75}),
+    ],
 )
-def test_worked_values(tokens, lost):
-    assert OverlongPenalty(100, 0.5).of(tokens, limit=500) == pytest.approx(lost)
-
-
-def test_a_buffer_of_the_whole_limit_grows_from_the_first_token():
-    assert OverlongPenalty(8).of(4, limit=8) == 0.5
-    assert OverlongPenalty(16).of(4, limit=8) == 0.75
+def test_worked_values(penalty, limit, values):
+    assert {tokens: penalty.of(tokens, limit) for tokens in values} == pytest.approx(values)
 
 
 @pytest.mark.parametrize(("options", "name"), [((0,), "buffer=0"), ((4, -1.0), "penalty=-1.0")])
@@ -31,20 +32,8 @@ def test_options_are_checked(options, name):
 
 
 def step(tokens, reward=None, actor="a", **changes):
-    return Step(
-        actor,
-        0,
-        [],
-        "",
-        [1],
-        [5] * tokens,
-        [-1.0] * tokens,
-        [(tokens, 0)],
-        "stop",
-        reward=reward,
-        info={"max_tokens": 10},
-        **changes,
-    )
+    sampled = [5] * tokens, [-1.0] * tokens, [(tokens, 0)], "stop"
+    return Step(actor, 0, [], "", [1], *sampled, reward=reward, info={"max_tokens": 10}, **changes)
 
 
 @pytest.mark.parametrize("own", [0, None])

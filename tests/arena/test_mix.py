@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from turnwise.arena import (
@@ -17,6 +19,8 @@ from turnwise.arena import (
 from turnwise.arena.rewards.mix import shape_turns
 from turnwise.credit import DrMASCredit
 from turnwise.types import EpisodeRequest, Rollout, Step
+
+from .helpers import said
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -139,15 +143,8 @@ class Draft(MultiTurnEpisode):
         return {**state.data, "right": float(state.data["digit"] == 7)}
 
 
-def said(*replies):
-    """A client that gives these replies, in their order."""
-    lines = iter(replies)
-    return lambda prompt, request: next(lines)
-
-
 async def played(make_arena, replies, episode=None, **settings):
-    arena = make_arena(said(*replies), actors=("writer", "editor"), **settings)
-    arena.add_episode(episode or Draft())
+    arena = make_arena(said(*replies), actors=("writer", "editor"), **settings, episodes=[episode or Draft()])
     [result] = await arena.generate_rollouts([EpisodeRequest("draft", None)])
     assert result.rollout.error is None, result.rollout.error
     return arena, result
@@ -156,7 +153,7 @@ async def played(make_arena, replies, episode=None, **settings):
 @pytest.mark.parametrize(
     ("reward", "steps", "rollout"),
     [
-        (None, [1.0, 1.0, 1.0, 1.0], {"writer": 1.0, "editor": 1.0}),
+        (None, [1.0, 1.0, 1.0, 1.0], {"writer": 0.0, "editor": 1.0}),
         ({"alpha": 0.4}, [1.0, 0.4, 0.4, 1.0], {"writer": 0.0, "editor": 1.0}),
         ({"alpha": 0.4, "mode": "convex"}, [0.6, 0.4, 0.4, 0.6], {"writer": 0.0, "editor": 0.6}),
         ({"alpha": 2.0, "threshold": 1.5}, [0.0, 1.0, 1.0, 0.0], {"writer": 0.0, "editor": 0.0}),
@@ -166,8 +163,6 @@ async def test_steps_and_rollouts_mix_alike(make_arena, reward, steps, rollout):
     _, result = await played(make_arena, ["4", "7", "7", "3"], reward=reward)
     assert [one.reward for one in result.rollout.steps] == pytest.approx(steps)
     # The last digit is wrong; the writer's last one was not short, the editor's was.
-    if reward is None:
-        rollout = {"writer": 0.0, "editor": 1.0}
     assert result.rollout.rewards == pytest.approx(rollout)
 
 
@@ -188,11 +183,6 @@ async def test_costs_of_what_can_not_be_read(make_arena):
     assert result.rollout.rewards == {"writer": 1.0, "editor": 1.0}, "the share of the writer's last completion"
     _, result = await played(make_arena, ["4", "!"], reward={"invalid_cost": 0.25})
     assert [one.reward for one in result.rollout.steps] == [1.0, -0.25]
-
-
-async def test_a_rubrics_share_of_valid_completions_costs_as_much(make_arena):
-    _, result = await played(make_arena, ["7", "7", "?", "7"], reward={"invalid_cost": 0.25, "threshold": 1.0})
-    assert result.rollout.rewards == {"writer": 1.0 - 0.25, "editor": 1.0}
 
 
 async def test_an_actor_that_never_acted_pays_no_cost(make_arena):
@@ -259,14 +249,6 @@ async def test_a_step_reward_and_a_rubric_stay_as_they_are(make_arena):
     assert [one.reward for one in result.rollout.steps] == [0.0, 1.0, 1.0, 1.0]
 
 
-async def test_a_step_reward_gets_the_difference_too(make_arena):
-    class Valued(Plain):
-        team_value = Draft.team_value
-
-    _, result = await played(make_arena, ["5", "7", "7", "0"], Valued(), reward={"difference": 0.7})
-    assert [one.reward for one in result.rollout.steps] == pytest.approx([0.5 + 0.5, 0.7 + 0.2, 0.7, 0.0 - 0.7])
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
@@ -279,13 +261,6 @@ async def test_a_step_reward_gets_the_difference_too(make_arena):
 async def test_a_key_that_has_no_meaning_is_refused(make_arena, reward, message):
     with pytest.raises(ValueError, match=message):
         await played(make_arena, ["7"] * 4, Plain(), reward=reward)
-
-
-async def test_a_key_holds_where_it_has_a_meaning(make_arena):
-    arena = make_arena(said("7"), actors=("writer", "editor"), reward={"alpha": 0.4, "difference": 1.0})
-    arena.add_episode(Draft())
-    arena.add_episode("plain", Plain())
-    assert arena.mix_of("draft") == RewardMix(0.4, difference=1.0) and arena.mix_of("plain") == RewardMix()
 
 
 def test_what_each_kind_of_episode_serves():
@@ -308,37 +283,31 @@ def test_what_each_kind_of_episode_serves():
     assert set(Own().unserved_rewards()) == {"difference", "threshold", *turns}
 
 
+def wrong(value):
+    return type("Wrong", (Draft,), {"reward_parts": lambda self, state, arena, artifact: value})()
+
+
+class ByToken(Draft):
+    reward_parts = MultiTurnEpisode.reward_parts
+
+    def step_reward(self, state, arena, artifact):
+        return [1.0] * len(state.trajectory[-1].completion_token_ids)
+
+
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("episode", "message"),
     [
-        (0.5, r"Wrong.reward_parts for actor 'writer': got 0.5, expected RewardParts\(team, own, valid\)"),
-        ((float("nan"), 0.0), "Wrong.reward_parts for actor 'writer': the reward is nan"),
-        (([1.0], 0.0), "Wrong.reward_parts for actor 'writer': got .*expected a number"),
+        (wrong(0.5), r"Wrong.reward_parts for actor 'writer': got 0.5, expected RewardParts\(team, own, valid\)"),
+        (wrong((float("nan"), 0.0)), "Wrong.reward_parts for actor 'writer': the reward is nan"),
+        (wrong(([1.0], 0.0)), "Wrong.reward_parts for actor 'writer': got .*expected a number"),
+        (ByToken(), "ByToken.step_reward for actor 'writer': got rewards by token, expected a number"),
     ],
 )
-async def test_wrong_parts_are_named(make_arena, value, message):
-    class Wrong(Draft):
-        def reward_parts(self, state, arena, artifact):
-            return value
-
-    arena = make_arena(said("7"), actors=("writer", "editor"), failure_threshold=1.0)
-    arena.add_episode(Wrong())
-    [result] = await arena.generate_rollouts([EpisodeRequest("draft", None)])
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(result.rollout.error)
-
-
-async def test_rewards_by_token_have_no_difference_to_add(make_arena):
-    class ByToken(Draft):
-        reward_parts = MultiTurnEpisode.reward_parts
-
-        def step_reward(self, state, arena, artifact):
-            return [1.0] * len(state.trajectory[-1].completion_token_ids)
-
+async def test_wrong_parts_are_named(make_arena, episode, message):
     arena = make_arena(said("7"), actors=("writer", "editor"), reward={"difference": 1.0}, failure_threshold=1.0)
-    arena.add_episode(ByToken())
+    arena.add_episode(episode)
     [result] = await arena.generate_rollouts([EpisodeRequest("draft", None)])
-    assert "ByToken.step_reward for actor 'writer': got rewards by token, expected a number" in result.rollout.error
+    assert re.search(message, result.rollout.error)
 
 
 def test_parts_of_a_rubric_are_its_own_functions():

@@ -35,16 +35,9 @@ class Chat(MultiTurnEpisode):
 
 
 def play(make_arena, episode, reply=None, actors=("a", "b"), **options):
-    arena = make_arena(reply, actors=actors, failure_threshold=1.0, **options)
-    arena.add_episode(episode)
+    arena = make_arena(reply, actors=actors, failure_threshold=1.0, **options, episodes=[episode])
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("chat", "q")]))
     return arena, result.rollout
-
-
-def test_a_turn_is_a_round(make_arena):
-    _, rollout = play(make_arena, Chat())
-    assert [(step.turn, step.actor_id) for step in rollout.steps] == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
-    assert rollout.meta["ended"] == "max_turns"
 
 
 def test_a_turn_begins_when_the_next_actor_has_already_acted(make_arena):
@@ -62,19 +55,6 @@ def test_a_turn_begins_when_the_next_actor_has_already_acted(make_arena):
     assert [(step.turn, step.actor_id) for step in rollout.steps] == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "b")]
 
 
-def test_the_environment_answers_the_last_action_too(make_arena):
-    _, rollout = play(make_arena, Chat(max_turns=1))
-    assert rollout.extras["moves"] == 2, "env_response ran after the last turn"
-    assert rollout.extras["last"] == rollout.steps[-1].completion
-
-
-def test_the_opening_prompt_reaches_every_actors_first_turn(make_arena):
-    _, rollout = play(make_arena, Chat())
-    for step in rollout.steps:
-        assert step.prompt[0] == {"role": "user", "content": step.prompt[0]["content"]}
-        assert step.prompt[0]["content"].startswith("OPENING")
-
-
 def test_the_chat_from_each_seat(make_arena):
     said = iter(["think|one", "two", "hm|three", "four"])
     _, rollout = play(make_arena, Chat(), reply=lambda prompt, request: next(said))
@@ -83,26 +63,12 @@ def test_the_chat_from_each_seat(make_arena):
         {"role": "assistant", "content": "think|one"},
         {"role": "user", "content": "move 1\n\nb: two\n\nmove 2\n\nSECRET-a-1"},
     ]
+    assert rollout.extras["moves"] == 4 and rollout.extras["last"] == "four", "the last action is answered, too"
     assert rollout.steps[3].prompt == [
         {"role": "user", "content": "OPENING\n\na: one\n\nmove 1"},
         {"role": "assistant", "content": "two"},
         {"role": "user", "content": "move 2\n\na: three\n\nmove 3\n\nSECRET-b-1"},
     ]
-
-
-def test_observations_are_private_and_never_enter_the_transcript(make_arena):
-    _, rollout = play(make_arena, Chat())
-    for step in rollout.steps:
-        other = {"a": "b", "b": "a"}[step.actor_id]
-        assert f"SECRET-{other}" not in str(step.prompt)
-        assert str(step.prompt).count("SECRET") == 1, "only the present observation"
-
-
-def test_hidden_reasoning_is_not_shown_to_others(make_arena):
-    _, rollout = play(make_arena, Chat(), reply=lambda prompt, request: "plan of mine|move")
-    for step in rollout.steps:
-        seen = " ".join(message["content"] for message in step.prompt if message["role"] == "user")
-        assert "plan of mine" not in seen
 
 
 def test_is_done_ends_at_once_and_no_actor_is_asked_for(make_arena):
@@ -118,59 +84,49 @@ def test_is_done_ends_at_once_and_no_actor_is_asked_for(make_arena):
 
 
 def test_every_hook_may_be_async(make_arena):
-    class Async(Chat):
-        async def setup(self, state, arena, artifact):
+    class Plain(Chat):
+        max_turns = 3
+
+        def setup(self, state, arena, artifact):
             state.data["moves"] = 10
 
-        async def get_initial_actor(self):
+        def get_initial_actor(self):
             return "b"
 
-        async def get_prompt(self, artifact):
-            return "LATE"
-
-        async def get_observation(self, state, arena, artifact):
-            return None
-
-        async def env_response(self, state, arena, artifact):
-            state.data["moves"] += 1
-
-        async def step_reward(self, state, arena, artifact):
+        def step_reward(self, state, arena, artifact):
             return state.data["moves"]
 
-        async def is_done(self, state, arena, artifact):
-            return state.data["moves"] >= 12
-
-        async def next_actor(self, state, arena, artifact):
-            return "a"
-
-        async def get_extras(self, state):
-            return dict(state.data)
-
-    _, rollout = play(make_arena, Async())
-    assert [(step.actor_id, step.reward) for step in rollout.steps] == [("b", 11.0), ("a", 12.0)]
-    assert rollout.steps[0].prompt == [{"role": "user", "content": "LATE"}]
-
-
-def test_is_done_is_not_asked_before_anyone_acted(make_arena):
-    class Waits(Chat):
-        def build_messages(self, state, arena, artifact):
-            return None if state.current_actor == "a" else "only b"
-
         def is_done(self, state, arena, artifact):
-            return state.data["moves"] == 1
+            return state.data["moves"] >= 14
 
-    _, rollout = play(make_arena, Waits())
-    assert rollout.error is None
-    assert [step.actor_id for step in rollout.steps] == ["b"]
+        def next_actor(self, state, arena, artifact):
+            return "b" if state.data["moves"] % 3 else "a"
+
+    def later(hook):
+        async def answer(self, *arguments):
+            await asyncio.sleep(0)
+            return hook(self, *arguments)
+
+        return answer
+
+    hooks = ("setup", "get_initial_actor", "get_prompt", "get_observation", "env_response", "step_reward", "is_done")
+    hooks += ("next_actor", "get_extras", "public")
+    awaited = type("Awaited", (Plain,), {name: later(getattr(Plain, name)) for name in hooks})
+    rollouts = [play(make_arena, episode())[1] for episode in (Plain, awaited)]
+    assert rollouts[0] == rollouts[1] and rollouts[1].error is None
+    assert [(step.actor_id, step.reward) for step in rollouts[1].steps] == [("b", 11), ("b", 12), ("a", 13), ("b", 14)]
 
 
-def test_skipping_passes_the_turn_on(make_arena):
+def test_skipping_passes_the_turn_on_and_is_done_is_not_asked_before_anyone_acted(make_arena):
     class Skip(Chat):
         async def build_messages(self, state, arena, artifact):
             return None if state.current_actor == "a" else f"only b, turn {state.turn}"
 
-    _, rollout = play(make_arena, Skip())
-    assert [(step.actor_id, step.turn) for step in rollout.steps] == [("b", 0), ("b", 1)]
+        def is_done(self, state, arena, artifact):
+            return state.data["moves"] == 2
+
+    _, rollout = play(make_arena, Skip(max_turns=3))
+    assert rollout.error is None and [(step.actor_id, step.turn) for step in rollout.steps] == [("b", 0), ("b", 1)]
     assert rollout.steps[0].prompt == [{"role": "user", "content": "only b, turn 0"}]
 
 
@@ -201,19 +157,14 @@ def test_tool_calls_in_hooks_are_recorded_and_no_part_of_the_transcript(make_are
     assert not rollout.steps[2].trainable
 
 
-def test_a_nan_step_reward_fails_the_episode(make_arena):
-    class Nan(Chat):
-        def step_reward(self, state, arena, artifact):
-            return float("nan")
-
-    _, rollout = play(make_arena, Nan())
-    assert "Nan.step_reward for actor 'a': the reward is nan, expected a finite number" in rollout.error
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"actors": ()}, "Mistake.actors is empty"),
+        (
+            {"step_reward": lambda self, state, arena, artifact: float("nan")},
+            "Mistake.step_reward for actor 'a': the reward is nan, expected a finite number",
+        ),
         (
             {"get_prompt": MultiTurnEpisode.get_prompt, "get_observation": MultiTurnEpisode.get_observation},
             r"override get_prompt\(artifact\) or build_messages",

@@ -21,6 +21,8 @@ from turnwise.arena import (
 from turnwise.arena.runtime.privacy import check_batch
 from turnwise.types import EpisodeRequest, Rollout
 
+from .test_episode_checkpoints import KilledError, killed_after
+
 SEED = random.SystemRandom().randrange(2**32)
 NAMES = ("ann", "bob", "cat", "dan")
 
@@ -66,8 +68,7 @@ def thoughts(prompt, request):
 
 
 def play(make_arena, episode, actors=NAMES, reply=thoughts, copies=2, **options):
-    arena = make_arena(reply, actors=actors, check_private=True, **options)
-    arena.add_episode(episode)
+    arena = make_arena(reply, actors=actors, check_private=True, **options, episodes=[episode])
     requests = [EpisodeRequest(episode.episode_type, "q", group_id="q") for _ in range(copies)]
     results = asyncio.run(arena.generate_rollouts(requests))
     assert [result.rollout.error for result in results] == [None] * copies
@@ -92,17 +93,6 @@ class Announced(Secrets):
 
     def env_response(self, state, arena, artifact):
         return self.secret(state, state.current_actor).upper().replace(" ", "\n  ")
-
-
-class Opened(Secrets):
-    """The secret of the last to act stands in what was said before it acted: it is marked only later."""
-
-    async def transcript(self, state, arena, artifact):
-        messages = await super().transcript(state, arena, artifact)
-        messages[0]["content"] += self.secret(state, self.actors[-1])
-        return messages
-
-    build_messages = transcript
 
 
 class Overheard(Secrets):
@@ -154,10 +144,10 @@ class Copied(Secrets):
         return private("\n".join(views), to=actor)
 
 
-LEAKS = [Observed, Announced, Opened, Overheard, Posed, InParts, Untagged, Copied]
+LEAKS = [Observed, Announced, Overheard, Posed, InParts, Untagged, Copied]
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(6))
 def test_random_games_that_keep_their_secrets_pass(make_arena, number, tmp_path):
     rng = random.Random(SEED + number)
     print("seed", SEED, number)
@@ -198,65 +188,129 @@ def test_random_games_that_leak_are_found(make_arena, kind):
         assert result.rollout.error is None
 
 
-def test_the_message_names_rollout_step_actor_and_text(make_arena):
-    with pytest.raises(LeakError) as raised:
-        play(make_arena, Announced(("ann", "bob")), copies=1)
-    assert (
-        "step 1 of rollout 'e0' (secrets): the prompt of actor 'bob' holds what is private to 'ann': 'Your number is"
-        in (str(raised.value))
-    )
+async def peek(arena, rollout):
+    await arena.call_model("bob", rollout.steps[0].prompt[-1]["content"])
+    return 1.0
 
 
-def test_a_leak_in_a_nested_episode_stops_the_whole_call(make_arena):
-    class Tells(SingleTurnEpisode):
-        episode_type, actor, rubric = "tells", "bob", Rubric([lambda extras: 1.0])
+class Late(Secrets):
+    """Shows ann bob's number before bob is told it: found at the end."""
 
-        def get_prompt(self, artifact):
-            return artifact
+    async def build_messages(self, state, arena, artifact):
+        messages = await self.transcript(state, arena, artifact)
+        if state.current_actor == "ann":
+            messages[0]["content"] += self.secret(state, "bob")
+        return messages
+
+
+class Aloud(Secrets):
+    """What an actor said may be shown to it, but is no excuse for a secret that merely holds it."""
+
+    public = lambda self, text: text  # noqa: E731
+
+    def env_response(self, state, arena, artifact):
+        return self.secret(state, "ann") if state.turn == 1 and state.current_actor == "ann" else None
+
+
+class Brief(Overheard):
+    """A thought of a few words is found with its tags."""
+
+    def public(self, text):
+        return text.rpartition(">")[2].strip()
+
+
+class Whisper(Secrets):
+    """The others hear what ann says, and cat does not; then the environment says it to everybody."""
+
+    repeats = False
+
+    async def public_to(self, text, actor, to):
+        return None if (actor, to) == ("ann", "cat") else text if actor == "ann" else self.public(text)
+
+    def env_response(self, state, arena, artifact):
+        return state.last_completion_text if self.repeats else None
+
+
+class Repeated(Whisper):
+    repeats = True
+
+
+class Thief(Secrets):
+    get_observation = public = lambda self, *_: ""
+
+    def get_extras(self, state):
+        state.trajectory[1].actor_id = "ann"
+        return {}
+
+
+def says(text):
+    return lambda prompt, request: text
+
+
+FOUND = [
+    (
+        Announced(("ann", "bob")),
+        thoughts,
+        r"step 1 of rollout 'e0' \(secrets\): the prompt of actor 'bob' holds what is private to 'ann': 'Your number",
+    ),
+    (type("Peeking", (Secrets,), {"rubric": Rubric([peek], on_error="zero")})(rounds=1), thoughts, "'bob'"),
+    (Late(rounds=1), thoughts, "step 0 .*: the prompt of actor 'ann' holds what is private to 'bob'"),
+    *(
+        (Aloud(), says(word), "actor 'bob' holds what is private to 'ann'")
+        for word in ("is", "n", "Your number", "", ".")
+    ),
+    *(
+        (Brief(rounds=1), says(f"{thought} yes"), f"actor 'bob' holds what is private to 'ann': '{thought}'")
+        for thought in ("<think>fold</think>", "<think>the king, maybe</think>", "<plan a=1>k</plan>")
+    ),
+    (Repeated(("ann", "bob", "cat"), rounds=1), thoughts, "actor 'cat' holds what is private to 'ann', 'bob'"),
+    (
+        Thief(rounds=1),
+        thoughts,
+        r"step 1 of rollout 'e0'.*: the completion of actor 'ann' was not sampled for it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("episode", "reply", "message"), FOUND)
+def test_what_is_found_and_how_it_is_told(make_arena, episode, reply, message):
+    with pytest.raises(LeakError, match=message):
+        play(make_arena, episode, reply=reply, copies=1)
+
+
+class Nested(SingleTurnEpisode):
+    """Asks an actor what the artifact says, marked as ann's for ann."""
+
+    episode_type, rubric = "nested", Rubric([lambda extras: 1.0])
+
+    def get_initial_actor(self):
+        return self.actor
+
+    def get_prompt(self, artifact):
+        return private(artifact, to="ann") if self.actor == "ann" else artifact
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("bob", r"step 0 of rollout 'e0.0' \(nested\): the prompt of actor 'bob'"),
+        ("ann", r"rollout 'e0' .*actor 'bob' holds what is private to 'ann': 'The code is 4711"),
+    ],
+)
+def test_marks_hold_in_nested_episodes_and_in_their_parents(make_arena, asked, message):
+    """A leak in a nested episode stops the whole call, whatever the threshold."""
 
     class Outer(Secrets):
         async def env_response(self, state, arena, artifact):
-            words = self.secret(state, "ann") if state.current_actor == "ann" else "Nothing."
-            await arena.generate_rollouts([EpisodeRequest("tells", words)])
-
-    arena = make_arena(thoughts, actors=NAMES, check_private=True, failure_threshold=1.0)
-    arena.add_episode(Outer())
-    arena.add_episode(Tells())
-    with pytest.raises(LeakError, match=r"step 0 of rollout 'e0.0' \(tells\): the prompt of actor 'bob'"):
-        asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
-
-
-def test_what_a_nested_episode_marks_is_private_in_its_parent_too(make_arena):
-    class Deals(SingleTurnEpisode):
-        episode_type, actor, rubric = "deals", "ann", Rubric([lambda extras: 1.0])
-
-        def get_prompt(self, artifact):
-            return private("The code is 4711.", to="ann")
-
-    class Outer(Secrets):
-        async def env_response(self, state, arena, artifact):
-            await arena.generate_rollouts([EpisodeRequest("deals", "q")])
+            words = self.secret(state, "ann") if asked == "bob" else "The code is 4711."
+            await arena.generate_rollouts([EpisodeRequest("nested", words)])
             return "The code is 4711."
 
-    arena = make_arena(thoughts, actors=NAMES, check_private=True)
-    arena.add_episode(Outer())
-    arena.add_episode(Deals())
-    with pytest.raises(
-        LeakError, match=r"rollout 'e0' .*actor 'bob' holds what is private to 'ann': 'The code is 4711"
-    ):
+    inner = Nested()
+    inner.actor = asked
+    arena = make_arena(thoughts, actors=NAMES, check_private=True, failure_threshold=1.0, episodes=[Outer(), inner])
+    with pytest.raises(LeakError, match=message):
         asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
-
-
-def test_a_reward_function_cannot_swallow_a_leak(make_arena):
-    async def peek(arena, rollout):
-        await arena.call_model("bob", rollout.steps[0].prompt[-1]["content"])
-        return 1.0
-
-    class Peeking(Secrets):
-        rubric = Rubric([peek], on_error="zero")
-
-    with pytest.raises(LeakError, match="'bob'"):
-        play(make_arena, Peeking(rounds=1), copies=1)
 
 
 def test_a_retried_episode_starts_with_no_marks(make_arena):
@@ -301,222 +355,128 @@ def test_a_leak_is_found_before_the_call_is_made(make_arena):
                 await self.call_model("bob", self.secret(state, "ann"), arena)
             return await self.transcript(state, arena, artifact)
 
-    arena = make_arena(thoughts, actors=NAMES, check_private=True)
-    arena.add_episode(Early(rounds=1))
+    arena = make_arena(thoughts, actors=NAMES, check_private=True, episodes=[Early(rounds=1)])
     with pytest.raises(LeakError, match=r"step 1 .*'bob'"):
         asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
     assert len(arena.client.prompts) == 1
 
 
-@pytest.mark.parametrize("word", ["is", "n", "Your number", "", "."])
-def test_what_an_actor_said_does_not_cover_a_leak(make_arena, word):
-    """Its own words may be shown to it, but they are no excuse for a secret that merely holds them."""
+class Told(Secrets):
+    """In the second round everybody hears what ann's number was in the first; only then was it marked."""
 
-    class Aloud(Secrets):
-        public = lambda self, text: text  # noqa: E731
+    tells = False
 
-        def env_response(self, state, arena, artifact):
-            return self.secret(state, "ann") if state.turn == 1 and state.current_actor == "ann" else None
+    def get_observation(self, state, arena, artifact):
+        return super().get_observation(state, arena, artifact) if state.turn == 0 else None
 
-    with pytest.raises(LeakError, match="actor 'bob' holds what is private to 'ann'"):
-        play(make_arena, Aloud(("ann", "bob")), reply=lambda prompt, request: word, copies=1)
-
-
-def test_a_prompt_that_held_what_is_marked_later_is_found_at_the_end(make_arena):
-    class Late(Secrets):
-        async def build_messages(self, state, arena, artifact):
-            messages = await self.transcript(state, arena, artifact)
-            if state.current_actor == "ann":
-                messages[0]["content"] += self.secret(state, "bob")
-            return messages
-
-    with pytest.raises(LeakError, match=r"step 0 .*: the prompt of actor 'ann' holds what is private to 'bob'"):
-        play(make_arena, Late(("ann", "bob"), rounds=1), copies=1)
+    def env_response(self, state, arena, artifact):
+        return self.secret(state, "ann") if self.tells and state.turn == 1 else None
 
 
 def test_marks_survive_a_kill(make_arena, tmp_path):
-    class Told(Secrets):
-        """In the second round everybody hears what ann's number was in the first; only then was it marked."""
-
-        def get_observation(self, state, arena, artifact):
-            return super().get_observation(state, arena, artifact) if state.turn == 0 else None
-
-        def env_response(self, state, arena, artifact):
-            return self.secret(state, "ann") if self.tells and state.turn == 1 else None
-
-    class KilledError(BaseException):
-        pass
-
-    def resumed(tells):
-        for reply in (killed, thoughts):
-            episode = Told(rounds=2)
-            episode.tells = tells
+    def resumed(kind):
+        for reply in (killed_after(2, thoughts), thoughts):
             arena = make_arena(reply, actors=NAMES, check_private=True)
-            arena.episode_checkpoints = EpisodeCheckpoints(tmp_path / str(tells))
-            arena.add_episode(episode)
-            made[0] = 0
+            arena.episode_checkpoints = EpisodeCheckpoints(tmp_path / kind.__name__)
+            arena.add_episode(kind(rounds=2))
             try:
                 [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
             except KilledError:
                 continue
-            assert made == [0], "resumed, not begun again"
+            assert len(arena.client.requests) == 2, "resumed, not begun again"
             return result
 
-    def killed(prompt, request):
-        made[0] += 1
-        if made[0] > 2:
-            raise KilledError
-        return thoughts(prompt, request)
-
-    made = [0]
-    assert len(resumed(tells=False).rollout.steps) == 4
+    assert len(resumed(Told).rollout.steps) == 4
     with pytest.raises(LeakError, match="'bob' holds what is private to 'ann'"):
-        resumed(tells=True)
-
-
-@pytest.mark.parametrize("thought", ["<think>fold</think>", "<think>the king, maybe</think>", "<plan a=1>k</plan>"])
-def test_a_short_thought_is_found_with_its_tags(make_arena, thought):
-    class Brief(Overheard):
-        def public(self, text):
-            return text.rpartition(">")[2].strip()
-
-    with pytest.raises(LeakError, match=f"actor 'bob' holds what is private to 'ann': '{thought}'"):
-        play(make_arena, Brief(("ann", "bob"), rounds=1), reply=lambda prompt, request: f"{thought} yes", copies=1)
+        resumed(type("Tells", (Told,), {"tells": True}))
 
 
 # --- what is no leak --------------------------------------------------------------------------------------------------
+def game(rounds=2, **hooks):
+    return type("Game", (Secrets,), hooks)(("ann", "bob"), rounds=rounds)
+
+
+def each_hears(ann, bob, mark=lambda text, to: text):
+    """A game in which the two observe these texts."""
+    texts = {"ann": ann, "bob": bob}
+    return game(get_observation=lambda self, state, *_: mark(texts[state.current_actor], to=state.current_actor))
+
+
+async def judged(arena, rollout):
+    await arena.call_model(None, str([step.prompt for step in rollout.steps]))
+    return 1.0
+
+
+def formal():
+    """The opening prompt shows a format, and the environment says a few ordinary words."""
+    return game(
+        rounds=1,
+        get_prompt=lambda self, artifact: "Answer as <think>your thoughts</think> yes.",
+        public=lambda self, text: "yes",
+        env_response=lambda self, *_: "You may fold, or fold fold. <b></b> The king: yes.",
+    )
+
+
+FINE = {
+    "a revealed text is for everybody": (
+        game(env_response=lambda self, state, *_: reveal(self.secret(state, state.current_actor))),
+        thoughts,
+    ),
+    "a part of one's own text": (each_hears("You hold wood", "You hold wood and stone"), thoughts),
+    # A board for all and one seat's own cards look the same, so only a mark can tell them apart.
+    "an observation that holds another's": (
+        each_hears("The board has two stones on it.", "The board has two stones on it.\nIt is late."),
+        thoughts,
+    ),
+    "a judge sees everything": (game(rubric=Rubric([judged])), thoughts),
+    **{
+        f"short: {text}": (formal(), says(text))
+        for text in ("<think>your thoughts</think> yes", "fold fold yes", "<b></b> yes", "the king: yes")
+    },
+    **{
+        f"marked: {hands}": (each_hears(*hands, mark=private), thoughts)
+        for hands in (
+            ("You hold wood", "You hold wood and stone"),
+            ("You hold: wood", "You hold: wood, stone"),
+            ("K", "K\nQ"),
+            ("You hold 1.", "You hold 1.5 gold. You hold 12."),
+            ("You drew a 5.", "You drew a 5."),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_is_no_leak(make_arena, name):
+    episode, reply = FINE[name]
+    play(make_arena, episode, reply=reply)
+
+
 def test_what_the_owner_says_aloud_is_no_leak(make_arena):
-    class Talker(Secrets):
-        def public(self, text):
-            return text
+    class Talker(Aloud):
+        env_response = Secrets.env_response
 
         def setup(self, state, arena, artifact):
             state.data = {"numbers": {"ann": 1, "bob": 12}, "said": 0}
 
-    _, [result] = play(make_arena, Talker(), reply=lambda prompt, request: "Well: your number is 1. Mine.", copies=1)
+    _, [result] = play(make_arena, Talker(), reply=says("Well: your number is 1. Mine."), copies=1)
     assert "your number is 1." in str(result.rollout.steps[1].prompt)
 
 
-def test_a_revealed_text_is_for_everybody(make_arena):
-    class Showdown(Secrets):
-        def env_response(self, state, arena, artifact):
-            return reveal(self.secret(state, state.current_actor))
-
-    play(make_arena, Showdown())
-
-
-def test_a_part_of_ones_own_text_is_no_leak(make_arena):
-    class Alike(Secrets):
-        def get_observation(self, state, arena, artifact):
-            return {"ann": "You hold wood", "bob": "You hold wood and stone"}[state.current_actor]
-
-    play(make_arena, Alike(("bob", "ann")))
-
-
 def test_the_same_text_may_be_private_to_several(make_arena):
-    class Alike(Secrets):
-        def get_observation(self, state, arena, artifact):
-            return "It is your move."
-
-    _, results = play(make_arena, Alike(rounds=1))
-    assert [step.info["private"] for step in results[0].rollout.steps] == [["It is your move."]] * 2
-
-
-@pytest.mark.parametrize("text", ["<think>your thoughts</think> yes", "fold fold yes", "<b></b> yes", "the king: yes"])
-def test_a_short_text_that_may_stand_anywhere_is_no_leak(make_arena, text):
-    """A format that the opening prompt shows, and a few ordinary words, which the environment says too."""
-
-    class Formal(Secrets):
-        def get_prompt(self, artifact):
-            return "Answer as <think>your thoughts</think> yes."
-
-        def public(self, text):
-            return "yes"
-
-        def env_response(self, state, arena, artifact):
-            return "You may fold, or fold fold. <b></b> The king: yes."
-
-    play(make_arena, Formal(("ann", "bob")), reply=lambda prompt, request: text, copies=1)
-
-
-HANDS = [
-    ("You hold wood", "You hold wood and stone"),
-    ("You hold: wood", "You hold: wood, stone"),
-    ("K", "K\nQ"),
-    ("You hold 1.", "You hold 1.5 gold. You hold 12."),
-    ("You drew a 5.", "You drew a 5."),
-]
-
-
-@pytest.mark.parametrize("hands", HANDS)
-def test_ones_own_marked_text_may_be_like_anothers(make_arena, hands):
-    class Alike(Secrets):
-        def get_observation(self, state, arena, artifact):
-            return private(hands[state.current_actor == "bob"], to=state.current_actor)
-
-    play(make_arena, Alike(("ann", "bob")))
-
-
-def test_an_observation_that_holds_anothers_is_no_leak_unless_marked(make_arena):
-    """A board for all and one seat's own cards look the same, so the mark has to tell them apart."""
-
-    class Seen(Secrets):
-        def get_observation(self, state, arena, artifact):
-            board = "The board has two stones on it."
-            return board if state.current_actor == "ann" else f"{board}\nIt is late."
-
-    play(make_arena, Seen(("ann", "bob")))
-
-
-def test_a_judge_may_see_everything(make_arena):
-    async def judged(arena, rollout):
-        await arena.call_model(None, str([step.prompt for step in rollout.steps]))
-        return 1.0
-
-    class Judged(Secrets):
-        rubric = Rubric([judged])
-
-    play(make_arena, Judged())
+    episode = each_hears("It is your move.", "It is your move.")
+    _, [result] = play(make_arena, episode, copies=1)
+    assert [step.info["private"] for step in result.rollout.steps[:2]] == [["It is your move."]] * 2
 
 
 def test_each_reader_may_hear_something_else(make_arena):
-    class Whisper(Secrets):
-        async def public_to(self, text, actor, to):
-            return None if (actor, to) == ("ann", "cat") else text if actor == "ann" else self.public(text)
-
     _, [result] = play(make_arena, Whisper(("ann", "bob", "cat"), rounds=1), copies=1)
     ann, bob, cat = result.rollout.steps
     assert ann.completion in str(bob.prompt) and "ann" not in str(cat.prompt)
     assert f"bob: {bob.completion.rpartition(' ')[2]}" in str(cat.prompt) and "<think>" not in str(cat.prompt)
 
 
-def test_and_what_one_may_not_hear_is_private(make_arena):
-    class Whisper(Secrets):
-        def public_to(self, text, actor, to):
-            return None if (actor, to) == ("ann", "cat") else text
-
-        def env_response(self, state, arena, artifact):
-            return state.last_completion_text
-
-    with pytest.raises(LeakError, match=r"actor 'cat' holds what is private to 'ann', 'bob'"):
-        play(make_arena, Whisper(("ann", "bob", "cat"), rounds=1), copies=1)
-
-
 # --- tokens -----------------------------------------------------------------------------------------------------------
-def test_a_completion_of_somebody_else_may_not_train(make_arena):
-    class Thief(Secrets):
-        get_observation = public = lambda self, *_: ""
-
-        def get_extras(self, state):
-            state.trajectory[1].actor_id = "ann"
-            return {}
-
-    with pytest.raises(
-        LeakError, match=r"step 1 of rollout 'e0'.*: the completion of actor 'ann' was not sampled for it"
-    ):
-        play(make_arena, Thief(rounds=1), copies=1)
-
-
 def made_batch(make_arena, **changes):
     arena, results = play(make_arena, Secrets(rounds=1))
     arena.assign_credit(results)

@@ -19,6 +19,7 @@ from turnwise.arena import (
     record_input,
 )
 from turnwise.arena.recording.rollouts_jsonl import Record, ReplayError
+from turnwise.replay.event_loop import DeadlockDetectingLoop
 from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
 
 from .conftest import respond
@@ -211,62 +212,21 @@ def tree_row(make_arena):
     return row
 
 
-def test_a_tree_with_its_siblings_and_the_one_that_was_selected(make_arena, tree_row):
-    assert len({step["branch"] for step in tree_row["steps"]}) == 3 and not all(
-        s["selected"] for s in tree_row["steps"]
-    )
-    result, divergence, _ = play(silenced(board(make_arena)), tree_row)
-    assert divergence is None, str(divergence)
-    assert [step.selected for step in result.rollout.steps] == [step["selected"] for step in tree_row["steps"]]
-
-
-def test_a_mixed_selection_of_the_middle_of_a_run(make_arena):
-    def arena_of(fresh):
-        arena = make_arena(actors=("left", "right"), seed=4)
-        arena.add_episode(Board(sampler=TreeSampler(3, "mixed", best_share=(1.0, 0.0), share_steps=101), max_turns=9))
-        arena.batches = 51 if fresh else 0
-        return arena
-
-    [row] = record(arena_of(fresh=True), [EpisodeRequest("board", 0)])
-    assert {step["info"].get("selected_by") for step in row["steps"]} == {None, "best", "draw"}
-    result, divergence, _ = play(silenced(arena_of(fresh=False)), row)
-    assert divergence is None, str(divergence)
-    assert [step.info.get("selected_by") for step in result.rollout.steps] == [
-        step["info"].get("selected_by") for step in row["steps"]
-    ]
-
-
-def first_reaction(row, actor):
-    """The index of the first recorded call of ``actor``, by the order in which calls were asked for."""
-    record_ = Record(row)
-    return next(call for call in record_.calls.values() if call.step["actor_id"] == actor)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        ("reward", 99.0, "the reward"),
-        ("prompt_token_ids", [1, 2, 3], "the prompt"),
-        ("actor_id", "nobody", "the actor"),
-        ("turn", 7, "the turn"),
-        ("policy", "other", "the policy"),
-    ],
-)
-def test_a_tampered_step_is_the_first_difference(make_arena, tree_row, name, value, what):
-    index = next(index for index, step in enumerate(tree_row["steps"]) if step["actor_id"] == "right")
-    row = copy.deepcopy(tree_row)
-    row["steps"][index][name] = value
-    _, divergence, _ = play(silenced(board(make_arena)), row)
-    assert divergence is not None and divergence.what == what
-    actor = value if name == "actor_id" else "right"
-    turn = value if name == "turn" else 0
-    assert f"turn {turn}, actor {actor!r}" in divergence.where
-    assert divergence.expected != divergence.found
+def differs(arena, row):
+    """The difference that a replay of ``row`` finds."""
+    _, divergence, _ = play(silenced(arena), row)
+    assert divergence is not None and divergence.expected != divergence.found
+    return divergence
 
 
 @pytest.mark.parametrize(
     ("path", "value", "what"),
     [
+        (("steps", "right", "reward"), 99.0, "the reward"),
+        (("steps", "right", "prompt_token_ids"), [1, 2, 3], "the prompt"),
+        (("steps", "right", "actor_id"), "nobody", "the actor"),
+        (("steps", "right", "turn"), 7, "the turn"),
+        (("steps", "right", "policy"), "other", "the policy"),
         (("rewards", "left"), -1.5, "the rewards"),
         (("metrics", "tree/branches"), 2, "the metrics"),
         (("extras", "sum"), 0.5, "the extras"),
@@ -275,105 +235,97 @@ def test_a_tampered_step_is_the_first_difference(make_arena, tree_row, name, val
         (("error",), "Traceback\nValueError: no", "the error"),
     ],
 )
-def test_a_tampered_outcome_is_found(make_arena, tree_row, path, value, what):
-    row = copy.deepcopy(tree_row)
-    inner = row
+def test_what_was_tampered_with_is_the_first_difference(make_arena, tree_row, path, value, what):
+    row = inner = copy.deepcopy(tree_row)
     for key in path[:-1]:
-        inner = inner[key]
+        inner = next(step for step in inner if step["actor_id"] == key) if key == "right" else inner[key]
     inner[path[-1]] = value
-    _, divergence, _ = play(silenced(board(make_arena)), row)
-    assert divergence is not None and divergence.what == what and "episode e0 (board)" in divergence.where
+    divergence = differs(board(make_arena), row)
+    assert divergence.what == what
+    if "right" in path:
+        actor, turn = (value if name == path[-1] else usual for name, usual in (("actor_id", "right"), ("turn", 0)))
+        assert f"turn {turn}, actor {actor!r}" in divergence.where
+    else:
+        assert "episode e0 (board)" in divergence.where
 
 
 def test_a_tampered_completion_shows_where_the_environment_reacts(make_arena, tree_row):
     row = copy.deepcopy(tree_row)
     step = next(step for step in row["steps"] if step["selected"] and step["completion"] != "5")
     step["completion"] = "5"
-    _, divergence, _ = play(silenced(board(make_arena)), row)
-    assert divergence is not None and divergence.what == "the reward"
-    assert f"actor {step['actor_id']!r}" in divergence.where and divergence.found == "5.0"
+    divergence = differs(board(make_arena), row)
+    assert divergence.what == "the reward" and divergence.found == "5.0"
+    assert f"actor {step['actor_id']!r}" in divergence.where
 
 
-def test_changed_code_is_told_at_the_first_prompt_that_it_changes(make_arena, tree_row):
-    class Other(Board):
-        def build_messages(self, state, arena, artifact):
-            text = super().build_messages(state, arena, artifact)
-            return text if state.current_actor == "left" else text.replace("board", "table")
-
-    _, divergence, _ = play(silenced(board(make_arena, episode=Other)), tree_row)
-    assert divergence.what == "the prompt" and "turn 0, actor 'right', call 3 of" in divergence.where
-    assert "'board" in divergence.expected.replace("<user>", "'") and "table" in divergence.found
-    assert "token 6 of" in divergence.expected
+class Renamed(Board):
+    def build_messages(self, state, arena, artifact):
+        text = super().build_messages(state, arena, artifact)
+        return text if state.current_actor == "left" else text.replace("board", "table")
 
 
-def test_a_changed_environment_is_told_at_the_action_that_it_answered(make_arena, tree_row):
-    class Dearer(Board):
-        worth = staticmethod(lambda digit: digit + 1)
-
-    _, divergence, _ = play(silenced(board(make_arena, episode=Dearer)), tree_row)
-    first = next(step for step in tree_row["steps"] if step["reward"] is not None)
-    assert divergence.what == "the reward" and f"turn 0, actor 'left', call {first['branch']} of" in divergence.where
-    assert (divergence.expected, divergence.found) == (repr(first["reward"]), repr(first["reward"] + 1))
+class Dearer(Board):
+    worth = staticmethod(lambda digit: digit + 1)
 
 
-def test_a_call_more_and_a_call_less(make_arena, tree_row):
-    class Longer(Board):
-        max_turns = 4
-
-    class Shorter(Board):
-        max_turns = 2
-
-    _, divergence, _ = play(silenced(board(make_arena, episode=Longer)), tree_row)
-    assert divergence.what == "the order of calls" and divergence.expected == "no call" and "turn 3" in divergence.where
-    _, divergence, _ = play(silenced(board(make_arena, episode=Shorter)), tree_row)
-    assert divergence is not None and "number of recorded calls" in divergence.what and "no call" in divergence.found
+class Longer(Board):
+    max_turns = 4
 
 
-def test_a_call_that_is_missing_among_others_is_named_and_nobody_waits_for_ever(make_arena):
-    class Both(Episode):
-        episode_type = "both"
-        rubric = Rubric([lambda completion: 1.0])
-        asked = ("a", "b")
-
-        async def rollout(self, arena, artifact, state=None):
-            await asyncio.gather(*(arena.call_model("solver", name) for name in self.asked))
-            return state
-
-    arenas = [make_arena(seed=2) for _ in range(2)]
-    for arena in arenas:
-        arena.add_episode(Both())
-    [row] = record(arenas[0], [EpisodeRequest("both", 0)])
-    arenas[1].episodes["both"].asked = ("a",)
-    _, divergence, _ = play(silenced(arenas[1]), row)
-    assert divergence.what == "the order: a call that the record has next" and "call 1 of 2 (e0#1)" in divergence.where
+class Shorter(Board):
+    max_turns = 2
 
 
-def test_random_numbers_that_the_seed_does_not_fix(make_arena, tree_row):
-    class Gambler(Board):
-        def setup(self, state, arena, artifact):
-            super().setup(state, arena, artifact)
-            self.rng.random()
-
-    _, divergence, _ = play(silenced(board(make_arena, episode=Gambler)), tree_row)
-    assert divergence.what == "the next random number of the episode" and "the end of e0" in divergence.where
+class Gambler(Board):
+    def setup(self, state, arena, artifact):
+        super().setup(state, arena, artifact)
+        self.rng.random()
 
 
-def test_another_reading_is_told(make_arena):
-    class Reads(SingleTurnEpisode):
-        episode_type = "reads"
-        rubric = Rubric([lambda completion: 1.0])
-        title = "clock"
+@pytest.mark.parametrize(
+    ("episode", "what", "where"),
+    [
+        (Renamed, "the prompt", "turn 0, actor 'right', call 3 of"),
+        (Dearer, "the reward", "turn 0, actor 'left', call 0 of"),
+        (Longer, "the order of calls", "turn 3"),
+        (Shorter, "the number of recorded calls", ""),
+        (Gambler, "the next random number of the episode", "the end of e0"),
+    ],
+)
+def test_changed_code_is_told_at_the_first_thing_that_it_changes(make_arena, tree_row, episode, what, where):
+    divergence = differs(board(make_arena, episode=episode), tree_row)
+    assert what in divergence.what and where in divergence.where
+    expected, found = divergence.expected, divergence.found
+    if episode is Renamed:
+        assert "'board" in expected.replace("<user>", "'") and "table" in found and "token 6 of" in expected
+    elif episode is Dearer:
+        first = next(step["reward"] for step in tree_row["steps"] if step["reward"] is not None)
+        assert (expected, found) == (repr(first), repr(first + 1))
+    elif episode in (Longer, Shorter):
+        assert "no call" in (expected if episode is Longer else found)
 
-        def get_prompt(self, artifact):
-            return str(record_input(self.title, time.time))
 
-    arenas = [make_arena(seed=2) for _ in range(3)]
-    for arena in arenas:
-        arena.add_episode(Reads())
-    [row] = record(arenas[0], [EpisodeRequest("reads", 0)])
-    assert play(silenced(arenas[1]), row)[1] is None
-    arenas[2].episodes["reads"].title = "watch"
-    divergence = play(silenced(arenas[2]), row)[1]
+class Both(Episode):
+    """Asks these at once, after it read a clock by this name."""
+
+    episode_type = "both"
+    rubric = Rubric([lambda completion: 1.0])
+
+    def __init__(self, asked=("a", "b"), title="clock"):
+        self.asked, self.title = asked, title
+
+    async def rollout(self, arena, artifact, state=None):
+        record_input(self.title, time.time)
+        await asyncio.gather(*(arena.call_model("solver", name) for name in self.asked))
+        return state
+
+
+def test_a_call_or_a_reading_that_is_missing_is_named_and_nobody_waits_for_ever(make_arena):
+    [row] = record(make_arena(seed=2, episodes=[Both()]), [EpisodeRequest("both", 0)])
+    assert play(silenced(make_arena(seed=2, episodes=[Both()])), row)[1] is None
+    divergence = differs(make_arena(seed=2, episodes=[Both(asked=("a",))]), row)
+    assert divergence.what == "the order: a call that the record has next" and "call 1 of 2 (e0#2)" in divergence.where
+    divergence = differs(make_arena(seed=2, episodes=[Both(title="watch")]), row)
     assert divergence.what == "what was read" and divergence.expected == "clock of []"
 
 
@@ -410,8 +362,7 @@ class Library(Episode):
 
 def test_stores_answer_as_they_did_though_others_filled_them(make_arena):
     def library():
-        arena = make_arena(moody, seed=8)
-        arena.add_episode(Library())
+        arena = make_arena(moody, seed=8, episodes=[Library()])
         return arena
 
     first = library()
@@ -488,3 +439,32 @@ def test_lines_without_a_tape_or_of_another_format_are_refused(tree_row):
     lost["replay"]["request"]["artifact"] = {"$dataclass": ["subprocess:Popen", {"args": ["true"]}]}
     with pytest.raises(ReplayError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
         Record(lost)
+
+
+# -- the loop that tells of whoever waits for ever --------------------------------------------------------------------
+def run_on_loop(main):
+    with asyncio.Runner(loop_factory=DeadlockDetectingLoop) as runner:
+        return runner.run(main())
+
+
+def test_who_waits_for_ever_is_told_of():
+    async def main():
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        loop.on_idle = told.set
+        await told.wait()
+        return "told"
+
+    assert run_on_loop(main) == "told"
+
+
+def test_timers_threads_and_pipes_are_no_idleness():
+    async def main():
+        calls = []
+        asyncio.get_running_loop().on_idle = lambda: calls.append("idle")
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(time.sleep, 0.3)
+        process = await asyncio.create_subprocess_exec("sleep", "0.3", stdout=asyncio.subprocess.PIPE)
+        await process.communicate()
+        return calls, asyncio.get_running_loop().in_threads
+
+    assert run_on_loop(main) == ([], 0)

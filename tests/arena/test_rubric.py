@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from turnwise.arena import DropRolloutError, RewardMix, Rubric, SingleTurnEpisode
+from turnwise.arena import RewardMix, Rubric, SingleTurnEpisode
 from turnwise.types import EpisodeRequest, EpisodeState, Rollout, Step
 
 
@@ -21,48 +21,24 @@ def score(rubric, trace=None, **options):
     return asyncio.run(rubric.score(trace or rollout("a", "b"), **options))
 
 
-def test_rewards_are_the_weighted_sum_and_metrics_are_unweighted():
+def test_rewards_are_the_weighted_sum_and_metrics_are_unweighted_and_named_apart():
+    """``short`` twice with weights 1/4 and 0; a plain number goes to each that acted, and not to judges."""
+
     def right(artifact):
-        return {"a": 1.0, "b": 0.5}
+        return {"a": np.float32(1.0), "b": np.array(0.5)}
 
     async def short(completion):
         return {"a": 2.0}
 
-    result = score(Rubric([right, short], weights=[1.0, 0.25]))
-    assert result.rewards == {"a": 1.5, "b": 0.5}
-    assert result.metrics == {"right/a": 1.0, "right/b": 0.5, "short/a": 2.0}
-
-
-def test_a_sum_that_overflows_is_an_error():
-    def huge():
-        return {"a": 1e308}
-
-    with pytest.raises(ValueError, match=r"weighted rewards up to 'huge_2', actor 'a': the reward is inf"):
-        score(Rubric([huge, huge]))
-
-
-def test_a_number_goes_to_every_actor_that_acted_and_not_to_judges():
-    assert score(Rubric([lambda: 0.5]), rollout("b", None, "a", "b")).rewards == {"b": 0.5, "a": 0.5}
-
-
-def test_weight_zero_is_a_metric_only():
     def length(completion):
         return len(completion)
 
-    result = score(Rubric([length, lambda: {"a": 1}], weights=[0, 1]))
-    assert result.rewards == {"a": 1.0}
-    assert result.metrics["length/b"] == 9.0
-
-
-def test_metrics_are_unique_per_function_and_actor():
-    def make(value):
-        def same_name():
-            return {"a": value, "b": -value}
-
-        return same_name
-
-    metrics = score(Rubric([make(1), make(2)])).metrics
-    assert metrics == {"same_name/a": 1, "same_name/b": -1, "same_name_2/a": 2, "same_name_2/b": -2}
+    result = score(
+        Rubric([right, short, short, lambda: True, length], [1.0, 0.25, 0, 1, 0]), rollout("b", None, "a", "b")
+    )
+    assert result.rewards == {"a": 2.5, "b": 1.5}
+    own = {"right/a": 1.0, "right/b": 0.5, "short/a": 2.0, "short_2/a": 2.0, "length/a": 9.0, "length/b": 9.0}
+    assert result.metrics == {**own, "lambda/a": 1.0, "lambda/b": 1.0}
 
 
 class Place:
@@ -127,11 +103,6 @@ def test_functions_run_concurrently():
     assert score(Rubric([meet, meet, meet])).rewards["a"] == 3.0
 
 
-def test_any_number_will_do():
-    values = {"a": np.float32(0.5), "b": True, "c": np.array(2)}
-    assert score(Rubric([lambda: values])).rewards == {"a": 0.5, "b": 1.0, "c": 2.0}
-
-
 @pytest.mark.parametrize("on_error", ["raise", "zero", "drop", "retry"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -np.inf])
 def test_a_reward_that_is_not_finite_is_an_error_under_every_handler(value, on_error):
@@ -140,6 +111,8 @@ def test_a_reward_that_is_not_finite_is_an_error_under_every_handler(value, on_e
 
     with pytest.raises(ValueError, match=r"reward function 'broken', actor 'b': the reward is -?(nan|inf)"):
         score(Rubric([broken], on_error=on_error))
+    with pytest.raises(ValueError, match=r"weighted rewards up to 'lambda_2', actor 'a': the reward is inf"):
+        score(Rubric([lambda: {"a": 1e308}, lambda: {"a": 1e308}], on_error=on_error))
 
 
 @pytest.mark.parametrize("value", [None, "1.0", {1, 2}, {"a": None}])
@@ -206,6 +179,8 @@ def test_timeout_bounds_each_function(kind):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         Rubric([lambda: 1, lambda: 2], **options)
+    with pytest.raises(TypeError, match=r"funcs=<function .*: expected a list of reward functions"):
+        Rubric(lambda completion: 1.0)
 
 
 class Asked(SingleTurnEpisode):
@@ -219,43 +194,23 @@ class Asked(SingleTurnEpisode):
 
 
 def play(make_arena, episode, *artifacts, **options):
-    arena = make_arena(**options)
-    arena.add_episode(episode)
+    arena = make_arena(**options, episodes=[episode])
     return arena, asyncio.run(arena.generate_rollouts([EpisodeRequest("asked", artifact) for artifact in artifacts]))
 
 
-def test_a_nan_reward_fails_the_episode_and_is_never_a_row(make_arena):
+def test_a_nan_reward_or_none_fails_the_episode_and_is_never_a_row(make_arena):
     def sometimes(artifact):
-        return float("nan") if artifact == "bad" else 1.0
+        return {"bad": float("nan"), "nobody": {"somebody else": 1.0}}.get(artifact, 1.0)
 
-    arena, results = play(make_arena, Asked(sometimes), "good", "bad", "fine")
-    assert [result.rollout.error is None for result in results] == [True, False, True]
+    arena, results = play(make_arena, Asked(sometimes), "good", "bad", "fine", "nobody")
+    assert [result.rollout.error is None for result in results] == [True, False, True, False]
+    assert "actor 'solver' of episode 'asked' acted and has no reward" in results[3].rollout.error
     assert "ValueError: reward function 'sometimes': the reward is nan, expected a finite number" in (
         results[1].rollout.error
     )
-    assert results[1].rollout.rewards == {}
-    arena.assign_credit(results)
-    batch = arena.build_training_batch(results)
-    assert batch.rewards.tolist() == [1.0, 1.0] and batch.dropped == {"failed": 1}
-
-
-def test_an_actor_without_a_reward_fails_the_episode(make_arena):
-    _, [result] = play(make_arena, Asked(lambda: {"somebody else": 1.0}), "q", failure_threshold=1.0)
-    assert "actor 'solver' of episode 'asked' acted and has no reward" in result.rollout.error
-    assert result.rollout.rewards == {}
-
-
-def test_a_dropped_rollout_is_counted_and_no_failure(make_arena):
-    def picky(artifact):
-        if artifact == "bad":
-            raise DropRolloutError("unclear answer")
-        return 1.0
-
-    arena, results = play(make_arena, Asked(picky), "good", "bad")
-    assert results[1].rollout.error is None and results[1].rollout.meta["dropped"] == "unclear answer"
-    arena.assign_credit(results)
-    batch = arena.build_training_batch(results)
-    assert len(batch) == 1 and batch.dropped == {"reward_error": 1}
+    assert results[1].rollout.rewards == results[3].rollout.rewards == {}
+    batch = arena.assign_credit_and_pack(results)
+    assert batch.rewards.tolist() == [1.0, 1.0] and batch.dropped == {"failed": 2}
 
 
 def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):
@@ -268,8 +223,7 @@ def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):
 
     def judged(*funcs):
         arena, [result] = play(make_arena, Asked(*funcs), "q")
-        arena.assign_credit([result])
-        assert len(arena.build_training_batch([result])) == 1
+        assert len(arena.assign_credit_and_pack([result])) == 1
         return result.rollout
 
     rollout = judged(slow, quick)
@@ -277,8 +231,3 @@ def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):
     assert "slowly" in str(rollout.steps[1].prompt), "recorded in the order of the functions, not of the clock"
     assert rollout.steps[1].info["temperature"] == 0.0
     assert [s.info["seed"] for s in judged(quick, slow).steps] == [s.info["seed"] for s in rollout.steps]
-
-
-def test_a_lone_function_is_no_list_of_them():
-    with pytest.raises(TypeError, match=r"funcs=<function .*: expected a list of reward functions"):
-        Rubric(lambda completion: 1.0)

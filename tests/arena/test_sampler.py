@@ -15,6 +15,8 @@ from turnwise.arena.trees.sampler import SelectBySoftmax, select_best, select_fi
 from turnwise.credit import ATGRPOCredit
 from turnwise.types import EpisodeRequest, ModelError, Step
 
+from .helpers import run
+
 
 class Count(MultiTurnEpisode):
     """Each actor writes a digit; the digit is its reward; the log is public and stands in the state."""
@@ -42,10 +44,6 @@ class Count(MultiTurnEpisode):
         return dict(state.data)
 
 
-def run(arena, *requests):
-    return asyncio.run(arena.generate_rollouts(list(requests)))
-
-
 def by_node(rollout):
     nodes = defaultdict(list)
     for step in rollout.steps:
@@ -54,52 +52,31 @@ def by_node(rollout):
 
 
 def grown(make_arena, episode, *artifacts, reply=None, **options):
-    arena = make_arena(reply, actors=("a", "b"), **options)
-    arena.add_episode(episode)
+    arena = make_arena(reply, actors=("a", "b"), **options, episodes=[episode])
     return arena, run(arena, *(EpisodeRequest("count", artifact) for artifact in artifacts))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_all_branches_are_kept_as_steps_of_one_rollout(make_arena, seed):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=5)), "q", seed=seed)
-    nodes = by_node(result.rollout)
-    assert [len(node) for node in nodes] == [5, 5, 5, 5], "2 turns of 2 actors, 5 branches each"
-    assert [(node[0].turn, node[0].actor_id) for node in nodes] == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
-    for node in nodes:
-        assert [step.branch for step in node] == [0, 1, 2, 3, 4]
-        assert sum(step.selected for step in node) == 1
-        assert all(step.group is None for step in node)
-        assert len({step.info["seed"] for step in node}) == 5, "own seeds"
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_d1_every_actor_is_scored_by_its_own_action(make_arena, seed):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=8)), "q", seed=seed)
-    for node in by_node(result.rollout):
-        assert [step.reward for step in node] == [float(step.completion) for step in node]
-        assert len({step.reward for step in node}) > 1, "siblings of the second actor must differ too"
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_d2_each_branch_steps_its_own_fork_and_the_winners_state_goes_on(make_arena, seed):
+def test_d1_to_d3_own_rewards_own_forks_and_what_was_said_in_the_same_turn(make_arena, seed):
     _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=4)), "q", seed=seed)
-    chosen = [step for step in result.rollout.steps if step.selected]
-    path = [f"{step.actor_id}{step.completion}" for step in chosen]
-    assert result.rollout.extras["log"] == path, "the final state holds the winners' moves and no other"
-    assert result.rollout.extras["seen_by_env"] == [path[:index] for index in range(4)]
-    for node, before in zip(by_node(result.rollout), range(4), strict=True):
+    nodes = by_node(result.rollout)
+    assert [(node[0].turn, node[0].actor_id) for node in nodes] == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
+    path = [f"{step.actor_id}{step.completion}" for step in result.rollout.steps if step.selected]
+    for node, before in zip(nodes, range(4), strict=True):
+        assert [step.branch for step in node] == [0, 1, 2, 3] and len({step.info["seed"] for step in node}) == 4
+        # D1: every actor is scored by its own action, so siblings of the second actor differ too.
+        assert [step.reward for step in node] == [float(step.completion) for step in node]
+        assert len({step.reward for step in node}) > 1
+        # D2: each branch steps its own fork.
         for step in node:
             own = [*path[:before], f"{step.actor_id}{step.completion}"]
             assert step.info["env_response"] == "log " + "-".join(own)
-
-
-def test_d3_a_later_actor_sees_what_the_earlier_one_wrote_in_the_same_turn(make_arena):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=4)), "q")
-    first, second = by_node(result.rollout)[:2]
-    winner = next(step for step in first if step.selected)
-    for step in second:
-        assert step.turn == 0
-        assert f"a: {winner.completion}\n\nlog a{winner.completion}" in step.prompt[-1]["content"]
+    # D2: the winners' state goes on, with their moves and no other.
+    assert result.rollout.extras["log"] == path
+    assert result.rollout.extras["seen_by_env"] == [path[:index] for index in range(4)]
+    # D3: a later actor sees what the earlier one wrote in the same turn.
+    winner = next(step.completion for step in nodes[0] if step.selected)
+    assert all(f"a: {winner}\n\nlog a{winner}" in step.prompt[-1]["content"] for step in nodes[1])
 
 
 def test_d4_a_group_holds_one_state_of_one_problem(make_arena):
@@ -134,8 +111,7 @@ def test_d5_without_a_tree_early_successes_keep_all_their_rows(make_arena, seed)
     arena, results = grown(make_arena, Race(), *["q"] * 12, seed=seed)
     lengths = {len(result.rollout.steps) for result in results}
     assert len(lengths) > 1 and min(lengths) < 6, f"some succeed early: {lengths}"
-    arena.assign_credit(results)
-    assert len(arena.build_training_batch(results)) == sum(len(result.rollout.steps) for result in results)
+    assert len(arena.assign_credit_and_pack(results)) == sum(len(result.rollout.steps) for result in results)
 
 
 def test_a_failed_call_is_no_row_and_costs_only_its_branch(make_arena):
@@ -149,23 +125,7 @@ def test_a_failed_call_is_no_row_and_costs_only_its_branch(make_arena):
     assert [[step.branch for step in node] for node in by_node(result.rollout)] == [[0, 2, 3], [1, 2, 3]]
     assert result.rollout.metrics["tree/failed_branches"] == 2
     assert result.rollout.metrics["tree/branches"] == 8
-    arena.assign_credit([result])
-    assert len(arena.build_training_batch([result])) == 6, "one row per answered call: none made up, none doubled"
-
-
-def test_one_surviving_branch_goes_on_and_no_survivor_fails_the_episode(make_arena):
-    calls = iter(range(100))
-
-    def one_of_three(prompt, request):
-        return "5" if next(calls) % 3 == 2 else ModelError("down")
-
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=3), max_turns=1), "q", reply=one_of_three)
-    assert [(step.branch, step.selected) for step in result.rollout.steps] == [(2, True), (2, True)]
-
-    arena = make_arena(lambda prompt, request: ModelError("all down"), actors=("a", "b"), failure_threshold=1.0)
-    arena.add_episode(Count(sampler=TreeSampler(branches=3)))
-    [failed] = run(arena, EpisodeRequest("count", "q"))
-    assert "all down" in failed.rollout.error and failed.rollout.steps == []
+    assert len(arena.assign_credit_and_pack([result])) == 6, "one row per answered call: none made up, none doubled"
 
 
 def test_what_a_failed_branch_left_behind_is_logged_and_never_trains(make_arena):
@@ -182,8 +142,7 @@ def test_what_a_failed_branch_left_behind_is_logged_and_never_trains(make_arena)
     lost = [step for step in result.rollout.steps if "error" in step.info]
     assert [(step.actor_id, step.branch, step.selected, step.trainable) for step in lost] == [("a", 1, False, False)]
     assert result.rollout.extras["log"] == ["3", "3"]
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(batch) == 5 and batch.dropped == {"failed": 1}
 
 
@@ -195,35 +154,7 @@ def test_a_bug_in_the_game_fails_the_episode_rather_than_a_branch(make_arena):
 
     arena, [result] = grown(make_arena, Buggy(sampler=TreeSampler(branches=6)), "q", failure_threshold=1.0)
     assert "odd numbers" in result.rollout.error
-    arena.assign_credit([result])
-    assert len(arena.build_training_batch([result])) == 0
-
-
-def test_the_tree_ends_with_the_selected_branch(make_arena):
-    class Stop(Count):
-        max_turns = 9
-
-        def is_done(self, state, arena, artifact):
-            return len(state.data["log"]) >= 3
-
-        def env_response(self, state, arena, artifact):
-            state.data["log"].append(state.last_completion_text)
-            state.done = state.last_completion_text == "0"  # the worst branch may be over; it is not selected
-
-    _, [result] = grown(make_arena, Stop(sampler=TreeSampler(branches=6)), "q", seed=3)
-    assert len(by_node(result.rollout)) == 3
-    assert result.rollout.meta["ended"] == "done"
-
-
-def test_an_actor_may_skip(make_arena):
-    class Skip(Count):
-        async def build_messages(self, state, arena, artifact):
-            if state.current_actor == "b" and state.turn == 0:
-                return None
-            return await self.transcript(state, arena, artifact)
-
-    _, [result] = grown(make_arena, Skip(sampler=TreeSampler(branches=2)), "q")
-    assert [(s.turn, s.actor_id) for s in result.rollout.steps if s.selected] == [(0, "a"), (1, "a"), (1, "b")]
+    assert len(arena.assign_credit_and_pack([result])) == 0
 
 
 def test_branches_per_actor_and_branch_at(make_arena):
@@ -235,18 +166,6 @@ def test_branches_per_actor_and_branch_at(make_arena):
     later = TreeSampler(branches=3, branch_at=lambda state: state.turn == 1)
     _, [result] = grown(make_arena, Count(sampler=later), "q")
     assert [(s.turn, s.tree_node is None) for s in result.rollout.steps] == [(0, True)] * 2 + [(1, False)] * 6
-
-
-def test_evaluation_is_never_a_tree(make_arena):
-    arena = make_arena(actors=("a", "b"))
-    arena.add_episode(Count(sampler=TreeSampler(branches=8)))
-    [result] = asyncio.run(arena.evaluation().generate_rollouts([EpisodeRequest("count", "q")]))
-    assert [step.tree_node for step in result.rollout.steps] == [None] * 4
-
-
-def test_branches_generate_in_parallel(make_arena):
-    arena, _ = grown(make_arena, Count(sampler=TreeSampler(branches=8)), "q")
-    assert arena.client.peak == 8
 
 
 def test_siblings_meet_the_same_luck_and_the_winners_generator_goes_on(make_arena):
@@ -279,12 +198,6 @@ def test_selectors(make_arena):
         assert all(wanted(step, None) == step.selected for step in result.rollout.steps)
 
 
-def test_best_branch_is_selected(make_arena):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=6, select="best")), "q")
-    for node in by_node(result.rollout):
-        assert next(step for step in node if step.selected).reward == max(step.reward for step in node)
-
-
 def chosen_by(results):
     """What a mixed selection says of each node, with what it chose from: ``(by, the one, all of the node)``."""
     nodes = [node for result in results for node in by_node(result.rollout)]
@@ -304,9 +217,9 @@ def within(successes, trials, probability):
 def test_a_mixed_selection_plays_the_best_or_any(make_arena, share):
     sampler = TreeSampler(branches=4, select="mixed", best_share=share)
     options = {"seed": 3, "max_concurrency": 64}
-    _, results = grown(make_arena, Count(sampler=sampler, max_turns=4), *map(str, range(60)), **options)
+    _, results = grown(make_arena, Count(sampler=sampler, max_turns=4), *map(str, range(30)), **options)
     nodes = chosen_by(results)
-    assert len(nodes) == 60 * 8
+    assert len(nodes) == 30 * 8
     assert all(one.reward == max(step.reward for step in node) for by, one, node in nodes if by == "best")
     drawn = [one.branch for by, one, _ in nodes if by == "draw"]
     assert within(len(nodes) - len(drawn), len(nodes), share)
@@ -314,21 +227,14 @@ def test_a_mixed_selection_plays_the_best_or_any(make_arena, share):
     for result in results:
         own = [by for by, _, _ in chosen_by([result])]
         assert result.rollout.metrics["tree/draw_share"] == own.count("draw") / 8
-    _, again = grown(make_arena, Count(sampler=sampler, max_turns=4), *map(str, range(60)), **options)
-    assert [result.rollout for result in again] == [result.rollout for result in results], "fixed by the seed"
-
-
-def test_other_selections_say_nothing_of_draws(make_arena):
-    _, [result] = grown(make_arena, Count(sampler=TreeSampler(branches=3)), "q")
-    assert "tree/draw_share" not in result.rollout.metrics
-    assert not any("selected_by" in step.info for step in result.rollout.steps)
+    _, again = grown(make_arena, Count(sampler=sampler, max_turns=4), *map(str, range(3)), **options)
+    assert [one.rollout for one in again] == [one.rollout for one in results[:3]], "fixed by the seed"
 
 
 def test_the_share_of_the_best_moves_over_the_batches(make_arena):
     def arena_at(state=None):
         sampler = TreeSampler(branches=3, select="mixed", best_share=[1.0, 0.0], share_steps=3)
-        arena = make_arena(actors=("a", "b"), seed=2)
-        arena.add_episode(Count(sampler=sampler, max_turns=4))
+        arena = make_arena(actors=("a", "b"), seed=2, episodes=[Count(sampler=sampler, max_turns=4)])
         arena.source = lambda: [EpisodeRequest("count", "q", group_id=number) for number in range(8)]
         if state is not None:
             arena.load_state_dict(state)
@@ -377,6 +283,15 @@ def test_tool_calls_of_a_losing_branch_stay_out_of_the_winners_history(make_aren
     [
         ({"branches": 0}, "branches=0"),
         ({"branches": {"a": -1}}, "branches="),
+        ({"branches": {}}, "branches={}"),
+        ({"branches": 1, "beam_width": 2}, "beam_width=2: needs branches > 1"),
+        ({"beam_width": 0}, "beam_width=0: expected a whole number >= 1"),
+        ({"beam_width": True}, "beam_width=True"),
+        ({"branch_at": "a"}, "branch_at='a'"),
+        ({"score_by": "rewards"}, "score_by='rewards': expected one of"),
+        ({"score_by": "value"}, "needs playouts > 0"),
+        ({"playouts": -1}, "playouts=-1"),
+        ({"select": "none", "beam_width": 2}, "select='none' lets all branches go on"),
         ({"select": "bst"}, "select='bst'"),
         ({"select": "sample", "temperature": 0.0}, "temperature=0.0"),
         ({"select": "mixed", "beam_width": 2}, "select='mixed': beam_width=2 compete across states"),
@@ -389,7 +304,7 @@ def test_tool_calls_of_a_losing_branch_stay_out_of_the_winners_history(make_aren
     ],
 )
 def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if "branch_at" in options else ValueError, match=message):
         TreeSampler(**options)
 
 
@@ -399,8 +314,3 @@ def test_the_default_selection():
     assert TreeSampler(4, beam_width=2).favours
     assert TreeSampler(4, score_by="value", playouts=1).favours
     assert TreeSampler(4, "first", beam_width=2).select is select_first, "what is said holds"
-
-
-def test_branch_at_takes_no_bare_string():
-    with pytest.raises(TypeError, match="branch_at='a'"):
-        TreeSampler(branch_at="a")

@@ -65,36 +65,6 @@ def test_sigkill_in_the_middle_of_writes_loses_nothing_that_was_told(tmp_path):
     assert len({id for _, id in told}) == len(told)
 
 
-def test_a_run_that_was_killed_after_its_checkpoint_goes_on_as_if_it_never_was(tmp_path):
-    whole = ArtifactStore("q", path=tmp_path / "whole.db")
-    for number in range(5):
-        whole.add(number)
-    whole.state_dict()
-    for number in range(5, 9):
-        whole.add(number)
-    code = """
-        import json, os, signal, sys
-        from turnwise.arena import ArtifactStore
-
-        store = ArtifactStore("q", path=sys.argv[1])
-        for number in range(5):
-            store.add(number)
-        print(json.dumps(store.state_dict()), flush=True)
-        for number in range(5, 7):
-            store.add(number)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code), str(tmp_path / "killed.db")]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    assert run.returncode == -signal.SIGKILL
-    store = ArtifactStore("q", path=tmp_path / "killed.db")
-    assert store.count() == 7, "what was written is there"
-    store.load_state_dict(json.loads(run.stdout))
-    for number in range(5, 9):
-        store.add(number)
-    assert contents(store) == contents(whole)
-
-
 def test_a_resumed_run_knows_what_was_there_before_it_first_began(tmp_path):
     first = ArtifactStore("q", path=tmp_path / "q.db")
     assert first.preexisting_ids == frozenset()

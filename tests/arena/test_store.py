@@ -1,10 +1,9 @@
-"""Artifact stores: ids, limits, sampling, saving, and the view that evaluation gets."""
+"""Artifact stores: ids, limits, sampling, saving, the view that evaluation gets, and what was made from what."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 
 import pytest
 
@@ -46,22 +45,17 @@ def random_uses(store, seed, actions=120):
     return seen
 
 
-def test_add_makes_unique_ids_and_keeps_the_source():
+def test_add_makes_unique_ids_keeps_the_source_and_refuses_a_duplicate_id():
     store = ArtifactStore("q")
     first, taken = store.add("x", source="r-1"), store.add("y", id="q-2")
     third, fourth = store.add("z"), store.add("w")
     assert (first.id, first.source, taken.id) == ("q-0", "r-1", "q-2")
     assert len({item.id for item in store}) == 4 == store.count() == len(store)
     assert store.get(fourth.id) is fourth and third.id != "q-2"
-
-
-def test_a_duplicate_id_is_refused_and_changes_nothing():
-    store = ArtifactStore("q")
-    store.add("x", id="one")
-    for again in (lambda: store.add("y", id="one"), lambda: store.add(Artifact("one", "y"))):
-        with pytest.raises(ValueError, match="id='one': the store 'q' already has"):
+    for again in (lambda: store.add("y", id="q-2"), lambda: store.add(Artifact("q-2", "y"))):
+        with pytest.raises(ValueError, match="id='q-2': the store 'q' already has"):
             again()
-    assert [item.data for item in store] == ["x"]
+    assert [item.data for item in store] == ["x", "y", "z", "w"]
 
 
 def test_dedup_refuses_equal_data_until_it_is_gone():
@@ -100,17 +94,6 @@ def test_samples_differ_from_one_another_unless_replaced():
         store.sample(7)
     assert ArtifactStore("empty").sample_one() is None
     assert ArtifactStore("empty").sample(0) == []
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_weighted_sampling_follows_the_weights(replacement):
-    store = filled(4, sampling="weighted", seed=1)
-    drawn = Counter(numbers(store.sample(1, replacement=replacement))[0] for _ in range(6000))
-    assert 0 not in drawn, "weight 0 is never drawn"
-    for number in (1, 2, 3):
-        assert drawn[number] / 6000 == pytest.approx(number / 6, abs=0.03)
-    store.set_weight("q-3", 0.0)
-    assert sorted(numbers(store.sample(2))) == [1, 2]
 
 
 def test_sampling_has_its_own_seed_and_survives_saving():
@@ -208,3 +191,66 @@ def test_bad_weights_and_sizes(weight):
         ArtifactStore("q").add("x", weight=weight)
     with pytest.raises(ValueError, match="max_size=0"):
         ArtifactStore("q", max_size=0)
+
+
+# -- which artifact was made from which, and by whose rollout ----------------------------------------------------------
+def test_ancestors_and_descendants_also_where_some_are_gone():
+    """a -> b -> d, a -> c -> d -> e, x -> e; y and z are made from each other."""
+    store = ArtifactStore("q")
+    family = {"a": "", "b": "a", "x": "", "c": "a", "d": "bc", "e": "dx", "y": "z", "z": "y"}
+    for id, parents in family.items():
+        store.add(f"data {id}", id=id, parents=list(parents))
+    assert store.get("d").parents == ("b", "c")
+    assert store.ancestors("e") == ["d", "x", "b", "c", "a"] and store.ancestors("a") == []
+    assert store.descendants("a") == ["b", "c", "d", "e"] and store.descendants("e") == []
+    assert store.ancestors("y") == ["z"] == store.descendants("y")
+    with pytest.raises(KeyError, match="no artifact 'nobody'"):
+        store.ancestors("nobody")
+    assert store.descendants("nobody") == []
+    for gone in "bc":
+        store.remove(gone)
+    assert store.ancestors("e") == ["d", "x", "b", "c"], "what is gone is named, but its past is forgotten"
+    assert store.descendants("a") == [] and store.descendants("b") == ["d", "e"]
+
+
+def made_by(store, rollout_id, data, **options):
+    with use_context(EpisodeContext(Rollout(rollout_id, "author", None), EpisodeState(), LazyRandom(0))):
+        return store.add(data, **options)
+
+
+def test_inside_an_episode_the_source_is_its_rollout():
+    store = ArtifactStore("q")
+    assert made_by(store, "e7.1", "x").source == "e7.1" and made_by(store, "e7.1", "y", source="mine").source == "mine"
+    assert store.add("z").source is None
+    for parents in ("q-1", [1], [None]):
+        with pytest.raises(TypeError, match=r"parents=.*: expected ids of artifacts"):
+            store.add("w", parents=parents)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_runs_on_one_file_number_their_rollouts_alike_and_are_told_apart(tmp_path, shared):
+    def opened(shared=shared):
+        store = ArtifactStore("q", path=tmp_path / "q.db", shared=shared)
+        store.set_run_name("solve")
+        return store
+
+    first = opened()
+    one = made_by(first, "e0.0", "a")
+    state = json.loads(json.dumps(first.state_dict()))
+    if not shared:
+        first.close()
+    second = opened()
+    two = made_by(second, "e0.0", "b")
+    assert one.source == two.source == "e0.0" and one.run != two.run == second.run == second.frozen().run
+    assert one.run.startswith("solve@") and two.run.startswith("solve@")
+    assert [(a.data, a.run) for a in second] == [("a", one.run), ("b", two.run)]
+    second.close()
+    first.close()
+    resumed = opened(shared=True)
+    with pytest.warns(UserWarning, match="changes by other runs"):
+        resumed.load_state_dict(state)
+    assert made_by(resumed, "e1", "c").run == one.run, "a resumed run is the same one"
+    assert [a.run for a in ArtifactStore("q", path=tmp_path / "q.db")] == [one.run, two.run, one.run]
+    memory = ArtifactStore("q")
+    memory.set_run_name("solve")
+    assert memory.run is None and memory.add("x").run is None

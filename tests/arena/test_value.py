@@ -7,12 +7,14 @@ import random
 
 import pytest
 
-from turnwise.arena import Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena import Rubric, TreeSampler
 from turnwise.arena.trees.value import mean_return
 from turnwise.credit import VineCredit
 from turnwise.types import EpisodeRequest, ModelError
 
-from .test_sampler import Count, grown, run
+from .helpers import run
+from .test_episode_checkpoints import Ask
+from .test_sampler import Count, grown
 from .test_search import Outcome
 
 
@@ -38,8 +40,7 @@ def test_they_change_nothing_but_what_is_known(make_arena, options):
         assert [len(one["rewards"]) for one in found] == ([count] * 2 if count else [0])
     arena.credit = VineCredit()
     arena.filters = type(arena.filters)(drop_zero_advantage=False)
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(batch) == len(result.rollout.steps), "what was played to measure never trains"
     assert batch.metrics["playout_tokens"] == 2 * 2 * sum(left), "a digit and the stop token each"
     assert batch.metrics["sampled_tokens"] == 2 * len(arena.client.requests)
@@ -106,15 +107,6 @@ def test_a_branch_of_which_none_came_to_its_end_is_ranked_last(make_arena):
     raise AssertionError("no seed drew a 9")
 
 
-class Ask(SingleTurnEpisode):
-    episode_type = "ask"
-    actor = "b"
-    rubric = Rubric([lambda completion: float(completion)])
-
-    def get_prompt(self, artifact):
-        return f"ask {artifact}"
-
-
 class Nesting(Count):
     async def env_response(self, state, arena, artifact):
         state.data["log"].append(f"{state.current_actor}{state.last_completion_text}")
@@ -123,14 +115,13 @@ class Nesting(Count):
 
 
 def test_what_they_spawn_is_counted_and_no_part_of_the_episode(make_arena):
-    arena = make_arena(actors=("a", "b"), max_concurrency=1)
+    arena = make_arena(actors=("a", "b", "solver"), max_concurrency=1)
     arena.add_episode(Nesting(sampler=TreeSampler(2, playouts=2)))
     arena.add_episode(Ask())
     [result] = run(arena, EpisodeRequest("count", "q"))
     assert len(result.children) == 8 == len({child.rollout.id for child in result.children}), "one for each branch"
     assert len(arena.client.requests) == 2 * 32
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(batch) == 16 and batch.metrics["sampled_tokens"] == 2 * 64
     assert batch.metrics["playout_tokens"] == 2 * 2 * 24
 
@@ -180,7 +171,6 @@ def test_a_retry_counts_what_was_lost_to_them(make_arena):
     episode = Fragile(sampler=TreeSampler(1, playouts=2), max_turns=1)
     arena, [result] = grown(make_arena, episode, "q", retries=1)
     assert result.rollout.error is None and result.rollout.meta["attempt"] == 1
-    arena.assign_credit([result])
-    batch = arena.build_training_batch([result])
+    batch = arena.assign_credit_and_pack([result])
     assert len(arena.client.requests) == 2 * (2 + 2 * (2 + 1))
     assert batch.metrics["sampled_tokens"] == 2 * len(arena.client.requests)

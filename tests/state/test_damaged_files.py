@@ -67,7 +67,7 @@ def test_every_truncation_is_refused(tmp_path: Path, whole: bytes) -> None:
         refused(whole[:length], tmp_path / "x")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_flipped_bits_are_refused(tmp_path: Path, whole: bytes, seed: int) -> None:
     rng = random.Random(seed)
     used = struct.unpack_from("<Q", whole, 16 + 3 * 32)[0]  # where the buffers start; zeros before it are padding
@@ -102,32 +102,18 @@ def test_nonsense_with_right_checksums_is_refused(tmp_path: Path, whole: bytes) 
     assert saving.shape(load(tmp_path / "same")["two"])
     for header in (b"", b"[]", b"{}", b"nonsense", b"\xff", b"[" * 100_000):
         assert "header" in refused(resealed(whole, 0, lambda _, header=header: header), path)
-    for old, new in [
-        (b'"versions":3', b'"versions":-1'),
-        (b'"versions":3', b'"versions":1000000000000'),
-        (b'"versions":3', b'"versions":2'),
+    for old, *wrong in [
+        (b'"versions":3', b'"versions":-1', b'"versions":1000000000000', b'"versions":2'),
         (b'"names":["one"', b'"names":["two"'),
-        (b'"frozen":[0]', b'"frozen":{"a":[]}'),
-        (b'"frozen":[0]', b'"frozen":[]'),
-        (b'"commits":[[1,0]]', b'"commits":[[1,7]]'),
-        (b'"commits":[[1,0]]', b'"commits":[[1,2]]'),
-        (b'"commits":[[1,0]]', b'"commits":[[1,"x"]]'),
-        (b'"buffers":[72]', b'"buffers":[720]'),
-        (b'"buffers":[72]', b'"buffers":[-72]'),
-        (b'"buffers":[72]', b'"buffers":[71]'),
-        (b'"buffers":[72]', b'"buffers":[]'),
+        (b'"frozen":[0]', b'"frozen":{"a":[]}', b'"frozen":[]'),
+        (b'"commits":[[1,0]]', b'"commits":[[1,7]]', b'"commits":[[1,2]]', b'"commits":[[1,"x"]]'),
+        (b'"buffers":[72]', b'"buffers":[720]', b'"buffers":[-72]', b'"buffers":[71]', b'"buffers":[]'),
         (b'"arrays":"frozen"', b'"arrays":"molten"'),
     ]:
         assert old in whole
-        refused(resealed(whole, 0, lambda data, old=old, new=new: data.replace(old, new)), path)
-    for objects in (
-        pickle.dumps({}),
-        pickle.dumps([]),
-        pickle.dumps([1] * 50),
-        b"",
-        b"garbage",
-        pickle.dumps([[]] * 9),
-    ):
+        for new in wrong:
+            refused(resealed(whole, 0, lambda data, old=old, new=new: data.replace(old, new)), path)
+    for objects in (*map(pickle.dumps, ({}, [], [1] * 50, [[]] * 9)), b"", b"garbage"):
         refused(resealed(whole, 2, lambda _, objects=objects: objects), path)
     for structure in (b"", b"\x01", b"\x02", b"\x01\x10\x20\x80\x04\x08\x21", bytes(100)):
         refused(resealed(whole, 1, lambda _, structure=structure: structure), path)

@@ -90,6 +90,18 @@ class OnceOnly:
         return iter(found)
 
 
+NAN = float("nan")
+
+
+def matched(subject: Any) -> Any:
+    match subject:
+        case {"a": number, "b": [first, *others], **rest}:
+            return number, first, others, rest
+        case [first, _, *others]:
+            return first, others
+    return None
+
+
 DICT_CALLS: list[Callable[[Any], Any]] = [
     *(lambda d, k=k: d[k] for k in (*DICT, "no", 1, 1.0, (1, 2.0), (9,), ((),), [], {}, float("nan"))),
     *(lambda d, k=k: d.get(k) for k in (*DICT, "no", [])),
@@ -97,7 +109,8 @@ DICT_CALLS: list[Callable[[Any], Any]] = [
     lambda d: d.get(),
     lambda d: d.get(1, 2, 3),
     *(lambda d, k=k: k in d for k in (*DICT, "no", 0, {})),
-    *(lambda d, k=k: d.__setitem__(k, 5) for k in (*DICT, "new", 1.0, [], {1})),
+    *(lambda d, k=k: d.__setitem__(k, 5) for k in (*DICT, "new", 1.0, np.int64(3), 0.0, NAN, [], {1})),
+    lambda d: (d.update([(0, 1), (False, 2), (NAN, 3), (float("nan"), 4)]), d[NAN], len(d), d.popitem()[1]),
     *(lambda d, k=k: d.__delitem__(k) for k in (*DICT, "no", [], (1, 3), ("t",))),
     *(lambda d, k=k: d.pop(k) for k in (*DICT, "no", [], (5,))),
     *(lambda d, k=k: d.pop(k, "none") for k in (*DICT, "no", [])),
@@ -146,9 +159,15 @@ DICT_CALLS: list[Callable[[Any], Any]] = [
     lambda d: d.values() == d.values(),
     lambda d: d.keys().mapping == d,
     *(lambda d, o=o: (d == o, o == d, d != o, o != d) for o in (DICT, {}, {"a": 1}, 5, None, [], Counter())),
+    *(
+        lambda d, o=o: (d == o, o == d, d != o, o != d, [d] == [o])
+        for o in (facade(DICT), facade({}), OrderedDict(DICT))
+    ),
     *(lambda d, o=o: d < o for o in ({}, 5)),
-    lambda d: {**d},
+    lambda d: {**d, "c": 0},
     lambda d: (lambda **named: named)(**{key: d["a"] for key in ("x", "y")}),
+    *(lambda d, f=f: f(plain := {"a": 0}, d) or plain for f in (dict.update, operator.ior)),
+    matched,
     lambda d: operator.length_hint(iter(d)),
     lambda d: [*d],
     lambda d: dict(zip(d, range(9), strict=False)),
@@ -217,10 +236,15 @@ LIST_CALLS: list[Callable[[Any], Any]] = [
         for f in (list, len, repr, str, bool, tuple, iter, reversed, hash, sorted, sum, min, max, set)
     ),
     *(lambda s, o=o: (s == o, o == s, s != o, o != s) for o in (LIST, [], LIST[:3], [*LIST, 1], 5, None, tuple(LIST))),
+    *(lambda s, o=o: (s == o, o == s, s != o, (s,) == (o,)) for o in (facade(LIST), facade(LIST[:3]))),
+    *(lambda s, o=o: (s < o, s >= o, o > s, o <= s) for o in (facade([3, 1, 2]), facade([4]), facade([]))),
     *(lambda s, o=o, f=f: f(s[:3], o) for o in ([3, 1, 2], [3], [4], []) for f in (operator.lt, operator.ge)),
     *(lambda s, o=o, f=f: f(s, o) for o in ([3, 1, 2], [3], [4], []) for f in (operator.lt, operator.le)),
     *(lambda s, o=o, f=f: f(o, s) for o in ([3, 1, 2], [3], [4], []) for f in (operator.gt, operator.ge)),
     lambda s: [*s, *s],
+    matched,
+    lambda s: np.array([s[:3], s[:3]]).tolist(),
+    lambda s: (np.asarray(s[:3], np.float32).dtype, np.sum(s[:3])),
     lambda s: list(enumerate(s)),
     lambda s: list(zip(s, s[2:], strict=False)),
     lambda s: (lambda *rest: rest)(*s),

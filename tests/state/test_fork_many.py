@@ -24,11 +24,12 @@ def test_plain_containers_become_facades_and_share_what_they_shared():
     assert len(copies) == 3 and left == {"deck": [1, 2, 3], "hand": []} and type(left["deck"]) is list
     for index, (a, b, leaf, again) in enumerate(copies):
         assert type(a) is StateDict and type(b) is StateList and leaf == "leaf" and again is a
-        assert b[0] is a["deck"]
+        assert b[0] is a["deck"] and (a._state is copies[0][0]._state) == (index == 0)
         a["deck"].append(index)
         b[1][0] = index
     assert [b[0] for _, b, *_ in copies] == [[1, 2, 3, index] for index in range(3)]
     assert [b[1][0] for _, b, *_ in copies] == [0, 1, 2] and right[1][0] == 0 and deck == [1, 2, 3]
+    assert fork_many([], 2) == [[], []] and fork_many([[1]], 0) == []
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
@@ -65,14 +66,6 @@ def test_containers_that_lead_to_objects_are_copied_with_them():
         assert mine["env"] is fork and mine["shared"] is other["shared"] is not shared
     for mine, other in fork_many((holder, plain), 2):
         assert mine["env"] is not env and mine["shared"] is other["shared"]
-
-
-def test_copies_do_not_touch_one_another():
-    first, second = fork_many([[[1]]], 2)
-    first[0][0].append(2)
-    assert first == [[[1, 2]]] and second == [[[1]]]
-    assert first[0]._state is not second[0]._state
-    assert fork_many([], 2) == [[], []] and fork_many([[1]], 0) == []
 
 
 def test_bad_input():

@@ -16,7 +16,7 @@ from gymnasium.envs.toy_text.taxi import TaxiEnv
 from gymnasium.utils import EzPickle
 from gymnasium.wrappers import TimeLimit
 
-from turnwise.state import ForkableMixin, StateDict, Store, fork_many, forkable
+from turnwise.state import ForkableMixin, Store, fork_many, forkable
 from turnwise.types import EpisodeState
 
 
@@ -63,7 +63,7 @@ def test_forks_step_exactly_as_deep_copies(kind, original, options):
         env.reset(seed=11)
         env.action_space.seed(5)
     forks = 0
-    for number in range(3000):
+    for number in range(1000):
         index = luck.randrange(len(pairs))
         ours, theirs = pairs[index]
         if luck.random() < 0.1:
@@ -77,20 +77,9 @@ def test_forks_step_exactly_as_deep_copies(kind, original, options):
         action = int(theirs.action_space.sample())
         assert int(ours.action_space.sample()) == action, "the spaces' generators are forked too"
         assert play(ours, action) == play(theirs, action), f"step {number}"
-    assert forks > 200
+    assert forks > 70
     for ours, theirs in pairs:
         assert ours.np_random.random() == theirs.np_random.random()
-
-
-def test_what_is_shared_and_what_is_not():
-    env = ForkableTaxi()
-    env.reset(seed=1)
-    fork = copy.deepcopy(env)
-    assert type(fork.P) is type(env.P) is StateDict and fork.P == TaxiEnv().P
-    assert isinstance(fork, TaxiEnv) and fork.unwrapped is fork
-    fork.P[0][0].append("changed")
-    assert len(env.P[0][0]) == 1
-    assert fork.np_random is not env.np_random and fork.action_space is not env.action_space
 
 
 # --- environments that pickle by their constructor ------------------------------------------------------------------
@@ -214,17 +203,14 @@ def test_nothing_is_refused_that_is_not_copied():
     assert copy.deepcopy(env).moves == [], "outside of turnwise deepcopy does what it did"
 
 
-@pytest.mark.parametrize("policy", ["copy", "pickle"])
-def test_a_policy_that_would_lose_the_moves_is_refused(policy, tmp_path):
-    with pytest.raises(ValueError, match=f"policy='{policy}'.*EzLake"):
-        Store().register(EzLake, policy)
-    store = Store()
-    store.register(Env, policy)
-    with pytest.raises(TypeError, match="EzLake"):
-        store.state({"env": moved()})
-
-
-def test_a_file_and_a_pickle_that_would_lose_the_moves_are_refused(tmp_path):
+def test_policies_files_and_pickles_that_would_lose_the_moves_are_refused(tmp_path):
+    for policy in ("copy", "pickle"):
+        with pytest.raises(ValueError, match=f"policy='{policy}'.*EzLake"):
+            Store().register(EzLake, policy)
+        store = Store()
+        store.register(Env, policy)
+        with pytest.raises(TypeError, match="EzLake"):
+            store.state({"env": moved()})
     state = forkable({"wrapped": [TimeLimit(moved(), 10)], "plain": moved()})._state
     with pytest.raises(TypeError, match=r"states\['state'\].data\['(wrapped|plain)'\].*EzLake is an EzPickle"):
         state.save(tmp_path / "a.state")

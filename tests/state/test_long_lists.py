@@ -69,23 +69,6 @@ def test_a_write_at_the_front_copies_a_few_blocks(name: str) -> None:
     check_equal(state.data["l"], list(range(LONG)))
 
 
-def test_each_of_many_versions_copies_little() -> None:
-    state = long_state()
-    before = state.store.stats().bytes
-    versions, models = [state], [list(range(LONG))]
-    places = random.Random(1).sample(range(LONG - 100), 100)
-    for turn in range(100):
-        child, model = versions[-1].fork(), models[-1].copy()
-        for items in (child.data["l"], model):
-            items.insert(0, turn) if turn % 3 else items.pop(0)
-            del items[places[turn]]
-        versions.append(child)
-        models.append(model)
-    assert state.store.stats().bytes - before < 100 * 5_000
-    for version, model in zip(versions, models, strict=True):
-        assert version.data["l"] == model
-
-
 def test_the_blocks_of_a_list_that_grows_at_the_front_are_full() -> None:
     def grown(add: Callable[[Any, int], Any]) -> int:
         state = Store().state({"l": [0] * 300})

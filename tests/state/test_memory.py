@@ -188,20 +188,6 @@ def test_pending_slots_that_were_collected_are_forgotten() -> None:
     assert kept == [[]] and state.to_python()["more"] == [[]]
 
 
-def test_objects_die_when_their_last_version_goes() -> None:
-    store = Store()
-    store.register(Marker, "share")
-    state = store.state({})
-    child = state.fork()
-    child.data["m"] = Marker()
-    gone = weakref.ref(child.data["m"])
-    grandchild = child.fork()
-    child.prune()
-    assert gone() is not None
-    del grandchild.data["m"]
-    assert gone() is None
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_finalizers_may_use_the_state_at_any_time(seed: int) -> None:
     """Python's collector runs in the middle of anything that makes an object, and finalizers may do what they like."""
@@ -261,7 +247,7 @@ def test_finalizers_may_use_the_state_at_any_time(seed: int) -> None:
 
 
 # ---- depth ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["list", "dict", "mixed"])
+@pytest.mark.parametrize("kind", ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("list", "dict"))])
 def test_depth(kind: str) -> None:
     depth = 100_000
     deep: Any = 0

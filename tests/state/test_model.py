@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,6 +164,64 @@ def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
         return "raises", (type(error), str(error))
 
 
+# ---- the calls ------------------------------------------------------------------------------------------------------
+def reinsert(d: Any) -> None:
+    for each in list(d)[:3]:
+        d[each] = d.pop(each)
+
+
+def swap(items: Any, i: int) -> None:
+    items[i], items[0] = items[0], items[i]
+
+
+DICT_WRITES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "set": operator.setitem,
+    "delete": lambda d, key, value: operator.delitem(d, key),
+    "pop": lambda d, key, value: d.pop(key),
+    "pop default": lambda d, key, value: d.pop(key, None),
+    "popitem": lambda d, key, value: d.popitem(),
+    "setdefault": lambda d, key, value: d.setdefault(key, value),
+    "update": lambda d, key, value: d.update({key: value, "z": 1}),
+    "pairs": lambda d, key, value: d.update([(key, value)], named=value),
+    "|=": lambda d, key, value: operator.ior(d, {key: value}),
+    "|": lambda d, key, value: d | {key: 1},
+    "clear": lambda d, key, value: d.clear(),
+    "get": lambda d, key, value: d.get(key, 5),
+    "in": lambda d, key, value: key in d,
+    "named": lambda d, key, value: d.update(a=value),
+    "reinsert": lambda d, key, value: reinsert(d),
+}
+LIST_WRITES: dict[str, Callable[[Any, Any, list[Any], Any], Any]] = {
+    "append": lambda items, i, values, atom: items.append(values[0]),
+    "insert": lambda items, i, values, atom: items.insert(i, values[0]),
+    "set": lambda items, i, values, atom: operator.setitem(items, i, values[0]),
+    "delete": lambda items, i, values, atom: operator.delitem(items, i),
+    "pop": lambda items, i, values, atom: items.pop(),
+    "pop at": lambda items, i, values, atom: items.pop(i),
+    "extend": lambda items, i, values, atom: items.extend(values),
+    "+=": lambda items, i, values, atom: operator.iadd(items, values),
+    "*=": lambda items, i, values, atom: operator.imul(items, abs(i) % 3),
+    "clear": lambda items, i, values, atom: items.clear(),
+    "slice": lambda items, part, values, atom: items[part],
+    "set slice": lambda items, part, values, atom: operator.setitem(items, part, values),
+    "delete slice": lambda items, part, values, atom: operator.delitem(items, part),
+    "reverse": lambda items, i, values, atom: items.reverse(),
+    "sort": lambda items, i, values, atom: items.sort(key=sort_key),
+    "sort back": lambda items, i, values, atom: items.sort(key=sort_key, reverse=True),
+    "remove": lambda items, i, values, atom: items.remove(atom),
+    "index": lambda items, i, values, atom: items.index(atom, i),
+    "count": lambda items, i, values, atom: items.count(atom),
+    "+": lambda items, i, values, atom: items + [1],  # noqa: RUF005 - is what is tested
+    "swap": lambda items, i, values, atom: swap(items, i),
+}
+NUMBERS = st.one_of(st.none(), st.integers(-6, 6))
+
+
+def often(table: dict[str, Any], *again: str) -> st.SearchStrategy[str]:
+    """A key of ``table``; those of ``again`` twice as often as the others."""
+    return st.sampled_from([*again, *table])
+
+
 # ---- the histories ---------------------------------------------------------------------------------------------------
 class Version:
     """A state, the model of it, and pairs of objects that a user of both might still hold."""
@@ -222,103 +280,24 @@ class Histories(RuleBasedStateMachine):
             assert type(ours) is type(theirs) and ours == theirs
 
     # ---- writes
-    @rule(
-        v=st.integers(0, 9),
-        n=st.integers(0, 60),
-        key=KEYS,
-        recipe=RECIPES,
-        what=st.sampled_from(
-            [
-                "set",
-                "set",
-                "set",
-                "delete",
-                "pop",
-                "pop default",
-                "popitem",
-                "setdefault",
-                "update",
-                "pairs",
-                "|=",
-                "|",
-                "clear",
-                "get",
-                "in",
-                "named",
-                "reinsert",
-            ]
-        ),
-    )
+    @rule(v=st.integers(0, 9), n=st.integers(0, 60), key=KEYS, recipe=RECIPES, what=often(DICT_WRITES, "set"))
     def write_dict(self, v: int, n: int, key: Any, recipe: Any, what: str) -> None:
         version = self.version(v)
         found = self.target(version, n, dict)
         if found is None:
             return
         values = build_pair(recipe, version.pairs(), version.held)
-
-        def reinsert(d: Any) -> None:
-            for each in list(d)[:3]:
-                d[each] = d.pop(each)
-
-        def join(d: Any, value: Any) -> None:
-            d |= {key: value}
-
-        calls: dict[str, Callable[[Any, Any], Any]] = {
-            "set": lambda d, value: d.__setitem__(key, value),
-            "delete": lambda d, value: d.__delitem__(key),
-            "pop": lambda d, value: d.pop(key),
-            "pop default": lambda d, value: d.pop(key, None),
-            "popitem": lambda d, value: d.popitem(),
-            "setdefault": lambda d, value: d.setdefault(key, value),
-            "update": lambda d, value: d.update({key: value, "z": 1}),
-            "pairs": lambda d, value: d.update([(key, value)], named=value),
-            "|=": join,
-            "|": lambda d, value: d | {key: 1},
-            "clear": lambda d, value: d.clear(),
-            "get": lambda d, value: d.get(key, 5),
-            "in": lambda d, value: key in d,
-            "named": lambda d, value: d.update(a=value),
-            "reinsert": lambda d, value: reinsert(d),
-        }
-        self.step(version, lambda side: calls[what](found[side], values[side]), n)
+        self.step(version, lambda side: DICT_WRITES[what](found[side], key, values[side]), n)
 
     @rule(
         v=st.integers(0, 9),
         n=st.integers(0, 60),
         i=st.integers(-6, 6),
-        j=st.one_of(st.none(), st.integers(-6, 6)),
-        by=st.sampled_from([None, 1, 2, -1, -2, 3]),
+        part=st.builds(slice, st.integers(-6, 6), NUMBERS, st.sampled_from([None, 1, 2, -1, -2, 3])),
         recipes=st.lists(RECIPES, min_size=1, max_size=4),
-        what=st.sampled_from(
-            [
-                "append",
-                "append",
-                "insert",
-                "insert",
-                "set",
-                "delete",
-                "pop",
-                "pop at",
-                "extend",
-                "+=",
-                "*=",
-                "clear",
-                "slice",
-                "set slice",
-                "set slice",
-                "delete slice",
-                "reverse",
-                "sort",
-                "sort back",
-                "remove",
-                "index",
-                "count",
-                "+",
-                "swap",
-            ]
-        ),
+        what=often(LIST_WRITES, "append", "insert", "set slice"),
     )
-    def write_list(self, v: int, n: int, i: int, j: int | None, by: int | None, recipes: list[Any], what: str) -> None:
+    def write_list(self, v: int, n: int, i: int, part: slice, recipes: list[Any], what: str) -> None:
         version = self.version(v)
         found = self.target(version, n, list)
         if found is None or (what == "*=" and len(found[1]) > 500):
@@ -327,41 +306,8 @@ class Histories(RuleBasedStateMachine):
         built = [build_pair(recipe, pairs, version.held) for recipe in recipes]
         values = ([one for one, _ in built], [other for _, other in built])
         atom = recipes[0] if not is_recipe(recipes[0]) else 1
-        part = slice(i, j, by)
-
-        def add(items: Any, values: list[Any]) -> None:
-            items += values
-
-        def times(items: Any) -> None:
-            items *= abs(i) % 3
-
-        def swap(items: Any) -> None:
-            items[i], items[0] = items[0], items[i]
-
-        calls: dict[str, Callable[[Any, list[Any]], Any]] = {
-            "append": lambda items, values: items.append(values[0]),
-            "insert": lambda items, values: items.insert(i, values[0]),
-            "set": lambda items, values: items.__setitem__(i, values[0]),
-            "delete": lambda items, values: items.__delitem__(i),
-            "pop": lambda items, values: items.pop(),
-            "pop at": lambda items, values: items.pop(i),
-            "extend": lambda items, values: items.extend(values),
-            "+=": add,
-            "*=": lambda items, values: times(items),
-            "clear": lambda items, values: items.clear(),
-            "slice": lambda items, values: items[part],
-            "set slice": lambda items, values: items.__setitem__(part, values),
-            "delete slice": lambda items, values: items.__delitem__(part),
-            "reverse": lambda items, values: items.reverse(),
-            "sort": lambda items, values: items.sort(key=sort_key),
-            "sort back": lambda items, values: items.sort(key=sort_key, reverse=True),
-            "remove": lambda items, values: items.remove(atom),
-            "index": lambda items, values: items.index(atom, i),
-            "count": lambda items, values: items.count(atom),
-            "+": lambda items, values: items + [1],  # noqa: RUF005 - is what is tested
-            "swap": lambda items, values: swap(items),
-        }
-        self.step(version, lambda side: calls[what](found[side], values[side]), n)
+        place = part if what.endswith("slice") else i
+        self.step(version, lambda side: LIST_WRITES[what](found[side], place, values[side], atom), n)
 
     @rule(v=st.integers(0, 9), n=st.integers(0, 60), at=st.integers(0, 30), recipe=RECIPES, many=st.booleans())
     def write_and_hold(self, v: int, n: int, at: int, recipe: Any, many: bool) -> None:
@@ -437,42 +383,6 @@ class Histories(RuleBasedStateMachine):
             items[at:at] = range(size)
             del items[at + 2 : at + 2 + cut]
             items.insert(at // 2, "here")
-
-    @rule(
-        v=st.integers(0, 9),
-        longest=st.booleans(),
-        n=st.integers(0, 60),
-        place=st.sampled_from(["front", "inside", "anywhere", "back"]),
-        adds=st.sampled_from([0.0, 0.5, 1.0]),
-        times=st.sampled_from([1, 8, 70, 400]),
-        seed=st.integers(0, 99),
-    )
-    def many_singles(self, v: int, longest: bool, n: int, place: str, adds: float, times: int, seed: int) -> None:
-        """Items come and go one by one, also in lists that are long enough for a tree of several levels."""
-        version = self.version(v)
-        found = self.target(version, n, list)
-        if found is None:
-            return
-        if longest:
-            found = max((pair for pair in version.pairs() if isinstance(pair[1], list)), key=lambda pair: len(pair[1]))
-        rng = random.Random(seed)
-        inside = rng.random()
-        for turn in range(times):
-            count = len(found[1])
-            add = rng.random() < adds or count == 0
-            chosen = {"front": 0, "inside": int(inside * count), "anywhere": rng.randrange(count + 1), "back": count}
-            at = chosen[place] if add else min(chosen[place], count - 1)
-            pops = rng.random() < 0.5
-            results = []
-            for items in found:
-                if add:
-                    items.insert(at, [turn] if turn % 60 == 1 else turn)
-                elif pops:
-                    results.append(items.pop(at))
-                else:
-                    del items[at]
-            if results:
-                check_same(*results)
 
     # ---- versions
     @precondition(lambda self: len(self.versions) < MOST_VERSIONS)

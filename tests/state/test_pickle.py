@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import pickle
 import random
@@ -15,30 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import turnwise
 from turnwise.state import CheckpointError, OpaqueError, Policy, PrunedError, State, Store
 
-# The helper beside this file; --import-mode=importlib puts no test folder on the path.
-sys.path.insert(0, str(Path(__file__).parent))
-saving = importlib.import_module("saving")
-sys.path.pop(0)
-
-
-@settings(max_examples=40, derandomize=True)
-@given(seed=st.integers(0, 2**32), protocol=st.integers(2, 5))
-def test_random_states_come_back(seed: int, protocol: int) -> None:
-    for state in saving.tree(random.Random(seed), Store()).values():
-        expected = saving.shape(state)
-        loaded = pickle.loads(pickle.dumps(state, protocol))
-        assert saving.shape(state) == saving.shape(loaded) == expected
-        assert loaded.frozen == state.frozen and loaded.store is not state.store
-        ours, theirs = loaded.fork(), state.fork()
-        for fork in (ours, theirs):
-            saving.write(fork, random.Random(seed), 20)
-        assert saving.shape(ours) == saving.shape(theirs) and saving.shape(loaded) == expected
+from . import saving
 
 
 def test_large_parts_go_out_of_band() -> None:
@@ -72,15 +52,6 @@ def test_states_pickled_together_belong_to_one_store() -> None:
     first.rollback(second)
     again = pickle.loads(pickle.dumps([one, one]))
     assert again[0] is again[1]
-
-
-def test_commits_come_along() -> None:
-    state = Store().state([1])
-    state.commit()
-    state.data.append(2)
-    loaded = pickle.loads(pickle.dumps(state))
-    loaded.rollback()
-    assert loaded.data == [1] and state.data == [1, 2]
 
 
 class Board:

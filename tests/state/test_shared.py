@@ -75,17 +75,11 @@ def test_another_state_of_the_store_tells_too() -> None:
     assert other.fork().data == {}  # gone, and forgotten
 
 
-def test_without_the_check_nothing_is_said() -> None:
-    store = Store()
-    store.register(Config, "share")
-    config = Config()
-    state = store.state({"config": config})
-    config.limits["turns"] = 4
-    assert state.fork().data["config"] is config
-
-
-def test_what_can_not_be_written_is_left_alone() -> None:
-    store = Store(check_shared=True)
-    store.register(type(threading.Lock()), "share")
-    state = store.state({"lock": threading.Lock()})
-    assert state.fork().data["lock"] is state.data["lock"]
+@pytest.mark.parametrize(("check", "shared"), [(False, Config()), (True, threading.Lock())])
+def test_what_is_not_checked_or_can_not_be_written_is_left_alone(check: bool, shared: Any) -> None:
+    store = Store(check_shared=check)
+    store.register(type(shared), "share")
+    state = store.state({"shared": shared})
+    if not check:
+        shared.limits["turns"] = 4
+    assert state.fork().data["shared"] is shared
