@@ -165,9 +165,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     - Of a simulated GPU: for each op of the table its first layout (`test_contracts.py` calls it ``one``).
     - Of tests that ask for the emulator themselves, of sanitizers, and of peers: each function's first case.
 
-    The interpreter takes seconds for a call: its other cases cover each pair of parameters, the rest don't exist.
+    A simulated GPU takes seconds for a call: its other cases cover each pair of parameters, the rest don't exist.
     """
-    interpreted: dict[str, list[pytest.Function]] = {}
+    simulated: dict[tuple[str, Target], list[pytest.Function]] = {}
     seen: set[str] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not item.path.is_relative_to(HERE):
@@ -178,14 +178,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(target, Target) and target.simulated:
             if given.get("layouts") == "one":
                 item.add_marker(pytest.mark.representative)
-            if not target.emulated:
-                interpreted.setdefault(function, []).append(item)
+            simulated.setdefault((function, target), []).append(item)
         elif item.get_closest_marker("slow") or "emulator" in item.fixturenames:
             if function not in seen:
                 item.add_marker(pytest.mark.representative)
             seen.add(function)
     dropped: set[pytest.Item] = set()
-    for cases in interpreted.values():
+    for cases in simulated.values():
         chosen = covering([axes(case) for case in cases], 2)
         dropped |= {case for index, case in enumerate(cases) if index not in chosen}
     config.hook.pytest_deselected(items=list(dropped))

@@ -129,7 +129,12 @@ CASES: dict[str, Case] = {
     **both("token_returns", Case(lambda s, **o: [token_returns(**s, gamma=0.9, **o)], REWARDS, size=MIDDLE)),
     **both(
         "gae",
-        Case(lambda s, **o: gae(**s, gamma=0.9, lam=0.8, **o), {"rewards": "BT", "values": "BT", "mask": "BT"}, (), MIDDLE),
+        Case(
+            lambda s, **o: gae(**s, gamma=0.9, lam=0.8, **o),
+            {"rewards": "BT", "values": "BT", "mask": "BT"},
+            (),
+            MIDDLE,
+        ),
     ),
     **both("policy_loss", Case(loss(*POLICY, clip=Clip(dual_clip=3.0)), {**STREAMS, "advantages": "B"}, LP)),
     **both("policy_loss, all streams", Case(loss(*POLICY, **FULL), {**ALL, "advantages": "BT"}, LP)),

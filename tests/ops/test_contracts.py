@@ -157,7 +157,9 @@ def test_eight_threads_at_once(in_threads: Any, name: str) -> None:
     want = [outcome(case, given, backend="native") for given in batches]
     assert not same(want[0], want[1])
     assert all(
-        in_threads(lambda i: [same(outcome(case, batches[i], backend="native"), want[i]) for _ in range(3)] == [True] * 3)
+        in_threads(
+            lambda i: [same(outcome(case, batches[i], backend="native"), want[i]) for _ in range(3)] == [True] * 3
+        )
     )
 
 
@@ -210,8 +212,23 @@ def test_every_instruction_set(isa: str) -> None:
     """The kernels for lesser processors, in a process of their own: results, and what the CPU's kernels alone do."""
     here = Path(__file__)
     names = ("contracts", "policy_loss", "logprob", "linear_logprob", "token_rewards")
-    chosen = "native and (layout or one_row or float64 or definition or loop or banned or nan) or threads or ulp or past"
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", chosen]
+    chosen = (
+        "native and (layout or one_row or float64 or definition or loop or banned or nan) or threads or ulp or past"
+    )
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "-k",
+        chosen,
+    ]
     files = [str(here.with_name(f"test_{name}.py")) for name in names]
     environment = {**os.environ, "TURNWISE_ISA": isa}
     done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True, timeout=600)

@@ -19,7 +19,9 @@ from turnwise.ops.common import layout
 
 from .table import CASES, DIFFERENTIABLE, LOSSES, OPS, PLAIN, Size, draw, outcome
 
-FIRST = {name: next(stream for stream in case.axes if stream != "hidden" or case.leaves) for name, case in CASES.items()}
+FIRST = {
+    name: next(stream for stream in case.axes if stream != "hidden" or case.leaves) for name, case in CASES.items()
+}
 FALLS_BACK = pytest.mark.filterwarnings("ignore:turnwise.ops runs this call on plain PyTorch")
 
 
@@ -160,7 +162,9 @@ def test_opcheck_of_what_each_op_calls(target, opcheck_calls, name) -> None:
     """On every backend that registers ops; the losses and heads with their backwards."""
     if target.simulated:  # registered as the C++ kernels are
         return
-    called = opcheck_calls(lambda: outcome(CASES[name], target.on(draw(CASES[name], Size(2, 5))), backend=target.backend))
+    called = opcheck_calls(
+        lambda: outcome(CASES[name], target.on(draw(CASES[name], Size(2, 5))), backend=target.backend)
+    )
     if target.backend != "torch":
         assert called and (not CASES[name].leaves or any(op.endswith("backward") for op in called))
     if target.backend == "native" and name == "grouped_policy_loss":
@@ -373,7 +377,11 @@ def test_per_sample_gradients_of_a_model() -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(3, 11)
     parameters = {name: value.detach() for name, value in head.named_parameters()}
-    states, ids, streams = torch.randn(4, 5, 3), torch.arange(20).reshape(4, 5) % 11, (-torch.rand(4, 5), torch.randn(4))
+    states, ids, streams = (
+        torch.randn(4, 5, 3),
+        torch.arange(20).reshape(4, 5) % 11,
+        (-torch.rand(4, 5), torch.randn(4)),
+    )
 
     def loss(parameters: dict[str, Tensor], states: Tensor, ids: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
         logprobs = ops.logprob(functional_call(head, parameters, (states,)), ids)

@@ -195,44 +195,6 @@ def test_the_gradient_of_an_entropy(target) -> None:
     assert_close(tuple(grads[1]), tuple(grads[0]), 5e-6)
 
 
-def test_a_second_backward_gives_the_same(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(10).items()}
-    logprob = linear_logprob(
-        given["hidden"].requires_grad_(), given["weight"], given["targets"], backend=target.backend
-    )
-    first, second = (torch.autograd.grad(logprob.sum(), given["hidden"], retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-
-
-@NATIVE
-def test_opcheck() -> None:
-    given = make(11, 9, 300)
-    hidden, weight, targets = given["hidden"].requires_grad_(), given["weight"], given["targets"]
-    for arguments in (
-        (hidden, weight, targets, torch.zeros(300), None, 0.7, None, None, True),
-        (hidden, weight, targets[:4], None, torch.tensor([3, 3, 0, 8]), 1.0, 5.0, -100, False),
-    ):
-        torch.library.opcheck(torch.ops.turnwise.linear_logprob_frozen.default, arguments)
-    slope = torch.randn(4, WIDTH)
-    scale = torch.ops.turnwise.linear_logprob_frozen_backward.default
-    torch.library.opcheck(scale, (torch.ones(4), slope, hidden.detach(), torch.tensor([3, 3, 0, 8])))
-    torch.library.opcheck(scale, (torch.ones(4), slope, slope, None))
-
-
-def test_compiles_whole(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(12).items()}
-
-    def scaled(hidden: Tensor) -> Tensor:
-        return linear_logprob(hidden * 1.5, given["weight"], given["targets"], backend=target.backend).exp().sum()
-
-    grads = []
-    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
-        hidden = given["hidden"].clone().requires_grad_()
-        function(hidden).backward()
-        grads.append(hidden.grad)
-    torch.testing.assert_close(*grads)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The policy loss
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from turnwise.ops import linear_logprob
 from turnwise.ops.common import dispatch as backends
-from turnwise.ops.common.dispatch import BackendUnavailable
 from turnwise.ops.logprob import choice
 from turnwise.ops.logprob import linear_native as linear_logprob_native
 from turnwise.ops.logprob.choice import Tiles
@@ -190,13 +189,6 @@ def test_a_frozen_weight_costs_no_product(target, monkeypatch) -> None:
     torch.testing.assert_close(hidden.grad.cpu().double(), want["grad of hidden"], rtol=1e-5, atol=1e-5)
 
 
-def test_without_grad_mode_there_is_no_graph(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(9).items()}
-    weight = given["weight"].requires_grad_()
-    with torch.no_grad():
-        assert not linear_logprob(given["hidden"], weight, given["targets"], backend=target.backend).requires_grad
-
-
 @NATIVE
 def test_the_memory_of_the_logits_is_never_held(monkeypatch) -> None:
     """The largest tensor that a forward or backward makes is a tile, or a gradient."""
@@ -218,133 +210,13 @@ def test_the_memory_of_the_logits_is_never_held(monkeypatch) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Invariances
 # ---------------------------------------------------------------------------------------------------------------------
-@NATIVE
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_equal_bits_run_to_run_and_in_eight_threads(in_threads, dtype) -> None:
-    given = make(11, 60, 700, dtype=dtype)
-    want = run(given, "native")
-
-    def work(_: int) -> bool:
-        results = [run(given, "native") for _ in range(3)]
-        return all(torch.equal(got[name], want[name]) for got in results for name in want)
-
-    assert all(in_threads(work))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # torch
 # ---------------------------------------------------------------------------------------------------------------------
-@NATIVE
-def test_opcheck() -> None:
-    given = make(12, 9, 300)
-    hidden, weight, bias = (given[k].requires_grad_() for k in ("hidden", "weight", "bias"))
-    for arguments in (
-        (hidden, weight, given["targets"], bias, None, 0.7, None, None, True, "native"),
-        (hidden, weight, given["targets"][:4], None, torch.tensor([3, 3, 0, 8]), 1.0, 5.0, -100, False, "native"),
-    ):
-        torch.library.opcheck(torch.ops.turnwise.linear_logprob.default, arguments)
-    ones = torch.ones(9)
-    backward = (
-        ones,
-        ones,
-        *(given[k].detach() for k in ("hidden", "weight", "targets", "bias")),
-        None,
-        ones,
-        ones,
-        *(1.0, 5.0, -100),
-    )
-    for needs in ((True, True, True), (True, False, False)):
-        torch.library.opcheck(torch.ops.turnwise.linear_logprob_backward.default, (*backward, *needs, "native"))
-
-
-def test_compiles_whole(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(13).items()}
-
-    def scaled(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_logprob(hidden * 1.5, weight, given["targets"], backend=target.backend).exp().sum()
-
-    results = []
-    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
-        leaves = [given[name].clone().requires_grad_() for name in ("hidden", "weight")]
-        value = function(*leaves)
-        value.backward()
-        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(*results)
-
-
-def test_autocast_casts_as_linear_does(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(14).items()}
-    weight = given["weight"].requires_grad_()
-    with torch.autocast(target.device, dtype=torch.bfloat16):
-        got = linear_logprob(given["hidden"], weight, given["targets"], backend=target.backend)
-    got.sum().backward()
-    want = linear_logprob(
-        given["hidden"].bfloat16(), weight.detach().bfloat16(), given["targets"], backend=target.backend
-    )
-    assert torch.equal(got, want)
-    assert weight.grad.dtype == torch.float32
-
-
-def test_gradcheck_of_the_reference() -> None:
-    given = make(15, 4, 7, 5, torch.float64)
-    leaves = [given[name].double().requires_grad_() for name in ("hidden", "weight", "bias")]
-
-    def call(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return linear_logprob(
-            hidden, weight, given["targets"], bias=bias, entropy=True, temperature=0.7, backend="torch"
-        )
-
-    assert torch.autograd.gradcheck(call, leaves)
-
-
-@NATIVE
-def test_a_second_derivative_raises() -> None:
-    given = make(16)
-    hidden = given["hidden"].requires_grad_()
-    logprob = linear_logprob(hidden, given["weight"], given["targets"])
-    (grad,) = torch.autograd.grad(logprob.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
-        grad.sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Mistakes
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"hidden": torch.zeros(3)}, ValueError, r"hidden has shape \(3,\): expected \[N, H\]"),
-        ({"hidden": [[1.0]]}, TypeError, "hidden: expected a tensor, got list"),
-        ({"weight": torch.zeros(5, 3)}, ValueError, r"weight has shape \(5, 3\): expected \[V, 4\]"),
-        ({"weight": torch.zeros(0, 4)}, ValueError, "expected at least one row"),
-        (
-            {"weight": torch.zeros(5, 4).bfloat16()},
-            TypeError,
-            "weight has dtype torch.bfloat16: expected torch.float32",
-        ),
-        ({"hidden": torch.zeros(3, 4).int()}, TypeError, "hidden has dtype torch.int32"),
-        ({"targets": torch.zeros(2).long()}, ValueError, r"targets has shape \(2,\): expected \(3,\), as hidden"),
-        ({"targets": torch.zeros(3)}, TypeError, "targets has dtype torch.float32: expected int64"),
-        ({"targets": torch.tensor([0, 5, 1])}, ValueError, r"targets\[1\]=5: expected an id in \[0, 5\)"),
-        ({"targets": torch.tensor([0, 1, -100])}, ValueError, r"targets\[2\]=-100"),
-        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \(4,\): expected \(5,\)"),
-        ({"bias": torch.zeros(5).long()}, TypeError, "bias: expected a tensor of floats"),
-        ({"positions": torch.tensor([0, 3, 1])}, ValueError, r"positions\[1\]=3: expected an id in \[0, 3\)"),
-        ({"positions": torch.tensor([0])}, ValueError, r"targets has shape \(3,\): expected \(1,\), as positions"),
-        ({"positions": torch.tensor([[0, 1, 2]])}, ValueError, r"positions has shape \(1, 3\): expected \[M\]"),
-        ({"temperature": 0.0}, ValueError, r"temperature=0\.0: expected a finite number > 0"),
-        ({"temperature": float("nan")}, ValueError, "temperature=nan"),
-    ],
-)
-def test_mistakes_are_named(change, error, message) -> None:
-    arguments = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "targets": torch.tensor([0, 1, 2])}
-    with pytest.raises(error, match=message):
-        linear_logprob(**{**arguments, **change})
-
-
-def test_float64_is_for_the_reference() -> None:
-    given = {k: v.double() for k, v in make(17).items() if k in ("hidden", "weight")}
-    targets = torch.zeros(33, dtype=torch.int64)
-    with pytest.raises(BackendUnavailable, match="float64"):
-        linear_logprob(**given, targets=targets, backend="native")
-    assert linear_logprob(**given, targets=targets).dtype == torch.float64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from typing import Any
 
@@ -161,34 +160,6 @@ def test_any_chunks_give_the_same(target, monkeypatch, seed) -> None:
         assert_same(run(given, target), want, 5e-6)
 
 
-def test_micro_batches_add_up(target) -> None:
-    given = make(3, aggregation="agent-mean", **FULL)
-    _, want = run(given)
-    counts = torch.zeros(4).index_add(0, given["actor_ids"], segments(given["mask"], given["cu_seqlens"]))
-    total: dict[str, Tensor] = {}
-    for rows in (slice(0, 3), slice(3, 5)):
-        cu = given["cu_seqlens"][rows.start : rows.stop + 1]
-        cut = slice(int(cu[0]), int(cu[-1]))
-        part = {
-            **given,
-            **{k: given[k][cut] for k in given if isinstance(given[k], Tensor) and len(given[k]) == sum(LENGTHS)},
-            "cu_seqlens": cu - cu[0],
-            "advantages": given["advantages"][rows],
-            "actor_ids": given["actor_ids"][rows],
-        }
-        _, grads = run(part, target, normalizer=counts)
-        for name, value in grads.items():
-            before = total.get(name)
-            joined = torch.cat([before, value]) if name == "hidden" and before is not None else value
-            total[name] = joined if before is None or name == "hidden" else before + value
-    for name, value in want.items():
-        torch.testing.assert_close(total[name].cpu().double(), value, rtol=1e-5, atol=1e-6)
-
-
-def segments(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return torch.stack([mask[a:b].sum() for a, b in itertools.pairwise(cu_seqlens)]).float()
-
-
 def test_positions(target) -> None:
     given = make(4, **FULL)
     positions = torch.randint(20, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -260,135 +231,6 @@ class Native:
     backend, device = "native", "cpu"
 
 
-@pytest.mark.parametrize("rows", [0, 3])
-def test_no_tokens_cost_nothing(target, rows) -> None:
-    given = make(8)
-    cut = {k: v[:0] for k, v in given.items() if isinstance(v, Tensor) and len(v) == sum(LENGTHS)}
-    cut |= {"cu_seqlens": torch.zeros(rows + 1).long(), "advantages": torch.zeros(rows)}
-    cut["actor_ids"] = torch.zeros(rows).long()
-    for arguments in ({**given, **cut}, {**given, "mask": torch.zeros(sum(LENGTHS))}):
-        result, grads = run(arguments, target)
-        assert result.loss.item() == 0
-        assert result.metrics["tokens"].item() == 0
-        assert all((grad == 0).all() for grad in grads.values())
-
-
-@NATIVE
-def test_masked_tokens_may_hold_anything(target) -> None:
-    given = make(9, **FULL)
-    _, want = run(given, target)
-    for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
-        given[name] = given[name].masked_fill(~given["mask"], torch.nan)
-    _, got = run(given, target)
-    for name in want:
-        assert torch.equal(got[name], want[name])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Autograd
 # ---------------------------------------------------------------------------------------------------------------------
-def test_backward_twice_through_one_graph(target) -> None:
-    given = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in make(10).items()}
-    leaves = {k: given.pop(k).requires_grad_() for k in ("hidden", "weight", "bias")}
-    result = linear_policy_loss(**leaves, **given, backend=target.backend)
-    (result.loss * 2).backward(retain_graph=True)
-    first = {k: v.grad.clone() for k, v in leaves.items()}
-    (result.loss * 3).backward()
-    for name, leaf in leaves.items():
-        torch.testing.assert_close(leaf.grad, 2.5 * first[name])
-
-
-def test_the_loss_may_be_changed_in_place(target) -> None:
-    given = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in make(10).items()}
-    hidden = given.pop("hidden").requires_grad_()
-    linear_policy_loss(hidden, **given, backend=target.backend).loss.backward()
-    once = hidden.grad.clone()
-    loss = linear_policy_loss(hidden, **given, backend=target.backend).loss
-    loss += 1
-    loss *= 3
-    loss.backward()
-    torch.testing.assert_close(hidden.grad, 4 * once)
-
-
-@NATIVE
-def test_a_second_derivative_raises() -> None:
-    given = make(11)
-    hidden = given.pop("hidden").requires_grad_()
-    given["weight"].requires_grad_()
-    loss = linear_policy_loss(hidden, **given).loss
-    with pytest.raises(RuntimeError, match="differentiated again; use backend='torch'"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
-    given["weight"].requires_grad_(False)
-    (grad,) = torch.autograd.grad(linear_policy_loss(hidden, **given).loss, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
-        grad.sum().backward()
-
-
-def test_without_grad_mode_there_is_no_graph(target) -> None:
-    given = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in make(12, **FULL).items()}
-    want, _ = run(make(12, **FULL))
-    given["hidden"].requires_grad_()
-    with torch.no_grad():
-        result = linear_policy_loss(**given, backend=target.backend)
-    assert not result.loss.requires_grad
-    torch.testing.assert_close(result.loss.cpu().double(), want.loss, rtol=5e-6, atol=5e-6)
-
-
-@NATIVE
-@pytest.mark.parametrize("entropy", [False, True])
-def test_opcheck(target, opcheck_calls, entropy) -> None:
-    if target.backend == "torch":
-        pytest.skip("no registered op")
-    called = opcheck_calls(lambda: run(make(17, **FULL, entropy=entropy), target))
-    policy = {"policy_loss", "policy_loss_backward"}
-    assert called - {f"{name}_triton" for name in policy} == policy | {"linear_logprob", "linear_logprob_backward"}
-
-
-def test_autocast(target) -> None:
-    given = make(14)
-    narrow = {k: given[k].bfloat16() for k in ("hidden", "weight")}
-    want, want_grads = run({**given, **narrow}, target)
-    moved = {k: v.to(target.device) if isinstance(v, Tensor) else v for k, v in given.items()}
-    leaves = {k: moved.pop(k).requires_grad_() for k in ("hidden", "weight", "bias")}
-    with torch.autocast(target.device, dtype=torch.bfloat16):
-        result = linear_policy_loss(**leaves, **moved, backend=target.backend)
-    (result.loss * 2).backward()
-    assert torch.equal(result.loss, want.loss)
-    for name, leaf in leaves.items():
-        assert leaf.grad.dtype == torch.float32
-        assert torch.equal(leaf.grad, want_grads[name].float())
-
-
-@NATIVE
-def test_equal_bits_run_to_run_and_in_eight_threads(target, in_threads) -> None:
-    given = make(15, **FULL)
-    _, want = run(given, target)
-
-    def work(_: int) -> bool:
-        _, got = run(given, target)
-        return all(torch.equal(got[name], want[name]) for name in want)
-
-    assert work(0) and all(in_threads(work, 1 if target.emulated else 8))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"old_logprobs": torch.zeros(3)}, ValueError, r"old_logprobs has shape \(3,\): expected \(50,\)"),
-        ({"advantages": torch.zeros(3)}, ValueError, r"advantages has shape \(3,\)"),
-        ({"cu_seqlens": torch.tensor([0, 1, 2, 3, 4, 49])}, ValueError, r"cu_seqlens\[-1\]=49: expected 50"),
-        ({"targets": torch.full((50,), 300)}, ValueError, r"targets\[0\]=300: expected an id in \[0, 300\)"),
-        ({"targets": torch.zeros(49).long()}, ValueError, r"targets has shape \(49,\): expected \(50,\), as hidden"),
-        ({"kl": KL()}, ValueError, "ref_logprobs=None"),
-        ({"aggregation": "mean"}, ValueError, "aggregation='mean': expected one of"),
-        ({"temperature": -1.0}, ValueError, r"temperature=-1\.0"),
-        ({"clip": Clip(), "variant": GPG()}, ValueError, "variant"),
-        ({"weight": torch.zeros(300, 23)}, ValueError, r"weight has shape \(300, 23\)"),
-    ],
-)
-def test_mistakes_are_named_before_anything_is_computed(monkeypatch, change, error, message) -> None:
-    monkeypatch.delattr(linear_logprob_native.Products, "logits")
-    given = {**make(16, mask=None), **change}
-    given["hidden"] = given["hidden"].requires_grad_()
-    with pytest.raises(error, match=message):
-        linear_policy_loss(**given)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +10,6 @@ from torch import Tensor
 
 from turnwise.ops import logprob
 from turnwise.ops.common import dispatch as backends
-from turnwise.ops.common.dispatch import BackendUnavailable
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 NATIVE = pytest.mark.skipif(backends.interpreted, reason="native backends, in their own process")
@@ -106,14 +101,6 @@ def test_sequences_that_lie_apart(target, inplace) -> None:
     torch.testing.assert_close(values.detach().cpu().double(), want["logprob"].detach(), rtol=2e-6, atol=2e-6)
 
 
-def test_columns_that_lie_apart_and_narrow_ids(target) -> None:
-    given = make(2, (20, 30))
-    want = run(given)
-    turned = {**given, "logits": given["logits"].T.contiguous().T, "targets": given["targets"].int()}
-    turned["targets"] = torch.stack([turned["targets"]] * 2, 1)[:, 0]
-    assert_close(run(turned, target), want, 2e-6)
-
-
 def test_banned_tokens(target) -> None:
     given = make(3, (4, 90))
     given["logits"][:, ::2] = -torch.inf
@@ -180,102 +167,3 @@ def test_the_gradient_takes_the_logits_memory(target, dtype) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Invariances, torch
 # ---------------------------------------------------------------------------------------------------------------------
-@NATIVE
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_every_instruction_set(isa) -> None:
-    """The kernels for lesser processors, in a process of their own."""
-    chosen = "native and (equals_float64 or banned or nan_and_infinity) and not emulated"
-    files = __file__, str(Path(__file__).with_name("test_softmax_options.py"))
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k", chosen],
-        env={**os.environ, "TURNWISE_ISA": isa},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    assert "passed" in result.stdout
-
-
-def test_calls_from_eight_threads(target, in_threads) -> None:
-    given = make(9, (6, 700))
-    want = run(given, target)
-
-    def work(_: int) -> bool:
-        got = run(given, target)
-        return all(torch.equal(got[name], want[name]) for name in want)
-
-    assert all(in_threads(work, 1 if target.emulated or backends.interpreted else 8))
-
-
-@NATIVE
-def test_opcheck() -> None:
-    for shape in ((5, 40), (2, 3, 40)):
-        given = make(10, shape)
-        logits, targets = given["logits"].requires_grad_(), given["targets"]
-        for entropy in (False, True):
-            torch.library.opcheck(
-                torch.ops.turnwise.logprob.default, (logits, targets, 0.7, None, None, entropy, False, "native")
-            )
-        ones = torch.ones(shape[:-1])
-        backward = (ones, ones, logits.detach(), targets, ones, ones, 0.7, 3.0, -100, "native")
-        torch.library.opcheck(torch.ops.turnwise.logprob_backward.default, backward)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_compiles_whole(target, inplace) -> None:
-    given = {k: v.to(target.device) for k, v in make(11, (2, 5, 40)).items()}
-
-    def scaled(logits: Tensor) -> Tensor:
-        return logprob(logits * 1.5, given["targets"], inplace_backward=inplace, backend=target.backend).exp().sum()
-
-    results = []
-    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
-        leaf = given["logits"].clone().requires_grad_()
-        value = function(leaf)
-        value.backward()
-        results.append((value.detach(), leaf.grad))
-    torch.testing.assert_close(*results)
-
-
-def test_gradcheck_of_the_reference() -> None:
-    given = make(12, (3, 7), torch.float64)
-    logits = given["logits"].requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: logprob(x, given["targets"], temperature=0.7, entropy=True, backend="torch"), logits
-    )
-
-
-@NATIVE
-def test_a_second_derivative_raises() -> None:
-    given = make(13, (3, 7))
-    logits = given["logits"].requires_grad_()
-    (grad,) = torch.autograd.grad(logprob(logits, given["targets"]).sum(), logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"logits": torch.zeros(3)}, ValueError, r"logits has shape \(3,\): expected \[N, V\]"),
-        ({"logits": torch.zeros(3, 0)}, ValueError, r"logits has shape \(3, 0\)"),
-        ({"logits": torch.zeros(3, 5).int()}, TypeError, "logits has dtype torch.int32"),
-        ({"logits": None}, TypeError, "logits: expected a tensor, got NoneType"),
-        ({"targets": torch.zeros(2).long()}, ValueError, r"targets has shape \(2,\): expected \(3,\), as logits"),
-        ({"targets": torch.zeros(3)}, TypeError, "targets has dtype torch.float32: expected int64"),
-        ({"targets": torch.tensor([0, 1, 5])}, ValueError, r"targets\[2\]=5: expected an id in \[0, 5\)"),
-        ({"temperature": 0}, ValueError, "temperature=0: expected a finite number > 0"),
-    ],
-)
-def test_mistakes_are_named(change, error, message) -> None:
-    arguments = {"logits": torch.zeros(3, 5), "targets": torch.tensor([0, 1, 2]), **change}
-    with pytest.raises(error, match=message):
-        logprob(**arguments)
-
-
-def test_float64_is_for_the_reference() -> None:
-    with pytest.raises(BackendUnavailable, match="float64"):
-        logprob(torch.zeros(1, 2).double(), torch.zeros(1).long(), backend="native")

@@ -63,7 +63,11 @@ def wrong_kinds(case: Case, name: str, good: Tensor) -> dict[str, tuple[Any, typ
     axes = case.axes[name]
     wrong: dict[str, tuple[Any, type[Exception], str]] = {
         "a list": (good.tolist(), TypeError, "%.*: expected .*tensor"),
-        "complex": (good.to(torch.complex64), TypeError, "% has dtype torch.complex64: expected|^%: expected .*complex64"),
+        "complex": (
+            good.to(torch.complex64),
+            TypeError,
+            "% has dtype torch.complex64: expected|^%: expected .*complex64",
+        ),
     }
     if axes in ("B", "A") or list(case.axes.values()).count(axes) > 1:  # the first stream gives the shape
         wrong["too long"] = torch.cat([good, good[..., -1:]], -1), ValueError, r"% has shape \(|, as %|lengths has"
@@ -85,7 +89,11 @@ def wrong_kinds(case: Case, name: str, good: Tensor) -> dict[str, tuple[Any, typ
             place = tuple(size - 1 for size in good.shape)
             changed = good.clone()
             changed[place] = value
-            wrong[str(value)] = changed, ValueError, rf"^%\[{', '.join(map(str, place))}\]={value}: expected an id in \[0, "
+            wrong[str(value)] = (
+                changed,
+                ValueError,
+                rf"^%\[{', '.join(map(str, place))}\]={value}: expected an id in \[0, ",
+            )
     elif good.is_floating_point():
         if name not in ("bias", "normalizer"):  # converted
             wrong["float8"] = good.to(torch.float8_e4m3fn), TypeError, "% has dtype torch.float8_e4m3fn: expected"
@@ -93,7 +101,11 @@ def wrong_kinds(case: Case, name: str, good: Tensor) -> dict[str, tuple[Any, typ
             wrong["integers"] = good.int(), TypeError, "% has dtype torch.int32|^%: expected .*got torch.int32"
         if name in ("rewards", "token_rewards"):
             for value in (math.nan, math.inf):
-                wrong[str(value)] = torch.full(good.shape, value), ValueError, rf"%\[\d+(, \d+)?\]={value}: expected a fin"
+                wrong[str(value)] = (
+                    torch.full(good.shape, value),
+                    ValueError,
+                    rf"%\[\d+(, \d+)?\]={value}: expected a fin",
+                )
         if name == "normalizer":
             wrong["negative"] = good - 5, ValueError, "%.*expected counts >= 0"
             wrong["NaN"] = good * math.nan, ValueError, "%.*expected counts >= 0"
@@ -151,7 +163,9 @@ def test_no_target_means_ignore(target, name) -> None:
     given = draw(CASES[name], Size(3, 5))
     place = (1, 2) if name == "logprob" else (7,)
     given["targets"][place] = -100
-    message = rf"^targets\[{', '.join(map(str, place))}\]=-100: expected an id in \[0, {VOCABULARY}\)\. Pass ignore_index"
+    message = (
+        rf"^targets\[{', '.join(map(str, place))}\]=-100: expected an id in \[0, {VOCABULARY}\)\. Pass ignore_index"
+    )
     with pytest.raises(ValueError, match=f"{message}=-100 to leave out the tokens with this target$"):
         CASES[name].call(target.on(given), backend=target.backend, check=target.device == "cuda")
 
@@ -221,7 +235,9 @@ OF_A_LOSS = [
 def plain(name: str, **given: Any) -> Any:
     """A loss with the streams that it needs, and others."""
     streams = draw(CASES[name], Size(3, 5))
-    needed = {k: v for k, v in streams.items() if k not in ("ref_logprobs", "rollout_logprobs", "actor_ids", "normalizer")}
+    needed = {
+        k: v for k, v in streams.items() if k not in ("ref_logprobs", "rollout_logprobs", "actor_ids", "normalizer")
+    }
     needed.pop("entropy", None)
     function = {"policy_loss": policy_loss, "linear_policy_loss": linear_policy_loss}.get(name)
     if function is None:
@@ -349,7 +365,11 @@ def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
                 linear_logprob(**head)
     from turnwise.ops import logprob
 
-    for change, message in (({"temperature": 0}, "temperature=0"), ({"softcap": 0}, "softcap=0"), ({"ignore_index": -1}, r"\[0\]=-1")):
+    for change, message in (
+        ({"temperature": 0}, "temperature=0"),
+        ({"softcap": 0}, "softcap=0"),
+        ({"ignore_index": -1}, r"\[0\]=-1"),
+    ):
         if "ignore_index" in change:
             continue
         with pytest.raises(ValueError, match=message):
@@ -387,7 +407,11 @@ OTHERS = [
     (gae, {"rewards": ZEROS[0], "values": ZEROS[0]}, r"rewards has shape \(3,\): expected \[B, T\]"),
     (value_loss, {"values": ZEROS, "old_values": ZEROS, "returns": ZEROS, "clip": 0}, "clip=0: expected None or a fin"),
     (value_loss, {"values": ZEROS, "old_values": ZEROS, "returns": ZEROS, "clip": math.nan}, "clip=nan"),
-    (value_loss, {"values": ZEROS, "old_values": None, "returns": ZEROS}, "old_values=None: expected the values before"),
+    (
+        value_loss,
+        {"values": ZEROS, "old_values": None, "returns": ZEROS},
+        "old_values=None: expected the values before",
+    ),
     (value_loss, {"values": ZEROS, "old_values": ZEROS, "returns": ZEROS, "aggregation": "sum"}, "aggregation='sum'"),
     (loss_normalizer, {"aggregation": "sum", "mask": ZEROS}, "aggregation='sum'"),
     (loss_normalizer, {"aggregation": "token-mean"}, "mask=None"),
@@ -407,7 +431,10 @@ OTHERS = [
             ({"num_groups": -2}, "num_groups=-2: expected a count >= 0"),
             ({"num_groups": 1.0}, r"num_groups=1\.0: expected a count >= 0"),
             ({"num_groups": "2"}, "num_groups='2'"),
-            ({"group_ids": torch.tensor([0, 2**63 - 1]), "num_groups": None}, r"\[1\]=9223372036854775807: .*below 2\*\*63"),
+            (
+                {"group_ids": torch.tensor([0, 2**63 - 1]), "num_groups": None},
+                r"\[1\]=9223372036854775807: .*below 2\*\*63",
+            ),
             ({"group_ids": PAIR[:0], "num_groups": None}, r"group_ids has shape \(0,\)"),
             ({"lengths": torch.tensor([1.0, -1.0]), "center": "length_weighted"}, r"lengths\[1\]=-1\.0"),
             ({"lengths": torch.tensor([1.0, math.inf]), "center": "length_weighted"}, r"lengths\[1\]=inf"),

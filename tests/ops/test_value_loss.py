@@ -100,34 +100,3 @@ def test_a_critic_learns_the_returns_of_gae() -> None:
         if epoch == 0:
             assert values.max() < 0.3
     torch.testing.assert_close(values.detach(), torch.ones(2, 3), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"clip": 0}, ValueError, "clip=0: expected None or a finite number > 0"),
-        ({"clip": math.nan}, ValueError, "clip=nan"),
-        ({"old_values": None}, ValueError, "old_values=None: expected the values before the update, as clip=0.2"),
-        ({"returns": torch.zeros(2)}, ValueError, r"returns has shape \(2,\): expected \(2, 3\), as values"),
-        (
-            {"old_values": torch.zeros(2, 3).int()},
-            TypeError,
-            "old_values: expected .* got torch.int32",
-        ),
-        ({"mask": torch.zeros(2)}, ValueError, r"mask has shape \(2,\)"),
-        ({"aggregation": "sum"}, ValueError, "aggregation='sum'"),
-        ({"cu_seqlens": torch.tensor([0, 2])}, ValueError, r"values has shape \(2, 3\): expected \[N\]"),
-    ],
-)
-def test_mistakes_are_named(change, error, message) -> None:
-    arguments = {"values": torch.zeros(2, 3), "old_values": torch.zeros(2, 3), "returns": torch.zeros(2, 3)}
-    with pytest.raises(error, match=message):
-        value_loss(**(arguments | change))
-
-
-def test_nothing_trained_costs_nothing() -> None:
-    values = torch.full((2, 3), math.nan, requires_grad=True)
-    result = value_loss(values, values, values, mask=torch.zeros(2, 3))
-    result.loss.backward()
-    assert result.loss.item() == 0 and torch.equal(values.grad, torch.zeros(2, 3))
-    assert [value.item() for value in result.metrics.values()] == [0, 0, 0]
