@@ -109,7 +109,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
 def interpreter() -> None:
     """Imports Triton kernels as functions of its interpreter, with blocks that suit it. They can't be compiled."""
     for name in [name for name in sys.modules if name.startswith("turnwise.ops.") and "triton" in name.split(".")[-1]]:
+        package, _, module = name.rpartition(".")
         del sys.modules[name]
+        delattr(sys.modules[package], module)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(backends, "interpreted", True)

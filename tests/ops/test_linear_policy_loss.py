@@ -223,8 +223,8 @@ def test_a_gpu_makes_the_logits_twice_where_that_is_faster(emulator, monkeypatch
     monkeypatch.setattr(products, "logits", lambda self, *pair: made.append(len(pair[0])) or original(self, *pair))
     given = make(9, **FULL)
     want = run(given)
-    trained = int(given["mask"].sum())  # emulated, one pass skips the others, as on a CPU; it has two tiles of columns
-    for once, rows in ((True, 2 * trained), (False, 2 * TOKENS)):
+    trained = int(given["mask"].sum())  # emulated, one pass skips the others, as on a CPU; each has two tiles
+    for once, rows in ((True, 2 * trained), (False, 4 * TOKENS)):
         made.clear()
         monkeypatch.setattr(CHUNKS, "one_pass", lambda *call, found=once: asked.append(call) or found)
         assert_same(run(given, SIMULATED["cuda-emulated"]), want, 5e-6)

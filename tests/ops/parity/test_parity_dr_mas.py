@@ -17,7 +17,7 @@ from turnwise.ops import factorize, group_advantage
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 2000
+SEEDS = 300
 AGENTS = ("solver", "verifier", "searcher")
 
 
