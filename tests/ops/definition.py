@@ -59,10 +59,8 @@ def policy_terms(
             terms.append((-phi * adv * x, -phi * adv))
         return terms
     tokens = zip(lp, old, a, chosen, strict=True)
-    if isinstance(v, GSPO | GMPO):
-        terms = _row_terms(v, lp, old, a)
-    else:
-        terms = [_token_term(v, *token) for token in tokens]
+    by_row = isinstance(v, GSPO | GMPO)
+    terms = _row_terms(v, lp, old, a) if by_row else [_token_term(v, *token) for token in tokens]
     return [(loss * y, slope * y) for (loss, slope), y in zip(terms, w, strict=True)]
 
 

@@ -221,7 +221,8 @@ NUMBERS: dict[str, Callable[[dict[str, Tensor], float], Any]] = {
     "gamma": lambda s, x: ops.token_returns(s["token_rewards"], x),
     "temperature": lambda s, x: ops.logprob(s["logits"], s["targets"], temperature=x),
 }
-OF_NUMBER = dict(zip(NUMBERS, ["policy_loss, all streams", *["policy_loss"] * 2, *OPS[:1], "token_returns", "logprob"]))
+USED = ["policy_loss, all streams", "policy_loss", "policy_loss", "group_advantage", "token_returns", "logprob"]
+OF_NUMBER = dict(zip(NUMBERS, USED, strict=True))
 
 
 @pytest.mark.slow

@@ -55,32 +55,6 @@ def test_equals_its_definition(target, rows: int, width: int, gamma: float, lam:
     check(target, rewards.float(), values.float(), mask, gamma, lam)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_streams(target, dtype: torch.dtype) -> None:
-    rewards, values, mask = batch(8)
-    check(target, rewards.to(dtype), values.to(dtype), mask, 0.97, 0.9)
-    check(target, rewards.float(), values.to(dtype), mask, 0.97, 0.9)
-
-
-def test_packed_equals_padded(target) -> None:
-    rewards, values, mask = batch(9)
-    lengths = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
-    keep = torch.arange(mask.shape[1])[None] < torch.tensor(lengths)[:, None]
-    expected = by_definition(rewards.float().double(), values.float().double(), mask, 0.99, 0.9)
-    for dtype in (torch.int32, torch.int64):
-        got = gae(
-            rewards.float()[keep].to(target.device),
-            values.float()[keep].to(target.device),
-            mask=mask[keep].to(target.device),
-            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(dtype).to(target.device),
-            gamma=0.99,
-            lam=0.9,
-            backend=target.backend,
-        )
-        for mine, exact in zip(got, expected, strict=True):
-            torch.testing.assert_close(mine.cpu().double(), exact[keep], rtol=3e-6, atol=3e-6)
-
-
 def test_long_rows_keep_their_accuracy(target) -> None:
     """Values far from 0: summing errors one by one would lose six digits."""
     width = 4000

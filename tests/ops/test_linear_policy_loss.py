@@ -92,7 +92,7 @@ HEAD = ("targets", "temperature", "positions", "softcap", "ignore_index")
 def run(
     given: dict[str, Any], target: Any = None, *, two: bool = False, frozen: tuple[str, ...] = (), **changes: Any
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The result and the gradients of twice the loss. By the two ops if asked to; without a target by these in float64."""
+    """The result and the gradients of twice the loss, by ``two`` ops if asked; without a target by these in float64."""
     given = {**given, **changes}
     if target is None:
         given = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}

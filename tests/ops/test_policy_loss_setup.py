@@ -143,7 +143,7 @@ def test_a_number_normalizes_as_a_tensor_does() -> None:
     assert torch.equal(aggregate(values, normalizer=4.0), aggregate(values, normalizer=torch.tensor(4.0)))
     assert torch.equal(aggregate(values, normalizer=4), values.double().sum().div(4).float())
     for wrong, error in ((torch.ones(3), ValueError), ("5", TypeError), (-1.0, ValueError)):
-        with pytest.raises(error, match="^normalizer"):
+        with pytest.raises(error, match=r"^normalizer"):
             aggregate(values, normalizer=wrong)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from turnwise.ops import AGGREGATIONS, aggregate, gae, loss_normalizer, value_loss
+from turnwise.ops import AGGREGATIONS, aggregate, gae, value_loss
 
 
 def test_worked_values() -> None:
@@ -62,26 +62,6 @@ def test_equals_the_definition(make_batch, seed, aggregation) -> None:
     assert clipped > 0 and result.metrics["clip_fraction"].item() == pytest.approx(clipped / int(mask.sum()))
     explained = 1 - (returns - values)[mask].var(unbiased=False) / returns[mask].var(unbiased=False)
     assert result.metrics["explained_variance"].item() == pytest.approx(explained.item(), rel=1e-6)
-
-    # Packed, and in two micro-batches under the normaliser of the whole.
-    lengths = mask.shape[1] - mask.flip(1).int().argmax(1)
-    lengths[~mask.any(1)] = 0
-    kept = torch.arange(mask.shape[1])[None] < lengths[:, None]
-    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    packed = value_loss(
-        values[kept].float(), old[kept], returns[kept], mask=mask[kept], cu_seqlens=cu, clip=0.3,
-        aggregation=aggregation, **rest,
-    )  # fmt: skip
-    assert packed.loss.dtype is torch.float32 and packed.loss.item() == pytest.approx(want.item(), rel=1e-5)
-    whole = loss_normalizer(aggregation, mask=mask, **rest)
-    parts = [
-        value_loss(
-            values[rows], old[rows], returns[rows], mask=mask[rows], clip=0.3, aggregation=aggregation,
-            normalizer=whole, **(rest | {"actor_ids": batch.actors[rows]}),
-        ).loss.item()
-        for rows in (slice(0, 4), slice(4, None))
-    ]  # fmt: skip
-    assert sum(parts) == pytest.approx(want.item(), rel=1e-6)
 
 
 def test_a_critic_learns_the_returns_of_gae() -> None:
