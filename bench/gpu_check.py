@@ -113,12 +113,8 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[
     layouts = [*pytest, str(ROOT / "tests/ops/test_contracts.py")]  # every op on small, awkward inputs
     spread = ["-n", str(workers), "--dist", "worksteal"] if workers else []
     tests = [*pytest, str(ROOT / "tests/ops"), *spread]
-    small = "(layout or one_row)"
-    native, triton, passed = (
-        ["-k", f"{small} and not triton and not torch"],
-        ["-k", f"{small} and triton"],
-        r"\d+ passed",
-    )
+    native, triton = (["-k", f"(layout or one_row) and {which}"] for which in ("not triton and not torch", "triton"))
+    passed = r"\d+ passed"
     every = [
         Stage("build", build, 180),
         Stage("import", [*python, "-c", probe], 30, "CUDA"),
