@@ -15,6 +15,8 @@ CSRC = HERE.parents[1] / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.skipif(not CSRC.exists(), reason="the C++ sources are not here")
 def test_core(tmp_path: Path) -> None:

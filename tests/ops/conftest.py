@@ -165,7 +165,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark one slow case of each kind as `representative`, which CI runs too.
 
     - Of a simulated GPU: for each op of the table its first layout (`test_contracts.py` calls it ``one``).
-    - Of tests that ask for the emulator themselves, of sanitizers, and of peers: each function's first case.
+    - Of tests that compile a program or ask for the emulator themselves, and of peers: each function's first case.
 
     A simulated GPU takes seconds for a call: its other cases cover each pair of parameters, the rest don't exist.
     """
@@ -181,7 +181,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if given.get("layouts") == "one":
                 item.add_marker(pytest.mark.representative)
             simulated.setdefault((function, target), []).append(item)
-        elif item.get_closest_marker("slow") or "emulator" in item.fixturenames:
+        elif item.get_closest_marker("slow") or {"emulator", "compile_and_run"} & {*item.fixturenames}:
+            item.add_marker(pytest.mark.slow)
             if function not in seen:
                 item.add_marker(pytest.mark.representative)
             seen.add(function)

@@ -141,6 +141,18 @@ def test_every_stream_of_plain_pytorch_is_looked_at(name) -> None:
                     case.call({**good, stream: value})
 
 
+ELSEWHERE = {"policy_loss": "old_logprobs", "gae": "values", "group_advantage": "group_ids", "logprob": "targets"}
+ELSEWHERE |= {"optimal_token_baseline": "sum_pi_squared", "off_policy_mask": "rollout_logprobs"}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_stream_on_another_device_is_named(name) -> None:
+    case = (CASES | PLAIN)[name]
+    good, stream = draw(case, Size(3, 5)), ELSEWHERE[name]
+    with pytest.raises(ValueError, match=rf"{stream} (is|has shape .*) on meta: expected"):
+        case.call({**good, stream: good[stream].to("meta")})
+
+
 @pytest.mark.parametrize("name", [name for name in PACKED if "packed" not in name])
 def test_a_wrapper_without_memory_is_refused(target, name) -> None:
     """Not read: there is nothing at its address."""
