@@ -107,11 +107,15 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
 
 @pytest.fixture(scope="session")
 def interpreter() -> None:
-    """Imports Triton kernels as functions of its interpreter, with blocks that suit it. They can't be compiled."""
-    for name in [name for name in sys.modules if name.startswith("turnwise.ops.") and "triton" in name.split(".")[-1]]:
-        package, _, module = name.rpartition(".")
-        del sys.modules[name]
-        delattr(sys.modules[package], module)
+    """Imports Triton, and the kernels, as functions of its interpreter with blocks that suit it. They can't be compiled
+    in this process any more; without a GPU nothing asks for that."""
+    for name in [*sys.modules]:
+        ours = name.startswith("turnwise.ops.") and "triton" in name.split(".")[-1]
+        if ours or (name.partition(".")[0] == "triton" and not name.startswith("triton._C")):
+            module = sys.modules.pop(name)
+            package, _, stem = name.rpartition(".")
+            if getattr(sys.modules.get(package), stem, None) is module:
+                delattr(sys.modules[package], stem)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(backends, "interpreted", True)
