@@ -1,9 +1,10 @@
 """Settings of all tests: no network, no time limit on property tests, and which tests `make test` leaves out.
 
-Marks: only `make test-all` runs `slow` tests; `.ci/run` leaves out those that are also `long`. For products of three
-or more parameters, `make test` runs a few cases that contain each pair of values; the others are slow. Tests marked
-`gpu` exist only if torch sees a CUDA device, tests marked `vllm` only if vLLM is installed, and tests marked
-`needs("name")` only if that package is. `make test-all` installs most of them, some in separate environments.
+Marks: only `make test-all` runs `slow` tests; `.ci/run` runs those that are also `representative`. Of products of three
+or more parameters, a few cases that contain each pair of values are quick; the others are slow. Tests that start
+processes or a browser are sorted by their fixtures (`COSTLY`). Tests marked `gpu` exist only if torch sees a CUDA device,
+tests marked `vllm` only if vLLM is installed, and tests marked `needs("name")` only if that package is. `make test-all`
+installs most of them, some in separate environments.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ settings.load_profile("turnwise")
 MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
 # Packages that the tests with a fixture need. Other tests name theirs: `pytest.mark.needs("trl")`.
 NEEDED_BY_FIXTURES = {"peer": ("trl", "verl"), "verl": ("verl",), "skyrl": ("skyrl",)}
-# Environment variable: 1 lets products of parameters cover each value once, instead of each pair of values.
-TOGETHER = "TURNWISE_TESTS_TOGETHER"
+# Fixtures that start processes for each test. In each room, one test of each of these runs by default, or in CI; the
+# rest are slow.
+COSTLY = {"warm_python": "default", "warm_starts": "default", "run_ranks": "default", "browser": "ci", "address": "ci"}
 # Types of parameters that are compared by value; others are compared by identity.
 PLAIN = (str, int, float, type(None))
 
@@ -117,11 +119,6 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"backends: {kernels}", f"GPU: {gpu}", f"vLLM: {vllm}", f"slow tests: {slow}"]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "needs(*packages): is left out where one of the packages is not installed")
-    config.addinivalue_line("markers", "representative: is slow, and `.ci/run` runs it for others of its kind")
-
-
 @functools.cache
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
@@ -152,16 +149,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in without]
 
     # Mark the cases of a product slow that are not needed to cover each pair of values.
-    together = int(os.environ.get(TOGETHER, "2"))
     quick: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             quick.setdefault((str(item.path), item.originalname), []).append(item)
     for cases in quick.values():
-        chosen = covering([axes(case) for case in cases], together)
+        chosen = covering([axes(case) for case in cases], 2)
         for index, case in enumerate(cases):
             if index not in chosen:
                 case.add_marker(pytest.mark.slow)
+
+    # Of the tests with a costly fixture, keep one of each room.
+    seen: set[tuple[str, str]] = set()
+    for item in items:
+        for fixture in COSTLY.keys() & set(getattr(item, "fixturenames", ())):
+            kind = (item.nodeid.split("/")[1], fixture)
+            if kind in seen or COSTLY[fixture] == "ci":
+                item.add_marker(pytest.mark.slow)
+            if kind not in seen and COSTLY[fixture] == "ci":
+                item.add_marker(pytest.mark.representative)
+            if COSTLY[fixture] == "ci" or not item.get_closest_marker("slow"):
+                seen.add(kind)
 
 
 def axes(case: pytest.Function) -> tuple[tuple[str, object], ...]:

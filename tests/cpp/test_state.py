@@ -22,7 +22,14 @@ BUILDS = {
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.skipif(not CSRC.exists(), reason="the C++ sources are not here")
-@pytest.mark.parametrize("build", ["plain", *(pytest.param(b, marks=pytest.mark.slow) for b in ("address", "thread"))])
+@pytest.mark.parametrize(
+    "build",
+    [
+        "plain",
+        pytest.param("address", marks=[pytest.mark.slow, pytest.mark.representative]),
+        pytest.param("thread", marks=pytest.mark.slow),
+    ],
+)
 def test_state(build: str, tmp_path: Path) -> None:
     flags = [str(COMPILER), "-std=c++17", "-pthread", f"-I{CSRC}", *BUILDS[build]]
     if build != "plain":

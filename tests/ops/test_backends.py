@@ -238,28 +238,43 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_environment_forces_a_backend() -> None:
-    code = "import torch; from turnwise import ops; ops.group_advantage(torch.ones(2), torch.zeros(2).long())"
-    result = run(code, TURNWISE_BACKEND="triton")
-    assert "BackendUnavailable" in result.stderr
-    assert "TURNWISE_BACKEND='gpu'" in run(code, TURNWISE_BACKEND="gpu").stderr
+CALL = "ops.group_advantage(torch.ones(2), torch.zeros(2).long()"
+
+
+def test_environment_forces_a_backend_and_names_a_wrong_one() -> None:
+    code = f"""
+import os, torch
+os.environ["TURNWISE_BACKEND"] = "gpu"
+try: from turnwise import ops
+except ValueError as error: print(error)
+os.environ["TURNWISE_BACKEND"] = "triton"
+from turnwise import ops
+try: {CALL})
+except ops.BackendUnavailable as error: print(error)
+"""
+    lines = run(code).stdout.splitlines()
+    assert lines[0].startswith("TURNWISE_BACKEND='gpu': expected one of") and "'triton' can't serve" in lines[1]
 
 
 def test_without_the_compiled_module_it_warns_once_and_goes_on() -> None:
-    code = (
-        "import sys, warnings, torch; sys.modules['turnwise._C'] = None; from turnwise import ops\n"
-        "with warnings.catch_warnings(record=True) as seen:\n"
-        "    warnings.simplefilter('always')\n"
-        "    for _ in range(2): print(ops.group_advantage(torch.ones(2), torch.zeros(2).long()).tolist())\n"
-        "print(len(seen), ops.factorize(['a', 'b'])[1])\n"
-        "try: ops.group_advantage(torch.ones(2), torch.zeros(2).long(), backend='native')\n"
-        "except ops.BackendUnavailable as error: print(error)\n"
-    )
+    code = f"""
+import sys, warnings, torch
+sys.modules["turnwise._C"] = None
+from turnwise import ops
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for _ in range(2): print({CALL}).tolist())
+print(len(seen), ops.factorize(["a", "b"])[1])
+try: {CALL}, backend="native")
+except ops.BackendUnavailable as error: print(error)
+print("triton" in sys.modules)
+"""
     result = run(code)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[:3] == ["[0.0, 0.0]", "[0.0, 0.0]", "1 2"]
     assert "turnwise._C did not load" in lines[3] and "pip install ." in lines[3]
+    assert lines[4] == "False", "the ops import Triton only to use it"
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])

@@ -1,121 +1,199 @@
-"""The LM head by tiles against all logits at once in float64, and what a caller may count on."""
+"""The LM head by tiles against all logits at once in float64: trained or frozen, and what it does not compute."""
 
 from __future__ import annotations
 
-import os
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from turnwise.ops import linear_logprob
 from turnwise.ops.common import dispatch as backends
-from turnwise.ops.common.dispatch import BackendUnavailable
-from turnwise.ops.logprob import choice
-from turnwise.ops.logprob import linear_native as linear_logprob_native
-from turnwise.ops.logprob.choice import Tiles
+from turnwise.ops.logprob import choice, linear_native
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-NATIVE = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="native backends, in their own process")
+from .heads import IGNORE, TOLERANCE, assert_close, logits_made, make, run, small_tiles
 
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of tokens and tiles of 256 columns, on a GPU groups and spans too, also at small sizes."""
-    for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
-        monkeypatch.setattr(choice, name, size)
-    tiles = {2: Tiles(24, 256, 48, 96), 4: Tiles(24, 256, 24, 96)}
-    monkeypatch.setattr(linear_logprob_native, "choose", lambda sizes, *_: tiles[sizes.size])
+__all__ = ["logits_made", "small_tiles"]  # fixtures
+pytestmark = pytest.mark.usefixtures("small_tiles")
+FROZEN = ("weight", "bias")
+CPU = SimpleNamespace(backend="native", device="cpu", on=lambda given: given)
 
 
-def make(
-    seed: int, tokens: int = 33, vocabulary: int = 700, width: int = 40, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "hidden": noise(tokens, width).to(dtype),
-        "weight": (0.4 * noise(vocabulary, width)).to(dtype),
-        "targets": torch.randint(vocabulary, (tokens,), generator=generator),
-        "bias": noise(vocabulary),
-        "grad_logprob": noise(tokens),
-        "grad_entropy": noise(tokens),
-    }
+@pytest.fixture(params=["dropped", "in the kernel"])
+def ignored_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU drops ignored tokens before the products; a GPU leaves them to its kernels."""
+    if request.param == "in the kernel":
+        monkeypatch.setattr(linear_native.Head, "trained", lambda self, mask=None: (self, None))
 
 
-def run(given: dict[str, Tensor], backend: str, device: str = "cpu", **options: Any) -> dict[str, Tensor]:
-    """Values and gradients, by name; float64 of the same numbers for the reference."""
-    exact = backend == "exact"
-    leaves = {
-        name: given[name].detach().to(device, torch.float64 if exact else None, copy=True).requires_grad_()
-        for name in ("hidden", "weight", "bias")
-        if name in given
-    }
-    positions = None if "positions" not in given else given["positions"].to(device)
-    logprob, entropy = linear_logprob(
-        leaves["hidden"],
-        leaves["weight"],
-        given["targets"].to(device),
-        bias=leaves.get("bias"),
-        positions=positions,
-        entropy=True,
-        backend="torch" if exact else backend,
-        **options,
-    )
-    loss = (logprob * given["grad_logprob"].to(device)).sum() + (entropy * given["grad_entropy"].to(device)).sum()
-    loss.backward()
-    return {"logprob": logprob, "entropy": entropy, **{f"grad of {k}": v.grad for k, v in leaves.items()}}
-
-
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    for name, expected in want.items():
-        largest = expected.abs().max().item() if expected.numel() else 0.0
-        actual = got[name].detach().cpu().double()
-        torch.testing.assert_close(
-            actual,
-            expected.double(),
-            rtol=tolerance,
-            atol=tolerance * max(largest, 0.1),
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+def compare(target: Any, given: dict[str, Tensor], tolerance: float, **options: Any) -> dict[str, Tensor]:
+    got = run(given, target, linear=True, **options)
+    assert_close(got, run(given, linear=True, **options), tolerance)
+    return got
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Against float64
 # ---------------------------------------------------------------------------------------------------------------------
 # 1 and 31, 33: less than a vector, and a tail; 256: one whole tile; 257: a tile of one column; 1025: several.
-@pytest.mark.parametrize(
-    ("tokens", "vocabulary"), [(1, 1), (1, 31), (33, 33), (24, 256), (25, 257), (49, 1025)], ids=str
-)
+SIZES = [(0, 9), (1, 1), (1, 31), (33, 33), (24, 256), (25, 257), (49, 1025)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_equals_float64(target, tokens, vocabulary, dtype) -> None:
-    given = make(tokens * vocabulary, tokens, vocabulary, dtype=dtype)
-    got = run(given, target.backend, target.device, temperature=0.7)
-    assert got["logprob"].dtype == torch.float32
-    assert got["grad of weight"].dtype == dtype
-    assert_close(got, run(given, "exact", temperature=0.7), TOLERANCE[dtype])
+@pytest.mark.parametrize("options", [{}, {"ignore_index": IGNORE}, {"softcap": 5.0, "ignore_index": IGNORE}], ids=str)
+@pytest.mark.parametrize("frozen", [(), FROZEN], ids=["trained", "frozen"])
+def test_equals_float64(target, ignored_rows, size, dtype, options, frozen) -> None:
+    given = make(sum(size), *size, dtype=dtype, ignored=0.3 if options else 0.0)
+    got = compare(target, given, TOLERANCE[dtype], temperature=0.7, frozen=frozen, entropy=not frozen, **options)
+    assert got["logprob"].dtype == torch.float32 and got["hidden"].dtype == dtype
+    for name in {"logprob", "entropy", "hidden"} & got.keys():
+        assert (got[name][given["targets"] == IGNORE] == 0).all(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_positions_gather_and_scatter(target, dtype) -> None:
-    given = make(3, 20, 300, dtype=dtype)
+@pytest.mark.parametrize("frozen", [(), FROZEN], ids=["trained", "frozen"])
+def test_positions_gather_and_scatter(target, dtype, frozen) -> None:
+    given = make(3, 30, 300, dtype=dtype)
+    given |= {"hidden": given["hidden"][:20], "targets": torch.arange(30)}
     positions = torch.tensor([19, 0, 7, 7, 7, 3] * 5)
-    upstream = torch.randn(30, generator=torch.Generator().manual_seed(3))
-    given |= {"positions": positions, "targets": torch.arange(30), "grad_logprob": upstream}
-    given["grad_entropy"] = torch.zeros(30)
-    got = run(given, target.backend, target.device)
-    assert_close(got, run(given, "exact"), TOLERANCE[dtype])
-    assert (got["grad of hidden"][1] == 0).all()
-    narrow = {**given, "positions": positions.int(), "targets": given["targets"].int()}
-    for name, value in run(narrow, target.backend, target.device).items():
-        assert torch.equal(value, got[name]), name
+    got = compare(target, given, TOLERANCE[dtype], positions=positions, frozen=frozen, entropy=False)
+    assert (got["hidden"][1] == 0).all()
+    narrow = {**given, "targets": given["targets"].int()}
+    again = run(narrow, target, linear=True, positions=positions.int(), frozen=frozen, entropy=False)
+    assert all(torch.equal(again[name], value) for name, value in got.items())
 
 
-@NATIVE
+@pytest.mark.parametrize("positions", [None, torch.arange(7)], ids=["rows", "positions"])
+def test_all_ignored(target, ignored_rows, positions) -> None:
+    given = make(5, 7, 40) | {"targets": torch.full((7,), IGNORE)}
+    got = run(
+        given, target, linear=True, ignore_index=IGNORE, **({} if positions is None else {"positions": positions})
+    )
+    assert all((value == 0).all() for value in got.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_maximum_that_grows_from_tile_to_tile(target, dtype) -> None:
+    """Sums of earlier tiles shrink when a later one has logits that are larger by 20 to 60."""
+    given = make(3, 60, 700, dtype=dtype)
+    bias = 20.0 * (torch.arange(700) // 256)
+    for given["bias"] in (bias, bias.flip(0)):
+        compare(target, given, 3 * TOLERANCE[dtype], frozen=FROZEN, entropy=False)
+
+
+def test_logits_far_from_zero(target) -> None:
+    given = make(0, 26, 600)
+    given["hidden"] *= 40
+    given["bias"] += 500
+    compare(target, given, 3e-5)
+
+
+def test_a_banned_token_has_no_probability(target) -> None:
+    """Every second one, and all of a first tile."""
+    given = make(5, 9, 520)
+    given["bias"][::2] = -torch.inf
+    given["targets"] |= 1
+    got = run(given, target, linear=True, frozen=("bias",), entropy=False)
+    assert (got["weight"][::2] == 0).all()
+    kept = {**given, "weight": given["weight"][1::2], "bias": given["bias"][1::2], "targets": given["targets"] // 2}
+    want = run(kept, linear=True, frozen=("bias",), entropy=False)
+    assert_close({**got, "weight": got["weight"][1::2]}, want, 3e-6)
+    given = make(4, 60, 700)
+    given["targets"] = given["targets"] % 100 + 600
+    given["bias"] = torch.zeros(700).index_fill_(0, torch.arange(300), -torch.inf)
+    compare(target, given, 3e-6, frozen=FROZEN, entropy=False)
+
+
+def test_nan_reaches_the_result_but_for_a_token_that_does_not_train(kernel) -> None:
+    given = make(6, 30, 300)
+    given["hidden"][27, 3] = torch.nan
+    got = run(given, kernel, linear=True)
+    assert got["logprob"].isnan().nonzero().tolist() == [[27]]
+    assert got["weight"].isnan().all()
+    given["grad_logprob"][27] = 0
+    got = run(given, kernel, linear=True, frozen=FROZEN, entropy=False)
+    assert (got["hidden"][27] == 0).all()
+    want = run(given | {"hidden": given["hidden"].nan_to_num(0)}, linear=True, frozen=FROZEN, entropy=False)
+    assert_close({"hidden": got["hidden"]}, {"hidden": want["hidden"]}, 2e-6)
+
+
+def test_a_likely_target_keeps_its_digits(kernel) -> None:
+    """At p[t] > 0.997 the gradient is a small difference of weight rows. In bfloat16 it would drown in the rounding of
+    p[t], as that of a trained weight does, if the target were one of the softmax weights."""
+    given = make(5, 60, 700, dtype=torch.bfloat16) | {"targets": torch.zeros(60, dtype=torch.int64)}
+    given["bias"] = torch.zeros(700)
+    given["bias"][0] = 11.0 + (given["hidden"].double() @ given["weight"].double().T).max()
+    got, want = (run(given, where, linear=True, frozen=FROZEN, entropy=False) for where in (kernel, None))
+    assert (1 - want["logprob"].exp()).max() < 3e-3
+    error = (got["hidden"].double() - want["hidden"]).norm(dim=1) / want["hidden"].norm(dim=1)
+    assert error.max() < 0.25  # a CPU rounds logits to bfloat16
+
+
+def test_order_is_that_of_gemma() -> None:
+    """Hugging Face's Gemma 2 caps the logits, and generation divides them by the temperature afterwards."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=1.5,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)
+        tokens = torch.randint(50, (1, 9))
+        want = torch.log_softmax(model(tokens).logits / 0.7, -1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
+        head = model.model(tokens).last_hidden_state[0, :-1], model.lm_head.weight, tokens[0, 1:]
+        got = linear_logprob(*head, softcap=config.final_logit_softcapping, temperature=0.7)
+        plain = linear_logprob(*head, temperature=0.7)
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    assert (plain - want).abs().max() > 0.1  # the cap matters here
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is computed
+# ---------------------------------------------------------------------------------------------------------------------
+def test_the_logits_of_a_frozen_weight_are_made_once(monkeypatch, logits_made) -> None:
+    """Those of a trained one thrice: forward, backward, and the product that the backward is."""
+    given = make(7, 60, 700)
+    run(given, CPU, linear=True)
+    assert sum(logits_made) == 2 * 60 * 700
+    logits_made.clear()
+    monkeypatch.delattr(linear_native.Products, "weight_gradient")
+    run(given, CPU, linear=True, frozen=FROZEN, entropy=False)
+    assert sum(logits_made) == 60 * 700
+
+
+def test_the_memory_of_the_logits_is_never_held(monkeypatch, request) -> None:
+    """The largest tensor that a forward or backward makes is a tile, or a gradient."""
+    monkeypatch.undo()
+    made = request.getfixturevalue("logits_made")
+    run(make(10, 4000, 3000, width=8), CPU, linear=True)
+    assert max(made) <= 1 << 21 < 4000 * 3000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probabilities_have_the_bits_of_a_call_without_gradients(target, dtype) -> None:
+    given = make(6, 60, 700, dtype=dtype)
+    del given["bias"]
+    got = run(given, target, linear=True, frozen=FROZEN, entropy=False)["logprob"]
+    with torch.no_grad():
+        head = target.on((given["hidden"], given["weight"], given["targets"]))
+        sampled = linear_logprob(*head, backend=target.backend)
+    assert torch.equal(got, sampled.cpu())
+
+
+def test_the_gradient_of_an_entropy_behind_a_frozen_weight(target) -> None:
+    """It needs the logits again; log-probabilities alone don't, though the entropy was asked for."""
+    given = make(9, 60, 700)
+    for kept in (("grad_logprob", "grad_entropy"), ("grad_logprob",), ("grad_entropy",)):
+        zeros = {k: torch.zeros(60) for k in ("grad_logprob", "grad_entropy") if k not in kept}
+        compare(target, given | zeros, 5e-6, frozen=FROZEN)
+
+
 @pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, 3), (torch.float32, 6)], ids=str)
 def test_a_gpu_takes_narrow_gradients_of_several_blocks_into_the_weight_at_once(
     emulator, monkeypatch, dtype, products
@@ -124,227 +202,33 @@ def test_a_gpu_takes_narrow_gradients_of_several_blocks_into_the_weight_at_once(
     writes the sums of the weight's gradient."""
     monkeypatch.setattr(backends, "emulator", emulator)
     given = make(20, 130, 200, dtype=dtype)
-    given |= {"positions": torch.randint(130, (130,), generator=torch.Generator().manual_seed(0))}
-    taken, plain = [], linear_logprob_native.Products.weight_gradient
+    positions = torch.randint(130, (130,), generator=torch.Generator().manual_seed(0))
+    taken, plain = [], linear_native.Products.weight_gradient
     monkeypatch.setattr(
-        linear_logprob_native.Products,
+        linear_native.Products,
         "weight_gradient",
         lambda self, out, d, *rest, **named: taken.append(len(d)) or plain(self, out, d, *rest, **named),
     )
-    assert_close(run(given, "native"), run(given, "exact"), TOLERANCE[dtype])
+    compare(CPU, given, TOLERANCE[dtype], positions=positions)
     assert len(taken) == products and sum(taken) == 130
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_logits_far_from_zero(target, seed) -> None:
-    given = make(seed, 26, 600)
-    given["hidden"] *= 40
-    given["bias"] += 500
-    assert_close(run(given, target.backend, target.device), run(given, "exact"), 3e-5)
-
-
-def test_a_banned_token_has_no_probability(target) -> None:
-    given = make(5, 9, 520)
-    given["bias"][::2] = -torch.inf
-    given["targets"] |= 1
-    leaves = {k: given[k].to(target.device).requires_grad_() for k in ("hidden", "weight")}
-    others = {k: given[k].to(target.device) for k in ("targets", "bias")}
-    logprob = linear_logprob(**leaves, **others, backend=target.backend)
-    logprob.sum().backward()
-    assert (leaves["weight"].grad[::2] == 0).all()
-    kept = {**given, "weight": given["weight"][1::2], "bias": given["bias"][1::2], "targets": given["targets"] // 2}
-    want = run({**kept, "grad_logprob": torch.ones(9), "grad_entropy": torch.zeros(9)}, "exact")
-    got = {"logprob": logprob, "grad of hidden": leaves["hidden"].grad, "grad of weight": leaves["weight"].grad[1::2]}
-    assert_close(got, {name: want[name] for name in got}, 3e-6)
-
-
-def test_nan_reaches_the_result(target) -> None:
-    given = make(6, 30, 300)
-    given["hidden"][27, 3] = torch.nan
-    got = run(given, target.backend, target.device)
-    assert got["logprob"].isnan().nonzero().tolist() == [[27]]
-    assert got["grad of weight"].isnan().all()
-
-
-def test_no_tokens(target) -> None:
-    got = run(make(8, 0, 300), target.backend, target.device)
-    assert got["logprob"].shape == (0,)
-    assert (got["grad of weight"] == 0).all()
-    assert got["grad of hidden"].shape == (0, 40)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# What is not computed
+# Choices for a frozen weight
 # ---------------------------------------------------------------------------------------------------------------------
-def test_a_frozen_weight_costs_no_product(target, monkeypatch) -> None:
-    given = make(9)
-    hidden = given["hidden"].to(target.device).requires_grad_()
-    weight = given["weight"].to(target.device)
-    if target.backend == "native":
-        monkeypatch.delattr(linear_logprob_native.Products, "weight_gradient")
-    linear_logprob(hidden, weight, given["targets"].to(target.device), backend=target.backend).sum().backward()
-    assert weight.grad is None
-    want = run(
-        {**given, "grad_logprob": torch.ones(33), "grad_entropy": torch.zeros(33), "bias": torch.zeros(700)}, "exact"
-    )
-    torch.testing.assert_close(hidden.grad.cpu().double(), want["grad of hidden"], rtol=1e-5, atol=1e-5)
+def test_two_ops_are_faster_where_the_weight_is_frozen() -> None:
+    module = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
+    hidden, weight = torch.zeros(4, 8, requires_grad=True), torch.zeros(9, 8)
+    assert not module._is_faster(hidden, weight, None, 4, False, None)
+    assert module._is_faster(hidden, weight.clone().requires_grad_(), None, 4, False, None)
+    assert module._is_faster(hidden, weight, torch.zeros(9, requires_grad=True), 4, False, None)
+    assert module._is_faster(hidden.half(), weight.half(), None, 4, False, None)  # its softmax weights would underflow
 
 
-def test_without_grad_mode_there_is_no_graph(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(9).items()}
-    weight = given["weight"].requires_grad_()
-    with torch.no_grad():
-        assert not linear_logprob(given["hidden"], weight, given["targets"], backend=target.backend).requires_grad
-
-
-@NATIVE
-def test_the_memory_of_the_logits_is_never_held(monkeypatch) -> None:
-    """The largest tensor that a forward or backward makes is a tile, or a gradient."""
-    monkeypatch.undo()
-    largest = []
-    product = linear_logprob_native.Products.logits
-
-    def watched(self: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        logits = product(self, hidden, weight)
-        largest.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(linear_logprob_native.Products, "logits", watched)
-    given = make(10, 4000, 3000, 8)
-    run(given, "native")
-    assert max(largest) <= 1 << 21 < 4000 * 3000
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Invariances
-# ---------------------------------------------------------------------------------------------------------------------
-@NATIVE
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_equal_bits_run_to_run_and_in_eight_threads(in_threads, dtype) -> None:
-    given = make(11, 60, 700, dtype=dtype)
-    want = run(given, "native")
-
-    def work(_: int) -> bool:
-        results = [run(given, "native") for _ in range(3)]
-        return all(torch.equal(got[name], want[name]) for got in results for name in want)
-
-    assert all(in_threads(work))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# torch
-# ---------------------------------------------------------------------------------------------------------------------
-@NATIVE
-def test_opcheck() -> None:
-    given = make(12, 9, 300)
-    hidden, weight, bias = (given[k].requires_grad_() for k in ("hidden", "weight", "bias"))
-    for arguments in (
-        (hidden, weight, given["targets"], bias, None, 0.7, None, None, True, "native"),
-        (hidden, weight, given["targets"][:4], None, torch.tensor([3, 3, 0, 8]), 1.0, 5.0, -100, False, "native"),
-    ):
-        torch.library.opcheck(torch.ops.turnwise.linear_logprob.default, arguments)
-    ones = torch.ones(9)
-    backward = (
-        ones,
-        ones,
-        *(given[k].detach() for k in ("hidden", "weight", "targets", "bias")),
-        None,
-        ones,
-        ones,
-        *(1.0, 5.0, -100),
-    )
-    for needs in ((True, True, True), (True, False, False)):
-        torch.library.opcheck(torch.ops.turnwise.linear_logprob_backward.default, (*backward, *needs, "native"))
-
-
-def test_compiles_whole(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(13).items()}
-
-    def scaled(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_logprob(hidden * 1.5, weight, given["targets"], backend=target.backend).exp().sum()
-
-    results = []
-    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
-        leaves = [given[name].clone().requires_grad_() for name in ("hidden", "weight")]
-        value = function(*leaves)
-        value.backward()
-        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(*results)
-
-
-def test_autocast_casts_as_linear_does(target) -> None:
-    given = {k: v.to(target.device) for k, v in make(14).items()}
-    weight = given["weight"].requires_grad_()
-    with torch.autocast(target.device, dtype=torch.bfloat16):
-        got = linear_logprob(given["hidden"], weight, given["targets"], backend=target.backend)
-    got.sum().backward()
-    want = linear_logprob(
-        given["hidden"].bfloat16(), weight.detach().bfloat16(), given["targets"], backend=target.backend
-    )
-    assert torch.equal(got, want)
-    assert weight.grad.dtype == torch.float32
-
-
-def test_gradcheck_of_the_reference() -> None:
-    given = make(15, 4, 7, 5, torch.float64)
-    leaves = [given[name].double().requires_grad_() for name in ("hidden", "weight", "bias")]
-
-    def call(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return linear_logprob(
-            hidden, weight, given["targets"], bias=bias, entropy=True, temperature=0.7, backend="torch"
-        )
-
-    assert torch.autograd.gradcheck(call, leaves)
-
-
-@NATIVE
-def test_a_second_derivative_raises() -> None:
-    given = make(16)
-    hidden = given["hidden"].requires_grad_()
-    logprob = linear_logprob(hidden, given["weight"], given["targets"])
-    (grad,) = torch.autograd.grad(logprob.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
-        grad.sum().backward()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
-# ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"hidden": torch.zeros(3)}, ValueError, r"hidden has shape \(3,\): expected \[N, H\]"),
-        ({"hidden": [[1.0]]}, TypeError, "hidden: expected a tensor, got list"),
-        ({"weight": torch.zeros(5, 3)}, ValueError, r"weight has shape \(5, 3\): expected \[V, 4\]"),
-        ({"weight": torch.zeros(0, 4)}, ValueError, "expected at least one row"),
-        (
-            {"weight": torch.zeros(5, 4).bfloat16()},
-            TypeError,
-            "weight has dtype torch.bfloat16: expected torch.float32",
-        ),
-        ({"hidden": torch.zeros(3, 4).int()}, TypeError, "hidden has dtype torch.int32"),
-        ({"targets": torch.zeros(2).long()}, ValueError, r"targets has shape \(2,\): expected \(3,\), as hidden"),
-        ({"targets": torch.zeros(3)}, TypeError, "targets has dtype torch.float32: expected int64"),
-        ({"targets": torch.tensor([0, 5, 1])}, ValueError, r"targets\[1\]=5: expected an id in \[0, 5\)"),
-        ({"targets": torch.tensor([0, 1, -100])}, ValueError, r"targets\[2\]=-100"),
-        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \(4,\): expected \(5,\)"),
-        ({"bias": torch.zeros(5).long()}, TypeError, "bias: expected a tensor of floats"),
-        ({"positions": torch.tensor([0, 3, 1])}, ValueError, r"positions\[1\]=3: expected an id in \[0, 3\)"),
-        ({"positions": torch.tensor([0])}, ValueError, r"targets has shape \(3,\): expected \(1,\), as positions"),
-        ({"positions": torch.tensor([[0, 1, 2]])}, ValueError, r"positions has shape \(1, 3\): expected \[M\]"),
-        ({"temperature": 0.0}, ValueError, r"temperature=0\.0: expected a finite number > 0"),
-        ({"temperature": float("nan")}, ValueError, "temperature=nan"),
-    ],
-)
-def test_mistakes_are_named(change, error, message) -> None:
-    arguments = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "targets": torch.tensor([0, 1, 2])}
-    with pytest.raises(error, match=message):
-        linear_logprob(**{**arguments, **change})
-
-
-def test_float64_is_for_the_reference() -> None:
-    given = {k: v.double() for k, v in make(17).items() if k in ("hidden", "weight")}
-    targets = torch.zeros(33, dtype=torch.int64)
-    with pytest.raises(BackendUnavailable, match="float64"):
-        linear_logprob(**given, targets=targets, backend="native")
-    assert linear_logprob(**given, targets=targets).dtype == torch.float64
+@pytest.mark.parametrize(("capability", "frozen"), [((8, 0), False), ((9, 0), False), ((10, 0), True)])
+def test_tf32_must_be_far_ahead_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch, capability, frozen) -> None:
+    """Triton makes three products in TF32 where cuBLAS makes two in float32."""
+    monkeypatch.setattr(choice, "device_of", lambda tensor: choice.Device(capability=capability))
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    assert choice.prefers_triton(on_gpu)
+    assert choice.prefers_triton(on_gpu, frozen=True) is frozen

@@ -147,14 +147,6 @@ def test_rejected_tokens_count_in_no_mean_unless_the_normaliser_counts_them() ->
     assert policy_loss(lp, lp, advantages, mask=keep, normalizer=whole).loss.item() == pytest.approx(-2 / 5)
 
 
-def test_nothing_trained() -> None:
-    nothing = torch.full((2, 3), math.nan)
-    for criterion in (Rejection("token", "k1", 2.0), Rejection("seq-max", "k3", 0.1)):
-        found = rejection_mask(nothing, nothing, criterion, mask=torch.zeros(2, 3))
-        assert not found.keep.any() and all(value == 0 for value in found.metrics.values())
-        assert rejection_mask(torch.zeros(0, 3), torch.zeros(0, 3), criterion).keep.shape == (0, 3)
-
-
 def test_a_ratio_that_is_no_number_is_rejected() -> None:
     old = torch.tensor([[math.nan, 0.0]])
     assert rejection_mask(old, torch.zeros(1, 2), Rejection("token", "k2", 1.0)).keep.tolist() == [[False, True]]
@@ -179,28 +171,3 @@ def test_a_ratio_that_is_no_number_is_rejected() -> None:
 def test_nonsense_raises_when_built(build, message) -> None:
     with pytest.raises(ValueError, match=message):
         build()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda z: top_entropy_mask(z, 0), ValueError, r"share=0: expected a number in \(0, 1\]"),
-        (lambda z: top_entropy_mask(z.int()), TypeError, "entropy: expected a tensor of floats, got torch.int32"),
-        (lambda z: top_entropy_mask(z, mask=z[0]), ValueError, r"mask has shape \(3,\): expected \(2, 3\), as entropy"),
-        (lambda z: top_entropy_mask(z, mask=z + 0.5), ValueError, r"mask\[0, 0\]=0\.5: expected 0 or 1"),
-        (lambda z: off_policy_mask(z, z, z[:, 0], -1), ValueError, "threshold=-1: expected a finite number >= 0"),
-        (lambda z: off_policy_mask(z, z, z[0], 1), ValueError, r"advantages has shape \(3,\): expected \(2,\)"),
-        (lambda z: off_policy_mask(z, z[0], z[:, 0], 1), ValueError, r"rollout_logprobs has shape \(3,\)"),
-        (lambda z: off_policy_mask(z, None, z[:, 0], 1), TypeError, "rollout_logprobs: expected a tensor of floats"),
-        (lambda z: rejection_mask(z, z, []), TypeError, r"criteria=\[\]: expected one or several of Rejection"),
-        (lambda z: rejection_mask(z, z, "token_k1"), TypeError, "criteria='token_k1'"),
-        (
-            lambda z: rejection_mask(z[0], z[0], Rejection("token", "k2", 1.0)),
-            ValueError,
-            r"old_logprobs has shape \(3,\): expected \[B, T\], or \[N\] with cu_seqlens",
-        ),
-    ],
-)
-def test_mistakes_are_named(call, error, message) -> None:
-    with pytest.raises(error, match=message):
-        call(torch.zeros(2, 3))

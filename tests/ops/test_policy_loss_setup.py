@@ -1,4 +1,4 @@
-"""Losses of one's own, tokens singled out beforehand, and values added up as the loss is."""
+"""Losses of one's own, tokens singled out beforehand, normalisers, and values added up as the loss is."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def run(arguments, **changes):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("form", ["padded", "packed"])
 def test_the_same_formula_as_a_function_gives_the_same(make_batch, form, aggregation) -> None:
-    correction = ImportanceCorrection("token", 1.5)
-    batch = make_batch(3, kl=KL("k2", 0.3), correction=correction)
-    batch.options |= {"aggregation": aggregation}
+    batch = make_batch(3, kl=KL("k2", 0.3), correction=ImportanceCorrection("token", 1.5), aggregation=aggregation)
     want, want_grad = run(getattr(batch, form)(variant=Clip(0.2, 0.28)))
     got, grad = run(getattr(batch, form)(variant=Custom(ppo)))
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-12, atol=0)
@@ -82,20 +80,6 @@ def test_what_is_no_loss_per_token_is_refused() -> None:
         policy_loss(*streams, variant=Custom(ppo), backend="native")
 
 
-def test_from_hidden_states_too() -> None:
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(40, 8)
-    rest = torch.randint(40, (12,)), -torch.rand(12) * 4, torch.randn(3)
-    grads = []
-    for variant in (Custom(ppo), Clip(0.2, 0.28)):
-        linear_policy_loss(
-            hidden, weight, *rest, cu_seqlens=torch.tensor([0, 5, 6, 12]), variant=variant
-        ).loss.backward()
-        grads.append(hidden.grad)
-        hidden.grad = None
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Selection over a whole step
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,37 +93,34 @@ def test_a_choice_over_the_whole_makes_any_cut_the_same(make_batch, variant, bac
     assert 1 < int(selected.sum()) < int(streams["mask"].sum())
     torch.manual_seed(3)
     _, whole = run(streams, variant=variant, backend=backend)
-    normalizer = loss_normalizer("token-mean", mask=streams["mask"])
+    how = {"variant": variant, "normalizer": loss_normalizer("token-mean", mask=streams["mask"]), "backend": backend}
     parts = [
-        run(
-            {k: v[rows] for k, v in streams.items()},
-            variant=variant,
-            selected=selected[rows],
-            normalizer=normalizer,
-            backend=backend,
-        )[1]
+        run({k: v[rows] for k, v in streams.items()}, selected=selected[rows], **how)[1]
         for rows in (slice(0, 1), slice(1, 7), slice(7, 12))
     ]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=0)
 
 
-def test_a_choice_that_does_not_fit_is_named() -> None:
-    streams = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2)
-    chosen = torch.zeros(2, 3, dtype=torch.bool)
-    for selected, variant, error, message in (
-        (chosen, Clip(), ValueError, "selected: expected None, as variant=Clip"),
-        (chosen[:1], KLCov(), ValueError, r"selected has shape \(1, 3\): expected \(2, 3\)"),
-        (chosen.int(), KLCov(), TypeError, "expected a bool tensor"),
+# ---------------------------------------------------------------------------------------------------------------------
+# Normalisers, and `aggregate`
+# ---------------------------------------------------------------------------------------------------------------------
+MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
+COUNTS = dict(zip(AGGREGATIONS, [5.0, 2.0, 2.0, 128.0, [5.0, 0.0]], strict=True))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_normalizer_by_hand(aggregation) -> None:
+    lengths = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    for layout in (
+        {"mask": MASK.bool()},
+        {"mask": MASK[MASK.sum(1) > 0].flatten(), "cu_seqlens": torch.tensor([0, 3, 3, 6])},
+        {"cu_seqlens": lengths},
     ):
-        with pytest.raises(error, match=message):
-            policy_loss(*streams, variant=variant, selected=selected)
-    with pytest.raises(TypeError, match="expected one that singles out tokens, ClipCov or KLCov"):
-        select_tokens(*streams, Reinforce())
+        actors = torch.tensor([0, 1, 0])
+        got = loss_normalizer(aggregation, **layout, actor_ids=actors, num_actors=2, max_length=128)
+        assert got.tolist() == COUNTS[aggregation] and got.dtype == torch.float32
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# aggregate
-# ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("form", ["padded", "packed"])
@@ -157,54 +138,42 @@ def test_aggregate_adds_up_as_the_loss_does(make_batch, form, aggregation, given
     torch.testing.assert_close(values.grad, -want_grad, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"values": torch.zeros(2, 3).int()}, TypeError, "values: expected a tensor of floats"),
-        ({"values": torch.zeros(3), "mask": torch.ones(3)}, ValueError, r"values has shape \(3,\): expected \[B, T\]"),
-        ({"values": torch.zeros(2, 3), "mask": torch.ones(2, 2)}, ValueError, r"mask has shape \(2, 2\)"),
-        ({"values": torch.zeros(2, 3), "aggregation": "sum"}, ValueError, "aggregation='sum'"),
-        ({"values": torch.zeros(2, 3), "normalizer": torch.ones(3)}, ValueError, r"normalizer has shape \(3,\)"),
-        ({"values": torch.zeros(2, 3), "normalizer": "5"}, TypeError, "normalizer: expected a number or a tensor"),
-        ({"values": torch.zeros(2, 3), "normalizer": -1.0}, ValueError, "normalizer=-1.0: expected counts >= 0"),
-        ({"values": torch.zeros(2, 3), "mask": [[1]]}, TypeError, "mask: expected a tensor, got list"),
-        ({"values": torch.zeros(2, 3), "mask": torch.full((2, 3), 0.5)}, ValueError, r"mask\[0, 0\]=0\.5"),
-    ],
-)
-def test_aggregate_names_mistakes(arguments, error, message) -> None:
-    with pytest.raises(error, match=message):
-        aggregate(**{"mask": torch.ones(2, 3), **arguments})
-
-
 def test_a_number_normalizes_as_a_tensor_does() -> None:
     values = torch.rand(2, 3)
     assert torch.equal(aggregate(values, normalizer=4.0), aggregate(values, normalizer=torch.tensor(4.0)))
     assert torch.equal(aggregate(values, normalizer=4), values.double().sum().div(4).float())
+    for wrong, error in ((torch.ones(3), ValueError), ("5", TypeError), (-1.0, ValueError)):
+        with pytest.raises(error, match=r"^normalizer"):
+            aggregate(values, normalizer=wrong)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loss scales
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_loss_scale_saves_what_float16_would_lose(target, grouped) -> None:
-    """A token of 65,536 has a gradient near 1e-5, where float16 has steps of 6e-8: a loss scale, as
-    `torch.amp.GradScaler` has one, must come before the rounding."""
-    small = target.emulated or (target.backend == "triton" and target.device == "cpu")
-    rows, width = (8, 64) if small else (64, 1024)
+@pytest.mark.parametrize("op", ["policy_loss", "grouped_policy_loss", "linear_policy_loss"])
+def test_a_loss_scale_saves_what_float16_would_lose(target, op) -> None:
+    """A token of 65,536 has a gradient near 1e-5, where float16 has steps of 6e-8, and behind a head near 1e-8: a loss
+    scale, as `torch.amp.GradScaler` has one, must come before the rounding."""
+    rows, width = (8, 64) if target.simulated or op == "linear_policy_loss" else (64, 1024)
     generator = torch.Generator().manual_seed(0)
     logprobs = (-torch.rand(rows, width, generator=generator)).half()
     old = (logprobs.float() + 0.1 * torch.randn(rows, width, generator=generator)).half()
     rewards, ids = torch.randn(rows, width, generator=generator), torch.arange(rows) // 4
+    hidden = torch.randn(rows * width, 24, generator=generator).half()
+    weight = (0.4 * torch.randn(300, 24, generator=generator)).half()
     grads = []
     for dtype, backend in ((torch.float64, "torch"), (torch.float16, target.backend)):
-        leaf = logprobs.to(dtype).to(target.device).requires_grad_()
-        streams = leaf, old.to(dtype).to(target.device)
-        if grouped:
-            given = rewards.to(target.device), ids.to(target.device)
-            loss = grouped_policy_loss(*streams, *given, normalizer=2.0**20, backend=backend).loss
+        leaf = target.on(hidden if op == "linear_policy_loss" else logprobs).to(dtype).requires_grad_()
+        streams = target.on((old.to(dtype), rewards, ids, weight.to(dtype)))
+        call = {"normalizer": 2.0**20, "backend": backend}
+        if op == "policy_loss":
+            loss = policy_loss(leaf, streams[0], streams[1][:, 0], **call).loss
+        elif op == "grouped_policy_loss":
+            loss = grouped_policy_loss(leaf, *streams[:3], **call).loss
         else:
-            given = rewards[:, 0].to(target.device)
-            loss = policy_loss(*streams, given, normalizer=2.0**20, backend=backend).loss
+            targets, cu = target.on((torch.arange(rows * width) % 300, torch.arange(rows + 1) * width))
+            given = leaf, streams[3], targets, streams[0].flatten(), streams[1][:, 0]
+            loss = linear_policy_loss(*given, cu_seqlens=cu, variant=Reinforce(), **call).loss
         (loss * 65536.0).backward()
         assert leaf.grad.dtype == dtype
         grads.append(leaf.grad.double())

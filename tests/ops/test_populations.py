@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from turnwise.ops import KL, Clip, ImportanceCorrection, policy_loss
-from turnwise.ops.common.dispatch import interpreted
 
 MEGABYTE = 1 << 20
 FEW, MANY = 24, 25  # the most actors whose sums shared memory holds, and one more
@@ -105,8 +104,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_metrics_of_many_actors(kernel, actors: int, order: str, packed: bool, name: str) -> None:
     """Every target against float64. A second run gives the same bits."""
-    if interpreted and (actors not in (1, MANY) or order == "sorted"):
-        pytest.skip("slow in the interpreter")
     given = batch(actors, order, seed=actors + packed, packed=packed)
     if name == "minimal":
         del given["rollout_logprobs"], given["entropy"]

@@ -1,29 +1,18 @@
-"""Every Triton kernel compiles for an H100 on a machine without a GPU, and gives right results in Triton's interpreter.
+"""Every Triton kernel compiles for an H100 on a machine without a GPU.
 
-The interpreter needs a process of its own: what it has touched can't be compiled any more.
+In processes of their own, as what Triton's interpreter has imported can't be compiled: see the fixture `interpreter`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from turnwise import ops
-
-HERE = Path(__file__).parent
-OPS = Path(ops.__file__).parent
-MODULES = sorted(
-    ".".join(path.relative_to(OPS).with_suffix("").parts)
-    for path in OPS.rglob("*triton.py")
-    if "COMPILE_CASES" in path.read_text()
-)
-OF_TARGETS = sorted(path for path in HERE.rglob("test_*.py") if re.search(r"\btarget\b", path.read_text()))
-PARTS = 6  # to be shared by the processes that run the tests
+from .conftest import triton_modules
 
 COMPILE = """
 import importlib, sys
@@ -51,30 +40,8 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", triton_modules())
 def test_compiles_ahead_of_time(module: str, tmp_path: Path) -> None:
     result = run("-P", "-c", COMPILE, module, TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("\n") >= 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreter's run")
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_every_op_in_the_interpreter(part: int, together: int) -> None:
-    """Of products of parameters, the cases that contain each value (each pair): an op takes seconds here."""
-    files = map(str, OF_TARGETS[part::PARTS])
-    options = ("-q", "-x", "-p", "no:cacheprovider", "-k", "triton-interpreted", "-m", "not slow")
-    result = run(
-        "-m", "pytest", *options, *files, TRITON_INTERPRET="1", TURNWISE_TESTS_TOGETHER=str(together)
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    passed = result.stdout.splitlines()[-1]
-    assert "passed" in passed
-    print(passed)
-
-
-def test_importing_the_ops_does_not_import_triton() -> None:
-    code = "import sys, turnwise.ops; print('triton' in sys.modules)"
-    assert run("-P", "-c", code).stdout.strip() == "False"

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from turnwise.ops import AGGREGATIONS, aggregate, gae, loss_normalizer, value_loss
+from turnwise.ops import AGGREGATIONS, aggregate, gae, value_loss
 
 
 def test_worked_values() -> None:
@@ -63,26 +63,6 @@ def test_equals_the_definition(make_batch, seed, aggregation) -> None:
     explained = 1 - (returns - values)[mask].var(unbiased=False) / returns[mask].var(unbiased=False)
     assert result.metrics["explained_variance"].item() == pytest.approx(explained.item(), rel=1e-6)
 
-    # Packed, and in two micro-batches under the normaliser of the whole.
-    lengths = mask.shape[1] - mask.flip(1).int().argmax(1)
-    lengths[~mask.any(1)] = 0
-    kept = torch.arange(mask.shape[1])[None] < lengths[:, None]
-    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    packed = value_loss(
-        values[kept].float(), old[kept], returns[kept], mask=mask[kept], cu_seqlens=cu, clip=0.3,
-        aggregation=aggregation, **rest,
-    )  # fmt: skip
-    assert packed.loss.dtype is torch.float32 and packed.loss.item() == pytest.approx(want.item(), rel=1e-5)
-    whole = loss_normalizer(aggregation, mask=mask, **rest)
-    parts = [
-        value_loss(
-            values[rows], old[rows], returns[rows], mask=mask[rows], clip=0.3, aggregation=aggregation,
-            normalizer=whole, **(rest | {"actor_ids": batch.actors[rows]}),
-        ).loss.item()
-        for rows in (slice(0, 4), slice(4, None))
-    ]  # fmt: skip
-    assert sum(parts) == pytest.approx(want.item(), rel=1e-6)
-
 
 def test_a_critic_learns_the_returns_of_gae() -> None:
     """From 0, steps of the clip at most: 40 updates reach returns of 1 where one alone is stopped at the clip."""
@@ -100,34 +80,3 @@ def test_a_critic_learns_the_returns_of_gae() -> None:
         if epoch == 0:
             assert values.max() < 0.3
     torch.testing.assert_close(values.detach(), torch.ones(2, 3), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"clip": 0}, ValueError, "clip=0: expected None or a finite number > 0"),
-        ({"clip": math.nan}, ValueError, "clip=nan"),
-        ({"old_values": None}, ValueError, "old_values=None: expected the values before the update, as clip=0.2"),
-        ({"returns": torch.zeros(2)}, ValueError, r"returns has shape \(2,\): expected \(2, 3\), as values"),
-        (
-            {"old_values": torch.zeros(2, 3).int()},
-            TypeError,
-            "old_values: expected .* got torch.int32",
-        ),
-        ({"mask": torch.zeros(2)}, ValueError, r"mask has shape \(2,\)"),
-        ({"aggregation": "sum"}, ValueError, "aggregation='sum'"),
-        ({"cu_seqlens": torch.tensor([0, 2])}, ValueError, r"values has shape \(2, 3\): expected \[N\]"),
-    ],
-)
-def test_mistakes_are_named(change, error, message) -> None:
-    arguments = {"values": torch.zeros(2, 3), "old_values": torch.zeros(2, 3), "returns": torch.zeros(2, 3)}
-    with pytest.raises(error, match=message):
-        value_loss(**(arguments | change))
-
-
-def test_nothing_trained_costs_nothing() -> None:
-    values = torch.full((2, 3), math.nan, requires_grad=True)
-    result = value_loss(values, values, values, mask=torch.zeros(2, 3))
-    result.loss.backward()
-    assert result.loss.item() == 0 and torch.equal(values.grad, torch.zeros(2, 3))
-    assert [value.item() for value in result.metrics.values()] == [0, 0, 0]

@@ -58,7 +58,6 @@ def start(config: TrainConfig, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
 
 
-@pytest.mark.long
 def test_the_sudoku_team_learns_with_an_adapter_for_each_agent(tmp_path: Path) -> None:
     """From a base that has learned the form of the answers, and little more."""
     with Server(warm_base(tmp_path / "base", "sudoku", SUDOKU, steps=160), tmp_path) as server:

@@ -145,10 +145,8 @@ def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> N
 
 @pytest.fixture
 def seeds(target: Any) -> Callable[..., range]:
-    """``seeds(4)`` is a quarter of a backend's seeds: thousands if a call takes microseconds, few in emulation."""
-    interpreted = (target.backend, target.device) == ("triton", "cpu")
-    quick = (target.backend, target.device) == ("native", "cpu")
-    count = 12 if interpreted else 40 if target.emulated else 2000 if quick else 200
+    """``seeds(4)`` is a quarter of a backend's seeds: hundreds, in emulation and interpretation few."""
+    count = 200 if not target.simulated else 40 if target.emulated else 12
 
     def some(parts: int = 1) -> range:
         return range(max(count // parts, 3))

@@ -17,7 +17,7 @@ from turnwise.ops import factorize, group_advantage
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 2000
+SEEDS = 300
 AGENTS = ("solver", "verifier", "searcher")
 
 
@@ -80,27 +80,3 @@ def test_by_question(verl: Any, by_std: bool) -> None:
             singleton="raw",
         )
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_one_pass_variance_loses_small_differences() -> None:
-    """A single pass, ``sum(r²)/n - mean²`` in float32, as vectorised forms of this estimator do: rewards near 1000
-    that differ by tenths get a deviation of rounding noise. Ours holds to float64."""
-    rewards = torch.tensor([1000.0, 1000.1, 1000.2, 1000.3])
-    exact = rewards.double()
-    expected = (exact - exact.mean()) / (exact.std() + 1e-6)
-    got = group_advantage(rewards, torch.zeros(4, dtype=torch.int64))
-    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
-    variance = (rewards.square().mean() - rewards.mean().square()).clamp(min=0) * 4 / 3
-    one_pass = (rewards - rewards.mean()) / (variance.sqrt() + 1e-6)
-    assert (one_pass.double() - expected).abs().max() > 0.1
-
-
-def test_worked_values() -> None:
-    """Two rollouts, a and b: the solver called twice in a, each verifier once."""
-    rewards = torch.tensor([0.9, 1.0, 1.0, 0.0, 0.0])
-    agents = ["solver", "solver", "verifier", "solver", "verifier"]
-    ids, groups = factorize(["q"] * 5, agents)
-    got = group_advantage(rewards, ids, num_groups=groups)
-    torch.testing.assert_close(got, torch.tensor([0.48418, 0.66575, 0.70711, -1.14993, -0.70711]), rtol=0, atol=1e-5)
-    plain = group_advantage(rewards, ids, num_groups=groups, scale="none")
-    torch.testing.assert_close(plain, torch.tensor([0.26667, 0.36667, 0.5, -0.63333, -0.5]), rtol=0, atol=1e-5)

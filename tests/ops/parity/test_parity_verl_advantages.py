@@ -13,7 +13,7 @@ from turnwise.ops import factorize, group_advantage
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 2000
+SEEDS = 300
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 

@@ -68,7 +68,6 @@ def test_demonstrations_are_rendered_as_calls_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_the_tiny_model_learns_what_to_look_up(tmp_path: Path) -> None:
     """In a third of the steps of the example: sampled answers go from about a third right to more than half."""
     from turnwise.run.build import build_run

@@ -103,7 +103,6 @@ def test_the_tiny_models_exploitability_is_known_two_ways(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_self_play_makes_kuhn_poker_less_exploitable(tmp_path):
     """The start plays 30% of an equilibrium's moves, and sees its card; so it is below uniform play (0.458)."""
     changes = {

@@ -59,7 +59,6 @@ def work(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_rank_of_two_takes_little_more_than_half_the_memory(tmp_path: Path) -> None:
     from turnwise.tasks.tiny import build_model, build_tokenizer
 

@@ -26,6 +26,8 @@ def is_integral(column: Tensor) -> bool:
 def check_column(name: str, column: Tensor | None, rewards: Tensor, integral: bool) -> None:
     if column is None:
         return
+    if not isinstance(column, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(column).__name__}")
     if column.shape != rewards.shape:
         raise ValueError(f"{name} has shape {tuple(column.shape)}: expected {tuple(rewards.shape)}, as rewards")
     if column.device != rewards.device:

@@ -135,6 +135,8 @@ def as_normalizer(normalizer: Any, device: torch.device) -> Tensor:
         raise TypeError(
             f"normalizer: expected a number or a tensor, got {type(normalizer).__name__} {normalizer!r:.60}"
         )
+    if isinstance(normalizer, Tensor) and normalizer.is_complex():
+        raise TypeError(f"normalizer has dtype {normalizer.dtype}: expected real numbers")
     return torch.as_tensor(normalizer, dtype=torch.float32, device=device)
 
 

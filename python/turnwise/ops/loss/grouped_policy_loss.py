@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.advantage.checks import check_count
+from turnwise.ops.advantage.checks import check_count, check_types
 from turnwise.ops.advantage.group_advantage import group_advantage, kernel_columns
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
-from turnwise.ops.common.layout import Streams, check_tensors, row_count, transform_reason
+from turnwise.ops.common.layout import Streams, check_optional, check_tensors, row_count, transform_reason
 from turnwise.ops.loss.arguments import make_normalizer, make_objective, named_metrics
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import allocate_outputs, attach_grad, cast_for_kernel, kernel_options, policy_loss
@@ -121,6 +121,8 @@ def grouped_policy_loss(
     )
     made = make_objective(given, **objective)
     check_tensors(given)
+    check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
+    check_types(rewards, lengths, valid)
     if rewards.shape != logprobs.shape:
         raise ValueError(
             f"token_rewards has shape {tuple(rewards.shape)}: expected {tuple(logprobs.shape)}, as logprobs"

@@ -40,10 +40,11 @@ def off_policy_mask(
         raise ValueError(f"threshold={threshold!r}: expected a finite number >= 0")
     check_pair("logprobs", logprobs, rollout_logprobs, mask, cu_seqlens)
     rows = RowLayout(logprobs, cu_seqlens)
-    if not isinstance(advantages, Tensor) or advantages.shape not in ((rows.count,), (rows.count, 1), logprobs.shape):
-        got = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+    if not isinstance(advantages, Tensor):
+        raise TypeError(f"advantages: expected a tensor, got {type(advantages).__name__}")
+    if advantages.shape not in ((rows.count,), (rows.count, 1), logprobs.shape):
         raise ValueError(
-            f"advantages has shape {got}: expected ({rows.count},), one per sequence, or {tuple(logprobs.shape)}, one "
+            f"advantages has shape {tuple(advantages.shape)}: expected ({rows.count},), one per sequence, or {tuple(logprobs.shape)}, one "
             "per token"
         )
     trained = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import is_number
+from turnwise.ops.common.layout import check_optional, is_number
 from turnwise.ops.loss.aggregation import aggregate
 
 
@@ -70,6 +70,7 @@ def value_loss(
     the clipped value is .2.
     """
     _check(values, old_values, returns, clip)
+    check_optional(mask=mask)
     dtype = torch.promote_types(values.dtype, torch.float32)
     trained = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
     if trained.shape != values.shape:
