@@ -2,8 +2,8 @@
 
 Marks: only `make test-all` runs `slow` tests; `.ci/run` runs those that are also `representative`. Of products of three
 or more parameters, a few cases that contain each pair of values are quick; the others are slow. Tests that start
-processes or a browser are sorted by their fixtures (`COSTLY`). Tests marked `gpu` exist only if torch sees a CUDA device,
-tests marked `vllm` only if vLLM is installed, and tests marked `needs("name")` only if that package is. `make test-all`
+processes or a browser are sorted by their fixtures (`COSTLY`). Tests marked `gpu` exist only if torch sees a GPU, tests
+marked `vllm` only if vLLM is installed, and tests marked `needs("name")` only if that package is. `make test-all`
 installs most of them, some in separate environments.
 """
 
@@ -45,7 +45,13 @@ MARKED_FIXTURES = {"emulator": "slow", "vllm_servers": "vllm"}
 NEEDED_BY_FIXTURES = {"peer": ("trl", "verl"), "verl": ("verl",), "skyrl": ("skyrl",)}
 # Fixtures that start processes for each test. In each room, one test of each of these runs by default, or in CI; the
 # rest are slow.
-COSTLY = {"warm_python": "default", "warm_starts": "default", "run_ranks": "default", "browser": "ci", "address": "ci"}
+COSTLY = {
+    "warm_python": "default",
+    "warm_starts": "default",
+    "run_ranks": "default",
+    "browser": "ci",
+    "ray_address": "ci",
+}
 # Types of parameters that are compared by value; others are compared by identity.
 PLAIN = (str, int, float, type(None))
 

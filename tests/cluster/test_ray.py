@@ -42,7 +42,7 @@ RANK = {"cpus": 0, "resources": {"learner": 1}}
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def ray_address() -> Iterator[str]:
     """The address of a cluster of three nodes, of which two have a ``learner`` and two ``sim_gpu``."""
     from ..kill_cluster import three_nodes
 
@@ -93,11 +93,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, address: str, alone: Path) -> None:
+def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, ray_address: str, alone: Path) -> None:
     """Bit for bit; and an engine and a worker are killed on the way."""
     folder = tmp_path / "run"
     cluster = {
-        "backend": "ray", "address": address, "trust_network": True, "learner": RANK, "engines": ENGINES,
+        "backend": "ray", "address": ray_address, "trust_network": True, "learner": RANK, "engines": ENGINES,
         "arena": {"count": 2, "cpus": 0}, "faults": {"dead_after": 10.0},
     }  # fmt: skip
     process = start(folder, cluster=cluster)
@@ -156,9 +156,9 @@ def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_two_ranks_as_ray_actors(tmp_path: Path, address: str, alone: Path) -> None:
+def test_two_ranks_as_ray_actors(tmp_path: Path, ray_address: str, alone: Path) -> None:
     folder = tmp_path / "run"
-    cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": {**RANK, "count": 2}}
+    cluster = {"backend": "ray", "address": ray_address, "trust_network": True, "learner": {**RANK, "count": 2}}
     train(folder, cluster=cluster)
     found, want = weights(folder), weights(alone)
     assert found.keys() == want.keys()
@@ -166,9 +166,9 @@ def test_two_ranks_as_ray_actors(tmp_path: Path, address: str, alone: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_signal_lets_the_run_save_and_end(tmp_path: Path, address: str) -> None:
+def test_a_signal_lets_the_run_save_and_end(tmp_path: Path, ray_address: str) -> None:
     folder = tmp_path / "run"
-    cluster = {"backend": "ray", "address": address, "trust_network": True, "learner": RANK}
+    cluster = {"backend": "ray", "address": ray_address, "trust_network": True, "learner": RANK}
     process = start(folder, cluster=cluster, steps=1000)
     try:
         wait_for_a_step(process, folder)
@@ -255,9 +255,9 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, address: str) -> None:
+def test_what_the_cluster_cannot_hold_is_named_within_wait(tmp_path: Path, ray_address: str) -> None:
     """Neither what it has not, nor what others hold. A cluster that checks no token is refused at once."""
-    given = {"backend": "ray", "address": address, "learner": RANK}
+    given = {"backend": "ray", "address": ray_address, "learner": RANK}
     ask = {"main": {**ENGINES["main"], "resources": {"sim_gpu": 3}}}
     large, open_ = (
         start(tmp_path / name, "--dry-run" if cluster else "--traceback", cluster={**given, **cluster})
