@@ -44,8 +44,8 @@ def off_policy_mask(
         raise TypeError(f"advantages: expected a tensor, got {type(advantages).__name__}")
     if advantages.shape not in ((rows.count,), (rows.count, 1), logprobs.shape):
         raise ValueError(
-            f"advantages has shape {tuple(advantages.shape)}: expected ({rows.count},), one per sequence, or {tuple(logprobs.shape)}, one "
-            "per token"
+            f"advantages has shape {tuple(advantages.shape)}: expected ({rows.count},), one per sequence, or "
+            f"{tuple(logprobs.shape)}, one per token"
         )
     trained = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0
     drift = torch.where(trained & ~rollout_logprobs.isnan(), rollout_logprobs.double() - logprobs.double(), 0.0)
