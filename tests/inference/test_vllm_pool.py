@@ -34,7 +34,7 @@ def engines_of(servers: list[Any], model: Any) -> dict[str, VLLMServerClient]:
     shared = SharedTransfer(SharedMemoryTransfer())
     return {
         server.url: VLLMServerClient(
-            server.endpoint(patience=0.0, retries=1), ByteTokenizer(), model, transfer=shared.lend()
+            server.endpoint(), ByteTokenizer(), model, transfer=shared.lend()
         )
         for server in servers
     }

@@ -215,7 +215,7 @@ class PoolClient(GatedClient):
                 failed[engine.name] = error
                 engine.counts["retries"] += 1
                 self._exclude(engine, str(error), error.lost)
-                if all(name in failed and not failed[name].passes for name in self._engines):
+                if not error.passes and all(name in failed and not failed[name].passes for name in self._engines):
                     raise ModelError(_list(failed)) from error
         raise ModelError(f"a request failed {self._attempts} times: {_list(failed)}")
 

@@ -94,7 +94,7 @@ class VLLMClient(RoutingClient):
         self._end = weakref.finalize(self, _end, self.servers)
         try:
             with ThreadPoolExecutor(len(self.servers)) as starting:
-                list(starting.map(Server.start, self.servers))
+                list(starting.map(lambda server: server.start(), self.servers))
             clients: dict[str, Any] = {}
             for server, group in zip(self.servers, groups, strict=True):
                 engine = _Engine(server, timeout, tokenizer, group, in_flight=in_flight, transfer=transfer, seed=seed)
@@ -116,7 +116,7 @@ class VLLMClient(RoutingClient):
     def _stop_servers(self) -> None:
         self._end.detach()
         with ThreadPoolExecutor(len(self.servers)) as stopping:
-            list(stopping.map(Server.stop, self.servers))
+            list(stopping.map(lambda server: server.stop(), self.servers))
         self._folder.cleanup()
 
 
