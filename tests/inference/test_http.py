@@ -42,7 +42,10 @@ def free_port() -> int:
     [
         (Reset(), "cut off"),
         (Reset(midway=False), "cut off"),
-        *[(Say({"error": {"message": "busy"}}, status), f"{status}: busy") for status in (408, 425, 429, 500, 503, 504)],
+        *[
+            (Say({"error": {"message": "busy"}}, status), f"{status}: busy")
+            for status in (408, 425, 429, 500, 503, 504)
+        ],
     ],
 )
 def test_what_may_pass_is_told_as_such_and_asked_once(trouble: Any, said: str) -> None:

@@ -170,6 +170,7 @@ def trainer() -> Iterator[Any]:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_spares_the_server_and_a_killed_trainer_takes_it_along(trainer: Any) -> None:
     """Also where a fork of the trainer lives on."""
     pid = int(trainer.stdout.readline())

@@ -350,7 +350,10 @@ async def test_an_engine_that_is_well_and_never_gets_ready_is_given_up(unready: 
     engine = Alone(busy())
     engine.unready = unready
     async with PoolClient({"a": engine}, wait=60.0) as client:
-        with pytest.warns(UserWarning, match="503"), pytest.raises(ModelError, match=f"no engine is left: a: {unready}"):
+        with (
+            pytest.warns(UserWarning, match="503"),
+            pytest.raises(ModelError, match=f"no engine is left: a: {unready}"),
+        ):
             await client.generate([ask()])
         assert engine.checks >= tries
         engine.unready = None
@@ -386,7 +389,10 @@ async def test_weights_that_nobody_took_are_forgotten() -> None:
         engine.refusing = None
         kept: list[Any] = []
         plain = engine.load_weights
-        engine.load_weights = lambda policy, weights, version: (kept.append(dict(weights)), plain(policy, kept[-1].items(), version))  # type: ignore[assignment, method-assign, return-value, func-returns-value]  # noqa: E501
+        engine.load_weights = lambda policy, weights, version: (
+            kept.append(dict(weights)),
+            plain(policy, kept[-1].items(), version),
+        )  # type: ignore[assignment, method-assign, return-value, func-returns-value]
         client.load_weights("default", WEIGHTS.items(), 2)
         assert versions_of(await client.generate([ask()])) == {2}
         assert kept[-1].keys() == WEIGHTS.keys()

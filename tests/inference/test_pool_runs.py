@@ -155,8 +155,7 @@ async def test_weights_that_change_on_the_way_are_refused(folder: Path, servers:
     tokenizer, model = tiny_model(config, task_of(config))
     servers.flip(1)
     engines = {
-        url: VLLMServerClient(servers.endpoint(number), tokenizer, model)
-        for number, url in enumerate(servers.urls)
+        url: VLLMServerClient(servers.endpoint(number), tokenizer, model) for number, url in enumerate(servers.urls)
     }
     async with PoolClient(engines) as pool:
         with pytest.warns(UserWarning, match=f"engine {servers.urls[1]} failed.*other sums than those that were sent"):

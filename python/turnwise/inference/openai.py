@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.chat import ChatRenderer
 from turnwise.inference.common.base import GatedClient, gather_all, policy_of
 from turnwise.inference.common.http import Endpoint, EndpointError
-from turnwise.types import ContextLengthError, FinishReason, ModelError, ModelRequest, ModelResponse
+from turnwise.types import ContextLengthError, FinishReason, ModelRequest, ModelResponse
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 

@@ -32,9 +32,7 @@ class EndpointError(ModelError):
     ``passes`` is true if the same request may succeed later, after at least ``seconds`` if the server named a time.
     """
 
-    def __init__(
-        self, message: str, status: int | None = None, *, passes: bool = False, seconds: float = 0.0
-    ) -> None:
+    def __init__(self, message: str, status: int | None = None, *, passes: bool = False, seconds: float = 0.0) -> None:
         super().__init__(message)
         self.status, self.passes, self.seconds = status, passes, seconds
 
@@ -107,8 +105,8 @@ class Endpoint:
       Without any, the endpoint looks for the key that ``turnwise serve`` wrote for this user on this host.
     - ``timeout``: seconds for one request.
 
-    A request is sent once. :class:`~turnwise.inference.pool.client.PoolClient` repeats those that may succeed later. The
-    endpoint follows no redirects, because key and body are for this server only.
+    A request is sent once; a :class:`~turnwise.inference.pool.client.PoolClient` repeats those that may succeed later.
+    The endpoint follows no redirects, because key and body are for this server only.
 
     Example: ``Endpoint("http://127.0.0.1:8000", api_key_env="SERVER_KEY", timeout=60)``
 

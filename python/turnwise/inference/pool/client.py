@@ -120,8 +120,8 @@ class PoolClient(GatedClient):
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` to all engines at the same time, and return once each has acknowledged them or failed.
 
-        An engine that refuses the weights, while others take them, counts as failed. Raises ``ValueError`` or ``TypeError`` if all refuse them, and ``ModelError`` if no
-        engine is left.
+        An engine that refuses the weights, while others take them, counts as failed. Raises ``ValueError`` or
+        ``TypeError`` if all refuse them, and ``ModelError`` if no engine is left.
         """
         self.version(policy)
         if self._closed:

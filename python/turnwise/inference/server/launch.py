@@ -98,8 +98,11 @@ class Admission:
 
 
 class Load:
-    """Counts the engine's ``preemptions``, and its peaks since the last :meth:`take`, from vLLM's reports of each step:
-    requests ``running`` and ``waiting``, and ``kv_cache_use``, the share in [0, 1] of the memory for keys and values."""
+    """What the engine had to do, from vLLM's reports of each step.
+
+    ``preemptions`` are counted from the start. Peaks are those since the last :meth:`take`: requests ``running`` and
+    ``waiting``, and ``kv_cache_use``, the share in [0, 1] of the memory for keys and values.
+    """
 
     def __init__(self) -> None:
         self.preemptions = 0

@@ -31,9 +31,9 @@ DEAD_AFTER = 30.0
 class VLLMClient(RoutingClient):
     """Completes prompts with vLLM, in a server of its own for each base model.
 
-    - ``policies``: one policy, named ``"default"``, or policies by name. A policy is a Hugging Face model, whose weights
-      the client sends to a server, or an :class:`AdaptedModel`. Every full policy has its own server. Adapters over one
-      base share a server, which batches their requests.
+    - ``policies``: one policy, named ``"default"``, or policies by name. A policy is a Hugging Face model, whose
+      weights the client sends to a server, or an :class:`AdaptedModel`. Every full policy has its own server. Adapters
+      over one base share a server, which batches their requests.
     - ``max_num_seqs``: the most requests that one server runs at once. They join at any time (continuous batching).
     - ``kv_cache_gb``: memory per server for keys and values, in GiB. Prompts with equal beginnings share them.
     - ``in_flight``: loads new weights between two tokens. Running requests recompute their keys and values, and

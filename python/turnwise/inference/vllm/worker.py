@@ -50,4 +50,3 @@ class WorkerExtension:
 
         request = LoRARequest(name, number, folder, load_inplace=True)
         self.add_lora(request)  # type: ignore[attr-defined]
-
