@@ -132,9 +132,8 @@ def methods(model: nn.Module, kinds: Sequence[str], kv_cache_gb: float) -> dict[
 
 
 def _add(made: dict[str, Any], name: str, kind: str, model: nn.Module, vllm: Mapping[str, Any]) -> None:
-    config = config_from_dict(
-        {"run_dir": tempfile.mkdtemp(), "rollout": {"client": kind, "max_batch_rows": ROWS, "vllm": vllm}}
-    )
+    rollout = {"client": kind, "max_batch_rows": ROWS, "vllm": vllm}
+    config = config_from_dict({"run_dir": tempfile.mkdtemp(prefix="turnwise-bench-"), "rollout": rollout})
     try:
         KINDS[kind].check(config)
         made[name] = KINDS[kind].build(config, Endless(), {"default": model})
