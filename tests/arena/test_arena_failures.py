@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from turnwise.arena import BatchFailedError
+from turnwise.types import ContextLengthError, ModelError
 
 from .helpers import Baseline, Guess, guess, run
 
@@ -67,6 +68,16 @@ def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
     assert len(set(calls)) == 3 and batch.rewards.tolist() == [4.0]
     assert batch.metrics["episodes/retried"] == 2 and batch.metrics["sampled_tokens"] == 6
     assert batch.metrics["episodes/failed"] == 0
+
+
+def test_a_model_call_that_failed_is_not_repeated_here(make_arena):
+    """The client repeats it, if it can succeed; a prompt that was too long may be a shorter one with another seed."""
+    for error, count in ((ModelError("no engine is left"), 1), (ContextLengthError("too long"), 3)):
+        calls = []
+        arena = make_arena(lambda prompt, request: calls.append(prompt) or error, retries=2, failure_threshold=1.0)
+        arena.add_episode(Guess())
+        [result] = run(arena, guess())
+        assert str(error) in result.rollout.error and len(calls) == count
 
 
 def test_a_client_that_breaks_fails_the_episode(make_arena):
