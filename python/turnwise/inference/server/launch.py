@@ -113,7 +113,7 @@ class Load:
         if scheduler is not None:
             waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
             now = (scheduler.num_running_reqs, waiting, scheduler.kv_cache_usage)
-            self._peaks = tuple(map(max, self._peaks, now))  # type: ignore[assignment]
+            self._peaks = tuple(map(max, self._peaks, now))
         if iteration is not None:
             self.preemptions += iteration.num_preempted_reqs
 
@@ -132,7 +132,7 @@ class Load:
             self.see(scheduler_stats, iteration_stats)
             record(logger, scheduler_stats, iteration_stats, *arguments, **options)
 
-        PrometheusStatLogger.record = seen  # type: ignore[method-assign]
+        PrometheusStatLogger.record = seen
 
 
 load = Load()
