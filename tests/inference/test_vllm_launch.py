@@ -165,7 +165,7 @@ grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60
 print(grandchild.pid, flush=True)
 threading.Thread(target=end_with_starter, daemon=True).start()
 time.sleep(60)
-'''], stdin=subprocess.PIPE, start_new_session=True)
+'''], stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, "TURNWISE_SERVE_STARTER": str(os.getpid())})
 print(child.pid, flush=True)
 if not os.fork():  # a child of the starter that keeps what it inherits open
     time.sleep(25)

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
@@ -29,6 +30,9 @@ KEY = "VLLM_API_KEY"
 
 HOSTS = "TURNWISE_SERVE_HOSTS"
 """The environment variable with the host names, separated by commas, that requests may use."""
+
+STARTER = "TURNWISE_SERVE_STARTER"
+"""The environment variable with the process id of the starter."""
 
 REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter")
 """The worker's methods that clients may call: those of turnwise's ``WorkerExtension``."""
@@ -220,11 +224,13 @@ def main() -> None:
 
 
 def end_with_starter() -> None:
-    """Kill this process's group once its standard input ends, or its parent, whose forks may keep the input open."""
-    starter = os.getppid()
-    while os.getppid() == starter:
-        if select.select([0], [], [], 1.0)[0] and not os.read(0, 4096):
-            break
+    """Kill this process's group once its standard input ends, or its starter, whose forks may keep the input open."""
+    watched = [0]
+    with suppress(ProcessLookupError):
+        if STARTER in os.environ and hasattr(os, "pidfd_open"):
+            watched = [0, os.pidfd_open(int(os.environ[STARTER]))]
+        while select.select(watched, [], [])[0] == [0] and os.read(0, 4096):
+            pass
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 

@@ -245,13 +245,14 @@ async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
 
 
 def _environment(settings: ServeSettings, key: str) -> dict[str, str]:
-    from turnwise.inference.server.launch import HOSTS, KEY
+    from turnwise.inference.server.launch import HOSTS, KEY, STARTER
 
     names = (*settings.allowed_hosts, settings.host, socket.gethostname(), socket.gethostname().partition(".")[0])
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         KEY: key,  # every user of the machine could read an argument
         HOSTS: ",".join(names),
+        STARTER: str(os.getpid()),
     }
     return {**os.environ, **SERVER_ENVIRONMENT, **own}
 
