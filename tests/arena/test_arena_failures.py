@@ -70,14 +70,15 @@ def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
     assert batch.metrics["episodes/failed"] == 0
 
 
-def test_a_model_call_that_failed_is_not_repeated_here(make_arena):
+@pytest.mark.parametrize(
+    ("error", "count"), [(ModelError("no engine is left"), 1), (ContextLengthError("too long"), 3)]
+)
+def test_a_model_call_that_failed_is_not_repeated_here(make_arena, error, count):
     """The client repeats it, if it can succeed; a prompt that was too long may be a shorter one with another seed."""
-    for error, count in ((ModelError("no engine is left"), 1), (ContextLengthError("too long"), 3)):
-        calls = []
-        arena = make_arena(lambda prompt, request: calls.append(prompt) or error, retries=2, failure_threshold=1.0)
-        arena.add_episode(Guess())
-        [result] = run(arena, guess())
-        assert str(error) in result.rollout.error and len(calls) == count
+    arena = make_arena(lambda prompt, request: error, retries=2, failure_threshold=1.0)
+    arena.add_episode(Guess())
+    [result] = run(arena, guess())
+    assert str(error) in result.rollout.error and len(arena.client.calls) == count
 
 
 def test_a_client_that_breaks_fails_the_episode(make_arena):

@@ -13,7 +13,6 @@ import torch
 
 from turnwise.inference import VLLMClient
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.inference.server.server import ServerFailed
 from turnwise.types import ModelRequest, ModelResponse, Sampling
 
 from .helpers import (
@@ -236,9 +235,3 @@ async def test_more_than_the_cache_holds_or_a_step_takes_in(start: Start) -> Non
     together = await client.generate(long)
     assert error_of(model, together) < EXACT
     assert tokens_of(together) == [tokens_of(await client.generate([request]))[0] for request in long]
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_start_tells_why() -> None:
-    with pytest.raises(ServerFailed, match=r"(?s)before it was well; the last lines of its log:.*no-such-option"):
-        VLLMClient(build("served"), ByteTokenizer(), engine_args={"no_such_option": 1})
