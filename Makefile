@@ -181,8 +181,8 @@ test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, 
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist worksteal $(TESTED) || failed=1; \
 	exit $$failed
 
-test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
-	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
+test-vllm: $(VLLM)/.installed  ## the tests of vLLM, with its CPU build in an environment of its own; MARKS='not slow': one of each kind
+	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup $(if $(MARKS),-m "$(MARKS)") -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py
 
 test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, with verifiers 0.4 in an environment of its own
 	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers

@@ -78,7 +78,7 @@ def test_a_model_call_that_failed_is_not_repeated_here(make_arena, error, count)
     arena = make_arena(lambda prompt, request: error, retries=2, failure_threshold=1.0)
     arena.add_episode(Guess())
     [result] = run(arena, guess())
-    assert str(error) in result.rollout.error and len(arena.client.calls) == count
+    assert str(error) in result.rollout.error and len(arena.client.prompts) == count
 
 
 def test_a_client_that_breaks_fails_the_episode(make_arena):
