@@ -87,7 +87,7 @@ def _check_vllm(config: TrainConfig) -> None:
                 _endpoint(url, server).close()
         except (ValueError, OSError) as error:
             raise ConfigError(f"config key 'rollout.server': {error}") from error
-        if not _await_first(lambda urls=urls: dict(zip(urls, urls, strict=True)), server.wait):  # type: ignore[misc]
+        if not _await_first({url: url for url in urls}.copy, server.wait):
             told = f", for {server.wait:g} seconds" if server.wait else "; is it started, and is this its address?"
             raise ConfigError(f"config key 'rollout.server': {' and '.join(urls)} can't be reached{told}")
 
@@ -130,7 +130,7 @@ def _addresses(config: TrainConfig, names: Iterable[str]) -> dict[tuple[str, ...
 
     Raises ``ConfigError`` if a server is in two groups.
     """
-    given = config.rollout.server.url
+    given: Any = config.rollout.server.url
     by_policy = given if isinstance(given, dict) else dict.fromkeys(names, given)
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, urls in by_policy.items():

@@ -72,8 +72,6 @@ class VLLMServerClient(GatedClient):
       at a loopback address reads, else ``"gloo"``. ``"gloo"`` over TCP and ``"nccl"`` between GPUs reach other hosts
       without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
       ``SharedTransfer(transfer_to(...)).lend()``.
-    - ``suffix``: the end of the names that the server has for adapters, by default a random one. The clients of servers
-      behind one router share it.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted, and the client raises ``ModelError``: it never returns a token of other weights. It sends
@@ -100,7 +98,6 @@ class VLLMServerClient(GatedClient):
         in_flight: bool = False,
         folder: str | Path | None = None,
         transfer: str | WeightTransfer = "auto",
-        suffix: str | None = None,
         seed: int = 0,
     ) -> None:
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
@@ -114,7 +111,7 @@ class VLLMServerClient(GatedClient):
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
-        self._policies, base = _describe(models, place, self._mark, self._mark if suffix is None else suffix)
+        self._policies, base = _describe(models, place, self._mark)
         self._server = RemoteServer(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
@@ -374,9 +371,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _describe(
-    models: Mapping[str, Any], place: Path, mark: str, suffix: str
-) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
+def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
     """Describe the policies of ``models``, and write their adapters to files below ``place``, in folders with ``mark``.
 
     Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
@@ -396,7 +391,7 @@ def _describe(
         held = policies[name] = _Policy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
         held.base = shapes[id(plain)]
         if isinstance(model, AdaptedModel) and model.name is not None:
-            held.served = f"{name}-{suffix}"
+            held.served = f"{name}-{mark}"
             held.own = shapes_of(model.state_dict())
             held.adapter = Adapter(held.served, place / f"{name}-{mark}", model.shared.configs[model.name])
             held.adapter.write(model.state_dict())
