@@ -167,15 +167,17 @@ def _servers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module
 def _group(urls: Sequence[str], config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> PoolClient:
     """Build the client of the servers at ``urls``."""
     server = config.rollout.server
-    engines = Engines(config, tokenizer, models, partial(_endpoint, server=server), server.folder, urls)
-    return engines.pool({url: engines.connect(url) for url in urls}, server.dead_after, may_join=len(urls) > 1)
+    endpoint, alone = partial(_endpoint, server=server), len(urls) == 1
+    engines = Engines(config, tokenizer, models, endpoint, server.folder, urls, alone)
+    return engines.pool({url: engines.connect(url) for url in urls}, server.dead_after)
 
 
 # -- pools of engines --------------------------------------------------------------------------------------------------
 class Engines:
     """Connects to the engines of one pool, which get the same weights by one transfer. ``folder`` may hold them.
 
-    ``others`` are addresses of engines that may connect later.
+    ``others`` are addresses of engines that may connect later. An engine that stays ``alone`` takes weights from the
+    trainer's own tensors; else the pool copies them, and its engines share a transfer that knows equal tensors.
     """
 
     def __init__(
@@ -186,8 +188,9 @@ class Engines:
         endpoint: Callable[[str], Endpoint],
         folder: str | None,
         others: Sequence[str] = (),
+        alone: bool = False,
     ) -> None:
-        self._others = others
+        self._others, self._alone = others, alone
         self._config, self._tokenizer, self._models = config, tokenizer, models
         self._endpoint, self._folder = endpoint, folder
         self._transfer: SharedTransfer | None = None
@@ -196,22 +199,23 @@ class Engines:
         """Make the client of the engine at ``url``."""
         endpoint, name = self._endpoint(url), self._config.rollout.server.transfer
         joins = self._transfer is not None
-        if self._transfer is None or self._transfer.closed:  # also if all engines had left
-            as_files = name == "safetensors" or self._config.rollout.server.folder is not None
-            files = self._folder if as_files else None  # adapters are files in any case
+        as_files = name == "safetensors" or self._config.rollout.server.folder is not None
+        files = self._folder if as_files else None  # adapters are files in any case
+        if not self._alone and (self._transfer is None or self._transfer.closed):  # also if all engines had left
             self._transfer = SharedTransfer(transfer_to([url, *self._others], name, files))
+        shared = self._transfer
         return VLLMServerClient(
             endpoint,
             self._tokenizer,
             self._models,
             in_flight=self._config.loop.in_flight_updates,
             folder=self._folder,
-            transfer=self._transfer.lend(joins),
+            transfer=transfer_to([url], name, files) if shared is None else shared.lend(joins),
             seed=self._config.seed,
         )
 
-    def pool(self, engines: Mapping[str, VLLMServerClient], dead_after: float, may_join: bool = True) -> PoolClient:
-        """Make the pool of ``engines``. Others can't join later unless they ``may_join``."""
+    def pool(self, engines: Mapping[str, VLLMServerClient], dead_after: float) -> PoolClient:
+        """Make the pool of ``engines``."""
         server = self._config.rollout.server
         return PoolClient(
             engines,
@@ -219,7 +223,7 @@ class Engines:
             dead_after=dead_after,
             wait=server.timeout,
             attempts=server.retries + 1,
-            keeps_weights=may_join,
+            keeps_weights=not self._alone,
             seed=self._config.seed,
         )
 

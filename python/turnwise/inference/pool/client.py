@@ -39,7 +39,8 @@ class PoolClient(GatedClient):
     - ``wait``: seconds to wait for an engine when none is left.
     - ``attempts``: the most times that a request is sent, so that one request can't take down the whole pool.
     - ``keeps_weights``: keeps a copy of the last weights on the CPU, for engines that join. Without it none can join,
-      and an engine that lost its weights gets them by ``recover()`` of its client.
+      an engine that lost its weights gets them by ``recover()`` of its client, and clients are given the caller's own
+      tensors, so that they must not share a :class:`SharedTransfer`.
 
     If an engine fails, the pool sends the request to another with the same seed, or after a pause to the same one if
     that may succeed: pauses double up to :data:`LONGEST_WAIT` seconds, and the pool obeys ``Retry-After``. The failed
