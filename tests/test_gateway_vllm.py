@@ -10,6 +10,15 @@ import pytest
 from turnwise.run.build import train_from_config
 from turnwise.train.validate import config_from_dict
 
+from .vllm_servers import lent_servers  # noqa: F401
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("lent_servers"),
+    pytest.mark.xdist_group("vllm_runs"),
+]
+
 AGENT = """
 from openai import AsyncOpenAI
 
@@ -32,7 +41,6 @@ async def agent(question, models):
 """
 
 
-@pytest.mark.vllm
 def test_the_trainer_computes_what_vllm_sampled_for_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm_agent.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path)

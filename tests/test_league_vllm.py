@@ -17,13 +17,20 @@ from turnwise.train.league.league import MARK
 from turnwise.train.validate import config_from_dict
 from turnwise.types import ModelRequest, Sampling, Step
 
-pytestmark = pytest.mark.vllm
+from .vllm_servers import lent_servers  # noqa: F401
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("lent_servers"),
+    pytest.mark.xdist_group("vllm_runs"),
+]
 
 EXACT = 1e-5
 TOKENS = 6
 
 
-def run_of(folder: Path, client: str, **changes: Any) -> Run:
+def run_of(folder: Path, **changes: Any) -> Run:
     settings = {
         "task": "kuhn_poker",
         "run_dir": str(folder),
@@ -33,7 +40,7 @@ def run_of(folder: Path, client: str, **changes: Any) -> Run:
         "task_options": {"max_tokens": TOKENS},
         "policy_sharing": "lora_per_actor",
         "warm_start": {"steps": 30, "batch_size": 12, "warmup": 5, "lr": 4e-3},
-        "rollout": {"prompts_per_step": 8, "client": client, "vllm": {"kv_cache_gb": 0.03125}},
+        "rollout": {"prompts_per_step": 8, "client": "vllm", "vllm": {"kv_cache_gb": 0.03125}},
         "update": {"lr": 1e-2},
         "checkpoint": {"every": 1},
         "log": {"rollouts_per_step": 100},
@@ -47,9 +54,8 @@ def weights_of(run: Run) -> dict[str, dict[str, torch.Tensor]]:
     return {seat: {name: tensor.clone() for name, tensor in policies[seat].weights()} for seat in SEATS}
 
 
-@pytest.mark.parametrize("client", ["vllm", "vllm-process"])
-def test_past_adapters_play_with_the_weights_that_they_had(tmp_path: Path, client: str) -> None:
-    run = run_of(tmp_path, client)
+def test_past_adapters_play_with_the_weights_that_they_had(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
     history, seen = {0: weights_of(run)}, []
     record = run.trainer.record
 
@@ -86,8 +92,8 @@ def error_of(run: Run, weights: dict[str, dict[str, torch.Tensor]], step: Step) 
 
 
 def test_a_run_that_goes_on_meets_the_past_that_it_had(tmp_path: Path) -> None:
-    run_of(tmp_path, "vllm", steps=2).train()
-    again = run_of(tmp_path, "vllm", steps=3)
+    run_of(tmp_path, steps=2).train()
+    again = run_of(tmp_path, steps=3)
     again.train()
     league: Any = again.trainer.callbacks["league"]
     assert [member.step for member in league.pool.members] == [0, 1, 2, 3]

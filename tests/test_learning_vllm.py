@@ -14,7 +14,14 @@ from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.validate import config_from_dict
 
-pytestmark = pytest.mark.vllm
+from .vllm_servers import lent_servers  # noqa: F401
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("lent_servers"),
+    pytest.mark.xdist_group("vllm_runs"),
+]
 
 STEPS, PUZZLES, BRANCHES = 16, 12, 8
 OPTIONS = {"blanks": [1, 3], "max_turns": 1, "quality": 0.4}

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli.commands.eval import evaluate_from_config
-from turnwise.inference.server.server import Server
-from turnwise.inference.server.settings import ServeSettings
 from turnwise.run.build import build_run, train_from_config
-from turnwise.run.checks import task_of, tiny_model
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
+
+from .vllm_servers import lent_servers  # noqa: F401
+
+pytestmark = pytest.mark.xdist_group("vllm_runs")
 
 SMALL = {
     "steps": 4,
@@ -46,53 +47,60 @@ def errors_of(line):
     return [value for key, value in line.items() if key.endswith("sampler_trainer_logprob_max_diff")]
 
 
-@pytest.mark.vllm
-def test_the_trainer_computes_what_vllm_sampled(tmp_path):
-    run = train_from_config(config_of(tmp_path))
-    lines = lines_of(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    for line in lines:
-        assert line["updates"] >= 1
-        assert 0 < errors_of(line)[0] < 1e-5
-    assert run.arena.client.version("default") == 4
-    assert evaluate_from_config(run.config).episodes == 3
+def engines_of(server):
+    """The processes of the server's group but for its leader."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = stat.read_text().rpartition(")")
+            if int(rest.split()[2]) == server.pid != int(stat.parent.name) and "Engine" in name:
+                found.append(int(stat.parent.name))
+    return found
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("lent_servers")
 def test_an_engine_that_is_killed_in_the_middle_costs_no_row(tmp_path):
-    """In a process of its own it is started again with the last weights, and what it lost is sampled anew."""
-    rollout = {**SMALL["rollout"], "client": "vllm-process"}
-    run = build_run(config_of(tmp_path, rollout=rollout))
-    [host] = run.arena.client._hosts
+    """What the trainer computes is what vLLM sampled, also by the server that comes after the one whose engine died."""
+    run = build_run(config_of(tmp_path))
+    client = run.arena.client
+    [server] = client.servers
+    restarts = server.restarts
+    [engine] = client.clients["default"]._engines.values()
     killed = []
 
     def kill_once():
         """While the third step samples."""
         while not killed:
-            if len(metrics.read_text().splitlines() if metrics.exists() else ()) == 2 and len(host._computing) >= 4:
-                killed.extend(host.processes)
+            if len(metrics.read_text().splitlines() if metrics.exists() else ()) == 2 and engine.outstanding >= 4:
+                killed.extend(engines_of(server))
                 os.kill(killed[0], signal.SIGKILL)
             time.sleep(0.001)
 
     metrics = tmp_path / "metrics.jsonl"
     threading.Thread(target=kill_once, daemon=True).start()
-    run.train()
+    with pytest.warns(UserWarning, match="its requests are sent again"):
+        run.train()
     lines = lines_of(tmp_path)
-    assert killed
-    assert host.processes != killed
+    assert len(killed) == 1 and server.restarts == restarts + 1
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["inference/restarts"] for line in lines] == [0, 0, 1, 0]
     for line in lines:
+        assert line["updates"] >= 1
         assert 0 < errors_of(line)[0] < 1e-5, f"step {line['step']}"
         assert (line["episodes/failed"], line["episodes/retried"]) == (0, 0)
         assert (line["episodes"], line["samples"]) == (lines[0]["episodes"], lines[0]["samples"])
+        assert line["inference/running"] >= 1 and "inference/kv_cache_use" in line
     answered = run.arena.client.stats()["generated_tokens"]
     assert answered == sum(line["sampled_tokens"] for line in lines), "no answer is lost, and none comes twice"
     assert run.arena.client.version("default") == 4
     asyncio.run(run.arena.client.close())
+    assert evaluate_from_config(run.config).episodes == 3
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("lent_servers")
 @pytest.mark.parametrize("loop", [{"max_staleness": 1}, {"max_staleness": 1, "in_flight_updates": True}])
 def test_adapters_train_beside_sampling(tmp_path, loop):
     lora = {"path": "tiny", "lora": {"rank": 4, "alpha": 8}}
@@ -106,73 +114,36 @@ def test_adapters_train_beside_sampling(tmp_path, loop):
     run = train_from_config(config)
     assert run.trainer.progress.step == 4
     assert {policy.version for policy in run.trainer.policies.values()} == {4}
-    assert len({id(policy.engine) for policy in run.arena.client._policies.values()}) == 1
+    assert len(run.arena.client.servers) == 1
     assert max(errors_of(lines_of(tmp_path)[0])) < 1e-5, "the first batch is of the first weights"
 
 
-def engines_of(server):
-    """The processes of the server's group but for its leader."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            name, _, rest = stat.read_text().rpartition(")")
-            if int(rest.split()[2]) == server.pid != int(stat.parent.name) and "Engine" in name:
-                found.append(int(stat.parent.name))
-    return found
-
-
-@pytest.mark.vllm
-def test_a_run_goes_on_where_its_server_dies_on_the_way(tmp_path):
-    """The engine is killed between two steps or within one: its server ends, another starts and gets the weights."""
-    config = config_of(tmp_path / "run")
-    for part in tiny_model(config, task_of(config)):
-        part.save_pretrained(tmp_path / "model")
-    killed = []
-
-    def kill():
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
-            time.sleep(0.01)
-        killed.extend(engines_of(server))
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
-
-    with Server(ServeSettings(str(tmp_path / "model"), port=0, kv_cache_gb=0.0625), log=print) as server:
-        rollout = {"prompts_per_step": 4, "branches": 2, "client": "vllm-server", "server": {"url": server.url}}
-        threading.Thread(target=kill, daemon=True).start()
-        policies = {"default": {"path": str(tmp_path / "model")}}
-        run = train_from_config(config_of(tmp_path / "run", rollout=rollout, policies=policies, steps=6))
-        assert server.restarts == 1
-        assert run.arena.client.stats()["restarts"] == 1
-        run.close()
-    assert len(killed) == 1
-    lines = lines_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    for line in lines:
-        assert line["updates"] >= 1
-        assert line["episodes/failed"] == 0
-        assert 0 < errors_of(line)[0] < 1e-5
-        assert "inference/sync_seconds" in line
-
-
 def test_servers_that_can_not_be(tmp_path):
-    rollout = {**SMALL["rollout"], "client": "vllm-server"}
+    rollout, url = SMALL["rollout"], {"url": "http://127.0.0.1:9"}
     for server, said in {
         "url='nowhere'": {"url": "nowhere"},
-        "can't be reached": {"url": "http://127.0.0.1:9", "timeout": 0.5},
-        "NO_SUCH_KEY": {"api_key_env": "NO_SUCH_KEY"},
+        "http://127.0.0.1:9 can't be reached; is it started": url,
+        "can't be reached, for 0.3 seconds": {**url, "wait": 0.3},
+        "NO_SUCH_KEY": {**url, "api_key_env": "NO_SUCH_KEY"},
     }.items():
         with pytest.raises(ConfigError, match=rf"'rollout.server'.*{server}"):
             build_run(config_of(tmp_path, rollout={**rollout, "server": said}))
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_settings_that_vllm_refuses(tmp_path):
     rollout = SMALL["rollout"]
-    with pytest.raises(ConfigError, match=r"'rollout.vllm.engine_args'.*'blocks'"):
-        build_run(config_of(tmp_path, rollout={**rollout, "vllm": {"engine_args": {"blocks": 1}}}))
-    with pytest.raises(ConfigError, match=r"'rollout.client' = 'vllm'.*kv_cache_bytes"):
-        build_run(config_of(tmp_path, rollout={**rollout, "vllm": {"kv_cache_gb": 1e-5}}), warm=False)
+    for key, said in {"blocks": "unrecognized arguments: --blocks", "host": "the server sets this one itself"}.items():
+        with pytest.raises(ConfigError, match=rf"(?s)'rollout.client' = 'vllm'.*{said}"):
+            build_run(config_of(tmp_path, rollout={**rollout, "vllm": {"engine_args": {key: 1}}}))
+
+
+@pytest.mark.parametrize("old", ["vllm-process", "vllm-server"])
+def test_the_clients_of_before_name_the_one_of_now(tmp_path, old):
+    said = r"'rollout.client' = '" + old + r"': .*now 'vllm', with rollout\.server\.url for a server of your own"
+    with pytest.raises(ConfigError, match=said):
+        config_of(tmp_path, rollout={"client": old})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")

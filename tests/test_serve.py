@@ -281,7 +281,7 @@ def test_what_vllm_is_told(tmp_path: Path) -> None:
     for word in (
         f"--model={tmp_path}", "--host=127.0.0.1", "--port=8123", "--dtype=float32", "--enable-scale-out",
         "--logprobs-mode=processed_logprobs", "--generation-config=vllm", "--no-async-scheduling",
-        "--worker-extension-cls=turnwise.inference.vllm.engine_process.WorkerExtension", "--max-loras=4",
+        "--worker-extension-cls=turnwise.inference.vllm.worker.WorkerExtension", "--max-loras=4",
         "--enable-lora", "--max-lora-rank=32", f"--kv-cache-memory-bytes={2**29}", "--max-model-len=64",
         "--enforce-eager", '--hf-overrides={"a": 1}', "--no-enable-log-requests",
     ):  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.arena import Arena, BatchFailedError, Filters, SingleTurnEpisode
 from turnwise.credit import GRPOCredit
-from turnwise.types import Actor, EpisodeRequest
+from turnwise.types import Actor, ContextLengthError, EpisodeRequest, ModelError
 
 from .helpers import Baseline, Guess, guess, run
 
@@ -239,6 +239,16 @@ def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
     assert len(set(calls)) == 3 and batch.rewards.tolist() == [4.0]
     assert batch.metrics["episodes/retried"] == 2 and batch.metrics["sampled_tokens"] == 6
     assert batch.metrics["episodes/failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "count"), [(ModelError("no engine is left"), 1), (ContextLengthError("too long"), 3)]
+)
+def test_a_model_call_that_failed_is_not_repeated_here(make_arena, error, count):
+    """The client repeats it, if it can succeed; a prompt that was too long may be a shorter one with another seed."""
+    arena = make_arena(lambda prompt, request: error, retries=2, failure_threshold=1.0, episodes=[Guess()])
+    [result] = run(arena, guess())
+    assert str(error) in result.rollout.error and len(arena.client.prompts) == count
 
 
 def test_a_client_that_breaks_fails_the_episode(make_arena):

@@ -26,7 +26,7 @@ RAY = {"backend": "ray", "engines": {"main": POOL}}
         ({"cluster": {"backend": "static", "engines": {"main": POOL}}}, "cluster.engines"),
         ({"cluster": {"backend": "static", "learner": {"count": 2}}}, "start ranks with torchrun"),
         ({"cluster": {**RAY, "arena": {"addresses": ["127.0.0.1:1"]}}}, "cluster.arena.addresses"),
-        ({"cluster": RAY, "rollout": {"client": "vllm-server"}}, "rollout.client"),
+        ({"cluster": RAY, "rollout": {"client": "vllm"}}, "rollout.client"),
         ({"cluster": {"backend": "ray", "arena": {"count": 1}}}, "workers need engines"),
         (
             {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from turnwise.inference.server.settings import ServeSettings
+
+from ..vllm_servers import LentServer, lend, lent_servers  # noqa: F401
 from .helpers import CONFIGS, VOCABULARY, build
 
 
@@ -29,22 +31,15 @@ def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def vllm_servers(served_folder: Path) -> Iterator[list[Any]]:
-    """Two vLLM servers for all tests of the session, the second with a key. Each takes half a minute to start."""
-    from turnwise.inference.server.server import Server
-    from turnwise.inference.server.settings import ServeSettings
-
-    os.environ["TURNWISE_TEST_KEY"] = "sesame"
-    shared = {"port": 0, "adapter_slots": 2, "adapter_rank": 8, "kv_cache_gb": 2**-5}
-    servers = [
-        Server(ServeSettings(str(served_folder), api_key_env=key, **shared), log=print)
-        for key in (None, "TURNWISE_TEST_KEY")
-    ]
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(Server.start, servers))
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()
+    """Two vLLM servers with room for adapters."""
+    args = {"dtype": "float32", "skip_tokenizer_init": True}
+    shared: dict[str, Any] = {"port": 0, "dummy_weights": True, "adapter_slots": 2, "engine_args": args}
+    settings = ServeSettings(str(served_folder), kv_cache_gb=2**-5, **shared)
+    servers = [lend(settings) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(LentServer.start, servers))
+    yield servers
+    for server in servers:
+        server.stop()

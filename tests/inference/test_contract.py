@@ -14,7 +14,6 @@ from turnwise.inference import (
     ScriptedClient,
     TransformersClient,
     VLLMClient,
-    VLLMProcessClient,
     VLLMServerClient,
 )
 from turnwise.inference.common.http import Endpoint
@@ -45,16 +44,8 @@ CLIENTS: dict[str, Callable[[Callable[[str], Any]], InferenceClient]] = {
         }
     ),
     "vllm": lambda servers: VLLMClient(
-        {"default": build("served", seed=0), "other": build("served", seed=1)},
-        ByteTokenizer(),
-        kv_cache_bytes=2**25,
+        {"default": build("served", seed=0), "other": build("served", seed=1)}, ByteTokenizer(), kv_cache_gb=2**-5
     ),
-    "vllm-process": lambda servers: VLLMProcessClient(
-        {"default": build("served", seed=0), "other": build("served", seed=1)},
-        ByteTokenizer(),
-        kv_cache_bytes=2**25,
-    ),
-    "vllm-server": lambda servers: _of_servers([server.endpoint() for server in servers("vllm_servers")]),
     "transformers-server": lambda servers: _of_servers(servers("engines_here")),
 }
 
@@ -69,33 +60,15 @@ def _of_servers(endpoints: list[Endpoint]) -> RoutingClient:
     )
 
 
-KEPT = {"vllm", "vllm-process"}
-"""Clients that take long to start: one serves all tests until one of them closes it."""
-
-
 @pytest.fixture
 def engines_here() -> Iterator[list[Endpoint]]:
     with engine_here(build("served", seed=5)) as (one, _), engine_here(build("served", seed=6)) as (other, _):
         yield [one, other]
 
 
-@pytest.fixture(scope="module")
-def kept() -> Any:
-    clients: dict[str, Any] = {}
-    yield clients
-    for client in clients.values():
-        asyncio.run(client.close())
-
-
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.vllm if "vllm" in n else ()) for n in CLIENTS])
-async def client(request: pytest.FixtureRequest, kept: dict[str, Any]) -> Any:
-    make, servers = CLIENTS[request.param], request.getfixturevalue
-    if request.param in KEPT:
-        if request.param not in kept:
-            kept[request.param] = make(servers)
-        yield kept[request.param]
-        return
-    async with make(servers) as client:
+async def client(request: pytest.FixtureRequest, lent_servers: None) -> Any:
+    async with CLIENTS[request.param](request.getfixturevalue) as client:
         yield client
 
 
@@ -223,7 +196,7 @@ async def test_versions(client: Any) -> None:
     check(second, other, version=7)
 
 
-async def test_close_may_be_called_again(client: Any) -> None:  # the last one: kept clients are closed here
+async def test_close_may_be_called_again(client: Any) -> None:
     await client.close()
     await client.close()
     with pytest.raises(ModelError, match="closed"):

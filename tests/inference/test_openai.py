@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from turnwise.arena import Arena, Judge, MultiTurnEpisode, Rubric, SingleTurnEpisode
 from turnwise.chat import ChatRenderer
-from turnwise.inference import Endpoint, OpenAIClient, RoutingClient, ScriptedClient
+from turnwise.inference import Endpoint, OpenAIClient, PoolClient, RoutingClient, ScriptedClient
+from turnwise.inference.common.http import EndpointError
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.types import (
@@ -36,7 +37,7 @@ def said(content: Any = "4", reason: str = "stop") -> dict[str, Any]:
 
 def client_of(server: FakeServer, models: Any = "judge-1", endpoint: Any = None, **settings: Any) -> OpenAIClient:
     return OpenAIClient(
-        Endpoint(server.url, **{"retries": 2, "timeout": 5.0, **(endpoint or {})}), models, ByteTokenizer(), **settings
+        Endpoint(server.url, **{"timeout": 5.0, **(endpoint or {})}), models, ByteTokenizer(), **settings
     )
 
 
@@ -108,11 +109,18 @@ async def test_malformed_answers_are_errors_that_name_the_server() -> None:
         assert server.count(CHAT) == len(wrong)
 
 
-async def test_trouble_that_passes() -> None:
-    for trouble in (Reset(), Say("", 429, {"Retry-After": "0"}), Say("", 500)):
-        with faking({CHAT: [trouble, Say(said())]}) as server:
-            async with client_of(server) as client:
-                assert (await client.generate([request_of()]))[0].text == "4"
+@pytest.mark.parametrize("trouble", [Reset(), Say("", 429, {"Retry-After": "0"}), Say("", 500)])
+async def test_trouble_that_passes(trouble: Act) -> None:
+    """Told as such by the client, and repeated by a pool of it alone."""
+    with faking({CHAT: [trouble, trouble, Say(said())]}) as server:
+        client = client_of(server)
+        with pytest.raises(EndpointError) as caught:
+            await client.generate([request_of()])
+        assert caught.value.passes
+        async with PoolClient({"judge": client}) as pool:
+            with pytest.warns(UserWarning, match="engine judge failed, and its requests are sent again"):
+                assert (await pool.generate([request_of()]))[0].text == "4"
+            assert pool.fixed_policies == {"default"} and pool.stats()["retries"] == 1
 
 
 async def test_trouble_that_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:

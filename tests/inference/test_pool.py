@@ -55,7 +55,7 @@ class Engine(ScriptedClient):
 
 def pool_of(*names: str, **settings: Any) -> tuple[PoolClient, dict[str, Engine]]:
     engines = {name: Engine(name) for name in names or ("a", "b")}
-    return PoolClient(engines, **settings), engines
+    return PoolClient(engines, **{"wait": 0.0, **settings}), engines
 
 
 def ask(*prompt: int, **sampling: Any) -> ModelRequest:
@@ -157,7 +157,7 @@ async def test_a_failed_engines_requests_are_asked_elsewhere_with_the_same_seed(
     client, engines = pool_of()
     engines["a"].broken = engines["a"].sick = ConnectionResetError("reset by peer")
     async with client:
-        with pytest.warns(UserWarning, match="engine a failed, and others get its requests: reset by peer"):
+        with pytest.warns(UserWarning, match="engine a failed, and its requests are sent again: reset by peer"):
             responses = await client.generate([ask(n, seed=None) for n in range(6)])
         assert [response.text for response in responses] == ["b"] * 6
         assert client.serving() == ["b"]
@@ -271,6 +271,131 @@ async def test_an_answer_has_a_deadline() -> None:
     async with client:
         with pytest.warns(UserWarning, match=r"no answer within timeout=0\.1 seconds"):
             assert [response.text for response in await client.generate([ask(), ask()])] == ["b", "b"]
+
+
+# -- a pool of one -----------------------------------------------------------------------------------------------------
+class Alone(Engine):
+    """An engine whose requests meet ``troubles`` first, and that counts how often its client recovers."""
+
+    def __init__(self, *troubles: BaseException) -> None:
+        super().__init__("a")
+        self.troubles, self.recovered, self.asked = list(troubles), 0, 0
+        self.unready: BaseException | None = None
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        self.asked += 1
+        if self.troubles:
+            raise self.troubles.pop(0)
+        return await super().generate(requests)
+
+    async def recover(self) -> None:
+        if self.unready is not None:
+            raise self.unready
+        self.recovered += 1
+
+
+def busy(seconds: float = 0.0) -> EndpointError:
+    return EndpointError("answered 503", 503, passes=True, seconds=seconds)
+
+
+async def test_one_engine_is_asked_again_and_keeps_its_weights() -> None:
+    engine = Alone(busy(), busy())
+    async with PoolClient({"a": engine}, keeps_weights=False) as client:
+        client.load_weights("default", WEIGHTS.items(), 4)
+        with pytest.warns(UserWarning, match="engine a failed, and its requests are sent again: answered 503"):
+            assert versions_of(await client.generate([ask(seed=None)])) == {4}
+        assert (engine.asked, engine.recovered, len(engine.loads)) == (3, 2, 1)
+        assert (client.stats()["retries"], client.stats()["restarts"]) == (2, 2)
+        with pytest.raises(ValueError, match="keeps_weights=False"):
+            client.join("b", Engine("b"))
+
+
+async def test_a_server_that_names_a_time_gets_it() -> None:
+    async with PoolClient({"a": Alone(busy(0.4))}) as client:
+        began = time.perf_counter()
+        with pytest.warns(UserWarning, match="503"):
+            await client.generate([ask()])
+        assert time.perf_counter() - began >= 0.4
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [(EndpointError("no JSON"), "^a: no JSON$"), (EndpointError("answered 501", 501), "^a: answered 501$")],
+    ids=str,
+)
+async def test_what_will_not_pass_is_asked_once(trouble: Exception, said: str) -> None:
+    engine = Alone(trouble)
+    async with PoolClient({"a": engine}) as client:
+        with pytest.warns(UserWarning, match="failed"), pytest.raises(ModelError, match=said):
+            await client.generate([ask()])
+        assert engine.asked == 1
+        assert len(await client.generate([ask()])) == 1, "other requests may fare better"
+
+
+async def test_a_slow_answer_is_not_waited_for_twice() -> None:
+    engine = Alone()
+    engine.delay = float("inf")
+    async with PoolClient({"a": engine}, timeout=0.1) as client:
+        with pytest.warns(UserWarning, match="timeout"), pytest.raises(ModelError, match=r"^a: .*within timeout=0\.1"):
+            await client.generate([ask()])
+        assert engine.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("unready", "tries"),
+    [(EndpointError("weights that somebody else sent"), 1), (ModelError("weights did not arrive whole"), 3)],
+    ids=str,
+)
+async def test_an_engine_that_is_well_and_never_gets_ready_is_given_up(unready: Exception, tries: int) -> None:
+    engine = Alone(busy())
+    engine.unready = unready
+    async with PoolClient({"a": engine}, wait=60.0) as client:
+        with (
+            pytest.warns(UserWarning, match="503"),
+            pytest.raises(ModelError, match=f"no engine is left: a: {unready}"),
+        ):
+            await client.generate([ask()])
+        assert engine.checks >= tries
+        engine.unready = None
+        await until(lambda: client.serving() == ["a"])
+        assert len(await client.generate([ask()])) == 1
+
+
+async def test_an_update_that_fails_is_sent_again_while_its_caller_waits() -> None:
+    engine, got = Alone(), []  # type: ignore[var-annotated]
+
+    def load(policy: str, weights: Any, version: int) -> None:
+        got.append((dict(weights), version))
+        if len(got) == 1:
+            raise ModelError("half of it")
+        Engine.load_weights(engine, policy, got[-1][0].items(), version)
+
+    engine.load_weights = load  # type: ignore[method-assign]
+    async with PoolClient({"a": engine}, keeps_weights=False) as client:
+        with pytest.warns(UserWarning, match="half of it"):
+            client.load_weights("default", WEIGHTS.items(), 1)
+        assert [version for _, version in got] == [1, 1]
+        assert all(weights["w"].data_ptr() == WEIGHTS["w"].data_ptr() for weights, _ in got), "no copy was made"
+        assert versions_of(await client.generate([ask()])) == {1}
+
+
+async def test_weights_that_nobody_took_are_forgotten() -> None:
+    """They are the caller's, who may change them."""
+    engine = Alone()
+    engine.refusing = ModelError("no room")
+    async with PoolClient({"a": engine}, keeps_weights=False, attempts=1) as client:
+        with pytest.warns(UserWarning, match="no room"), pytest.raises(ModelError, match="no engine is left: a: no"):
+            client.load_weights("default", WEIGHTS.items(), 1)
+        engine.refusing = None
+        kept: list[Any] = []
+        plain = engine.load_weights
+        engine.load_weights = lambda policy, weights, version: (
+            kept.append(dict(weights)),
+            plain(policy, kept[-1].items(), version),
+        )  # type: ignore[assignment, method-assign, return-value, func-returns-value]
+        client.load_weights("default", WEIGHTS.items(), 2)
+        assert versions_of(await client.generate([ask()])) == {2}
+        assert kept[-1].keys() == WEIGHTS.keys()
 
 
 async def test_close_ends_waiting_requests() -> None:
@@ -481,7 +606,7 @@ async def test_servers_in_a_pool_share_one_copy_and_one_of_them_dies() -> None:
         for which, fake in enumerate((one, two)):
             fake.script[GENERATE] = lambda body, w=which: Say(answer(tokens[w], label=pretend[w].label))
         shared = SharedTransfer(SharedMemoryTransfer())
-        endpoints = {fake.url: Endpoint(fake.url, patience=0.0, retries=1) for fake in (one, two)}
+        endpoints = {fake.url: Endpoint(fake.url) for fake in (one, two)}
         engines = {
             url: VLLMServerClient(endpoint, ByteTokenizer(), model, transfer=shared.lend())
             for url, endpoint in endpoints.items()

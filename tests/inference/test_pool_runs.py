@@ -29,7 +29,6 @@ from turnwise.types import ModelError
 
 from .engine_server import KEY_VARIABLE, EngineServers, engine_here
 from .helpers import EXACT, build, error_of, requests_of, sent, versions_of
-from .test_routed import Proxy
 
 
 def config_of(folder: Path, cluster: Any = None, **rollout: Any) -> TrainConfig:
@@ -93,7 +92,7 @@ def test_a_killed_engine_changes_no_bit(
     """One of two engines is killed at a random request, and comes back at another time of its own."""
     draw = random.Random(seed)
     victim, at = draw.randrange(2), draw.randrange(5, 35)
-    run = build_run(config_of(folder, client="vllm-server", server={"url": servers.urls, "api_key_env": KEY_VARIABLE}))
+    run = build_run(config_of(folder, client="vllm", server={"url": servers.urls, "api_key_env": KEY_VARIABLE}))
     pool, killed = run.arena.client, []
 
     def kill() -> None:
@@ -129,7 +128,7 @@ def test_an_engine_that_stands_still_changes_no_bit(
     folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     server = {"url": servers.urls, "api_key_env": KEY_VARIABLE, "dead_after": 0.5}
-    run = build_run(config_of(folder, client="vllm-server", server=server))
+    run = build_run(config_of(folder, client="vllm", server=server))
     pool = run.arena.client
 
     def stop() -> None:
@@ -156,8 +155,7 @@ async def test_weights_that_change_on_the_way_are_refused(folder: Path, servers:
     tokenizer, model = tiny_model(config, task_of(config))
     servers.flip(1)
     engines = {
-        url: VLLMServerClient(servers.endpoint(number, patience=0.0, retries=0), tokenizer, model)
-        for number, url in enumerate(servers.urls)
+        url: VLLMServerClient(servers.endpoint(number), tokenizer, model) for number, url in enumerate(servers.urls)
     }
     async with PoolClient(engines) as pool:
         with pytest.warns(UserWarning, match=f"engine {servers.urls[1]} failed.*other sums than those that were sent"):
@@ -256,47 +254,12 @@ async def test_each_pool_has_its_policies(tmp_path: Path, monkeypatch: pytest.Mo
                     assert error_of(model, responses) < EXACT and versions_of(responses) == {3}
 
 
-def test_a_run_behind_a_router_changes_no_bit(
-    folder: Path, servers: EngineServers, undisturbed: dict[str, torch.Tensor]
-) -> None:
-    """One engine is killed and comes back with weights of its own, which the router does not know."""
-    proxy = Proxy(servers.urls)
-    server = {"url": servers.urls, "api_key_env": KEY_VARIABLE, "router": proxy.url}
-    run = build_run(config_of(folder, client="vllm-server", server=server))
-    pool = run.arena.client
-
-    def kill() -> None:
-        while pool.stats()["requests"] < 15:
-            time.sleep(0.005)
-        servers.kill(1)
-        servers.start(1)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        run.train()
-    thread.join(60)
-    run.close()
-    proxy.close()
-    assert same(weights_of(run), undisturbed)
-    assert {url for url, _ in proxy.asked} == {*servers.urls} and pool.stats()["retries"] >= 1
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"cluster": {"engines": {"a": {}, "b": {}}}}, r"'cluster.engines': policy 'default' is in 'a' and 'b'"),
         ({"cluster": {"engines": {"a": {"policies": ["other"]}}}}, r"policy '(other|default)' is in"),
         ({"loop": {"deterministic": True}, "cluster": {"engines": {"a": {}}}}, r"'loop.deterministic'.*engines 'a'"),
-        (
-            {
-                "rollout": {"server": {"router": "http://r"}},
-                "policies": {"one": {}, "two": {}},
-                "cluster": {"engines": {"a": {"policies": ["one"]}, "b": {"policies": ["two"]}}},
-            },
-            r"'rollout.server.router' = 'http://r': expected one pool, got \['a', 'b'\]",
-        ),
         ({"cluster": {"engines": {"a": {}}, "wait": 0.1}}, r"no engine of pool 'a' was well within cluster.wait = 0.1"),
     ],
 )
@@ -314,11 +277,8 @@ def test_clusters_that_can_not_be(
 def test_refusals(folder: Path) -> None:
     twice = "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match=rf"'rollout.server.url'.*expected each server once.*got '{twice}' again"):
-        build_run(config_of(folder, client="vllm-server", server={"url": [twice, twice]}))
+        build_run(config_of(folder, client="vllm", server={"url": [twice, twice]}))
     with pytest.raises(ConfigError, match=r"'rollout.server'.*can't be reached"):
-        build_run(config_of(folder, client="vllm-server", server={"url": [twice, "http://127.0.0.1:2"]}))
-    router = {"url": {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}, "router": "http://127.0.0.1:3"}
-    with pytest.raises(ConfigError, match=r"'rollout.server.router': expected one group of servers behind it, got 2"):
-        build_client(config_of(folder, client="vllm-server", server=router), ByteTokenizer(), {"a": None, "b": None})
+        build_run(config_of(folder, client="vllm", server={"url": [twice, "http://127.0.0.1:2"]}))
     with pytest.raises(ConfigError, match=r"rollout\.server\.url"):
-        config_of(folder, client="vllm-server", server={"url": []})
+        config_of(folder, client="vllm", server={"url": []})

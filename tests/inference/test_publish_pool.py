@@ -33,7 +33,7 @@ async def test_three_engines_one_is_killed_and_one_gets_a_wrong_bit(tmp_path: Pa
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     with EngineServers(tmp_path / "model", 3) as servers:
-        endpoints = [servers.endpoint(engine, patience=0.0, retries=0) for engine in range(3)]
+        endpoints = [servers.endpoint(engine) for engine in range(3)]
         transfer = CollectiveTransfer("gloo", gather=60.0)  # this machine may be busy
         shared = SharedTransfer(transfer)
         engines = {

@@ -23,7 +23,7 @@ ASKED = [ModelRequest([1, 2, 3], Sampling(max_tokens=3, seed=1))]
 
 def reader_of(server: Any, writer: VLLMServerClient, **how: Any) -> VLLMServerReader:
     served = pickle.loads(pickle.dumps(ServedWeights.by(writer)))
-    return VLLMServerReader(Endpoint(server.url, retries=2), ByteTokenizer(), served, **how)
+    return VLLMServerReader(Endpoint(server.url), ByteTokenizer(), served, **how)
 
 
 async def test_a_reader_knows_the_versions_that_it_was_told() -> None:
@@ -57,7 +57,7 @@ async def test_a_reader_that_nobody_tells_gives_up() -> None:
                 pretend.label = "default"  # the server was restarted, and has its first weights
                 with pytest.raises(ModelError, match=r"label 'default', of which .* not told in 0\.2 seconds"):
                     await reader.generate(ASKED)
-                assert server.count(GENERATE) == 1
+                assert server.count(GENERATE) == 0
     with pytest.raises(ValueError, match="wait=-1"):
         VLLMServerReader("http://127.0.0.1:1", ByteTokenizer(), ServedWeights({"default": None}, {}), wait=-1)
 

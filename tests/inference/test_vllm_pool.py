@@ -27,15 +27,13 @@ from .helpers import (
     versions_of,
 )
 
-pytestmark = pytest.mark.xdist_group("vllm_servers")
+pytestmark = [pytest.mark.xdist_group("vllm_servers"), pytest.mark.slow]
 
 
 def engines_of(servers: list[Any], model: Any) -> dict[str, VLLMServerClient]:
     shared = SharedTransfer(SharedMemoryTransfer())
     return {
-        server.url: VLLMServerClient(
-            server.endpoint(patience=0.0, retries=1), ByteTokenizer(), model, transfer=shared.lend()
-        )
+        server.url: VLLMServerClient(server.endpoint(), ByteTokenizer(), model, transfer=shared.lend())
         for server in servers
     }
 

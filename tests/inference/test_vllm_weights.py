@@ -1,16 +1,17 @@
-"""New weights in each of the vLLM clients: exact after every update, also while requests run, for adapters as well."""
+"""vLLM's own servers: exact after every update, also while requests run and after a kill, for adapters as well."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import torch
 
-from turnwise.inference import VLLMClient, VLLMProcessClient, VLLMServerClient
-from turnwise.inference.common.http import Endpoint
+from turnwise.inference import VLLMClient
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ModelRequest, ModelResponse, Sampling
 
@@ -26,33 +27,32 @@ from .helpers import (
     refused_weights,
     requests_of,
     sent,
+    tokens_of,
     versions_of,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_servers")]
 
-KINDS = ["vllm", "vllm-process", "vllm-server"]
-
-Start = Callable[..., Any]
+Start = Callable[..., VLLMClient]
 
 
-@pytest.fixture(params=KINDS)
-async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
+@pytest.fixture
+async def start(lent_servers: None) -> AsyncIterator[Start]:
     """``start(policies)``: a client that ends with the test."""
-    clients: list[Any] = []
+    clients: list[VLLMClient] = []
 
-    def make(policies: Any, in_flight: bool = False) -> Any:
-        if request.param == "vllm-server":
-            endpoint = Endpoint(request.getfixturevalue("vllm_servers")[0].url, retries=3, timeout=300.0)
-            clients.append(VLLMServerClient(endpoint, ByteTokenizer(), policies, in_flight=in_flight))
-        else:
-            kind = {"vllm": VLLMClient, "vllm-process": VLLMProcessClient}[request.param]
-            clients.append(kind(policies, ByteTokenizer(), in_flight=in_flight, kv_cache_bytes=2**25))
+    def make(policies: Any, **settings: Any) -> VLLMClient:
+        clients.append(VLLMClient(policies, ByteTokenizer(), **{"kv_cache_gb": 2**-5, **settings}))
         return clients[-1]
 
     yield make
     for client in clients:
         await client.close()
+
+
+def engine_of(client: VLLMClient) -> Any:
+    [engine] = client.clients["default"]._engines.values()  # type: ignore[attr-defined]
+    return engine.client
 
 
 class Traffic:
@@ -119,6 +119,7 @@ async def test_in_flight_each_token_is_of_its_own_weights(start: Start) -> None:
     assert error_of(model, await client.generate(requests_of())) < EXACT
 
 
+@pytest.mark.slow
 async def test_without_in_flight_an_update_waits_for_what_runs(start: Start) -> None:
     models = [build("served"), build("served", seed=1)]
     client = start(models[0])
@@ -159,3 +160,78 @@ async def test_adapters_stay_exact(start: Start) -> None:
     assert error_of(others["solver"].activate(), await client.generate(requests_of(policy="solver"))) < EXACT
     with pytest.raises(ValueError, match="missing"):
         client.load_weights("solver", list(others["solver"].state_dict().items())[:2], 7)
+
+
+async def test_a_server_killed_in_the_midst_of_a_batch(start: Start) -> None:
+    """Each request is answered once, wholly, by the weights that were last sent, on the server that came after."""
+    model = build("served", seed=2)
+    many = [ModelRequest([n % 7, 3, 9], Sampling(max_tokens=1 + 7 * n % 60, seed=n)) for n in range(200)]
+    client = start(build("served"))
+    [server] = client.servers
+    restarts, pid = server.restarts, server.pid
+    client.load_weights("default", sent(model), 4)
+    expected = await client.generate(many[:10])
+    running = [asyncio.ensure_future(client.generate([request])) for request in many]
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.warns(UserWarning, match="its requests are sent again"):
+        os.kill(pid, signal.SIGKILL)  # type: ignore[arg-type]
+        responses = [response for [response] in await asyncio.gather(*running)]
+    stats = client.stats()
+    assert server.restarts == restarts + 1
+    assert stats["restarts"] == 1
+    assert stats["requests"] == 210
+    assert tokens_of(responses[:10]) == tokens_of(expected)
+    assert versions_of(responses) == {4}
+    assert error_of(model, responses[:40]) < EXACT
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+async def test_what_old_weights_cached_is_forgotten(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, model = start(build("served")), build("served", seed=1)
+    await client.generate(requests_of())
+
+    async def keep() -> None:
+        pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_of(client)._server, "_clear_cache", keep)
+        client.load_weights("default", sent(model), 1)
+    assert error_of(model, await client.generate(requests_of())) > 0.05, "the cache is the reason"
+    client.load_weights("default", sent(model), 2)
+    assert error_of(model, await client.generate(requests_of())) < EXACT
+
+
+@pytest.mark.slow
+async def test_a_cancelled_request_leaves_the_engine(start: Start) -> None:
+    client = start(build("served"))
+    await client.generate(requests_of(1))
+    waiting = asyncio.ensure_future(client.generate(requests_of(8, tokens=24)))
+    while client.peaks()["running"] < 2:
+        await asyncio.sleep(0.001)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await client.generate(requests_of(1))
+    client.peaks()
+    await client.generate(requests_of(1))
+    assert client.peaks()["running"] == 1
+
+
+@pytest.mark.slow
+async def test_more_than_the_cache_holds_or_a_step_takes_in(start: Start) -> None:
+    """Seven blocks of 32 tokens, and steps of 64: some prompts wait, and some requests lose their second block."""
+    model = build("served")
+    client = start(model, kv_cache_gb=2**-12, max_num_seqs=16, engine_args={"max_num_batched_tokens": 64})
+    requests = [ModelRequest([i + 1] * 20, Sampling(max_tokens=30, seed=i)) for i in range(12)]
+    client.peaks()
+    assert error_of(model, await client.generate(requests)) < EXACT
+    peaks = client.peaks()
+    assert peaks["kv_cache_use"] == 1.0 and 1 <= peaks["running"] <= 7 and 5 <= peaks["waiting"] <= 12, peaks
+    assert client.stats()["preemptions"] > 0
+    assert client.peaks()["running"] == 0
+    long = [ModelRequest([i + 1] * 40, Sampling(max_tokens=8, seed=i)) for i in range(8)]
+    together = await client.generate(long)
+    assert error_of(model, together) < EXACT
+    assert tokens_of(together) == [tokens_of(await client.generate([request]))[0] for request in long]

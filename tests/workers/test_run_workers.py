@@ -139,7 +139,7 @@ def test_a_run_with_two_workers_and_an_engine_has_the_weights_of_one_process(
     assert not equal(expected, before)
 
     with EngineServers(folder / "model", 1) as engines:
-        rollout = {"client": "vllm-server", "server": {"url": engines.urls, "api_key_env": ENGINE_KEY}}
+        rollout = {"client": "vllm", "server": {"url": engines.urls, "api_key_env": ENGINE_KEY}}
         plain = config_of(folder, "cluster", task="spying:SpyTask", rollout=rollout)
         with workers(plain, folder / "run.toml", 2, PYTHONPATH=path) as addresses:
             cluster = {"backend": "static", "arena": {"count": 2, "addresses": addresses}}
@@ -167,7 +167,7 @@ def test_workers_are_found_in_the_file_of_the_supervisor(folder: Path, monkeypat
     """A worker of another config is refused with the key in which they differ."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with EngineServers(folder / "model", 1) as engines:
-        rollout = {"client": "vllm-server", "server": {"url": engines.urls[0], "api_key_env": ENGINE_KEY}}
+        rollout = {"client": "vllm", "server": {"url": engines.urls[0], "api_key_env": ENGINE_KEY}}
         cluster = {"backend": "static", "arena": {"count": 1}}
         config = config_of(folder, "watched", rollout=rollout, cluster=cluster, seed=1)
         run = build_run(config)
@@ -186,7 +186,7 @@ def test_workers_are_found_in_the_file_of_the_supervisor(folder: Path, monkeypat
         ({"checkpoint": {"save_running_episodes": True}}, "'checkpoint.save_running_episodes' = true: expected false"),
         ({"rollout": {"max_concurrency": 1}}, "'rollout.max_concurrency' = 1: expected at least 2"),
         ({"rollout": {"max_concurrency_per_actor": {"proposer": 1}}}, "per_actor.proposer' = 1: expected at least 2"),
-        ({}, "'rollout.client' = 'transformers': .* samples in this process.*'vllm-server'"),
+        ({}, "'rollout.client' = 'transformers': .* samples in this process.*'vllm' with rollout.server.url"),
     ],
 )
 def test_what_workers_can_not_serve(

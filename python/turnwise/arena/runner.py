@@ -16,7 +16,14 @@ from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
 from turnwise.arena.runtime.rng import LazyRandom, derive_seed
-from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout
+from turnwise.types import (
+    ContextLengthError,
+    EpisodeRequest,
+    EpisodeState,
+    GenerateResult,
+    ModelError,
+    Rollout,
+)
 from turnwise.types.protocols import ArenaRuntime
 
 
@@ -141,7 +148,10 @@ Continuation = tuple[EpisodeRequest, EpisodeContext]
 async def _run_with_retries(
     arena: ArenaRuntime, request: EpisodeRequest, context: EpisodeContext, failures: FailureBudget
 ) -> tuple[GenerateResult, list[Continuation]]:
-    """Run one episode up to ``1 + arena.retries`` times. Return its result and the episodes to run next."""
+    """Run one episode up to ``1 + arena.retries`` times. Return its result and the episodes to run next.
+
+    A model call that failed is not repeated here: the client did that, if it can succeed.
+    """
     attempt, result = 0, None
     following: list[Continuation] = []
     while True:
@@ -160,8 +170,9 @@ async def _run_with_retries(
             raise
         except Exception as error:
             text, result, following = context.explain(error), None, []
+            final = isinstance(error, ModelError) and not isinstance(error, ContextLengthError)
         # Try again with a fresh context, unless no attempt or no time is left.
-        if attempt == arena.retries or context.out_of_time():
+        if final or attempt == arena.retries or context.out_of_time():
             break
         _end_attempt(context)
         attempt += 1

@@ -215,9 +215,11 @@ def use_aiohttp() -> str:
 
 
 def use_vllm() -> str:
-    from turnwise.inference.vllm.build import vllm_or_raise
+    from turnwise.inference.vllm.installed import vllm_or_raise
 
-    vllm = vllm_or_raise()
+    vllm_or_raise()
+    import vllm
+
     assert vllm.SamplingParams(max_tokens=3).max_tokens == 3
     return "imported the engine and made sampling parameters; no model was loaded"
 

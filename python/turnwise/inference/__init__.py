@@ -3,11 +3,12 @@
 Read in this order: scripted, common, openai, routing, weights, local, vllm, server, pool, tinker.
 May import: types, utils, chat.
 
-``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` runs
-vLLM in this process, ``VLLMProcessClient`` in child processes, and ``VLLMServerClient`` calls a vLLM server at an
-``Endpoint``. ``TinkerClient`` samples with weights that a server of the Tinker API trains. ``OpenAIClient`` is for
-judges and fixed opponents. ``RoutingClient`` gives each policy its own client. ``PoolClient`` shares out the requests
-of the same policies over several. Each client's dependencies are imported when its name is first used.
+``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` samples
+with vLLM servers that it starts. ``VLLMServerClient`` calls a server of ``turnwise serve`` at an ``Endpoint``.
+``TinkerClient`` samples with weights that a server of the Tinker API trains. ``OpenAIClient`` is for judges and fixed
+opponents. ``RoutingClient`` gives each policy its own client. ``PoolClient`` shares out the requests of the same
+policies over one or several clients, and repeats those that failed. Each client's dependencies are imported when its
+name is first used.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
     from turnwise.inference.openai import OpenAIClient
     from turnwise.inference.pool.client import PoolClient
     from turnwise.inference.server.client import VLLMServerClient
+    from turnwise.inference.server.own import VLLMClient
     from turnwise.inference.server.reader import VLLMServerReader
     from turnwise.inference.tinker.client import TinkerClient
-    from turnwise.inference.vllm.client import VLLMClient
-    from turnwise.inference.vllm.process_client import VLLMProcessClient
 
 __all__ = [
     "ContextLengthError",
@@ -45,7 +45,6 @@ __all__ = [
     "TinkerClient",
     "TransformersClient",
     "VLLMClient",
-    "VLLMProcessClient",
     "VLLMServerClient",
     "VLLMServerReader",
 ]
@@ -56,8 +55,7 @@ _LAZY = {
     "PoolClient": "turnwise.inference.pool.client",
     "TinkerClient": "turnwise.inference.tinker.client",
     "TransformersClient": "turnwise.inference.local.client",
-    "VLLMClient": "turnwise.inference.vllm.client",
-    "VLLMProcessClient": "turnwise.inference.vllm.process_client",
+    "VLLMClient": "turnwise.inference.server.own",
     "VLLMServerClient": "turnwise.inference.server.client",
     "VLLMServerReader": "turnwise.inference.server.reader",
 }

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from turnwise.chat import ChatRenderer
-from turnwise.inference.common.base import ClientBase, gather_all, policy_of
+from turnwise.inference.common.base import GatedClient, gather_all, policy_of
 from turnwise.inference.common.http import Endpoint, EndpointError
-from turnwise.types import ContextLengthError, FinishReason, ModelError, ModelRequest, ModelResponse
+from turnwise.types import ContextLengthError, FinishReason, ModelRequest, ModelResponse
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -17,10 +17,10 @@ TOO_LONG = ("context_length_exceeded", "maximum context length", "maximum model 
 """Phrases in which servers report that a prompt is too long."""
 
 
-class OpenAIClient(ClientBase):
+class OpenAIClient(GatedClient):
     """Completes chats with a server of OpenAI's API: OpenAI's own, a vLLM or Ollama server, a proxy.
 
-    - ``server``: the base URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key, timeout and retries.
+    - ``server``: the base URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key and timeout.
     - ``models``: a model's name, which serves the policy ``"default"``, or names of models by policy.
     - ``chat``: sends the request's messages, which an arena sets. Else the client decodes the prompt with ``tokenizer``
       (a Hugging Face one) and sends it to the older completions endpoint. In both cases a zero-width space breaks up
@@ -31,11 +31,15 @@ class OpenAIClient(ClientBase):
     Responses are text and never train. Their token ids come from encoding the text with ``tokenizer``. Their
     log-probabilities, which the server doesn't report, are 0.
 
+    Each request is sent once. A :class:`~turnwise.inference.pool.client.PoolClient` sends those again that met a busy
+    server, or one that was away.
+
     Raises ``ImportError`` if aiohttp is missing.
 
     Example::
 
-        judge = OpenAIClient(Endpoint("https://api.openai.com/v1", api_key_env="OPENAI_API_KEY"), "gpt-5", tokenizer)
+        openai = OpenAIClient(Endpoint("https://api.openai.com/v1", api_key_env="OPENAI_API_KEY"), "gpt-5", tokenizer)
+        judge = PoolClient({"openai": openai}, attempts=6)
     """
 
     shares_weights = False
@@ -58,10 +62,7 @@ class OpenAIClient(ClientBase):
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         self._path = f"{self._endpoint.api}/{'chat/completions' if chat else 'completions'}"
         self._where = f"POST {self._endpoint.url}{self._path}"
-        self._open = asyncio.Event()
-        self._open.set()
-        self._running: set[asyncio.Task[ModelResponse]] = set()
-        self._closed = False
+        super().__init__(self._endpoint.thread)
 
     @property
     def fixed_policies(self) -> frozenset[str]:
@@ -75,10 +76,9 @@ class OpenAIClient(ClientBase):
         a prompt that is too long for the server. Raises ``ModelError`` for a server that can't be reached, refuses,
         takes too long or sends an invalid answer.
         """
-        if self._closed:
-            raise ModelError("the client is closed")
-        bodies = [self._body(request) for request in requests]
-        return await self._endpoint.thread.result_of(self._generate(requests, bodies), lambda: self._closed)
+        for request in requests:
+            self._body(request)
+        return await super().generate(requests)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Raise ``ValueError``, because the server's models can't change."""
@@ -89,14 +89,6 @@ class OpenAIClient(ClientBase):
         """Return 0 for each policy."""
         policy_of(self.models, policy)
         return 0
-
-    async def pause(self) -> None:
-        """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""
-        await asyncio.wrap_future(self._endpoint.thread.submit(self._close_gate()))
-
-    async def resume(self) -> None:
-        """Let waiting requests run."""
-        self._endpoint.thread.call(self._open.set)
 
     async def close(self) -> None:
         """Fail all waiting and running requests, and end the connections. May be called again."""
@@ -136,25 +128,12 @@ class OpenAIClient(ClientBase):
         return {"prompt": self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)}
 
     # -- in the endpoint's thread --------------------------------------------------------------------------------------
-    async def _close_gate(self) -> None:
-        self._open.clear()
-        if self._running:
-            await asyncio.wait(self._running)
+    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        return await gather_all(map(self._one, requests))
 
-    async def _generate(
-        self, requests: Sequence[ModelRequest], bodies: Sequence[Mapping[str, Any]]
-    ) -> list[ModelResponse]:
-        await self._open.wait()
-        tasks = [asyncio.ensure_future(self._one(*pair)) for pair in zip(requests, bodies, strict=True)]
-        self._running.update(tasks)
+    async def _one(self, request: ModelRequest) -> ModelResponse:
         try:
-            return await gather_all(tasks)
-        finally:
-            self._running.difference_update(tasks)
-
-    async def _one(self, request: ModelRequest, body: Mapping[str, Any]) -> ModelResponse:
-        try:
-            found = await self._endpoint.ask("POST", self._path, body=body)
+            found = await self._endpoint.ask("POST", self._path, body=self._body(request))
         except EndpointError as error:
             if error.status in (400, 413) and any(words in str(error) for words in TOO_LONG):
                 raise ContextLengthError(str(error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,14 +19,12 @@ from turnwise.inference import (
     RoutingClient,
     TransformersClient,
     VLLMClient,
-    VLLMProcessClient,
     VLLMServerClient,
 )
 from turnwise.inference.pool.follower import Follower
 from turnwise.inference.server.client import transfer_to
-from turnwise.inference.server.routed import RoutedPool
-from turnwise.inference.server.server import is_well
-from turnwise.inference.vllm.build import check_engine_args, vllm_or_raise
+from turnwise.inference.server.server import ServerFailed, is_well
+from turnwise.inference.vllm.installed import vllm_or_raise
 from turnwise.inference.weights.sync import SharedTransfer
 from turnwise.run.tinker.checks import check_server
 from turnwise.train.config.cluster import EnginesConfig
@@ -38,8 +35,8 @@ from turnwise.train.model.loading import find_device
 from turnwise.types import InferenceClient, ModelError
 from turnwise.utils.shared_names import KEY_VARIABLE
 
-PROCESS_TIMEOUT = 600.0
-"""Seconds after which an engine in a child process counts as dead, if ``request_timeout`` is unset."""
+LOGS = "servers"
+"""Folder of the logs of the servers that a run starts, inside the run folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +52,8 @@ def check_client(config: TrainConfig) -> None:
     if not config.cluster.has_engines:
         KINDS[config.rollout.client].check(config)
         return
-    cluster, router = config.cluster, config.rollout.server.router
     _pools(config, config.policies)
-    if router is not None and len(cluster.engines) > 1:
-        raise ConfigError(
-            f"config key 'rollout.server.router' = {router!r}: expected one pool, got {[*cluster.engines]}"
-        )
-    batched = [name for name, pool in cluster.engines.items() if not _is_exact(pool)]
+    batched = [name for name, pool in config.cluster.engines.items() if not _is_exact(pool)]
     if config.loop.deterministic and batched:
         raise ConfigError(
             f"config key 'loop.deterministic' = True: answers of the engines {batched[0]!r} depend on their batch; use "
@@ -84,42 +76,52 @@ def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.M
 
 
 def _check_vllm(config: TrainConfig) -> None:
-    vllm_or_raise()
-    try:
-        check_engine_args(config.rollout.vllm.engine_args)
-    except ValueError as error:
-        raise ConfigError(f"config key 'rollout.vllm.engine_args': {error}") from error
+    """Wait until one server of each group is well; the others of a group may come later. Without any, look for vLLM."""
+    server = config.rollout.server
+    if server.url is None:
+        vllm_or_raise()
+        return
+    for urls in _addresses(config, ["default"]):
+        try:
+            for url in urls:
+                _endpoint(url, server).close()
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"config key 'rollout.server': {error}") from error
+        if not _await_first({url: url for url in urls}.copy, server.wait):
+            told = f", for {server.wait:g} seconds" if server.wait else "; is it started, and is this its address?"
+            raise ConfigError(f"config key 'rollout.server': {' and '.join(urls)} can't be reached{told}")
+
+
+def _await_first(read: Callable[[], Mapping[str, str]], seconds: float) -> dict[str, str]:
+    """Return those of the engines (addresses by name) that are well, once one is; none if none is in ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not (well := {name: url for name, url in read().items() if is_well(url, 2.0)}):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return well
 
 
 def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    return _with_engines(VLLMClient, config, tokenizer, models, timeout=config.rollout.vllm.request_timeout)
-
-
-def _vllm_process(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    vllm = config.rollout.vllm
-    kind = partial(VLLMProcessClient, transfer=vllm.transfer)
-    return _with_engines(kind, config, tokenizer, models, timeout=vllm.request_timeout or PROCESS_TIMEOUT)
-
-
-def _with_engines(
-    kind: Callable[..., InferenceClient],
-    config: TrainConfig,
-    tokenizer: Any,
-    models: Mapping[str, nn.Module],
-    timeout: float | None,
-) -> InferenceClient:
-    rollout = config.rollout
+    if config.rollout.server.url is not None:
+        return _servers(config, tokenizer, models)
+    rollout, server = config.rollout, config.rollout.server
     try:
-        return kind(
+        return VLLMClient(
             models,
             tokenizer,
             max_num_seqs=rollout.max_batch_rows,
-            kv_cache_bytes=int(rollout.vllm.kv_cache_gb * 2**30),
+            kv_cache_gb=rollout.vllm.kv_cache_gb,
             in_flight=config.loop.in_flight_updates,
-            timeout=timeout,
+            timeout=server.timeout,
+            dead_after=server.dead_after,
+            attempts=server.retries + 1,
+            transfer=server.transfer,
             engine_args=rollout.vllm.engine_args,
+            logs=config.run_dir / LOGS,
+            seed=config.seed,
         )
-    except ValueError as error:
+    except (ValueError, ServerFailed) as error:
         raise ConfigError(f"config key 'rollout.client' = {rollout.client!r}: {error}") from error
 
 
@@ -128,7 +130,7 @@ def _addresses(config: TrainConfig, names: Iterable[str]) -> dict[tuple[str, ...
 
     Raises ``ConfigError`` if a server is in two groups.
     """
-    given = config.rollout.server.url
+    given: Any = config.rollout.server.url
     by_policy = given if isinstance(given, dict) else dict.fromkeys(names, given)
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, urls in by_policy.items():
@@ -142,33 +144,13 @@ def _addresses(config: TrainConfig, names: Iterable[str]) -> dict[tuple[str, ...
     return groups
 
 
-def _endpoint(url: str, server: ServerConfig, **how: Any) -> Endpoint:
+def _endpoint(url: str, server: ServerConfig) -> Endpoint:
     keys: dict[str, Any] = {"api_key_env": server.api_key_env, "api_key_file": server.api_key_file}
-    return Endpoint(url, **keys, timeout=server.timeout, retries=server.retries, wait=server.wait, **how)
+    return Endpoint(url, **keys, timeout=server.timeout)
 
 
-def _check_server(config: TrainConfig) -> None:
-    """Wait until one server of each group is well. The others of a group may come later."""
-    server = config.rollout.server
-    for urls in _addresses(config, ["default"]):
-        try:
-            endpoints = [_endpoint(url, server) for url in urls]
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"config key 'rollout.server': {error}") from error
-        waiting = [endpoint.thread.submit(endpoint.wait_until_healthy()) for endpoint in endpoints]
-        errors = [future.exception() for future in waiting]
-        for endpoint in endpoints:
-            endpoint.close()
-        if all(errors):
-            raise ConfigError(f"config key 'rollout.server': {errors[0]}") from errors[0]
-
-
-def _server(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def _servers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
     groups, url = _addresses(config, models), config.rollout.server.url
-    if config.rollout.server.router is not None and len(groups) > 1:
-        raise ConfigError(
-            f"config key 'rollout.server.router': expected one group of servers behind it, got {len(groups)}"
-        )
     if {name for names in groups.values() for name in names} != models.keys():
         raise ConfigError(f"config key 'rollout.server.url' = {url!r}: expected one for each of {list(models)}")
     # One client per group of servers, with the models that these have.
@@ -182,26 +164,20 @@ def _server(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]
     return next(iter(clients.values())) if len(groups) == 1 else RoutingClient(clients)
 
 
-def _group(
-    urls: Sequence[str], config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]
-) -> VLLMServerClient | PoolClient:
-    """Build the client of one server, or of a pool of several."""
+def _group(urls: Sequence[str], config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> PoolClient:
+    """Build the client of the servers at ``urls``."""
     server = config.rollout.server
-    if len(urls) > 1 or server.router is not None:
-        # A pool asks another server at once, where a single one is waited for.
-        engines = Engines(
-            config, tokenizer, models, partial(_endpoint, server=server, patience=0.0), server.folder, urls
-        )
-        return engines.pool({url: engines.connect(url) for url in urls}, server.dead_after)
-    how: dict[str, Any] = {"in_flight": config.loop.in_flight_updates, "folder": server.folder, "seed": config.seed}
-    return VLLMServerClient(_endpoint(urls[0], server), tokenizer, models, transfer=server.transfer, **how)
+    endpoint, alone = partial(_endpoint, server=server), len(urls) == 1
+    engines = Engines(config, tokenizer, models, endpoint, server.folder, urls, alone)
+    return engines.pool({url: engines.connect(url) for url in urls}, server.dead_after)
 
 
 # -- pools of engines --------------------------------------------------------------------------------------------------
 class Engines:
     """Connects to the engines of one pool, which get the same weights by one transfer. ``folder`` may hold them.
 
-    ``others`` are addresses of engines that may connect later.
+    ``others`` are addresses of engines that may connect later. An engine that stays ``alone`` takes weights from the
+    trainer's own tensors; else the pool copies them, and its engines share a transfer that knows equal tensors.
     """
 
     def __init__(
@@ -212,46 +188,44 @@ class Engines:
         endpoint: Callable[[str], Endpoint],
         folder: str | None,
         others: Sequence[str] = (),
+        alone: bool = False,
     ) -> None:
-        self._others = others
+        self._others, self._alone = others, alone
         self._config, self._tokenizer, self._models = config, tokenizer, models
         self._endpoint, self._folder = endpoint, folder
-        self._suffix = secrets.token_hex(4)  # all engines name adapters alike, as a router may choose any
         self._transfer: SharedTransfer | None = None
 
     def connect(self, url: str) -> VLLMServerClient:
         """Make the client of the engine at ``url``."""
         endpoint, name = self._endpoint(url), self._config.rollout.server.transfer
         joins = self._transfer is not None
-        if self._transfer is None or self._transfer.closed:  # also if all engines had left
-            as_files = name == "safetensors" or self._config.rollout.server.folder is not None
-            files = self._folder if as_files else None  # adapters are files in any case
+        as_files = name == "safetensors" or self._config.rollout.server.folder is not None
+        files = self._folder if as_files else None  # adapters are files in any case
+        if not self._alone and (self._transfer is None or self._transfer.closed):  # also if all engines had left
             self._transfer = SharedTransfer(transfer_to([url, *self._others], name, files))
+        shared = self._transfer
         return VLLMServerClient(
             endpoint,
             self._tokenizer,
             self._models,
             in_flight=self._config.loop.in_flight_updates,
             folder=self._folder,
-            transfer=self._transfer.lend(joins),
-            suffix=self._suffix,
+            transfer=transfer_to([url], name, files) if shared is None else shared.lend(joins),
             seed=self._config.seed,
         )
 
     def pool(self, engines: Mapping[str, VLLMServerClient], dead_after: float) -> PoolClient:
-        """Make the pool of ``engines``, or the one behind the router of ``rollout.server``."""
-        server, seed = self._config.rollout.server, self._config.seed
-        how: dict[str, Any] = {
-            "timeout": server.timeout,
-            "dead_after": dead_after,
-            "wait": server.timeout,
-            "seed": seed,
-        }
-        if server.router is None:
-            return PoolClient(engines, **how)
-        through = self._endpoint(server.router)
-        through.patience = server.timeout  # there is no other one to ask
-        return RoutedPool(through, engines, **how)
+        """Make the pool of ``engines``."""
+        server = self._config.rollout.server
+        return PoolClient(
+            engines,
+            timeout=server.timeout,
+            dead_after=dead_after,
+            wait=server.timeout,
+            attempts=server.retries + 1,
+            keeps_weights=not self._alone,
+            seed=self._config.seed,
+        )
 
 
 def _cluster(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
@@ -276,19 +250,17 @@ def _followed(
 ) -> PoolClient:
     """Build the client of a pool from its first engine that is well. The others join as the run's members say."""
     cluster, server = config.cluster, config.rollout.server
-    keyed = partial(Endpoint, api_key_env=KEY_VARIABLE, timeout=server.timeout, retries=server.retries, patience=0.0)
+    keyed = partial(Endpoint, api_key_env=KEY_VARIABLE, timeout=server.timeout)
     # On other hosts, engines read adapters from the run's folder, which all of them see.
     here = cluster.backend == "ray" and cluster.address == "local"
     folder = server.folder or (None if here else str(config.run_dir / FOLDER / "weights"))
     engines = Engines(config, tokenizer, models, keyed, folder)
     read = partial(_members, config.run_dir, pool)
-    while not (well := {name: url for name, url in read()[1].items() if is_well(url, 2.0)}):
-        if time.monotonic() > deadline:
-            raise ModelError(
-                f"no engine of pool {pool!r} was well within cluster.wait = {cluster.wait:g} seconds; "
-                f"{members_file(config.run_dir)} lists {dict(read()[1]) or 'none'}"
-            )
-        time.sleep(0.2)
+    if not (well := _await_first(lambda: read()[1], deadline - time.monotonic())):
+        raise ModelError(
+            f"no engine of pool {pool!r} was well within cluster.wait = {cluster.wait:g} seconds; "
+            f"{members_file(config.run_dir)} lists {dict(read()[1]) or 'none'}"
+        )
     client = engines.pool({name: engines.connect(url) for name, url in well.items()}, cluster.faults.dead_after)
     Follower(client, read, engines.connect, well)
     return client
@@ -329,8 +301,6 @@ def _refuse_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.
 KINDS: dict[str, Kind] = {
     "transformers": Kind(lambda config: None, _transformers),
     "vllm": Kind(_check_vllm, _vllm),
-    "vllm-process": Kind(_check_vllm, _vllm_process),
-    "vllm-server": Kind(_check_server, _server),
     "tinker": Kind(check_server, _refuse_models),
 }
 """Clients by the values of ``rollout.client``."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from turnwise.inference import PoolClient, RoutingClient, VLLMServerClient, VLLMServerReader
+from turnwise.inference import PoolClient, RoutingClient, VLLMClient, VLLMServerClient, VLLMServerReader
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.server.reader import ServedWeights
 from turnwise.types import InferenceClient, Tokenizer
@@ -18,6 +18,8 @@ def engines_of(client: InferenceClient) -> Engines:
 
     Raises ``TypeError`` for a client whose engines other processes can't reach.
     """
+    if isinstance(client, VLLMClient):
+        raise TypeError("VLLMClient's servers end with this process: workers need engines that they reach over HTTP")
     if isinstance(client, RoutingClient):
         pools: dict[int, tuple[InferenceClient, list[str]]] = {}
         for policy, inner in client.clients.items():
@@ -46,10 +48,12 @@ def _pool(client: InferenceClient, policies: tuple[str, ...]) -> EnginePool:
 class WorkerClient:
     """Samples from the engines of ``engines``, and takes no weights; :meth:`follow` takes the news about them.
 
-    ``endpoint`` makes the endpoint of a URL, with its key.
+    ``endpoint`` makes the endpoint of a URL, with its key. ``attempts`` is the most times that a request is sent.
     """
 
-    def __init__(self, engines: Engines, tokenizer: Tokenizer, endpoint: Callable[[str], Endpoint], seed: int) -> None:
+    def __init__(
+        self, engines: Engines, tokenizer: Tokenizer, endpoint: Callable[[str], Endpoint], seed: int, attempts: int = 3
+    ) -> None:
         self._tokenizer, self._endpoint, self._seed = tokenizer, endpoint, seed
         self._readers: list[dict[str, VLLMServerReader]] = []
         self._pools: list[PoolClient] = []
@@ -57,9 +61,8 @@ class WorkerClient:
         clients: dict[str, InferenceClient] = {}
         for pool in engines:
             readers = {url: self._reader(url, served, pool) for url, served in pool.engines.items()}
-            joined = PoolClient(
-                dict(readers), timeout=pool.timeout, dead_after=pool.dead_after, wait=pool.timeout, seed=seed
-            )
+            how: dict[str, Any] = {"timeout": pool.timeout, "dead_after": pool.dead_after, "wait": pool.timeout}
+            joined = PoolClient(dict(readers), **how, attempts=attempts, seed=seed)
             self._readers.append(readers)
             self._pools.append(joined)
             clients |= dict.fromkeys(pool.policies, joined)

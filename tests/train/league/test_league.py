@@ -204,7 +204,10 @@ def league_game(share):
         ({"league": {"share": 0.5, "options": {"powr": 1}}}, "league.options.powr"),
         ({"filter": {"dynamic_sampling_rounds": 1}, "credit": {"rule": "grpo"}}, "filter.dynamic_sampling_rounds = 0"),
         ({"rollout": {"client": "vllm", "prompts_per_step": 8}}, "policies.default is a whole model"),
-        ({"rollout": {"client": "vllm-server", "prompts_per_step": 8}}, "serves the live policies alone"),
+        (
+            {"rollout": {"client": "vllm", "prompts_per_step": 8, "server": {"url": "http://gpu1:8000"}}},
+            "serve the live policies alone",
+        ),
         (
             {"actors": {"player1": "rival"}, "policies": {"default": {}, "rival": {"trainable": False}}},
             "actor 'player1' plays with policy 'rival', which is frozen",

@@ -1,4 +1,4 @@
-"""Parts that every client shares: its lifetime, and the checks of a request."""
+"""Parts that clients share: their lifetime, the gate that holds requests back, and the checks of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from turnwise.types import ContextLengthError, ModelRequest, ModelResponse, Sampling, Tokenizer
+from turnwise.inference.common.http import LoopThread
+from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling, Tokenizer
 
 T = TypeVar("T")
 
@@ -31,6 +32,53 @@ class ClientBase(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class GatedClient(ClientBase):
+    """Base of clients that answer in the loop of ``thread``, and hold new requests back while they are paused."""
+
+    def __init__(self, thread: LoopThread) -> None:
+        self._thread = thread
+        self._closed = False
+        self._running = 0
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._idle.set()
+
+    @abstractmethod
+    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Return one response per request, in order. Runs in the thread's loop."""
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Return one response per request, in order. Raises ``ModelError`` if the client is closed."""
+        if self._closed:
+            raise ModelError("the client is closed")
+        return await self._thread.result_of(self._through_gate(requests), lambda: self._closed)
+
+    async def pause(self) -> None:
+        """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""
+        await asyncio.wrap_future(self._thread.submit(self._close_gate()))
+
+    async def resume(self) -> None:
+        """Let waiting requests run."""
+        self._thread.call(self._open.set)
+
+    async def _close_gate(self) -> None:
+        self._open.clear()
+        await self._idle.wait()
+
+    async def _through_gate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        await self._open.wait()
+        self._count(len(requests))
+        try:
+            return await self._answer(requests)
+        finally:
+            self._count(-len(requests))
+
+    def _count(self, change: int) -> None:
+        """Add ``change`` to the number of running requests."""
+        self._running += change
+        (self._idle.clear if self._running else self._idle.set)()
 
 
 def policy_of(policies: Mapping[str, T], name: str) -> T:

@@ -1,10 +1,9 @@
-"""Send requests to an HTTP server that answers in JSON, from any thread, with retries and checked answers."""
+"""Send requests to an HTTP server that answers in JSON, from any thread, and check the answers. Nothing is repeated."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
 import time
 import weakref
@@ -21,21 +20,21 @@ from turnwise.types import ModelError
 
 T = TypeVar("T")
 
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a repeated request may succeed."""
-
-LONGEST_WAIT = 10.0
-"""The most seconds between two attempts, unless the server asks for more."""
 
 CONNECT_SECONDS = 10.0
 
 
 class EndpointError(ModelError):
-    """Raised for a server that can't be reached, refuses, or answers wrongly. ``status`` is its answer's status."""
+    """Raised for a server that can't be reached, refuses, or answers wrongly. ``status`` is its answer's status.
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    ``passes`` is true if the same request may succeed later, after at least ``seconds`` if the server named a time.
+    """
+
+    def __init__(self, message: str, status: int | None = None, *, passes: bool = False, seconds: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.passes, self.seconds = status, passes, seconds
 
 
 class LoopThread:
@@ -100,19 +99,18 @@ class LoopThread:
 
 
 class Endpoint:
-    """The server at ``url``, with key, timeout and retries. All coroutines run in ``thread``'s loop.
+    """The server at ``url``, with its key. All coroutines run in ``thread``'s loop.
 
     - ``api_key_env``, ``api_key_file``: the environment variable or the file with the key, or ``api_key`` itself.
       Without any, the endpoint looks for the key that ``turnwise serve`` wrote for this user on this host.
-    - ``timeout``: seconds for one attempt. An attempt that takes longer is not repeated.
-    - ``retries``: further attempts after one that was cut off, or that got a status of :data:`RETRIED`.
-    - ``wait``: seconds to keep trying a server that has never answered.
-    - ``patience``: seconds to keep trying one that has, by default ``timeout``.
+    - ``timeout``: seconds for one request.
 
-    Pauses between attempts double up to :data:`LONGEST_WAIT` seconds, each shortened at random. The endpoint obeys
-    ``Retry-After``. It follows no redirects, because key and body are for this server only.
+    A request is sent once; a :class:`~turnwise.inference.pool.client.PoolClient` repeats those that may succeed later.
+    The endpoint follows no redirects, because key and body are for this server only.
 
     Example: ``Endpoint("http://127.0.0.1:8000", api_key_env="SERVER_KEY", timeout=60)``
+
+    Raises ``ImportError`` if aiohttp is missing.
     """
 
     def __init__(
@@ -123,32 +121,21 @@ class Endpoint:
         api_key_file: str | Path | None = None,
         api_key: str | None = None,
         timeout: float = 600.0,
-        retries: int = 5,
-        wait: float = 0.0,
-        patience: float | None = None,
     ) -> None:
         self.url, self.api = parse_server_url(url)
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
-        if retries < 0:
-            raise ValueError(f"retries={retries!r}: expected a count >= 0")
-        if not wait >= 0:
-            raise ValueError(f"wait={wait!r}: expected seconds >= 0")
         if api_key_env is not None and api_key_file is not None:
             raise ValueError(f"api_key_env={api_key_env!r}, api_key_file={str(api_key_file)!r}: expected one of them")
         if api_key is not None and (api_key_env or api_key_file) is not None:
             raise ValueError("api_key=...: expected it alone, without api_key_env and api_key_file")
-        self.timeout, self.retries, self.wait = timeout, retries, wait
-        self.patience = timeout if patience is None else patience
+        self.timeout = timeout
         self.api_key_env, self.api_key_file = api_key_env, api_key_file
-        self.retried = 0
-        self._answered = False
         self._fixed = api_key_env is not None or api_key is not None
         if api_key is not None:
             self._key: str | None = checked_key(api_key, "api_key")
         else:
             self._key = key_from_environment(api_key_env) if api_key_env is not None else self._key_on_disk()
-        self._random = random.Random()  # the global generator belongs to the run
         self._session: Any = None
         self._aiohttp = aiohttp_or_raise()
         self.thread = LoopThread("turnwise-http")
@@ -161,43 +148,21 @@ class Endpoint:
         *,
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
-        once: bool = False,
         reads: bool = True,
         timeout: float | None = None,
     ) -> Any:
         """Return the decoded JSON of the answer; ``None`` if it is empty or ``reads`` is false.
 
-        ``once`` allows a single attempt. Raises :class:`EndpointError`.
+        Raises :class:`EndpointError`.
         """
-        tries, missing_since, wait = 1, None, 0.5
-        while True:
-            try:
-                content = await self._attempt(method, path, body, query, timeout or self.timeout)
-                return _decoded(f"{method} {self.url}{path}", content) if reads else None
-            except _RetryableError as again:
-                # An unreachable server is tried for `patience` seconds. Other failures count against `retries`.
-                now = time.monotonic()
-                missing_since = (missing_since or now) if again.unreachable else None
-                tries += not again.unreachable
-                if once:
-                    raise EndpointError(again.message, again.status) from again.__cause__
-                patience = self.patience if self._answered else self.wait
-                if missing_since is not None and now - missing_since >= patience:
-                    told = f", for {patience:g} seconds" if patience else "; is it started, and is this its address?"
-                    raise EndpointError(again.message + told) from again.__cause__
-                if tries > self.retries + 1:
-                    raise EndpointError(f"{again.message}, {tries - 1} times", again.status) from again.__cause__
-                self.retried += 1
-                pause = max(wait * self._random.uniform(0.5, 1.0), min(again.seconds, self.timeout))
-            await asyncio.sleep(pause)
-            wait = min(2 * wait, LONGEST_WAIT)
+        content = await self._send(method, path, body, query, timeout or self.timeout)
+        return _decoded(f"{method} {self.url}{path}", content) if reads else None
 
-    async def _attempt(
+    async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None, timeout: float
     ) -> bytes:
         aiohttp = self._aiohttp
         where = f"{method} {self.url}{path}"
-        # Each kind of failure becomes an error that is repeated (_RetryableError) or final (EndpointError).
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
         asked = {"json": body, "params": query, "timeout": limits, "allow_redirects": False}
         try:
@@ -205,39 +170,37 @@ class Endpoint:
                 method, self.url + path, headers=self._authorization(), **asked
             ) as answer:
                 content = await answer.read()
-                self._answered = True
-                if answer.status == 401 and self._has_new_key():
-                    raise _RetryableError(f"{where} asks for a new key", 401)
                 if answer.status >= 300:
                     self._refuse(where, answer.status, answer.headers, content)
-        except aiohttp.ConnectionTimeoutError as error:
-            raise _RetryableError(f"{where} can't be reached: {_said(error)}", unreachable=True) from error
+        except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
+            raise EndpointError(
+                f"{where} can't be reached: {_said(error)}; is it started, and is this its address?", passes=True
+            ) from error
         except TimeoutError as error:
             raise EndpointError(f"{where} gave no answer within timeout={timeout:g} seconds") from error
-        except aiohttp.ClientConnectorError as error:
-            raise _RetryableError(f"{where} can't be reached: {_said(error)}", unreachable=True) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _RetryableError(f"{where} was cut off in the middle of its answer: {_said(error)}") from error
+            raise EndpointError(
+                f"{where} was cut off in the middle of its answer: {_said(error)}", passes=True
+            ) from error
         except aiohttp.ClientError as error:
             raise EndpointError(f"{where} does not speak HTTP: {_said(error)}") from error
         return content
 
     def _refuse(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
         said = error_message(content)
-        if status in RETRIED:
-            raise _RetryableError(f"{where} answered {status}: {said}", status, _retry_after(headers))
         if status < 400:
             said = f"it redirects to {headers.get('Location', '')[:200]!r}, which is not followed; give the final url"
-        if status == 401:
+        new_key = status == 401 and self._has_new_key()
+        if status == 401 and not new_key:
             source = self.api_key_env or self.api_key_file or ("api_key" if self._fixed else None)
             said += f"; look at the key in {source}" if source else f"; expected a key: {self._how_to_give_one()}"
-        raise EndpointError(f"{where} answered {status}: {said}", status)
+        passes = status in PASSING or new_key
+        raise EndpointError(f"{where} answered {status}: {said}", status, passes=passes, seconds=_retry_after(headers))
 
     def _open_session(self) -> Any:
         if self._session is None:
-            connector = self._aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=4
-            )  # servers end idle ones after 5 seconds
+            # Servers end idle connections after 5 seconds.
+            connector = self._aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
             self._session = self._aiohttp.ClientSession(connector=connector)
             self.thread.at_end.append(self._session.close)
         return self._session
@@ -265,23 +228,9 @@ class Endpoint:
             f"host leaves one at {key_file(self.url)}, where is none of this server"
         )
 
-    async def wait_until_healthy(self) -> None:
-        """Wait, as :meth:`ask` does, until the server reports that it is healthy."""
-        await self.ask("GET", "/health", timeout=min(self.timeout, 30.0))
-
     def close(self) -> None:
         """Cut off running requests. May be called again."""
         self._stop()
-
-
-class _RetryableError(Exception):
-    """Raised for an attempt that may succeed when repeated, after at least ``seconds`` if the server named a time."""
-
-    def __init__(
-        self, message: str, status: int | None = None, seconds: float = 0.0, unreachable: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.seconds, self.unreachable = message, status, seconds, unreachable
 
 
 def aiohttp_or_raise() -> Any:

@@ -1,30 +1,35 @@
-"""The client of a pool: several engines of the same policies, which may die, hang, join and leave while it samples."""
+"""The client of a pool: engines of the same policies, which may die, hang, join and leave while it samples.
+
+This is the one place that sends a request again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import warnings
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from turnwise.inference.common.base import ClientBase, gather_all
-from turnwise.inference.common.http import LONGEST_WAIT, LoopThread
+from turnwise.inference.common.base import GatedClient, gather_all
+from turnwise.inference.common.http import LoopThread
 from turnwise.inference.pool.engine import EngineFailed, Limits, PoolEngine, Published
 from turnwise.inference.pool.router import PrefixRouter, Router
 from turnwise.inference.weights.load import collect_weights
 from turnwise.types import InferenceClient, ModelError, ModelRequest, ModelResponse
 
-FIRST_WAIT = 0.25
-"""Seconds until an engine that failed is tried again; they double up to :data:`LONGEST_WAIT`."""
+FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
+"""Seconds until a failed engine is looked at again, or a request goes to it again: the first time, and at most."""
 
 
-class PoolClient(ClientBase):
-    """Completes prompts with several engines that serve the same policies.
+class PoolClient(GatedClient):
+    """Completes prompts with one or several engines that serve the same policies, and repeats what failed.
 
     - ``engines``: clients of the same kind by name. Engines may :meth:`join` and :meth:`leave` later.
     - ``router``: chooses the engine of a request, by default :class:`PrefixRouter`.
@@ -33,15 +38,19 @@ class PoolClient(ClientBase):
       that coroutine. An engine that doesn't answer it for as long is lost.
     - ``wait``: seconds to wait for an engine when none is left.
     - ``attempts``: the most times that a request is sent, so that one request can't take down the whole pool.
+    - ``keeps_weights``: keeps a copy of the last weights on the CPU, for engines that join. Without it none can join,
+      an engine that lost its weights gets them by ``recover()`` of its client, and clients are given the caller's own
+      tensors, so that they must not share a :class:`SharedTransfer`.
 
-    If an engine fails, the pool sends the request to another with the same seed. The failed engine serves again once
-    it is healthy and has acknowledged all published weights. An answer counts only if its versions are ones that its
-    engine acknowledged while it had the request. Engines differ by at most one version, and only inside
-    :meth:`load_weights`.
+    If an engine fails, the pool sends the request to another with the same seed, or after a pause to the same one if
+    that may succeed: pauses double up to :data:`LONGEST_WAIT` seconds, and the pool obeys ``Retry-After``. The failed
+    engine serves again once it is healthy and has acknowledged all published weights. An answer counts only if its
+    versions are ones that its engine acknowledged while it had the request. Engines differ by at most one version, and
+    only inside :meth:`load_weights`.
 
     Example::
 
-        engines = {url: VLLMServerClient(Endpoint(url, patience=0), tokenizer, model) for url in urls}
+        engines = {url: VLLMServerClient(url, tokenizer, model) for url in urls}
         async with PoolClient(engines) as client:
             [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
     """
@@ -53,8 +62,9 @@ class PoolClient(ClientBase):
         router: Router | None = None,
         timeout: float = 600.0,
         dead_after: float = 30.0,
-        wait: float = 0.0,
+        wait: float = 60.0,
         attempts: int = 3,
+        keeps_weights: bool = True,
         seed: int = 0,
     ) -> None:
         if not engines:
@@ -66,7 +76,10 @@ class PoolClient(ClientBase):
             raise ValueError(f"wait={wait!r}: expected seconds >= 0")
         if attempts < 1:
             raise ValueError(f"attempts={attempts!r}: expected at least 1")
+        super().__init__(LoopThread("turnwise-pool"))
         self._limits, self._wait, self._attempts = Limits(timeout, dead_after), wait, attempts
+        self._keeps = keeps_weights
+        self._random = random.Random()  # the global generator belongs to the run
         self._router = PrefixRouter() if router is None else router
         self._seeds = np.random.default_rng(seed)
         self._engines = {name: PoolEngine(name, client, self._limits) for name, client in engines.items()}
@@ -75,19 +88,20 @@ class PoolClient(ClientBase):
         self._published: dict[str, Published] = {}
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._joined, self._open, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._open.set()
-        self._idle.set()
-        self._running = 0
+        self._changed = asyncio.Event()  # set when an engine serves, or can't be waited for any more
         self._restarts = 0
         self._left: Counter[str] = Counter()  # the totals of engines that left
-        self._closed = False
-        self._thread = LoopThread("turnwise-pool")
 
     @property
     def shares_weights(self) -> bool:
         """True if an engine samples with the trainer's own modules."""
         return any(getattr(engine.client, "shares_weights", False) for engine in self._engines.values())
+
+    @property
+    def fixed_policies(self) -> frozenset[str]:
+        """The policies whose engines accept no weights."""
+        each = [frozenset(getattr(engine.client, "fixed_policies", ())) for engine in self._engines.values()]
+        return frozenset.intersection(*each) if each else frozenset()
 
     @property
     def closed(self) -> bool:
@@ -99,24 +113,24 @@ class PoolClient(ClientBase):
         """Return one response per request, in order.
 
         Raises the engines' errors that a request causes (``ValueError``, ``ContextLengthError``), and ``ModelError`` if
-        no engine is left, if a request failed ``attempts`` times, or if the client is closed.
+        no engine is left, if a request failed ``attempts`` times, if no engine can answer it, or if the client is
+        closed.
         """
-        if self._closed:
-            raise ModelError("the client is closed")
-        return await self._thread.result_of(self._generate(requests), lambda: self._closed)
+        return await super().generate(requests)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` to all engines at the same time, and return once each has acknowledged them or failed.
 
-        The pool keeps a copy on the CPU for engines that come later. An engine that refuses the weights, while others
-        take them, counts as failed. Raises ``ValueError`` or ``TypeError`` if all refuse them, and ``ModelError`` if no
-        engine is left.
+        An engine that refuses the weights, while others take them, counts as failed. Raises ``ValueError`` or
+        ``TypeError`` if all refuse them, and ``ModelError`` if no engine is left.
         """
         self.version(policy)
         if self._closed:
             raise ModelError("the client is closed")
-        earlier = [*self._published.values()]
-        new = Published.copy(policy, version, collect_weights(weights, policy), earlier)
+        sources = collect_weights(weights, policy)
+        new = Published(policy, version, sources)
+        if self._keeps:
+            new = Published.copy(policy, version, sources, [*self._published.values()])
         self._thread.submit(self._publish(new)).result()
 
     def version(self, policy: str) -> int:
@@ -125,14 +139,6 @@ class PoolClient(ClientBase):
             return self._published[policy].version
         engines = list(self._engines.values())
         return engines[0].client.version(policy) if engines else 0
-
-    async def pause(self) -> None:
-        """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""
-        await asyncio.wrap_future(self._thread.submit(self._close_gate()))
-
-    async def resume(self) -> None:
-        """Let waiting requests run."""
-        self._thread.call(self._open.set)
 
     async def close(self) -> None:
         """Fail all requests, and close all engines' clients. If one fails, the others are still closed."""
@@ -147,6 +153,8 @@ class PoolClient(ClientBase):
     # -- engines that come and go --------------------------------------------------------------------------------------
     def join(self, name: str, client: InferenceClient) -> None:
         """Add an engine. It serves once it has acknowledged the published weights, for which the others don't wait."""
+        if not self._keeps:
+            raise ValueError("keeps_weights=False: expected True, as an engine that joins needs the weights")
         self._thread.submit(self._join(name, client)).result()
 
     async def leave(self, name: str, at_once: bool = False) -> None:
@@ -188,33 +196,28 @@ class PoolClient(ClientBase):
         return largest
 
     # -- requests, in the pool's thread --------------------------------------------------------------------------------
-    async def _close_gate(self) -> None:
-        self._open.clear()
-        await self._idle.wait()
-
-    async def _generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        await self._open.wait()
-        self._running += 1
-        self._idle.clear()
-        try:
-            return await gather_all([self._one(request) for request in requests])
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        return await gather_all([self._one(request) for request in requests])
 
     async def _one(self, request: ModelRequest) -> ModelResponse:
         """Ask one engine after the other, with the same seed, until one answers."""
-        request = self._seeded(request)
-        failed: dict[str, str] = {}
+        request, pause = self._seeded(request), FIRST_WAIT
+        failed: dict[str, EngineFailed] = {}
         for _ in range(self._attempts):
-            engine = await self._choose(request, failed)
+            unable = [name for name, error in failed.items() if not error.passes]
+            engine = await self._choose(request, failed, unable)
+            if engine.name in failed:
+                await asyncio.sleep(max(pause * self._random.uniform(0.5, 1.0), failed[engine.name].seconds))
+                pause = min(2 * pause, LONGEST_WAIT)
+                engine = await self._choose(request, failed, unable)
             try:
                 return await engine.ask(request)
             except EngineFailed as error:
-                failed[engine.name] = str(error)
+                failed[engine.name] = error
                 engine.counts["retries"] += 1
                 self._exclude(engine, str(error), error.lost)
+                if not error.passes and all(name in failed and not failed[name].passes for name in self._engines):
+                    raise ModelError(_list(failed)) from error
         raise ModelError(f"a request failed {self._attempts} times: {_list(failed)}")
 
     def _seeded(self, request: ModelRequest) -> ModelRequest:
@@ -222,25 +225,32 @@ class PoolClient(ClientBase):
             return request
         return replace(request, sampling=request.sampling.with_(seed=int(self._seeds.integers(2**63))))
 
-    async def _choose(self, request: ModelRequest, failed: Mapping[str, str]) -> PoolEngine:
-        """Choose among the engines that serve, those that ``failed`` on the request last."""
-        await self._wait_for_engines()
-        serving = {name: engine.outstanding for name, engine in self._engines.items() if engine.serving}
-        fresh = {name: count for name, count in serving.items() if name not in failed}
-        return self._engines[self._router.choose(request, fresh or serving)]
+    async def _choose(self, request: ModelRequest, failed: Collection[str], unable: Collection[str]) -> PoolEngine:
+        """Choose among the engines that serve: none that is ``unable``, and those that ``failed`` last."""
+        await self._wait_for_engines(unable)
+        able = {name: e.outstanding for name, e in self._engines.items() if e.serving and name not in unable}
+        fresh = {name: count for name, count in able.items() if name not in failed}
+        return self._engines[self._router.choose(request, fresh or able)]
 
-    async def _wait_for_engines(self) -> None:
-        """Return if an engine serves. Raises ``ModelError`` if none does for ``wait`` seconds."""
-        try:
+    async def _wait_for_engines(self, unable: Collection[str] = ()) -> None:
+        """Return if an engine serves that is not ``unable``.
+
+        Raises ``ModelError`` if none does for ``wait`` seconds, or if each was well and refused often enough.
+        """
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._wait):
-                while not self.serving():
+                while not set(self.serving()) - set(unable):
                     if self._closed:
                         raise ModelError("the client was closed before this request was done")
-                    self._joined.clear()
-                    await self._joined.wait()
-        except TimeoutError:
-            errors = {name: engine.error for name, engine in self._engines.items()}
-            raise ModelError(f"no engine is left: {_list(errors) or 'all have left the pool'}") from None
+                    left = [engine for name, engine in self._engines.items() if name not in unable]
+                    if left and all(engine.refusals >= self._attempts for engine in left):
+                        break
+                    self._changed.clear()
+                    await self._changed.wait()
+                else:
+                    return
+        errors = {name: engine.error for name, engine in self._engines.items()}
+        raise ModelError(f"no engine is left: {_list(errors) or 'all have left the pool'}")
 
     # -- engines, in the pool's thread ---------------------------------------------------------------------------------
     def _exclude(self, engine: PoolEngine, error: str, lost: bool = False) -> None:
@@ -249,7 +259,7 @@ class PoolClient(ClientBase):
         engine.end(error, lost)
         if was_serving and not self._closed and self._engines.get(engine.name) is engine:
             engine.counts["deaths"] += 1
-            warnings.warn(f"engine {engine.name} failed, and others get its requests: {error}", stacklevel=2)
+            warnings.warn(f"engine {engine.name} failed, and its requests are sent again: {error}", stacklevel=2)
             self._start(self._bring_back(engine))
 
     async def _bring_back(self, engine: PoolEngine) -> None:
@@ -263,20 +273,35 @@ class PoolClient(ClientBase):
                 return False
             try:
                 await engine.check_health()
-                # Weights may be published meanwhile: end with those, so that the engine serves no others.
-                loaded: dict[str, Published] = {}
-                while late := [new for policy, new in self._published.items() if loaded.get(policy) is not new]:
-                    await engine.load(late[0])
-                    loaded[late[0].policy] = late[0]
+                engine.refusals += 1  # unless the next line succeeds
+                await self._catch_up(engine)
                 break
             except Exception as error:  # whatever it is, the engine doesn't serve, and the error is kept
                 engine.error = str(error) or type(error).__name__
+                if not getattr(error, "passes", True):
+                    engine.refusals = max(engine.refusals, self._attempts)
+                self._changed.set()
             await asyncio.sleep(min(FIRST_WAIT * 2 ** min(attempt, 16), LONGEST_WAIT))
         if self._engines.get(engine.name) is not engine:
             return False
         engine.begin()
-        self._joined.set()
+        self._changed.set()
         return True
+
+    async def _catch_up(self, engine: PoolEngine) -> None:
+        """Let ``engine`` acknowledge all published weights, also those that are published meanwhile."""
+
+        def late() -> list[Published]:
+            return [new for policy, new in self._published.items() if loaded.get(policy) is not new]
+
+        loaded = dict(engine.held)
+        if not late() and not await engine.recover():
+            loaded = {}
+        while news := late():
+            # The first one brings the base, which the server may have lost.
+            first = max(news, key=lambda new: len(new.weights))
+            await engine.load(first)
+            loaded[first.policy] = engine.held[first.policy] = first
 
     async def _join(self, name: str, client: InferenceClient) -> None:
         if name in self._engines:
@@ -297,8 +322,10 @@ class PoolClient(ClientBase):
 
     async def _publish(self, new: Published) -> None:
         async with self._publishing:
+            for engine in self._engines.values():
+                engine.refusals = 0  # perhaps it takes these
             before = self._published.get(new.policy)
-            self._published[new.policy] = new.over(before)  # engines that come meanwhile take these
+            whole = self._published[new.policy] = new.over(before)  # engines that come meanwhile take these
             engines = [engine for engine in self._engines.values() if engine.serving]
             results = await asyncio.gather(*(engine.load(new) for engine in engines), return_exceptions=True)
             refusals = [result for result in results if isinstance(result, ValueError | TypeError)]
@@ -309,7 +336,16 @@ class PoolClient(ClientBase):
             for engine, result in zip(engines, results, strict=True):
                 if isinstance(result, BaseException):
                     self._exclude(engine, str(result) or type(result).__name__)
-            await self._wait_for_engines()
+                else:
+                    engine.held[new.policy] = whole
+            try:
+                await self._wait_for_engines()
+            finally:
+                if not self._keeps:  # the weights are the caller's, and may change once this returns
+                    kept = self._published[new.policy] = Published(new.policy, new.version, {})
+                    for engine in self._engines.values():
+                        if engine.held.get(new.policy) is whole:
+                            engine.held[new.policy] = kept
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
@@ -319,10 +355,10 @@ class PoolClient(ClientBase):
     async def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._joined.set()
+        self._changed.set()
         self._open.set()
         await gather_all([engine.close() for engine in self._engines.values()])
 
 
-def _list(errors: Mapping[str, str]) -> str:
+def _list(errors: Mapping[str, object]) -> str:
     return "; ".join(f"{name}: {error}" for name, error in errors.items())

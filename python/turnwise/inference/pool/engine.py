@@ -20,11 +20,20 @@ REFUSED = (400, 413, 422)
 
 
 class EngineFailed(Exception):
-    """Raised if an engine failed, so that another may succeed. An engine that is ``lost`` answers nothing any more."""
+    """Raised if an engine failed, so that another may succeed. An engine that is ``lost`` answers nothing any more.
 
-    def __init__(self, message: str, lost: bool = False) -> None:
+    ``passes`` is true if the same engine may succeed later, after at least ``seconds`` if it named a time.
+    """
+
+    def __init__(self, message: str, *, lost: bool = False, passes: bool = True, seconds: float = 0.0) -> None:
         super().__init__(message)
-        self.lost = lost
+        self.lost, self.passes, self.seconds = lost, passes, seconds
+
+    @classmethod
+    def by(cls, error: Exception, lost: bool = False) -> EngineFailed:
+        """The failure that ``error`` is. What a client doesn't call final may pass."""
+        passes, seconds = getattr(error, "passes", True), getattr(error, "seconds", 0.0)
+        return cls(str(error) or type(error).__name__, lost=lost, passes=passes, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,8 @@ def _equal(held: Tensor, source: Tensor) -> bool:
 class PoolEngine:
     """The engine ``name`` behind ``client``. It is sent requests while it is ``serving``.
 
-    ``error`` is its last failure. ``versions`` has the acknowledged versions of each policy, in order.
+    ``error`` is its last failure. ``versions`` has the acknowledged versions of each policy, in order, and ``held`` the
+    weights that it acknowledged last. ``refusals`` counts how often in a row it was well and did not get ready.
     """
 
     def __init__(self, name: str, client: InferenceClient, limits: Limits) -> None:
@@ -83,6 +93,8 @@ class PoolEngine:
         self.outstanding = self.most_outstanding = 0
         self.counts = dict.fromkeys(("requests", "retries", "deaths"), 0)
         self.versions: dict[str, list[int]] = {}
+        self.held: dict[str, Published] = {}
+        self.refusals = 0
         self._limits = limits
         self._lost = asyncio.Event()
         self._loading = asyncio.Lock()
@@ -109,7 +121,7 @@ class PoolEngine:
             )
             if own:
                 raise
-            raise EngineFailed(str(error) or type(error).__name__) from error
+            raise EngineFailed.by(error) from error
         finally:
             self.outstanding -= 1
         return response
@@ -145,7 +157,8 @@ class PoolEngine:
                 [response] = answer.result()
                 return response
         except TimeoutError:
-            raise EngineFailed(f"it gave no answer within timeout={self._limits.timeout:g} seconds") from None
+            told = f"it gave no answer within timeout={self._limits.timeout:g} seconds"
+            raise EngineFailed(told, passes=False) from None
         finally:
             lost.cancel()
             answer.cancel()
@@ -167,7 +180,7 @@ class PoolEngine:
         except TimeoutError:
             raise EngineFailed(f"it did not answer for {self._limits.dead_after:g} seconds", lost=True) from None
         except (ModelError, OSError) as error:
-            raise EngineFailed(str(error), lost=True) from error
+            raise EngineFailed.by(error, lost=True) from error
 
     # -- weights and service -------------------------------------------------------------------------------------------
     async def load(self, new: Published) -> None:
@@ -186,9 +199,17 @@ class PoolEngine:
                 ) from None
             acknowledged.append(new.version)
 
+    async def recover(self) -> bool:
+        """Let the client send the weights again that it sent last, if the engine lost them. False if it can't."""
+        if not hasattr(self.client, "recover"):
+            return False
+        async with self._loading, asyncio.timeout(self._limits.timeout):
+            await self.client.recover()
+        return True
+
     def begin(self) -> None:
         """Serve from now on."""
-        self.serving = True
+        self.serving, self.refusals = True, 0
         self._lost.clear()
 
     def end(self, error: str, lost: bool) -> None:

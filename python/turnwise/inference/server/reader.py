@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from turnwise.inference.common.http import Endpoint
+from turnwise.inference.server.answer import Answer
 from turnwise.inference.server.client import VLLMServerClient
-from turnwise.types import ModelError, Tokenizer
+from turnwise.types import ModelError, PolicyVersions, Tokenizer
 
 LABELS = 2
 """Labels that a reader accepts: the latest one, and the one before, whose tokens may still be under way."""
@@ -40,8 +41,8 @@ class VLLMServerReader(VLLMServerClient):
     - ``served``: what that client has sent; :meth:`follow` takes the news after each update.
     - ``wait``: seconds to wait for news if the server has weights that the reader doesn't know of.
 
-    The reader returns no token of weights that it doesn't know of. It sends a request again, with the same seed, once
-    it knows the server's weights, and raises ``ModelError`` if nobody tells it. It takes no weights.
+    The reader returns no token of weights that it doesn't know of. It waits for the news of an answer's weights, and
+    raises ``ModelError`` if nobody tells it. It takes no weights.
 
     Example::
 
@@ -66,9 +67,19 @@ class VLLMServerReader(VLLMServerClient):
         for versions in served.labels.values():
             for name, version in versions.items():
                 self._policies[name].version = version
-        self._endpoint.thread.call(self._news.set)
+        self._thread.call(self._news.set)
+
+    async def _known_versions(self, policy: str, answer: Answer) -> PolicyVersions | None:
+        if (versions := self._versions_of(policy, answer)) is None:
+            await self._wait_for_news()
+            versions = self._versions_of(policy, answer)
+        return versions
 
     async def _recover(self) -> None:
+        await self._connect()
+        await self._wait_for_news()
+
+    async def _wait_for_news(self) -> None:
         """Return once the server has weights that the reader knows of."""
         label = None
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.vllm.lora import Adapter
 from turnwise.inference.weights.weight_block import WeightHandle
-from turnwise.types import ContextLengthError, ModelError
+from turnwise.types import ContextLengthError
 
 GENERATE = "/inference/v1/generate"
 
@@ -58,7 +58,7 @@ class RemoteServer:
 
     # -- sampling ------------------------------------------------------------------------------------------------------
     async def generate(self, body: Mapping[str, Any]) -> Any:
-        """Return the decoded answer; ``None`` if the server doesn't know the model, as may happen after a restart.
+        """Return the decoded answer.
 
         Raises ``ContextLengthError`` for a prompt that is too long for the server, and ``ModelError`` for other
         failures.
@@ -67,7 +67,7 @@ class RemoteServer:
             return await self._endpoint.ask("POST", GENERATE, body=body)
         except EndpointError as error:
             if error.status == 404 and "does not exist" in str(error) and body["model"] is not None:
-                return None
+                raise EndpointError(f"{error}: the server lost its adapters", passes=True) from error
             if error.status == 400 and any(words in str(error) for words in TOO_LONG):
                 raise ContextLengthError(str(error)) from error
             raise _with_hint(error) from error
@@ -117,14 +117,14 @@ class RemoteServer:
     async def has_our_weights(self) -> bool:
         """True if the server holds the last weights of this client, False if it lost them.
 
-        Raises ``ModelError`` if another client has sent it weights.
+        Raises :class:`EndpointError` if another client has sent it weights.
         """
         found = await self._endpoint.ask("GET", "/weight_info")
         label = found.get("weight_version") if isinstance(found, dict) else None
         if label in self.sent:
             return True
         if label != START_LABEL and not str(label).startswith(self._mark):
-            raise ModelError(
+            raise EndpointError(
                 f"{self._endpoint.url} holds weights that somebody else sent (label {label!r}): a server can take "
                 "weights from one client at a time"
             )
@@ -205,9 +205,8 @@ class RemoteServer:
         query: Mapping[str, str] | None = None,
         reads: bool = True,
     ) -> Any:
-        """Send a request once. After a failed step, the caller repeats the whole update."""
         try:
-            return await self._endpoint.ask("POST", path, body=body or {}, query=query, once=True, reads=reads)
+            return await self._endpoint.ask("POST", path, body=body or {}, query=query, reads=reads)
         except EndpointError as error:
             raise _with_hint(error) from error
 

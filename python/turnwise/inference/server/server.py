@@ -56,7 +56,8 @@ class Server:
     is restarted at the same address, with its initial weights and its key. Clients notice and send their weights again.
 
     If ``settings`` name no key, the server makes one and keeps it in ``key_file`` while it serves. Every
-    :class:`~turnwise.inference.common.http.Endpoint` of this user on this host finds it there.
+    :class:`~turnwise.inference.common.http.Endpoint` of this user on this host finds it there. ``failure`` says why the
+    server did not start, or died too often.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Server:
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._stopping = threading.Event()
         self._ready, self._over = threading.Event(), threading.Event()
-        self._failure = ""
+        self.failure = ""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -97,18 +98,18 @@ class Server:
             raise
         if not self._ready.is_set():
             self._forget_key()
-            raise ServerFailed(self._failure)
+            raise ServerFailed(self.failure)
 
-    def stop(self) -> None:
-        """End the server and all its processes. May be called again."""
+    def stop(self, wait: bool = True) -> None:
+        """End the server and all its processes, at once or, without ``wait``, soon. May be called again."""
         self._stopping.set()
-        if self._thread is not None:
+        if wait and self._thread is not None:
             self._thread.join()
             self._forget_key()
 
     def endpoint(self, **settings: Any) -> Endpoint:
         """Make an endpoint for a client, with the server's key. ``settings`` are arguments of :class:`Endpoint`."""
-        return Endpoint(self.url, api_key_env=self.settings.api_key_env, **settings)
+        return Endpoint(self.url, api_key=self._key, **settings)
 
     def _forget_key(self) -> None:
         """Delete the key file, unless a later server at the same address wrote it."""
@@ -119,8 +120,8 @@ class Server:
         """Return when the server is stopped. Raises :class:`ServerFailed` when it has died too often."""
         while not self._over.wait(0.5):
             pass
-        if self._failure:
-            raise ServerFailed(self._failure)
+        if self.failure:
+            raise ServerFailed(self.failure)
 
     @property
     def pid(self) -> int | None:
@@ -145,18 +146,18 @@ class Server:
                 if self._stopping.is_set():
                     return
                 if not self._ready.is_set():
-                    self._failure = self._told(f"the server of {self.settings.model} {problem} before it was well")
+                    self.failure = self._told(f"the server of {self.settings.model} {problem} before it was well")
                     return
                 failures = 1 if time.monotonic() - began > SETTLED else failures + 1
                 if failures > self.settings.restarts:
-                    self._failure = self._told(f"the server {problem}, {failures} times in a row")
+                    self.failure = self._told(f"the server {problem}, {failures} times in a row")
                     return
                 pause = min(2.0 ** (failures - 1), 30.0)
                 self._say(f"the server {problem}; starting it again in {pause:g} s ({failures}. time in a row)")
                 self._stopping.wait(pause)
                 self.restarts += 1
         except Exception as error:
-            self._failure = f"the server could not be looked after: {error!r}"
+            self.failure = f"the server could not be looked after: {error!r}"
             raise
         finally:
             self._over.set()
@@ -244,13 +245,14 @@ async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
 
 
 def _environment(settings: ServeSettings, key: str) -> dict[str, str]:
-    from turnwise.inference.server.launch import HOSTS, KEY
+    from turnwise.inference.server.launch import HOSTS, KEY, STARTER
 
     names = (*settings.allowed_hosts, settings.host, socket.gethostname(), socket.gethostname().partition(".")[0])
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         KEY: key,  # every user of the machine could read an argument
         HOSTS: ",".join(names),
+        STARTER: str(os.getpid()),
     }
     return {**os.environ, **SERVER_ENVIRONMENT, **own}
 

@@ -125,7 +125,7 @@ def _transformers_command(settings: ServeSettings, port: int) -> list[str]:
 
 def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
     """vLLM's server, with the options that turnwise's clients need."""
-    from turnwise.inference.vllm.engine_process import EXTENSION
+    from turnwise.inference.vllm.worker import EXTENSION
 
     options: dict[str, Any] = {
         "model": settings.model,
@@ -139,7 +139,7 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
         "worker_extension_cls": EXTENSION,
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
         "max_num_seqs": settings.max_num_seqs,
-        **_dtype_option(settings.model),
+        **({} if "dtype" in settings.engine_args else _dtype_option(settings.model)),
         **({"load_format": "dummy"} if settings.dummy_weights else {}),
         "disable_uvicorn_access_log": True,
         "middleware": "turnwise.inference.server.launch.Gate",

@@ -14,7 +14,7 @@ from torch import nn
 from turnwise.inference.local.client import TransformersClient
 from turnwise.inference.local.models import load_model
 from turnwise.inference.server.remote import START_LABEL
-from turnwise.inference.vllm.engine_process import COMPARED
+from turnwise.inference.vllm.worker import COMPARED
 from turnwise.inference.weights.load import copy_weights
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase, peft_or_raise
 from turnwise.inference.weights.sync import open_weights

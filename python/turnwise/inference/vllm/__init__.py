@@ -1,5 +1,5 @@
-"""Samples with vLLM, in this process or in a child process.
+"""The part of a vLLM server that runs inside vLLM: new weights for a live model, and adapters as files.
 
-Read in this order: base, client, engine, build, process_client, process_host.
+Read in this order: installed, lora, worker, reload.
 May import: types, inference.common, inference.weights.
 """

@@ -1,10 +1,7 @@
 """Prepare a policy's weights for a vLLM engine: shapes to check against, and adapters as files.
 
-vLLM leaves some work to its callers (vLLM 0.32), in addition to the list in :mod:`~turnwise.inference.vllm.reload`:
-
-- Part of a fused weight (``q_proj`` without ``k_proj``) corrupts it silently. So only whole models pass the check.
-- Keys and values of old weights stay in the prefix cache. :class:`~turnwise.inference.vllm.engine.Engine` clears it
-  after each change.
+Part of a fused weight (``q_proj`` without ``k_proj``) corrupts it silently (vLLM 0.32). So only whole models pass the
+check.
 """
 
 from __future__ import annotations
@@ -27,18 +24,11 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of an engine. ``number`` counts from 1; ``folder`` holds it in peft's format."""
+    """A LoRA adapter of an engine. ``folder`` holds it in peft's format."""
 
     name: str
-    number: int
     folder: Path
     config: Any
-
-    def request(self, in_place: bool = False) -> Any:
-        """Make vLLM's ``LoRARequest``. ``in_place`` reads the folder again for an adapter that the engine has."""
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest(self.name, self.number, str(self.folder), load_inplace=in_place)
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Write the adapter's config and ``weights`` (with peft's names) into its folder."""

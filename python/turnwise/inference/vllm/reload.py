@@ -27,20 +27,11 @@ from turnwise.inference.weights.weight_block import storage_key
 _ROUTE = "_turnwise_route"
 
 
-def reload(llm: Any, weights: Mapping[str, Tensor]) -> None:
-    """Replace all weights of ``llm``, a vLLM ``LLMEngine`` of this process, in one call between two of its steps.
-
-    Drops its adapters. After a failure the engine's results are invalid until a reload succeeds.
-    """
-
-    def in_worker(worker: Any) -> None:
-        reload_worker(worker, weights)
-
-    llm.collective_rpc(in_worker)
-
-
 def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Replace all weights of one vLLM worker. Call it in the worker's process."""
+    """Replace all weights of one vLLM worker, in its process, in one call between two steps. Drops its adapters.
+
+    After a failure the engine's results are invalid until a reload succeeds.
+    """
     runner = worker.model_runner
     model = runner.get_model()
     route: Route | None = model.__dict__.pop(_ROUTE, None)  # dropped if the rest fails, so vLLM's own reload runs next

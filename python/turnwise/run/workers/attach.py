@@ -81,7 +81,9 @@ def attach_workers(config: TrainConfig, task: Task, arena: Arena) -> None:
     try:
         engines = engines_of(arena.client)
     except TypeError as error:
-        lines.append(f"config key 'rollout.client' = {config.rollout.client!r}: {error}, with 'vllm-server'")
+        lines.append(
+            f"config key 'rollout.client' = {config.rollout.client!r}: {error}: 'vllm' with rollout.server.url"
+        )
     try:
         key = checked_key(os.environ.get(KEY_VARIABLE, ""), f"the environment variable {KEY_VARIABLE}")
         members = members_of(config)

@@ -54,7 +54,8 @@ class WorkerRun:
         self._lineups: dict[tuple[str, ...], Mapping[str, Episode]] | None = None
 
     def client(self, engines: Engines) -> WorkerClient:
-        return WorkerClient(engines, self._tokenizer, self._endpoint, self._config.seed)
+        server, seed = self._config.rollout.server, self._config.seed
+        return WorkerClient(engines, self._tokenizer, self._endpoint, seed, attempts=server.retries + 1)
 
     def arena(self, setup: Setup, client: Any) -> Arena:
         """Return the arena. Raises ``ValueError`` for a run with other versions, or another config."""
@@ -75,12 +76,10 @@ class WorkerRun:
         return self._lineups[actors]
 
     def _endpoint(self, url: str) -> Endpoint:
-        """Return an endpoint that gives up at once, as the pool asks another engine."""
         server = self._config.rollout.server
-        how: dict[str, Any] = {"timeout": server.timeout, "retries": server.retries, "patience": 0.0}
         if server.api_key_file is not None:
-            return Endpoint(url, api_key_file=server.api_key_file, **how)
-        return Endpoint(url, api_key=self._keys[server.api_key_env or KEY_VARIABLE], **how)
+            return Endpoint(url, api_key_file=server.api_key_file, timeout=server.timeout)
+        return Endpoint(url, api_key=self._keys[server.api_key_env or KEY_VARIABLE], timeout=server.timeout)
 
 
 def play_until_stopped(

@@ -4,47 +4,41 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from turnwise.train.config.base import Section
 from turnwise.types.play import MAX_CONCURRENCY
 
 
 class VLLMConfig(Section):
-    """Engines of the clients ``vllm`` and ``vllm-process``."""
+    """Servers that the client ``vllm`` starts where ``rollout.server.url`` names none."""
 
     kv_cache_gb: float = Field(default=1.0, gt=0)
-    """Memory for keys and values of each engine, in GiB."""
-    request_timeout: float | None = Field(default=None, gt=0)
-    """Seconds after which a completion is given up; by default never."""
+    """Memory for keys and values of each server, in GiB."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of vLLM's ``EngineArgs``."""
-    transfer: str = "auto"
-    """Weight sync of ``vllm-process``: auto, shared_memory, safetensors, gloo; on GPUs also ipc and nccl."""
+    """Further options of vLLM's server, such as ``max_model_len``."""
 
 
 Urls = Annotated[list[str], Field(min_length=1)]
 
 
 class ServerConfig(Section):
-    """Servers of the client ``vllm-server``, started by ``turnwise serve``."""
+    """Servers of the client ``vllm``: those of ``turnwise serve`` at ``url``, or the ones that the run starts."""
 
-    url: str | Urls | dict[str, str | Urls] = "http://127.0.0.1:8000"
+    url: str | Urls | dict[str, str | Urls] | None = None
     """Address, or a list of those of servers that share the requests; by policy where policies have no common base."""
-    router: str | None = None
-    """Address of a router, such as vLLM's, that shares requests out over the servers; weights go to them directly."""
     api_key_env: str | None = None
     """Environment variable with the key; a key file of this user on this host is found without it."""
     api_key_file: str | None = None
     """File with the key."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds that one answer, or a restart of the server, may take."""
+    """Seconds that one answer may take, and that servers which worked may all be away."""
     wait: float = Field(default=0.0, ge=0)
-    """Seconds to wait for a server that is absent when the run starts."""
+    """Seconds to wait for a server of ``url`` that is absent when the run starts."""
     retries: int = Field(default=5, ge=0)
-    """Repetitions of a failed request."""
+    """Most times that a failed request is sent again, to another server or to the same one."""
     dead_after: float = Field(default=30.0, gt=0)
-    """Seconds without an answer after which one of several servers must prove its health, or its requests move."""
+    """Seconds without an answer after which a server must prove its health, or its requests are sent again."""
     folder: str | None = None
     """Folder that other hosts see too, for adapters, and for weights unless ``transfer`` is gloo or nccl."""
     transfer: str = "auto"
@@ -90,6 +84,12 @@ class PlayLimits(Section):
     """Share of a step's episodes that may fail before the run stops."""
 
 
+def _client(value: Any) -> Any:
+    if value in ("vllm-process", "vllm-server"):
+        raise ValueError("this client is now 'vllm', with rollout.server.url for a server of your own")
+    return value
+
+
 class RolloutConfig(PlayLimits):
     """Sampling of one step: prompts, group size, branches, the client and its limits."""
 
@@ -105,12 +105,12 @@ class RolloutConfig(PlayLimits):
     """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """Token limit of a completion, for actors without a limit of their own."""
-    client: Literal["transformers", "vllm", "vllm-process", "vllm-server", "tinker"] = "transformers"
-    """Engine that samples: transformers or vLLM here, vLLM in child processes or over HTTP, or the learner's server."""
+    client: Annotated[Literal["transformers", "vllm", "tinker"], BeforeValidator(_client)] = "transformers"
+    """Engine that samples: transformers in this process, vLLM in servers, or the learner's server."""
     vllm: VLLMConfig = VLLMConfig()
-    """Engines of the clients ``vllm`` and ``vllm-process``."""
+    """Servers that the client ``vllm`` starts where ``rollout.server.url`` names none."""
     server: ServerConfig = ServerConfig()
-    """Servers of the client ``vllm-server``."""
+    """Servers of the client ``vllm``: those of ``turnwise serve`` at ``url``, or the ones that the run starts."""
     max_batch_rows: int = Field(default=512, ge=1)
     """Most completions that the client computes at the same time."""
     check_private: bool = False

@@ -19,9 +19,9 @@ from turnwise.utils.registry import build_with_options, import_class
 FOLDER = "league"
 """Folder of past policies, inside the run folder."""
 
-CLIENTS: dict[str, bool] = {"transformers": True, "vllm": False, "vllm-process": False}
+CLIENTS: dict[str, bool] = {"transformers": True, "vllm": False}
 """Clients that can hold frozen policies in addition to the live ones. ``True``: also full models; ``False``: only
-adapters, because a vLLM engine serves one base model, so each full copy would need another engine."""
+adapters, because a vLLM server has one base model, so each full copy would need another server."""
 
 
 def plays_past(config: TrainConfig) -> bool:
@@ -68,6 +68,8 @@ def _lacks_of_client(config: TrainConfig) -> list[str]:
         able = ", ".join(map(repr, CLIENTS))
         return [f"rollout.client = {kind!r} serves the live policies alone; past ones play with {able}"]
     engines = config.cluster.has_engines
+    if config.rollout.server.url is not None and not engines:
+        return ["the servers of rollout.server.url serve the live policies alone; past ones play without it"]
     sampler = "cluster.engines" if engines else f"rollout.client = {kind!r}"
     return [
         f"with {sampler} past policies are adapters, and policies.{name} is a whole model: give it a lora section, or "

@@ -12,7 +12,7 @@ RATES = {
 }
 """From a metric to two totals: the metric is the growth of the first divided by the growth of the second."""
 
-GROWTH = ("preemptions", "sync_seconds", "timeouts", "restarts", "retries")
+GROWTH = ("preemptions", "sync_seconds", "restarts", "retries")
 """Totals whose growth since the last step is a metric."""
 
 ENGINES = "engines/"

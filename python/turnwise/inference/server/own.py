@@ -1,0 +1,176 @@
+"""The vLLM client that needs no server from outside: it starts ``turnwise serve`` for each base, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from turnwise.inference.common.http import EndpointError
+from turnwise.inference.pool.client import PoolClient
+from turnwise.inference.routing import RoutingClient
+from turnwise.inference.server.client import VLLMServerClient
+from turnwise.inference.server.server import Server
+from turnwise.inference.server.settings import ServeSettings
+from turnwise.inference.vllm.installed import vllm_or_raise
+from turnwise.inference.weights.lora import AdaptedModel
+from turnwise.types import Tokenizer
+
+DEAD_AFTER = 30.0
+"""Seconds without an answer after which a server must prove its health, or its requests are sent again."""
+
+
+class VLLMClient(RoutingClient):
+    """Completes prompts with vLLM, in a server of its own for each base model.
+
+    - ``policies``: one policy, named ``"default"``, or policies by name. A policy is a Hugging Face model, whose
+      weights the client sends to a server, or an :class:`AdaptedModel`. Every full policy has its own server. Adapters
+      over one base share a server, which batches their requests.
+    - ``max_num_seqs``: the most requests that one server runs at once. They join at any time (continuous batching).
+    - ``kv_cache_gb``: memory per server for keys and values, in GiB. Prompts with equal beginnings share them.
+    - ``in_flight``: loads new weights between two tokens. Running requests recompute their keys and values, and
+      ``policy_versions`` tells which weights sampled which tokens. Else weights wait until nothing runs.
+    - ``timeout``, ``attempts``: seconds for an answer and for a restart of a server, and the most times that a request
+      is sent, as in :class:`PoolClient`.
+    - ``transfer``: the way weights travel: ``"shared_memory"``, ``"safetensors"`` (temporary files), or ``"auto"``,
+      which takes shared memory if there is room. On GPUs also ``"ipc"``, if server and trainer share one, and
+      ``"nccl"``.
+    - ``engine_args``: further options of vLLM's server.
+    - ``logs``: a folder for the servers' logs, ``vllm-0.log`` and so on.
+    - ``seed``: source of the seeds for requests without one. A request's draws depend only on its own seed. The last
+      bits of its logits depend on the rest of the batch.
+
+    A server listens at a free port of this host's loopback, with a key of its own. If it dies or hangs, a new one gets
+    the last weights, and lost requests are sent again with the same seeds. The servers end with :meth:`close`, and with
+    this process, however it ends. Ctrl-C doesn't reach them.
+
+    Log-probabilities are those of ``log_softmax(logits / temperature)``. vLLM can't report these for sampling with
+    top-p or top-k, so the client refuses such requests.
+
+    Raises ``ImportError`` if vLLM is missing, ``ValueError`` for settings that the client sets itself, and
+    :class:`~turnwise.inference.server.server.ServerFailed`, with the end of its log, if a server doesn't start.
+
+    Example::
+
+        client = VLLMClient(model, tokenizer, kv_cache_gb=0.25)
+        [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, nn.Module] | nn.Module,
+        tokenizer: Tokenizer,
+        *,
+        max_num_seqs: int = 256,
+        kv_cache_gb: float = 1.0,
+        in_flight: bool = False,
+        timeout: float = 600.0,
+        dead_after: float = DEAD_AFTER,
+        attempts: int = 6,
+        transfer: str = "auto",
+        engine_args: Mapping[str, Any] | None = None,
+        logs: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        vllm_or_raise()
+        models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
+        if not models:
+            raise ValueError("policies is empty: expected at least one model")
+        self._folder = tempfile.TemporaryDirectory(prefix="turnwise-vllm-")
+        shared = {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": engine_args or {}}
+        groups = _by_base(models)
+        self.servers = [
+            _server(group, Path(self._folder.name) / str(number), shared, None if logs is None else Path(logs))
+            for number, group in enumerate(groups)
+        ]
+        self._end = weakref.finalize(self, _end, self.servers)
+        try:
+            with ThreadPoolExecutor(len(self.servers)) as starting:
+                list(starting.map(lambda server: server.start(), self.servers))
+            clients: dict[str, Any] = {}
+            for server, group in zip(self.servers, groups, strict=True):
+                engine = _Engine(server, timeout, tokenizer, group, in_flight=in_flight, transfer=transfer, seed=seed)
+                how = {"timeout": timeout, "dead_after": dead_after, "wait": timeout, "attempts": attempts}
+                pool = PoolClient({server.url: engine}, **how, keeps_weights=False, seed=seed)  # type: ignore[arg-type]
+                clients |= dict.fromkeys(group, pool)
+        except BaseException:
+            self._stop_servers()
+            raise
+        super().__init__({name: clients[name] for name in models})
+
+    async def close(self) -> None:
+        """Fail all waiting and running requests, and end the servers. May be called again."""
+        try:
+            await super().close()
+        finally:
+            await asyncio.to_thread(self._stop_servers)
+
+    def _stop_servers(self) -> None:
+        self._end.detach()
+        with ThreadPoolExecutor(len(self.servers)) as stopping:
+            list(stopping.map(lambda server: server.stop(), self.servers))
+        self._folder.cleanup()
+
+
+class _Engine(VLLMServerClient):
+    """The client of one server. It knows when the server has failed for good."""
+
+    def __init__(self, server: Server, timeout: float, *arguments: Any, **settings: Any) -> None:
+        super().__init__(server.endpoint(timeout=timeout), *arguments, **settings)
+        self._own = server
+
+    async def check_health(self) -> None:
+        if self._own.failure:
+            raise EndpointError(self._own.failure)
+        await super().check_health()
+
+
+def _by_base(models: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+    """Group models by their base: each group is one server's."""
+    groups: dict[int, dict[str, Any]] = {}
+    for name, model in models.items():
+        base = model.shared if isinstance(model, AdaptedModel) else model
+        groups.setdefault(id(base), {})[name] = model
+    return list(groups.values())
+
+
+def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], logs: Path | None) -> Server:
+    """A server for models over one base, which starts without weights. ``folder`` holds the base's configuration."""
+    adapted = [model for model in models.values() if isinstance(model, AdaptedModel)]
+    plain: Any = adapted[0].shared.model if adapted else next(iter(models.values()))
+    config = copy.deepcopy(plain.config)
+    config.architectures = [type(plain).__name__]  # vLLM chooses its own class by this name
+    config.save_pretrained(folder)
+    dtype = next(parameter.dtype for parameter in plain.parameters() if parameter.is_floating_point())
+    own = {"dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
+    ranks = [model.shared.configs[model.name].r for model in adapted if model.name is not None]
+    settings = ServeSettings(
+        str(folder),
+        port=0,
+        dummy_weights=True,
+        adapter_slots=len(ranks),
+        adapter_rank=max(ranks, default=1),
+        **{**shared, "engine_args": {**own, **shared["engine_args"]}},
+    )
+    if logs is None:
+        return Server(settings)
+    logs.mkdir(parents=True, exist_ok=True)
+    return Server(settings, log=partial(_keep, logs / f"vllm-{folder.name}.log"))
+
+
+def _keep(path: Path, line: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        print(line, file=file)
+
+
+def _end(servers: Sequence[Server]) -> None:
+    for server in servers:
+        server.stop(wait=False)
