@@ -25,7 +25,7 @@ from turnwise.types import (
     Sampling,
 )
 
-from .fake_server import FakeServer, Hang, Reset, Say, faking
+from .fake_server import Act, FakeServer, Hang, Reset, Say, faking
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "2 + 2 = ?"}]
