@@ -49,18 +49,6 @@ def test_a_product_a_forward_and_a_frozen_weight_by_hand(model: Any) -> None:
     assert found.calls == 6
 
 
-def test_a_chunk_more_reads_and_writes_the_weights_gradient_once_more(model: Any) -> None:
-    case = model.Case(768, 4096, 151_936, "bf16", "loss, backward")
-    one, two = (model.chunks_path("H100", case, Chunks(rows, 22_528)).hbm for rows in (768, 384))
-    gradient = 2 * 2 * 4096 * 151_936
-    assert two - one > gradient
-    frozen = case._replace(what="loss, backward, frozen")
-    assert (
-        model.chunks_path("H100", case, Chunks(768, 22_528)).hbm - gradient
-        > model.chunks_path("H100", frozen, Chunks(768, 22_528)).hbm
-    )
-
-
 def test_the_committed_tables(model: Any) -> None:
     """``python bench/head_model.py --report`` writes it again."""
     rows = model.rows_of(list(model.PEAKS))

@@ -375,29 +375,6 @@ def test_the_automatic_choice_says_once_that_it_fell_back(monkeypatch: pytest.Mo
             grad(function)(x)
 
 
-@FALLS_BACK
-def test_per_sample_gradients_of_a_model() -> None:
-    """The way `torch.func` is mostly used: parameters in a dict, a loss per sequence."""
-    torch.manual_seed(0)
-    head = torch.nn.Linear(3, 11)
-    parameters = {name: value.detach() for name, value in head.named_parameters()}
-    states, ids, streams = (
-        torch.randn(4, 5, 3),
-        torch.arange(20).reshape(4, 5) % 11,
-        (-torch.rand(4, 5), torch.randn(4)),
-    )
-
-    def loss(parameters: dict[str, Tensor], states: Tensor, ids: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-        logprobs = ops.logprob(functional_call(head, parameters, (states,)), ids)
-        return ops.policy_loss(logprobs[None], old[None], advantage[None]).loss  # type: ignore[index]
-
-    samples = vmap(grad(loss), (None, 0, 0, 0, 0))(parameters, states, ids, *streams)
-    for i in range(4):
-        head.zero_grad()
-        loss(dict(head.named_parameters()), states[i], ids[i], *(s[i] for s in streams)).backward()
-        torch.testing.assert_close(samples["weight"][i], head.weight.grad, rtol=1e-4, atol=1e-6)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # CUDA graphs
 # ---------------------------------------------------------------------------------------------------------------------

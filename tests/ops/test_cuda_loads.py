@@ -101,26 +101,3 @@ KERNELS = [
 def test_loads_are_on_their_way_together(name: str, kernel: str, least: int) -> None:
     found = {n: most_at_once(code) for n, code in kernels(name).items() if re.search(kernel, n)}
     assert found and min(found.values()) >= least, found
-
-
-def code_of(*lines: str) -> list[Instruction]:
-    text = "\n".join(f"        /*{16 * i:04x}*/   {line} ;  /* 0x00 */" for i, line in enumerate((*lines, "EXIT")))
-    return instructions(text)
-
-
-def test_a_look_between_two_loads_is_seen() -> None:
-    first, second = "LDG.E.EF.128 R4, desc[UR4][R2.64]", "LDG.E.EF.64 R8, desc[UR4][R2.64+0x100]"
-    assert most_at_once(code_of(first, second)) == 2
-    assert most_at_once(code_of(first, "FADD R12, R12, R13", second)) == 2
-    assert most_at_once(code_of(first, "@!P0 FADD R12, R12, R7", second)) == 1
-    assert most_at_once(code_of(first, "STG.E desc[UR4][R6.64], R1", second)) == 1
-    # R8 and R9 are loaded into, which is no look; the addresses of a load are one.
-    assert most_at_once(code_of(second, "IMAD.X R9, RZ, RZ, R3, P0", first)) == 2
-    assert most_at_once(code_of(first, "LDG.E.EF.64 R8, desc[UR4][R6.64]")) == 1
-
-
-def test_branches_are_followed() -> None:
-    load, look = "LDG.E.EF.128 R{}, desc[UR4][R2.64]", "FADD R1, R1, R4"
-    assert most_at_once(code_of(load.format(4), "BRA 0x0030", look, load.format(8))) == 2
-    assert most_at_once(code_of(load.format(4), "@P3 BRA 0x0030", load.format(8), look)) == 2
-    assert most_at_once(code_of(load.format(4), "BRA 0x0020", look, load.format(8))) == 1
