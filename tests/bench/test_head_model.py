@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.ops.logprob.choice import MEMORY, Chunks, Tiles
+from turnwise.ops.logprob.choice import MEMORY, Tiles
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from turnwise.ops import linear_logprob
 from turnwise.ops.common import dispatch as backends

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from turnwise.ops import AGGREGATIONS, aggregate, gae, value_loss
+from turnwise.ops import AGGREGATIONS, aggregate, value_loss
 
 
 def test_worked_values() -> None:
