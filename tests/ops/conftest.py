@@ -294,11 +294,11 @@ def opcheck_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Any]]:
-    """``run_ranks(file, world)`` starts ``python file folder world rank`` per rank, and loads each ``rank.pt``."""
+    """``run_ranks(file, world)``: the results of the ``work(rank, world)`` of a file, in a process for each rank."""
 
     def run(file: str, world: int) -> list[Any]:
         folder = tmp_path_factory.mktemp("ranks")
-        command = [sys.executable, "-P", file, str(folder), str(world)]
+        command = [sys.executable, "-P", str(HERE / "ranks.py"), file, str(folder), str(world)]
         workers = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for rank in range(world)

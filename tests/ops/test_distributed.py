@@ -1,15 +1,11 @@
 """Two processes that train on halves of a batch get the gradients of one process on all of it: DDP, FSDP2, autocast.
 
-The processes talk over gloo on the CPU and are started once, for all cases; each is this file run as a script.
+`ranks.py` starts the processes once, for all cases.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -183,14 +179,8 @@ def train(case: Case, rank: int) -> dict[str, Tensor]:
     return found
 
 
-def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
-    torch.save({str(case): train(case, rank) for case in CASES}, folder / f"{rank}.pt")
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(WORLD)])
-    os._exit(0)  # taking gloo down, its threads and all, now and then aborts in the interpreter's last moments
+def work(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
+    return {str(case): train(case, rank) for case in CASES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,7 +212,3 @@ def test_gradients_of_two_processes_are_those_of_one(trained, case) -> None:
             assert got[name].dtype == type_of(case)
             error = (got[name].double() - value).abs().max() / value.abs().max()
             assert least <= error <= most, (name, float(error))
-
-
-if __name__ == "__main__":
-    work(int(sys.argv[3]), Path(sys.argv[1]))

@@ -1,15 +1,12 @@
 """Ops whose vocabulary or tokens are split over two or four processes give the results of one process.
 
-The processes talk over gloo on the CPU and are started once per number of them; each is this file run as a script.
+`ranks.py` starts the processes once per number of them.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -283,19 +280,13 @@ def small_tiles(setter: Callable[[Any, str, Any], None]) -> None:
     setter(chunks, "_COLUMNS", 64)
 
 
-def work(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, world: int) -> dict[str, Any]:
     small_tiles(setattr)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     found: dict[str, Any] = {
         str(case): RUN[case.op](case, make(getattr(torch, case.dtype)), rank, world) for case in CASES
     }
     found["mistakes"] = {name: failure(call) for name, call in mistakes(rank, world).items()}
-    torch.save(found, folder / f"{rank}.pt")
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(world)])
-    os._exit(0)  # taking gloo down, its threads and all, now and then aborts in the interpreter's last moments
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -353,7 +344,3 @@ def test_mistakes_raise_on_every_rank(ranks, name) -> None:
 def test_without_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group first"):
         ops.vocab_parallel_logprob(torch.zeros(1, 2), torch.zeros(1).long())
-
-
-if __name__ == "__main__":
-    work(int(sys.argv[3]), int(sys.argv[2]), Path(sys.argv[1]))
