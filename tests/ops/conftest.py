@@ -14,9 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,28 +232,8 @@ def compile_and_run() -> Callable[..., list[str]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Threads, registered ops, processes, batches
+# Registered ops, processes, batches
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def in_threads() -> Callable[..., list[Any]]:
-    """``in_threads(work)`` runs ``work(0)`` to ``work(7)`` at once, each in its own thread, and returns the results.
-
-    It raises the error of any of them.
-    """
-
-    def run(work: Callable[[int], Any], threads: int = 8) -> list[Any]:
-        start = threading.Barrier(threads)
-
-        def begin(index: int) -> Any:
-            start.wait()
-            return work(index)
-
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(begin, range(threads)))
-
-    return run
-
-
 class _Calls(TorchDispatchMode):
     """Records the calls of turnwise's ops with their arguments."""
 

@@ -9,6 +9,8 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,18 +151,20 @@ def test_every_run_gives_the_same_bits(target: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["factorize", *OPS])
-def test_eight_threads_at_once(in_threads: Any, name: str) -> None:
+def test_eight_threads_at_once(name: str) -> None:
     """Each with a batch of its own, so that memory they share would show."""
-    case = CASES[name]
+    case, start = CASES[name], threading.Barrier(8)
     size = Size(24, 200) if case.many == Size(24, 900) else case.many
     batches = [draw(case, size, seed) for seed in range(8)]
     want = [outcome(case, given, backend="native") for given in batches]
     assert not same(want[0], want[1])
-    assert all(
-        in_threads(
-            lambda i: [same(outcome(case, batches[i], backend="native"), want[i]) for _ in range(3)] == [True] * 3
-        )
-    )
+
+    def work(i: int) -> bool:
+        start.wait()
+        return all(same(outcome(case, batches[i], backend="native"), want[i]) for _ in range(3))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -222,7 +226,7 @@ def test_every_instruction_set(isa: str) -> None:
     chosen = (
         "native and (layout or one_row or float64 or definition or loop or banned or nan) or threads or ulp or past"
     )
-    command = [sys.executable, *"-P -m pytest -q -x -p no:cacheprovider -m".split(), "not slow", "-k", chosen]
+    command = [sys.executable, "-P", "-m", "pytest", "-qx", "-pno:cacheprovider", "-m", "not slow", "-k", chosen]
     files = [str(here.with_name(f"test_{name}.py")) for name in names]
     environment = {**os.environ, "TURNWISE_ISA": isa}
     done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True, timeout=600)
