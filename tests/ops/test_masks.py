@@ -132,23 +132,3 @@ def test_a_ratio_that_is_no_number_is_rejected() -> None:
     old = torch.tensor([[math.nan, 0.0]])
     assert rejection_mask(old, torch.zeros(1, 2), Rejection("token", "k2", 1.0)).keep.tolist() == [[False, True]]
     assert not rejection_mask(old, torch.zeros(1, 2), Rejection("seq-max", "k2", 1.0)).keep.any()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
-# ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: Rejection("row", "k1", 2.0), r"Rejection\.level='row': expected one of token, seq-sum"),
-        (lambda: Rejection("token", "k4", 2.0), r"Rejection\.estimator='k4'"),
-        (lambda: Rejection("token", "k2", 0), r"Rejection\.high=0: expected a finite number > 0"),
-        (lambda: Rejection("token", "k2", 1.0, 0.5), r"Rejection\.low=0\.5: expected None, as k2 is never negative"),
-        (lambda: Rejection("seq-max", "k1", 2.0), r"level='seq-max': expected estimator 'k2' or 'k3'"),
-        (lambda: Rejection("token", "k1", 0.9), r"Rejection\.low=1\.1.*less than high = 0\.9"),
-        (lambda: Rejection("token", "k1", 2.0, 3.0), r"Rejection\.low=3\.0"),
-    ],
-)
-def test_nonsense_raises_when_built(build, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
