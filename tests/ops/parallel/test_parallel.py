@@ -110,27 +110,33 @@ def padded(stream: Tensor) -> Tensor:
     return torch.stack([torch.cat([r, torch.full((max(LENGTHS) - len(r),), empty, dtype=r.dtype)]) for r in rows])
 
 
+def share(case: Case, given: dict[str, Tensor], rank: int | None, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves of a head, of which a rank has some columns, and the call's other arguments."""
+    columns = slice(None) if rank is None else slice(*SPLITS[world][rank : rank + 2])
+    names = ("logits",) if case.op == "logprob" else ("hidden", "weight", "bias")
+    cut = {"logits": given["logits"][:, columns], "hidden": given["hidden"]}
+    cut |= {name: given[name][columns] for name in ("weight", "bias")}
+    options, leaves = dict(case.options), {name: cut[name].clone().requires_grad_() for name in names}
+    ignored = torch.arange(TOKENS) % 5 == 2 if "ignore_index" in options else torch.zeros(TOKENS, dtype=torch.bool)
+    options["targets"] = given["targets"].masked_fill(ignored, IGNORE)
+    if "bias" in leaves:
+        options["bias" if rank is None else "bias_shard"] = leaves["bias"]
+    return leaves, options
+
+
 def logprob_case(case: Case, given: dict[str, Tensor], rank: int | None, world: int) -> dict[str, Tensor]:
     """Values and gradients. ``rank`` is ``None`` for one process with everything."""
-    options, alone = dict(case.options), rank is None
-    columns = slice(None) if rank is None else slice(*SPLITS[world][rank : rank + 2])
-    options["backend"] = case.backend
-    targets = given["targets"]
-    if "ignore_index" in options:
-        targets = targets.masked_fill(torch.arange(TOKENS) % 5 == 2, IGNORE)
+    alone = rank is None
+    leaves, options = share(case, given, rank, world)
+    targets, options["backend"] = options.pop("targets"), case.backend
     if case.op == "logprob":
-        leaf = given["logits"][:, columns].clone().requires_grad_()
-        leaves, logits, function = {"logits": leaf}, leaf * 1.0, ops.logprob if alone else ops.vocab_parallel_logprob
+        logits, function = leaves["logits"] * 1.0, ops.logprob if alone else ops.vocab_parallel_logprob
         if options.pop("rows", False):
             logits, targets = logits.view(1, TOKENS, -1), targets.view(1, TOKENS)
         out = function(logits, targets, **options)
     else:
-        leaves = {k: (given[k][columns] if k != "hidden" else given[k]).clone().requires_grad_() for k in
-                  ("hidden", "weight", "bias")}  # fmt: skip
         if options.pop("positions", False):
             options["positions"] = (torch.arange(TOKENS) * 7) % 30
-        name = "" if alone else "_shard"
-        options["bias" + name] = leaves["bias"]
         call: Callable[..., Any] = ops.linear_logprob if alone else ops.vocab_parallel_linear_logprob
         out = call(leaves["hidden"], leaves["weight"], targets, **options)
     values, entropy = out if "entropy" in options else (out, None)
@@ -145,19 +151,12 @@ def logprob_case(case: Case, given: dict[str, Tensor], rank: int | None, world: 
 
 
 def head_loss_case(case: Case, given: dict[str, Tensor], rank: int | None, world: int) -> dict[str, Tensor]:
-    options, alone = dict(case.options), rank is None
-    columns = slice(None) if rank is None else slice(*SPLITS[world][rank : rank + 2])
-    targets = given["targets"]
-    if "ignore_index" in options:
-        targets = targets.masked_fill(torch.arange(TOKENS) % 5 == 2, IGNORE)
-    leaves = {k: (given[k][columns] if k != "hidden" else given[k]).clone().requires_grad_() for k in
-              ("hidden", "weight", "bias")}  # fmt: skip
-    function: Callable[..., Any] = ops.linear_policy_loss if alone else ops.vocab_parallel_linear_policy_loss
-    options["bias" + ("" if alone else "_shard")] = leaves["bias"]
+    leaves, options = share(case, given, rank, world)
+    function: Callable[..., Any] = ops.linear_policy_loss if rank is None else ops.vocab_parallel_linear_policy_loss
     result = function(
-        leaves["hidden"], leaves["weight"], targets, given["old"] - 3, given["advantages"], mask=given["mask"],
-        cu_seqlens=given["cu_seqlens"], ref_logprobs=given["ref"] - 3 if "kl" in options else None,
-        actor_ids=given["actor_ids"], num_actors=3, **options,
+        leaves["hidden"], leaves["weight"], options.pop("targets"), given["old"] - 3, given["advantages"],
+        mask=given["mask"], cu_seqlens=given["cu_seqlens"], actor_ids=given["actor_ids"], num_actors=3,
+        ref_logprobs=given["ref"] - 3 if "kl" in options else None, **options,
     )  # fmt: skip
     result.loss.backward()
     return {"loss": result.loss, **result.metrics} | {name: leaf.grad for name, leaf in leaves.items()}
