@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,3 +94,73 @@ def test_no_hot_path_has_grown(sass: Any) -> None:
     assert now.keys() == before.keys()
     grown = {name: (before[name], count) for name, count in now.items() if count > GROWTH * before[name]}
     assert not grown, f"instructions per token, before and now: {grown}"
+
+
+# ---- Loads that stand together ---------------------------------------------------------------------------------------
+# Kernels that are as fast as memory ask for all that a thread needs before they look at the first of it: a load that
+# waits for the one before it leaves the memory idle.
+REGISTER = re.compile(r"\bR(\d+)(\.64|\.128)?\b")
+WIDTHS = {"": 1, ".64": 2, ".128": 4}
+
+
+def looked_at(line: str) -> set[int]:
+    """The registers that an instruction reads. What it writes comes first, where it is no store."""
+    operation, _, operands = line.partition(" ")
+    if not operation.startswith("ST") and re.match(r"R\d", operands):
+        operands = operands.partition(",")[2]
+    return {int(first) + i for first, width in REGISTER.findall(operands) for i in range(WIDTHS[width])}
+
+
+def most_at_once(code: list[Any]) -> int:
+    """The longest run of streaming loads, of which nothing is looked at before the last, on any way through the code:
+    what is whole goes another way than what is not, and their ways join between two loads."""
+    index = {instruction.place: i for i, instruction in enumerate(code)}
+    streams = [i for i, instruction in enumerate(code) if instruction.access.startswith("stream")]
+
+    def run_from(start: int) -> int:
+        ways, seen, most = [(start, frozenset[int](), 0)], set(), 0
+        while ways:
+            at, asked, loads = ways.pop()
+            most = max(most, loads)
+            if at == len(code) or (at, asked) in seen or asked & looked_at(code[at].text):
+                continue
+            seen.add((at, asked))
+            instruction = code[at]
+            if instruction.access.startswith("stream"):
+                first, size = int(instruction.text.split(" R")[1].split(",")[0]), int(instruction.access[6:])
+                asked, loads = asked | set(range(first, first + max(size // 4, 1))), loads + 1
+            jumps = instruction.operation.startswith("BRA")
+            if jumps:
+                ways.append((index[instruction.target], asked, loads))
+            if instruction.guard or not (jumps or instruction.operation.startswith("EXIT")):
+                ways.append((at + 1, asked, loads))
+        return most
+
+    return max(map(run_from, streams), default=0)
+
+
+# By file, what picks its kernels, and how many loads of theirs stand together.
+TOGETHER = {
+    # Rewards and mask: four packs of each, two packs, or one pack of two-byte rewards.
+    "token_rewards": {r"sum_kernelI": 8, r"scan_kernelIff": 4, r"scan_kernelI\w+fLb0": 3},
+    "gae": {r"scan_kernelIff": 6, r"scan_kernelI\w+fLb1": 4},  # values as well
+    # Log-probabilities, old, reference, advantages, and a mask in one of two ways; outside the minimal specializations
+    # rollout and entropy too.
+    "policy_loss": {
+        r"loss_grad_kernelI\w+Lb1ELNS\d_14SpecializationE[24]": 6,
+        r"loss_grad_kernelI\w+Lb1ELNS\d_14SpecializationE[13]": 8,
+        r"count_tokens_kernelI\w+Lb1ELb0E": 6,
+    },
+    "grouped_policy_loss": {r"rewards_to_advantages_kernelI\w+Lb1ELb0E": 6},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", TOGETHER)
+def test_loads_are_on_their_way_together(load: Callable[[str], ModuleType], name: str) -> None:
+    code = load("sass_code")
+    kernels = code.read(code.compile_file(name, 90))
+    for pattern, least in TOGETHER[name].items():
+        found = {each.name: most_at_once(each.code) for each in kernels if re.search(pattern, each.name)}
+        assert found and min(found.values()) >= least, found

@@ -14,9 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,6 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from turnwise.ops.common import dispatch as backends
 
@@ -234,71 +231,15 @@ def compile_and_run() -> Callable[..., list[str]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Threads, registered ops, processes, batches
+# Processes, batches
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def in_threads() -> Callable[..., list[Any]]:
-    """``in_threads(work)`` runs ``work(0)`` to ``work(7)`` at once, each in its own thread, and returns the results.
-
-    It raises the error of any of them.
-    """
-
-    def run(work: Callable[[int], Any], threads: int = 8) -> list[Any]:
-        start = threading.Barrier(threads)
-
-        def begin(index: int) -> Any:
-            start.wait()
-            return work(index)
-
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(begin, range(threads)))
-
-    return run
-
-
-class _Calls(TorchDispatchMode):
-    """Records the calls of turnwise's ops with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "turnwise":
-            assert not kwargs
-            once = not func.name().endswith("_backward")  # the derivative of a backward op raises
-            leaves = (a.detach().requires_grad_(once and a.requires_grad) if isinstance(a, Tensor) else a for a in args)
-            self.found.append((func, tuple(leaves)))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def opcheck_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], set[str]]:
-    """``opcheck_calls(function)`` runs it as a compiler would see it, with every op through the dispatcher.
-
-    It checks each op that was called, with the arguments of that call, with ``torch.library.opcheck``. Returns the ops'
-    names.
-    """
-
-    def check(function: Callable[[], Any]) -> set[str]:
-        importlib.import_module("torch._dynamo")  # which remembers the functions of torch.compiler that it finds
-        with monkeypatch.context() as patch, _Calls() as calls:
-            patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            function()
-        for op, arguments in calls.found:
-            torch.library.opcheck(op, arguments)
-        return {op.name().removeprefix("turnwise::") for op, _ in calls.found}
-
-    return check
-
-
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Any]]:
-    """``run_ranks(file, world)`` starts ``python file folder world rank`` per rank, and loads each ``rank.pt``."""
+    """``run_ranks(file, world)``: the results of the ``work(rank, world)`` of a file, in a process for each rank."""
 
     def run(file: str, world: int) -> list[Any]:
         folder = tmp_path_factory.mktemp("ranks")
-        command = [sys.executable, "-P", file, str(folder), str(world)]
+        command = [sys.executable, "-P", str(HERE / "ranks.py"), file, str(folder), str(world)]
         workers = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for rank in range(world)

@@ -25,6 +25,7 @@ from turnwise.ops import (
     KLCov,
     Reinforce,
     Variant,
+    policy_loss,
 )
 
 Pair = tuple[float, float]  # a value, and its derivative by the log-probability
@@ -138,8 +139,17 @@ def kl_terms(kl: KL, v: Variant, lp: list[float], old: list[float], ref: list[fl
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A batch
+# A batch, and a call
 # ---------------------------------------------------------------------------------------------------------------------
+def run(arguments: dict[str, Any], **changes: Any) -> tuple[Any, torch.Tensor]:
+    """The result, and the gradient under a loss scale of 2."""
+    arguments = {**arguments, **changes}
+    logprobs = arguments.pop("logprobs").clone().requires_grad_()
+    result = policy_loss(logprobs, **arguments)
+    (result.loss * 2).backward()
+    return result, logprobs.grad / 2
+
+
 @dataclass
 class Batch:
     """Padded rows ``[B, T]`` and the options of one call, in float64."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from turnwise import ops
 from turnwise.ops import BackendUnavailable
@@ -160,14 +161,34 @@ def test_autocast_leaves_float64_as_linear_does(name) -> None:
     assert all(map(torch.equal, got, CASES[name].call(given)))
 
 
+class Calls(TorchDispatchMode):
+    """Records the calls of turnwise's ops with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "turnwise":
+            assert not kwargs
+            once = not func.name().endswith("_backward")  # the derivative of a backward op raises
+            leaves = (a.detach().requires_grad_(once and a.requires_grad) if isinstance(a, Tensor) else a for a in args)
+            self.found.append((func, tuple(leaves)))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("name", [*OPS, "logprob, a matrix", "linear_logprob, frozen"])
-def test_opcheck_of_what_each_op_calls(target, opcheck_calls, name) -> None:
-    """On every backend that registers ops; the losses and heads with their backwards."""
+def test_opcheck_of_what_each_op_calls(target, monkeypatch, name) -> None:
+    """On every backend that registers ops; the losses and heads with their backwards. A compiler sees them so, with
+    every op through the dispatcher."""
     if target.simulated:  # registered as the C++ kernels are
         return
-    called = opcheck_calls(
-        lambda: outcome(CASES[name], target.on(draw(CASES[name], Size(2, 5))), backend=target.backend)
-    )
+    with monkeypatch.context() as patch, Calls() as calls:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        outcome(CASES[name], target.on(draw(CASES[name], Size(2, 5))), backend=target.backend)
+    for op, arguments in calls.found:
+        torch.library.opcheck(op, arguments)
+    called = {op.name().removeprefix("turnwise::") for op, _ in calls.found}
     if target.backend != "torch":
         assert called and (not CASES[name].leaves or any(op.endswith("backward") for op in called))
     if target.backend == "native" and name == "grouped_policy_loss":
@@ -216,28 +237,30 @@ def test_one_graph_for_batches_of_any_shape(name, backend) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-NUMBERS: dict[str, Callable[[dict[str, Tensor], float], Any]] = {
-    "kl.coef": lambda s, x: CASES["policy_loss, all streams"].call(s, kl=ops.KL("k3", x))[0],
-    "clip": lambda s, x: CASES["policy_loss"].call(s, clip=ops.Clip(x, x))[0],
-    "normalizer": lambda s, x: CASES["policy_loss"].call(s, normalizer=10 * x)[0],
-    "eps": lambda s, x: ops.group_advantage(s["rewards"], s["group_ids"], eps=x),
-    "gamma": lambda s, x: ops.token_returns(s["token_rewards"], x),
-    "temperature": lambda s, x: ops.logprob(s["logits"], s["targets"], temperature=x),
+NUMBERS: dict[str, tuple[str, Callable[[dict[str, Tensor], float], Any]]] = {
+    "kl.coef": (
+        "policy_loss, all streams",
+        lambda s, x: CASES["policy_loss, all streams"].call(s, kl=ops.KL("k3", x))[0],
+    ),
+    "clip": ("policy_loss", lambda s, x: CASES["policy_loss"].call(s, clip=ops.Clip(x, x))[0]),
+    "normalizer": ("policy_loss", lambda s, x: CASES["policy_loss"].call(s, normalizer=10 * x)[0]),
+    "eps": ("group_advantage", lambda s, x: ops.group_advantage(s["rewards"], s["group_ids"], eps=x)),
+    "gamma": ("token_returns", lambda s, x: ops.token_returns(s["token_rewards"], x)),
+    "temperature": ("logprob", lambda s, x: ops.logprob(s["logits"], s["targets"], temperature=x)),
 }
-USED = ["policy_loss, all streams", "policy_loss", "policy_loss", "group_advantage", "token_returns", "logprob"]
-OF_NUMBER = dict(zip(NUMBERS, USED, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_may_change_from_step_to_step(name) -> None:
     """An adaptive KL coefficient, a temperature that cools."""
+    case, call = NUMBERS[name]
     torch._dynamo.reset()
-    compiled = torch.compile(NUMBERS[name], fullgraph=True, backend="aot_eager")
-    given = draw(CASES[OF_NUMBER[name]], Size(3, 5))
-    made = [compiled(given, number) for number in (0.1, 0.2, 0.35, 0.7)]
-    for number, result in zip((0.1, 0.2, 0.35, 0.7), made, strict=True):
-        torch.testing.assert_close(result, NUMBERS[name](given, number))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    given, numbers = draw(CASES[case], Size(3, 5)), (0.1, 0.2, 0.35, 0.7)
+    made = [compiled(given, number) for number in numbers]
+    for number, result in zip(numbers, made, strict=True):
+        torch.testing.assert_close(result, call(given, number))
     assert not torch.equal(made[0], made[1])
 
 
@@ -373,29 +396,6 @@ def test_the_automatic_choice_says_once_that_it_fell_back(monkeypatch: pytest.Mo
         monkeypatch.setattr(layout, "_warned", False)
         with ops.backend("torch"):  # who says so need not be told
             grad(function)(x)
-
-
-@FALLS_BACK
-def test_per_sample_gradients_of_a_model() -> None:
-    """The way `torch.func` is mostly used: parameters in a dict, a loss per sequence."""
-    torch.manual_seed(0)
-    head = torch.nn.Linear(3, 11)
-    parameters = {name: value.detach() for name, value in head.named_parameters()}
-    states, ids, streams = (
-        torch.randn(4, 5, 3),
-        torch.arange(20).reshape(4, 5) % 11,
-        (-torch.rand(4, 5), torch.randn(4)),
-    )
-
-    def loss(parameters: dict[str, Tensor], states: Tensor, ids: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-        logprobs = ops.logprob(functional_call(head, parameters, (states,)), ids)
-        return ops.policy_loss(logprobs[None], old[None], advantage[None]).loss  # type: ignore[index]
-
-    samples = vmap(grad(loss), (None, 0, 0, 0, 0))(parameters, states, ids, *streams)
-    for i in range(4):
-        head.zero_grad()
-        loss(dict(head.named_parameters()), states[i], ids[i], *(s[i] for s in streams)).backward()
-        torch.testing.assert_close(samples["weight"][i], head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,11 @@
 """Two processes that train on halves of a batch get the gradients of one process on all of it: DDP, FSDP2, autocast.
 
-The processes talk over gloo on the CPU and are started once, for all cases; each is this file run as a script.
+`ranks.py` starts the processes once, for all cases.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from turnwise.ops import (
     SAPO,
-    PolicyLoss,
     group_advantage,
     linear_logprob,
     linear_policy_loss,
@@ -63,41 +58,30 @@ ERROR = {"float64": (0.0, 1e-12), "float32": (0.0, 2e-6), "autocast": (1e-5, 2e-
 # ---------------------------------------------------------------------------------------------------------------------
 # A model and its loss
 # ---------------------------------------------------------------------------------------------------------------------
-class Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return torch.tanh(self.mix(self.embedding(tokens)))
-
-
-class Head(nn.Linear):
-    """LM head and loss: where the weight is whole while the forward runs."""
-
-    def forward(self, hidden: Tensor, batch: dict[str, Any], way: str) -> PolicyLoss:  # type: ignore[override]
-        batch = dict(batch)
-        targets = batch.pop("targets")
-        if way == "linear_policy_loss":
-            return linear_policy_loss(hidden, self.weight, targets, bias=self.bias, **batch)
-        if way == "linear_logprob":
-            logprobs = linear_logprob(hidden, self.weight, targets, bias=self.bias)
-        else:
-            logprobs = logprob(nn.functional.linear(hidden, self.weight, self.bias), targets)
-        assert isinstance(logprobs, Tensor)
-        return policy_loss(logprobs, **batch)
-
-
 class Model(nn.Module):
+    """Embedding, one layer, LM head and loss: where the weights are whole while the forward runs."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.head = Body(), Head(WIDTH, VOCABULARY)
+        self.embedding, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
         with torch.no_grad():
             self.head.weight.mul_(3)
 
-    def forward(self, tokens: Tensor, batch: dict[str, Any], way: str) -> PolicyLoss:
-        return self.head(self.body(tokens), batch, way)
+    def logprobs(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.embedding(tokens)))
+        return linear_logprob(hidden, self.head.weight, targets, bias=self.head.bias)  # type: ignore[return-value]
+
+    def forward(self, way: str, tokens: Tensor, targets: Tensor, **batch: Any) -> Tensor:
+        if way == "linear_logprob":
+            return policy_loss(self.logprobs(tokens, targets), **batch).loss
+        hidden = torch.tanh(self.mix(self.embedding(tokens)))
+        if way == "linear_policy_loss":
+            return linear_policy_loss(hidden, self.head.weight, targets, bias=self.head.bias, **batch).loss
+        logprobs = logprob(nn.functional.linear(hidden, self.head.weight, self.head.bias), targets)
+        assert isinstance(logprobs, Tensor)
+        return policy_loss(logprobs, **batch).loss
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -106,9 +90,7 @@ def make_batch() -> dict[str, Tensor]:
     total = sum(LENGTHS)
     tokens, targets = torch.randint(VOCABULARY, (2, total), generator=generator)
     with torch.no_grad():
-        model = Model().double()
-        old = linear_logprob(model.body(tokens), model.head.weight, targets, bias=model.head.bias)
-    assert isinstance(old, Tensor)
+        old = Model().double().logprobs(tokens, targets)
     return {
         "tokens": tokens,
         "targets": targets,
@@ -138,9 +120,8 @@ def normalizer_of(given: dict[str, Any], aggregation: str) -> Tensor:
 
 
 def loss_of(model: nn.Module, given: dict[str, Any], case: Case, normalizer: Tensor) -> Tensor:
-    batch = {**given, "aggregation": case.aggregation, "normalizer": normalizer}
     with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
-        return model(batch.pop("tokens"), batch, case.way).loss
+        return model(case.way, **given, aggregation=case.aggregation, normalizer=normalizer)
 
 
 def type_of(case: Case) -> torch.dtype:
@@ -160,8 +141,7 @@ def wrapped(case: Case) -> nn.Module:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     else:
         policy = MixedPrecisionPolicy()
-    for part in (model.body, model.head, model):  # each gathered for its forward and again for its backward
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # gathered again for its backward
     return model
 
 
@@ -183,14 +163,8 @@ def train(case: Case, rank: int) -> dict[str, Tensor]:
     return found
 
 
-def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
-    torch.save({str(case): train(case, rank) for case in CASES}, folder / f"{rank}.pt")
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(WORLD)])
-    os._exit(0)  # taking gloo down, its threads and all, now and then aborts in the interpreter's last moments
+def work(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
+    return {str(case): train(case, rank) for case in CASES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,7 +196,3 @@ def test_gradients_of_two_processes_are_those_of_one(trained, case) -> None:
             assert got[name].dtype == type_of(case)
             error = (got[name].double() - value).abs().max() / value.abs().max()
             assert least <= error <= most, (name, float(error))
-
-
-if __name__ == "__main__":
-    work(int(sys.argv[3]), Path(sys.argv[1]))

@@ -44,8 +44,6 @@ def check(target, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, l
     for mine, exact in zip(got, expected, strict=True):
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine.cpu().double(), exact, rtol=3e-6, atol=3e-6)
-    again = gae(rewards.to(target.device), values.to(target.device), **on)
-    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(6, 50), (1, 1), (1, 31), (3, 33), (2, 300), (0, 4), (3, 0)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from turnwise.ops import logprob
 
@@ -86,17 +85,6 @@ def test_capped_logits_that_are_infinite_or_nan(target) -> None:
     assert values[2].isnan()
 
 
-@pytest.mark.parametrize("index", [0, 3, IGNORE])
-def test_any_id_can_be_ignored(target, index) -> None:
-    logits = target.on(torch.randn(4, 6, generator=torch.Generator().manual_seed(1)))
-    targets = target.on(torch.tensor([3, 0, index, 1]))
-    got = logprob(logits, targets, ignore_index=index, backend=target.backend)
-    kept = targets != index
-    plain = logprob(logits, targets.clamp(min=0), backend=target.backend)
-    assert torch.equal(got, torch.where(kept, plain, 0.0))
-    assert kept.sum() < 4
-
-
 def test_a_token_without_weight_has_no_gradient_whatever_its_logits(kernel) -> None:
     given = make(5, 4, 90)
     given["logits"][2] = torch.nan
@@ -126,16 +114,3 @@ def test_the_gradient_takes_the_logits_memory(target, dtype, softcap) -> None:
         assert found == [logits.data_ptr()]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.backward(out, upstream)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_sequences_that_lie_apart(target, inplace) -> None:
-    given = make(1, 3, 6, 40)
-    whole = target.on(given["logits"]).clone().requires_grad_()
-    cut: dict[str, Tensor] = {k: given[k][:, 1:] for k in ("targets", "grad_logprob")}
-    options = {"inplace_backward": inplace, "backend": target.backend}
-    values = logprob((whole * 1.0)[:, :-1], target.on(cut["targets"]), **options)
-    values.backward(target.on(cut["grad_logprob"]))
-    want = run({**cut, "logits": given["logits"][:, :-1].contiguous()}, linear=False, entropy=False)
-    assert_close({"logprob": values.detach().cpu(), "logits": whole.grad[:, :-1].cpu()}, want, 2e-6)
-    assert (whole.grad[:, -1] == 0).all()

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov
+from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, Clip, ClipCov, ImportanceCorrection, KLCov, Rejection
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,13 @@ from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, Clip, ClipCov, ImportanceC
         (lambda: ImportanceCorrection(bounds=("a", "b")), r"ImportanceCorrection\.bounds=\('a', 'b'\)"),
         (lambda: ImportanceCorrection(bounds=(0.5, math.nan)), r"ImportanceCorrection\.bounds"),
         (lambda: ImportanceCorrection(cap=0.5, bounds=(0.5, 5)), r"cap=0\.5: expected more than bounds\[0\] = 0\.5"),
+        (lambda: Rejection("row", "k1", 2.0), r"Rejection\.level='row': expected one of token, seq-sum"),
+        (lambda: Rejection("token", "k4", 2.0), r"Rejection\.estimator='k4'"),
+        (lambda: Rejection("token", "k2", 0), r"Rejection\.high=0: expected a finite number > 0"),
+        (lambda: Rejection("token", "k2", 1.0, 0.5), r"Rejection\.low=0\.5: expected None, as k2 is never negative"),
+        (lambda: Rejection("seq-max", "k1", 2.0), r"level='seq-max': expected estimator 'k2' or 'k3'"),
+        (lambda: Rejection("token", "k1", 0.9), r"Rejection\.low=1\.1.*less than high = 0\.9"),
+        (lambda: Rejection("token", "k1", 2.0, 3.0), r"Rejection\.low=3\.0"),
     ],
 )
 def test_nonsense_raises_when_built(build, message) -> None:

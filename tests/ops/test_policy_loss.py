@@ -173,34 +173,6 @@ def test_what_is_a_metric_alone(make_batch, target) -> None:
         assert value == pytest.approx(entropy[rows][mask[rows]].mean().item(), rel=1e-5)
 
 
-def test_importance_weighted_kl_without_bias() -> None:
-    """Summed over all tokens with the old policy's probabilities, weighted estimates and their gradients are the KL's
-    own, whatever the old policy was; without the weight they are not."""
-    new, old, ref = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double().log_softmax(-1)
-    exact_leaf = new.clone().requires_grad_()
-    lp = exact_leaf.log_softmax(-1)
-    exact = (lp.exp() * (lp - ref)).sum()
-    exact.backward()
-    for weighted in (True, False):
-        for kind in ("k1", "k3"):
-            leaf = new.clone().requires_grad_()
-            kl = {"kl": KL(kind, 1.0, importance_weighted=weighted), "ref_logprobs": ref[:, None]}
-            loss = (old.exp() * losses_by_token(leaf.log_softmax(-1), old, **kl)).sum()
-            loss.backward()
-            assert (loss.item() == pytest.approx(exact.item(), rel=1e-9)) is weighted
-            assert torch.allclose(leaf.grad, exact_leaf.grad, rtol=1e-9) is weighted
-
-
-def losses_by_token(lp: torch.Tensor, old: torch.Tensor, ref_logprobs: torch.Tensor, kl: KL) -> torch.Tensor:
-    """The loss of each token by itself, without an advantage."""
-    none = torch.zeros(1).double()
-    calls = [
-        policy_loss(lp[None, i : i + 1], old[None, i : i + 1], none, ref_logprobs=ref_logprobs[i : i + 1], kl=kl).loss
-        for i in range(len(lp))
-    ]
-    return torch.stack(calls)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Selection, rejection, forms of an argument
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from turnwise.ops import (
     policy_loss,
 )
 
-from .definition import CLIPPED
+from .definition import CLIPPED, run
 
 TOKEN, SEQUENCE = ImportanceCorrection("token", 1.5), ImportanceCorrection("sequence", 3.0)
 REJECTING = ImportanceCorrection("token", 1.3, bounds=(0.6, 1.6))
@@ -52,15 +52,6 @@ OPTIONS: list[dict[str, Any]] = [
     *({"variant": v, "kl": KL("k2", 0.3, w)} for v in KERNELS for w in (False, True)),
     *({"variant": v, "kl": KL("k2", 0.3), "correction": REJECTING} for v in UNFUSED),
 ]
-
-
-def run(arguments: dict[str, Any], **changes: Any) -> tuple[Any, torch.Tensor]:
-    """The result, and the gradient under a loss scale of 2."""
-    arguments = {**arguments, **changes}
-    logprobs = arguments.pop("logprobs").clone().requires_grad_()
-    result = policy_loss(logprobs, **arguments)
-    (result.loss * 2).backward()
-    return result, logprobs.grad / 2
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -1,4 +1,4 @@
-"""Populations: the policy loss with many actors, its workspace, and the exact sums behind its metrics."""
+"""The policy loss of many actors and of rows of few tokens, its workspace, and the exact sums behind its metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from turnwise.ops import KL, Clip, ImportanceCorrection, policy_loss
+from turnwise.ops import (
+    GMPO,
+    GSPO,
+    KL,
+    Clip,
+    ImportanceCorrection,
+    group_advantage,
+    grouped_policy_loss,
+    policy_loss,
+    token_reward_sum,
+)
 
 MEGABYTE = 1 << 20
 FEW, MANY = 24, 25  # the most actors whose sums shared memory holds, and one more
@@ -37,55 +48,60 @@ def test_the_workspace_does_not_grow_with_the_blocks(emulator, monkeypatch) -> N
 # ---------------------------------------------------------------------------------------------------------------------
 # Results
 # ---------------------------------------------------------------------------------------------------------------------
-def batch(actors: int, order: str, seed: int, packed: bool) -> dict[str, Any]:
-    """Streams in float64 whose float32 copies hold the same values. About every fifth token is masked, with NaN."""
+def batch(seed: int, lengths: Tensor, *, packed: bool = True, dtype: torch.dtype = torch.float32, near: float = 0.3):
+    """Streams in float64 that `dtype` holds too. About every fourth token is masked, with NaN, and the first row."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
-    rows = max(30, actors + actors // 2)
-    # Most actors have one or two rows; the last quarter of the ids has none.
-    ids = torch.arange(rows) * 7919 % max(actors * 3 // 4, 1)
-    if order == "sorted":
-        ids = ids.sort().values
-    if packed:
-        lengths = torch.randint(0, 9, (rows,), generator=generator)
-        lengths[:4] = torch.tensor([90, 0, 300, 1])
-        shape: tuple[int, ...] = (int(lengths.sum()),)
-    else:
-        shape = (rows, 13)
+    rows = len(lengths)
+    shape = (int(lengths.sum()),) if packed else (rows, 13)
 
-    def draw(scale: float) -> torch.Tensor:
-        return (scale * torch.randn(shape, generator=generator)).double()
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    logprobs = -3 * torch.rand(shape, generator=generator).double()
+    logprobs = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
     given = {
         "logprobs": logprobs,
-        "old_logprobs": logprobs + draw(0.3),
-        "ref_logprobs": logprobs + draw(0.3),
-        "rollout_logprobs": logprobs + draw(0.3),
-        "entropy": draw(1).abs(),
-        "advantages": torch.randn(rows, generator=generator).double(),
+        "old_logprobs": logprobs + 0.4 * noise(*shape),
+        "ref_logprobs": logprobs + near * noise(*shape),
+        "rollout_logprobs": logprobs + near * noise(*shape),
+        "entropy": noise(*shape).abs(),
+        "advantages": noise(rows),
+        "token_advantages": noise(*shape),
     }
-    given = {name: value.float().double() for name, value in given.items()}
-    mask = torch.rand(shape, generator=generator) < 0.8
+    given = {name: value.to(dtype).double() for name, value in given.items()}
+    mask = torch.rand(shape, generator=generator) < 0.75
+    mask[: int(lengths[0]) if packed else 1] = False
     given["logprobs"][~mask] = torch.nan
-    given |= {"mask": mask, "actor_ids": ids, "num_actors": actors}
+    given["mask"] = mask
     if packed:
-        given["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        given["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return given
 
 
-def run(given: dict[str, Any], backend: str, device: str, dtype: torch.dtype, **options: Any):
+def run(given: dict[str, Any], backend: str, device: str, dtype: torch.dtype, loss: Any = policy_loss, **options: Any):
     """Loss, gradient, metrics and metrics by actor, on the CPU."""
-    tensors = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-    tensors = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in tensors.items()}
+    tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
+    tensors = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in tensors.items()}
     logprobs = tensors.pop("logprobs").detach().clone().requires_grad_()
-    out = policy_loss(logprobs, backend=backend, **tensors, **options)
+    out = loss(logprobs, backend=backend, **tensors, **options)
     out.loss.backward()
-    return (
-        out.loss.detach().cpu(),
-        logprobs.grad.cpu(),
-        *({name: value.cpu() for name, value in table.items()} for table in (out.metrics, out.actor_metrics)),
-    )
+    by_actor = {f"{name} by actor": value for name, value in out.actor_metrics.items()}
+    found = {"loss": out.loss.detach(), "gradient": logprobs.grad, **out.metrics, **by_actor}
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def check(got: dict[str, Tensor], want: dict[str, Tensor], rtol: float, exact: float) -> None:
+    """Loss and gradient within ``rtol``, metrics within ``exact``; a tenth of it for what is near 0."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        close = {"rtol": rtol if name in ("loss", "gradient") else exact, "atol": exact / 10}
+        if name == "gradient":
+            close["atol"] = rtol / 10 * value.abs().max().item()
+        torch.testing.assert_close(got[name].double(), value.double(), **close, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in (*names, "token_advantages")}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,22 +120,109 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_metrics_of_many_actors(kernel, actors: int, order: str, packed: bool, name: str) -> None:
     """Every target against float64. A second run gives the same bits."""
-    given = batch(actors, order, seed=actors + packed, packed=packed)
-    if name == "minimal":
-        del given["rollout_logprobs"], given["entropy"]
+    rows = max(30, actors + actors // 2)
+    # Most actors have one or two rows; the last quarter of the ids has none.
+    ids = torch.arange(rows) * 7919 % max(actors * 3 // 4, 1)
+    if order == "sorted":
+        ids = ids.sort().values
+    lengths = torch.randint(0, 9, (rows,), generator=torch.Generator().manual_seed(actors))
+    lengths[:4] = torch.tensor([90, 0, 300, 1])
+    given = batch(actors + packed, lengths, packed=packed) | {"actor_ids": ids, "num_actors": actors}
+    given = without(given, *(("rollout_logprobs", "entropy") if name == "minimal" else ()))
     want = run(given, "torch", "cpu", torch.float64, **OPTIONS[name])
-    got = run(given, kernel.backend, kernel.device, torch.float32, **OPTIONS[name])
-    again = run(given, kernel.backend, kernel.device, torch.float32, **OPTIONS[name])
-    for mine, same, true in zip(got, again, want, strict=True):
-        assert type(mine) is type(true)
-        if isinstance(mine, torch.Tensor):
-            mine, same, true = {"": mine}, {"": same}, {"": true}
-        assert mine.keys() == true.keys()
-        for key, value in mine.items():
-            assert torch.equal(value, same[key]), key
-            torch.testing.assert_close(
-                value.double(), true[key].double(), rtol=2e-5, atol=2e-6, msg=lambda t, k=key: f"{k}: {t}"
-            )
+    got, again = (run(given, kernel.backend, kernel.device, torch.float32, **OPTIONS[name]) for _ in range(2))
+    check(got, want, 2e-5, 2e-5)
+    assert all(torch.equal(value, again[key]) for key, value in got.items())
+
+
+# Lengths of rows, repeated until there are enough tokens. Short rows share a warp on a GPU; 600 has whole steps of it.
+LENGTHS = {
+    "1": [1],
+    "7": [7],
+    "33": [33],
+    "200": [200],
+    "empty": [0, 0, 3, 0, 1, 0, 0, 0, 0, 2],
+    "short and long": [600, 1, 1, 2, 0, 700, 5, 300, 3, 0, 0, 130],
+}
+TOKENS = 2300  # more than the emulator's warps take in one turn
+
+
+def lengths_of(pattern: str, seed: int) -> Tensor:
+    """Rows of at least ``TOKENS`` tokens together. In a pattern of several lengths each is up to 2 longer."""
+    generator, found = random.Random(seed), []
+    while sum(found) < TOKENS:
+        for length in LENGTHS[pattern]:
+            found.append(length + generator.randrange(3) * (length > 0 and len(LENGTHS[pattern]) > 1))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("pattern", LENGTHS)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("actors", [0, 3])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_short_rows(kernel, pattern: str, dtype: torch.dtype, rtol: float, actors: int, per_token: bool) -> None:
+    """The mask is bytes for advantages per row, and floats per token."""
+    seed = len(pattern) + 10 * actors + per_token
+    lengths = lengths_of(pattern, seed)
+    given = batch(seed, lengths, dtype=dtype)
+    if per_token:
+        given |= {"mask": given["mask"].double(), "advantages": given["token_advantages"]}
+    if actors:
+        given |= {"actor_ids": torch.arange(len(lengths)) * 7919 % actors, "num_actors": actors}
+    given = without(given, "rollout_logprobs", "entropy")
+    options = OPTIONS["minimal"] | {"aggregation": "agent-mean" if actors else "token-mean"}
+    want = run(given, "torch", "cpu", torch.float64, **options)
+    check(run(given, kernel.backend, kernel.device, dtype, **options), want, rtol, 1e-5)
+
+
+@pytest.mark.parametrize("pattern", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_reward_sums_of_short_rows(kernel, pattern: str, dtype: torch.dtype) -> None:
+    """Packed rows over more than a block's chunk, with a mask."""
+    lengths = lengths_of(pattern, 3).repeat(3)
+    given = batch(3, lengths, dtype=dtype)
+    rewards, layout = given["token_advantages"], {name: given[name] for name in ("mask", "cu_seqlens")}
+    got = token_reward_sum(kernel.on(rewards.to(dtype)), **kernel.on(layout), backend=kernel.backend)
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    want = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, row, rewards * given["mask"])
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-6, atol=1e-6)
+
+
+# What the first launch of the loss on a GPU counts and adds up: tokens per row, per actor, and sums per row.
+COUNTED: dict[str, dict[str, Any]] = {
+    "token-mean": {},
+    "seq-mean-token-mean": {"aggregation": "seq-mean-token-mean"},
+    "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum"},
+    "agent-mean, 3": {"aggregation": "agent-mean", "num_actors": 3},
+    "agent-mean, 40": {"aggregation": "agent-mean", "num_actors": 40},  # more than a warp has lanes
+    "GSPO": {"variant": GSPO(0.1, 0.2), "kl": KL("k3", 0.1, importance_weighted=True)},
+    "GMPO": {"variant": GMPO(0.2, 0.3)},
+    "sequence": {"correction": ImportanceCorrection("sequence", cap=1.5)},
+}
+
+
+@pytest.mark.parametrize("pattern", LENGTHS)
+@pytest.mark.parametrize("counted", COUNTED)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64])
+def test_counts_and_sums_of_rows(kernel, pattern: str, counted: str, mask_dtype: torch.dtype) -> None:
+    """Both losses, from packed rows: ``policy_loss``, and ``grouped_policy_loss`` with rewards per token."""
+    seed, options = len(pattern) + len(counted), COUNTED[counted]
+    lengths = lengths_of(pattern, seed)
+    rows, given = len(lengths), batch(seed, lengths, near=0.1)
+    layout = {"mask": given["mask"].to(mask_dtype), "cu_seqlens": given["cu_seqlens"]}
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, max(rows // 4, 1), (rows,), generator=generator)
+    if "num_actors" in options:
+        given["actor_ids"] = torch.randint(0, options["num_actors"], (rows,), generator=generator)
+    rewards = given["token_advantages"]
+    sums = token_reward_sum(rewards, **layout, backend="torch")
+    needed = {"kl": "ref_logprobs", "correction": "rollout_logprobs"}
+    unused = ["entropy", *(stream for option, stream in needed.items() if option not in options)]
+    given = without(given | layout | {"advantages": group_advantage(sums, ids, backend="torch")}, *unused)
+    want = run(given, "torch", "cpu", torch.float64, **options)
+    grouped = without(given, "advantages") | {"token_rewards": rewards, "group_ids": ids}
+    for streams, loss in ((given, policy_loss), (grouped, grouped_policy_loss)):
+        check(run(streams, kernel.backend, kernel.device, torch.float32, loss, **options), want, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("actors", [2, 40])
@@ -130,11 +233,11 @@ def test_what_is_not_finite_stays_with_its_actor(kernel, actors: int) -> None:
     given |= {"actor_ids": torch.arange(80) % actors, "num_actors": actors, "entropy": torch.ones(80, 6)}
     given["old_logprobs"][1, 3] = math.nan
     given["entropy"][0, 0] = math.inf
-    _, _, metrics, by_actor = run(given, kernel.backend, kernel.device, torch.float32)
-    assert by_actor["approx_kl_k1"].isnan().tolist() == [actor == 1 for actor in range(actors)]
-    assert by_actor["ratio_max"].isnan().tolist() == [actor == 1 for actor in range(actors)]
-    assert by_actor["entropy"].isinf().tolist() == [actor == 0 for actor in range(actors)]
-    assert math.isnan(metrics["approx_kl_k1"]) and math.isinf(metrics["entropy"])
+    found = run(given, kernel.backend, kernel.device, torch.float32)
+    for name in ("approx_kl_k1", "ratio_max"):
+        assert found[f"{name} by actor"].isnan().tolist() == [actor == 1 for actor in range(actors)]
+    assert found["entropy by actor"].isinf().tolist() == [actor == 0 for actor in range(actors)]
+    assert math.isnan(found["approx_kl_k1"]) and math.isinf(found["entropy"])
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
@@ -150,8 +253,48 @@ def test_agent_mean_leaves_out_actors_without_tokens(kernel, given: bool) -> Non
     if given:
         arguments["normalizer"] = counts
     expected = -sum(float((torch.arange(60.0) * lengths)[ids == actor].sum() / counts[actor]) for actor in ids.unique())
-    loss, *_ = run(arguments, kernel.backend, kernel.device, torch.float32, aggregation="agent-mean")
-    assert float(loss) == pytest.approx(expected / 30, rel=1e-6)
+    found = run(arguments, kernel.backend, kernel.device, torch.float32, aggregation="agent-mean")
+    assert float(found["loss"]) == pytest.approx(expected / 30, rel=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_rows_in_wider_memory_and_threads(aggregation: str, per_token: bool) -> None:
+    """On a CPU: rows of 7 side by side, the same rows apart from one another, and several threads."""
+    generator = torch.Generator().manual_seed(5)
+    rows, width = 6000, 7  # more tokens than one thread takes
+    wide = {name: torch.randn(rows, 2 * width, generator=generator) for name in ("lp", "old", "ref", "a")}
+    mask = torch.rand(rows, 2 * width, generator=generator) < 0.8
+    near = {name: value[:, :width] if name == "lp" else wide["lp"] + 0.3 * value for name, value in wide.items()}
+
+    def run(side_by_side: bool, threads: int) -> list[Tensor]:
+        def take(tensor: Tensor) -> Tensor:
+            return tensor[:, :width].contiguous() if side_by_side else tensor[:, :width]
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            leaf = take(wide["lp"]).detach().requires_grad_()
+            result = policy_loss(
+                leaf,
+                take(near["old"]),
+                take(wide["a"]) if per_token else wide["a"][:, 0],
+                mask=take(mask),
+                ref_logprobs=take(near["ref"]),
+                kl=KL("k3", 0.1),
+                aggregation=aggregation,
+                backend="native",
+            )
+            result.loss.backward()
+        finally:
+            torch.set_num_threads(before)
+        assert leaf.grad is not None
+        return [result.loss.detach(), *result.metrics.values(), leaf.grad]
+
+    joined = run(True, 1)
+    for threads in (2, 3):
+        assert all(map(torch.equal, run(True, threads), joined))
+    torch.testing.assert_close(run(False, 1), joined, rtol=1e-5, atol=1e-7)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,6 @@ def test_sums_and_returns_equal_the_loop_padded_and_packed(target, rows: int, wi
     sums = token_reward_sum(given, mask=on, **use)
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums.cpu().double(), sums_by_loop(exact, mask), rtol=1e-6, atol=1e-6)
-    assert torch.equal(token_reward_sum(given, mask=on, **use), sums)  # equal bits run to run
     again = token_reward_sum(stream.to(target.device), **form, **use)
     torch.testing.assert_close(again, sums, rtol=1e-6, atol=1e-6)
 

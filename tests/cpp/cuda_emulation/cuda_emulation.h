@@ -36,21 +36,9 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
-struct alignas(8) float2 {
-    float x, y;
-};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
-struct alignas(16) double2 {
-    double x, y;
-};
-inline float2 make_float2(float x, float y) {
-    return {x, y};
-}
-inline float4 make_float4(float x, float y, float z, float w) {
-    return {x, y, z, w};
-}
 
 // ---- Host calls ----------------------------------------------------------------------------------------------------
 enum cudaError_t { cudaSuccess, cudaErrorInsufficientDriver = 35, cudaErrorNoKernelImageForDevice = 209 };
@@ -198,9 +186,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 inline int __any_sync(unsigned mask, int predicate) {
     return __ballot_sync(mask, predicate) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate) {
-    return __ballot_sync(mask, predicate) == 0xffffffffu;
-}
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value) {
     unsigned same = 0;
@@ -226,12 +211,6 @@ T atomicAdd(T* to, std::common_type_t<T> value) {
     static_assert(std::is_integral_v<T>, "sums of floats in any order differ from run to run");
     const T before = turnwise::emulation::before_atomic(to);
     *to = T(before + value);
-    return before;
-}
-template <class T>
-T atomicMin(T* to, std::common_type_t<T> value) {
-    const T before = turnwise::emulation::before_atomic(to);
-    if (value < before) *to = value;
     return before;
 }
 template <class T>
@@ -293,14 +272,8 @@ To turnwise_bit_cast(From from) {
     std::memcpy(&to, &from, sizeof to);
     return to;
 }
-inline int __float_as_int(float x) {
-    return turnwise_bit_cast<int>(x);
-}
 inline unsigned __float_as_uint(float x) {
     return turnwise_bit_cast<unsigned>(x);
-}
-inline float __int_as_float(int x) {
-    return turnwise_bit_cast<float>(x);
 }
 inline float __uint_as_float(unsigned x) {
     return turnwise_bit_cast<float>(x);
@@ -316,24 +289,6 @@ inline int __popc(unsigned x) {
 }
 inline int __ffs(int x) {
     return __builtin_ffs(x);
-}
-inline int __clz(int x) {
-    return x == 0 ? 32 : __builtin_clz(unsigned(x));
-}
-inline float __expf(float x) {
-    return expf(x);
-}
-inline float __logf(float x) {
-    return logf(x);
-}
-inline float __fdividef(float a, float b) {
-    return a / b;
-}
-inline long long __double2ll_rn(double x) {
-    return std::llrint(x);
-}
-inline unsigned __float2uint_rn(float x) {
-    return unsigned(std::lrint(x));
 }
 template <class T>
 T min(T a, T b) {

@@ -1,15 +1,12 @@
 """Ops whose vocabulary or tokens are split over two or four processes give the results of one process.
 
-The processes talk over gloo on the CPU and are started once per number of them; each is this file run as a script.
+`ranks.py` starts the processes once per number of them.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -113,27 +110,33 @@ def padded(stream: Tensor) -> Tensor:
     return torch.stack([torch.cat([r, torch.full((max(LENGTHS) - len(r),), empty, dtype=r.dtype)]) for r in rows])
 
 
+def share(case: Case, given: dict[str, Tensor], rank: int | None, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves of a head, of which a rank has some columns, and the call's other arguments."""
+    columns = slice(None) if rank is None else slice(*SPLITS[world][rank : rank + 2])
+    names = ("logits",) if case.op == "logprob" else ("hidden", "weight", "bias")
+    cut = {"logits": given["logits"][:, columns], "hidden": given["hidden"]}
+    cut |= {name: given[name][columns] for name in ("weight", "bias")}
+    options, leaves = dict(case.options), {name: cut[name].clone().requires_grad_() for name in names}
+    ignored = torch.arange(TOKENS) % 5 == 2 if "ignore_index" in options else torch.zeros(TOKENS, dtype=torch.bool)
+    options["targets"] = given["targets"].masked_fill(ignored, IGNORE)
+    if "bias" in leaves:
+        options["bias" if rank is None else "bias_shard"] = leaves["bias"]
+    return leaves, options
+
+
 def logprob_case(case: Case, given: dict[str, Tensor], rank: int | None, world: int) -> dict[str, Tensor]:
     """Values and gradients. ``rank`` is ``None`` for one process with everything."""
-    options, alone = dict(case.options), rank is None
-    columns = slice(None) if rank is None else slice(*SPLITS[world][rank : rank + 2])
-    options["backend"] = case.backend
-    targets = given["targets"]
-    if "ignore_index" in options:
-        targets = targets.masked_fill(torch.arange(TOKENS) % 5 == 2, IGNORE)
+    alone = rank is None
+    leaves, options = share(case, given, rank, world)
+    targets, options["backend"] = options.pop("targets"), case.backend
     if case.op == "logprob":
-        leaf = given["logits"][:, columns].clone().requires_grad_()
-        leaves, logits, function = {"logits": leaf}, leaf * 1.0, ops.logprob if alone else ops.vocab_parallel_logprob
+        logits, function = leaves["logits"] * 1.0, ops.logprob if alone else ops.vocab_parallel_logprob
         if options.pop("rows", False):
             logits, targets = logits.view(1, TOKENS, -1), targets.view(1, TOKENS)
         out = function(logits, targets, **options)
     else:
-        leaves = {k: (given[k][columns] if k != "hidden" else given[k]).clone().requires_grad_() for k in
-                  ("hidden", "weight", "bias")}  # fmt: skip
         if options.pop("positions", False):
             options["positions"] = (torch.arange(TOKENS) * 7) % 30
-        name = "" if alone else "_shard"
-        options["bias" + name] = leaves["bias"]
         call: Callable[..., Any] = ops.linear_logprob if alone else ops.vocab_parallel_linear_logprob
         out = call(leaves["hidden"], leaves["weight"], targets, **options)
     values, entropy = out if "entropy" in options else (out, None)
@@ -148,19 +151,12 @@ def logprob_case(case: Case, given: dict[str, Tensor], rank: int | None, world: 
 
 
 def head_loss_case(case: Case, given: dict[str, Tensor], rank: int | None, world: int) -> dict[str, Tensor]:
-    options, alone = dict(case.options), rank is None
-    columns = slice(None) if rank is None else slice(*SPLITS[world][rank : rank + 2])
-    targets = given["targets"]
-    if "ignore_index" in options:
-        targets = targets.masked_fill(torch.arange(TOKENS) % 5 == 2, IGNORE)
-    leaves = {k: (given[k][columns] if k != "hidden" else given[k]).clone().requires_grad_() for k in
-              ("hidden", "weight", "bias")}  # fmt: skip
-    function: Callable[..., Any] = ops.linear_policy_loss if alone else ops.vocab_parallel_linear_policy_loss
-    options["bias" + ("" if alone else "_shard")] = leaves["bias"]
+    leaves, options = share(case, given, rank, world)
+    function: Callable[..., Any] = ops.linear_policy_loss if rank is None else ops.vocab_parallel_linear_policy_loss
     result = function(
-        leaves["hidden"], leaves["weight"], targets, given["old"] - 3, given["advantages"], mask=given["mask"],
-        cu_seqlens=given["cu_seqlens"], ref_logprobs=given["ref"] - 3 if "kl" in options else None,
-        actor_ids=given["actor_ids"], num_actors=3, **options,
+        leaves["hidden"], leaves["weight"], options.pop("targets"), given["old"] - 3, given["advantages"],
+        mask=given["mask"], cu_seqlens=given["cu_seqlens"], actor_ids=given["actor_ids"], num_actors=3,
+        ref_logprobs=given["ref"] - 3 if "kl" in options else None, **options,
     )  # fmt: skip
     result.loss.backward()
     return {"loss": result.loss, **result.metrics} | {name: leaf.grad for name, leaf in leaves.items()}
@@ -283,19 +279,13 @@ def small_tiles(setter: Callable[[Any, str, Any], None]) -> None:
     setter(chunks, "_COLUMNS", 64)
 
 
-def work(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, world: int) -> dict[str, Any]:
     small_tiles(setattr)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     found: dict[str, Any] = {
         str(case): RUN[case.op](case, make(getattr(torch, case.dtype)), rank, world) for case in CASES
     }
     found["mistakes"] = {name: failure(call) for name, call in mistakes(rank, world).items()}
-    torch.save(found, folder / f"{rank}.pt")
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(world)])
-    os._exit(0)  # taking gloo down, its threads and all, now and then aborts in the interpreter's last moments
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -353,7 +343,3 @@ def test_mistakes_raise_on_every_rank(ranks, name) -> None:
 def test_without_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group first"):
         ops.vocab_parallel_logprob(torch.zeros(1, 2), torch.zeros(1).long())
-
-
-if __name__ == "__main__":
-    work(int(sys.argv[3]), int(sys.argv[2]), Path(sys.argv[1]))

@@ -245,18 +245,13 @@ def test_metrics(trl_loss: Any, streams: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Where TRL is off
 # ---------------------------------------------------------------------------------------------------------------------
-def test_kl_of_a_far_reference(trl_loss: Any, streams: Any) -> None:
-    """TRL's k3 is not clamped: a reference 100 nats off makes the float32 loss inf or NaN; ours stays finite."""
+def test_a_far_reference_and_a_far_policy(trl_loss: Any, streams: Any) -> None:
+    """TRL clamps neither k3 nor the ratio: 100 nats off, both make the float32 loss inf or NaN. Ours stays finite."""
     s = streams(3)
     s.ref = s.logprobs + 100
-    theirs = trl_loss(s, s.logprobs, beta=0.04)
-    ours = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=KL("k3", 0.04), ref_logprobs=s.ref).loss
-    assert not theirs.isfinite() and ours.isfinite()
-
-
-def test_ratio_of_a_far_policy(trl_loss: Any, streams: Any) -> None:
-    """Nor is its ratio, exp(100) = inf, which a negative advantage lets through; ours is clamped at exp(20)."""
-    s = streams(3)
+    assert not trl_loss(s, s.logprobs, beta=0.04).isfinite()
+    kl = {"kl": KL("k3", 0.04), "ref_logprobs": s.ref}
+    assert policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, **kl).loss.isfinite()
     s.old, s.advantages = s.logprobs - 100, -torch.ones_like(s.advantages)
     assert not trl_loss(s, s.logprobs).isfinite()
     assert policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask).loss.isfinite()

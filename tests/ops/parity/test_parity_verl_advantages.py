@@ -11,8 +11,11 @@ from torch import Tensor
 
 from turnwise.ops import factorize, group_advantage
 
+from ..conftest import TARGETS
+
 pytestmark = pytest.mark.slow
 
+CPU = TARGETS["native"]
 SEEDS = 300
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -34,25 +37,37 @@ def theirs(estimator: Any, rewards: Tensor, uids: np.ndarray, mask: Tensor | Non
     return estimator(token_level_rewards=token_rewards, response_mask=mask, index=uids, **options)[0][:, 0]
 
 
-@pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])
-def test_grpo(verl: Any, target: Any, seeds: Any, by_std: bool) -> None:
+def ours(target: Any, rewards: Tensor, *keys: Any, **rule: Any) -> Tensor:
+    """Our advantages of rows grouped by their keys. A question's only answer keeps its reward, as at verl (``raw``)."""
+    ids, groups = factorize(*keys)
+    given = target.on({"rewards": rewards, "group_ids": ids, "singleton": "raw", **rule})
+    return group_advantage(**given, num_groups=groups, backend=target.backend).cpu().double()
+
+
+# By name verl's estimator, its settings, and our rule. Alone in its group, an answer keeps its reward with the loop of
+# RLOO and gets 0 from its vectorised form.
+RULES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "grpo": ("grpo", {"norm_adv_by_std_in_grpo": True}, {}),
+    "grpo, not divided": ("grpo", {"norm_adv_by_std_in_grpo": False}, {"scale": "none"}),
+    "rloo": ("rloo", {}, {"center": "leave_one_out", "scale": "none"}),
+    "rloo, vectorised": ("rloo_vectorized", {}, {"center": "leave_one_out", "scale": "none", "singleton": "zero"}),
+    "opo": ("opo", {}, {"center": "length_weighted", "scale": "none"}),
+    "gpg": ("gpg", {}, {"scale": "none"}),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_estimators(verl: Any, target: Any, seeds: Any, name: str) -> None:
+    estimator, settings, rule = RULES[name]
     for seed in seeds():
-        rewards, uids, _ = draw(seed)
-        ids, groups = factorize(uids)
-        expected = theirs(verl.compute_grpo_outcome_advantage, rewards, uids, norm_adv_by_std_in_grpo=by_std)
-        scale = "std" if by_std else "none"
-        got = group_advantage(
-            rewards.to(target.device),
-            ids.to(target.device),
-            num_groups=groups,
-            scale=scale,
-            eps=1e-6,
-            singleton="raw",
-            backend=target.backend,
-        )
-        torch.testing.assert_close(
-            got.cpu().double(), expected, **TOLERANCE, msg=lambda text, s=seed: f"seed {s}: {text}"
-        )
+        rewards, uids, generator = draw(seed)
+        lengths = torch.from_numpy(generator.integers(1, 9, size=len(rewards)))
+        mask = (torch.arange(8)[None] < lengths[:, None]).long()
+        expected = theirs(getattr(verl, f"compute_{estimator}_outcome_advantage"), rewards, uids, mask, **settings)
+        got = ours(target, rewards, uids, lengths=lengths, **rule)
+        if name == "gpg":  # times batch size over the number of rewards that are not 0
+            got = got * (len(rewards) / max(int((rewards != 0).sum()), 1))
+        torch.testing.assert_close(got, expected, **TOLERANCE, msg=lambda text, s=seed: f"seed {s}: {text}")
 
 
 @pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])
@@ -62,63 +77,32 @@ def test_grpo_vectorized(verl: Any, by_std: bool) -> None:
     for seed in range(SEEDS):
         rewards, uids, _ = draw(seed)
         rewards = (rewards * 10).round() / 8
-        ids, groups = factorize(uids)
         expected = theirs(verl.compute_grpo_vectorized_outcome_advantage, rewards, uids, norm_adv_by_std_in_grpo=by_std)
-        got = group_advantage(rewards, ids, num_groups=groups, scale="std" if by_std else "none", singleton="raw")
-        torch.testing.assert_close(got.double(), expected.double(), rtol=1e-5, atol=1e-5)
+        got = ours(CPU, rewards, uids, scale="std" if by_std else "none")
+        torch.testing.assert_close(got, expected.double(), **TOLERANCE)
 
 
-def test_rloo(verl: Any, target: Any, seeds: Any) -> None:
-    """A question with one answer: the loop keeps its reward (``raw``), the vectorised form gives 0 (``zero``)."""
-    for seed in seeds():
-        rewards, uids, _ = draw(seed)
-        ids, groups = factorize(uids)
-        for estimator, singleton in (
-            (verl.compute_rloo_outcome_advantage, "raw"),
-            (verl.compute_rloo_vectorized_outcome_advantage, "zero"),
-        ):
-            got = group_advantage(
-                rewards.to(target.device),
-                ids.to(target.device),
-                num_groups=groups,
-                center="leave_one_out",
-                scale="none",
-                singleton=singleton,
-                backend=target.backend,
-            )
-            torch.testing.assert_close(got.cpu().double(), theirs(estimator, rewards, uids), **TOLERANCE)
-
-
-def test_opo(verl: Any, target: Any, seeds: Any) -> None:
-    for seed in seeds():
-        rewards, uids, generator = draw(seed)
-        ids, groups = factorize(uids)
-        lengths = torch.from_numpy(generator.integers(1, 9, size=len(rewards)))
-        mask = (torch.arange(8)[None] < lengths[:, None]).long()
-        expected = theirs(verl.compute_opo_outcome_advantage, rewards, uids, mask)
-        got = group_advantage(
-            rewards.to(target.device),
-            ids.to(target.device),
-            num_groups=groups,
-            lengths=lengths.to(target.device),
-            center="length_weighted",
-            scale="none",
-            singleton="raw",
-            backend=target.backend,
-        )
-        torch.testing.assert_close(got.cpu().double(), expected, **TOLERANCE)
-
-
-def test_gpg(verl: Any, target: Any, seeds: Any) -> None:
-    """Centred rewards times batch size over the number of rewards that are not 0."""
-    for seed in seeds():
-        rewards, uids, _ = draw(seed)
-        ids, groups = factorize(uids)
-        share = len(rewards) / max(int((rewards != 0).sum()), 1)
-        rule = {"num_groups": groups, "scale": "none", "singleton": "raw", "backend": target.backend}
-        got = share * group_advantage(rewards.to(target.device), ids.to(target.device), **rule).cpu()
-        expected = theirs(verl.compute_gpg_outcome_advantage, rewards, uids)
-        torch.testing.assert_close(got.double(), expected, **TOLERANCE)
+@pytest.mark.parametrize("by_std", [True, False], ids=["std", "no-std"])
+def test_dr_mas(verl: Any, by_std: bool) -> None:
+    """Dr. MAS (https://arxiv.org/abs/2602.08847) is no package; it calls verl's GRPO with (question, agent) in place of
+    the question. It is compared with a global baseline, where a rollout counts once, with the mean of its rows."""
+    for seed in range(SEEDS):
+        generator = np.random.default_rng(seed)
+        # Up to 8 rollouts of two questions call each of three agents 0 to 3 times.
+        calls = np.repeat(np.arange(int(generator.integers(1, 9)) * 3), 2)
+        calls = generator.choice(calls, size=int(generator.integers(1, len(calls) + 1)), replace=False)
+        rollouts, agents = calls // 3, calls % 3
+        questions = rollouts % 2
+        rewards = torch.tensor(generator.integers(0, 5, size=len(calls)) / 4, dtype=torch.float32)
+        grpo, how = verl.compute_grpo_outcome_advantage, {"norm_adv_by_std_in_grpo": by_std}
+        scale = "std" if by_std else "none"
+        by_agent = theirs(grpo, rewards, np.array([f"{q}/{a}" for q, a in zip(questions, agents, strict=True)]), **how)
+        torch.testing.assert_close(ours(CPU, rewards, questions, agents, scale=scale), by_agent, **TOLERANCE)
+        names, rows = np.unique(rollouts, return_inverse=True)
+        means = torch.stack([rewards.double()[rollouts == name].mean() for name in names])
+        rule = {"pool": "trajectory", "trajectory_ids": torch.from_numpy(rollouts), "scale": scale}
+        by_question = theirs(grpo, means, names % 2, **how)[rows]
+        torch.testing.assert_close(ours(CPU, rewards, questions, **rule), by_question, **TOLERANCE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

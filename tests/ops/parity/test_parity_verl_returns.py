@@ -56,18 +56,6 @@ def test_gae(verl: Any, streams: Any, target: Any, seeds: Any) -> None:
         assert advantages[~s.mask].eq(0).all() and got[~s.mask].eq(0).all()
 
 
-def test_sum(verl: Any, streams: Any, target: Any, seeds: Any) -> None:
-    """verl's GRPO adds a row's rewards up by itself: a group of one, not divided, leaves that sum."""
-    for seed in seeds(4):
-        rewards, mask, s = draw(streams, seed)
-        alone = [f"q{row}" for row in range(len(rewards))]
-        expected = verl.compute_grpo_outcome_advantage(
-            rewards.double() * mask, torch.ones_like(mask), alone, norm_adv_by_std_in_grpo=False
-        )[0][:, 0]
-        got = token_reward_sum(rewards.to(target.device), mask=s.on(target).mask, backend=target.backend).cpu()
-        torch.testing.assert_close(got.double(), expected, **TOLERANCE)
-
-
 def test_rewards_outside_the_mask(verl: Any) -> None:
     """verl's estimators add up rewards of tokens that don't train, too; ours leave them out."""
     rewards, mask = torch.tensor([[1.0, 5.0]]), torch.tensor([[1.0, 0.0]])

@@ -1,16 +1,19 @@
-"""The rule GDPO against verl's estimator and against the advantages of TRL's own trainer."""
+"""The rules GDPO and REINFORCE++ against verl's estimators, GDPO against the advantages of TRL's own trainer too."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from turnwise.credit import GDPOCredit, credit_columns
+from turnwise.credit import GDPOCredit, ReinforcePPCredit, credit_columns
+
+from ...credit.conftest import sample
 
 pytestmark = pytest.mark.slow
 
@@ -96,33 +99,33 @@ def test_trl(peer: Any, tmp_path: Path) -> None:
         inputs = [{"prompt": "w1"}] * 4 + [{"prompt": "w2"}] * 4
         theirs = trainer._generate_and_score_completions(inputs)["advantages"]
 
-    samples = _samples(right, brief)
+    samples = [
+        sample(str(row), group_id=row // 4, info={"rewards": {"right": a} | ({} if row == 5 else {"brief": b})})
+        for row, (a, b) in enumerate(zip(right, brief, strict=True))
+    ]
     ours = GDPOCredit(rewards={"right": 1.0, "brief": 0.5}, eps=1e-4).compute_columns(samples)
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-5)
     assert np.abs(ours).max() > 1
 
 
-def _samples(right: list[float], brief: list[float]) -> list[Any]:
-    from turnwise.types import Sample
-
-    return [
-        Sample(
-            group_id=place // 4,
-            episode_type="e",
-            actor="a",
-            turn=0,
-            branch=0,
-            tree_node=None,
-            rollout_id=str(place),
-            step_index=0,
-            policy="p",
-            prompt_token_ids=[1],
-            completion_token_ids=[2],
-            rollout_logprobs=[-1.0],
-            policy_versions=[(1, 0)],
-            reward=0.0,
-            trajectory_reward=0.0,
-            info={"rewards": {"right": right[place]} | ({} if place == 5 else {"brief": brief[place]})},
-        )
-        for place in range(8)
-    ]
+@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_reinforce_pp(verl: Any, seed: int, baseline: bool) -> None:
+    """verl whitens with the unbiased variance: a factor, nothing else."""
+    rng = np.random.default_rng(seed)
+    rewards, lengths = rng.normal(size=12), rng.integers(1, 9, size=12)
+    uids = np.array([f"q{row % 4}" for row in range(12)], dtype=object)
+    mask = torch.arange(8)[None] < torch.tensor(lengths)[:, None]
+    token_rewards = torch.zeros(12, 8, dtype=torch.float64)
+    token_rewards[torch.arange(12), torch.tensor(lengths) - 1] = torch.tensor(rewards)
+    name = "baseline_outcome_advantage" if baseline else "outcome_advantage"
+    theirs, _ = getattr(verl, f"compute_reinforce_plus_plus_{name}")(
+        token_level_rewards=token_rewards,
+        response_mask=mask.long(),
+        index=uids,
+        config=SimpleNamespace(gamma=1.0),
+    )
+    expected = theirs[:, 0].numpy() * np.sqrt(lengths.sum() / (lengths.sum() - 1))
+    rule = ReinforcePPCredit(baseline=baseline)
+    ours = credit_columns(rule, rewards, questions=list(uids), lengths=list(lengths))
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6, err_msg=f"seed {seed}")
