@@ -90,6 +90,7 @@ target_success = 0.5
 SECOND_LOOK = """
 run_dir = "{run_dir}"
 [policies.default]
+path = "no/such/folder"
 [policies.extra]
 [credit]
 rule = "gropo"
@@ -100,6 +101,9 @@ nobody = "default"
 [warm_start]
 steps = 1
 data = "nowhere.jsonl"
+[[phases]]
+train = ["critic"]
+steps = 1
 """
 
 
@@ -107,7 +111,18 @@ data = "nowhere.jsonl"
     ("text", "keys"),
     [
         (MISTAKES, ["stepz", "policies.default.dtype", "rollout.branches", "update.lr", "loss.kl.estimator", "eval"]),
-        (SECOND_LOOK, ["policies.extra", "credit.rule", "loss.type", "actors.nobody", "warm_start.data"]),
+        (
+            SECOND_LOOK,
+            [
+                "policies.default.path",
+                "policies.extra",
+                "credit.rule",
+                "loss.type",
+                "actors.nobody",
+                "warm_start.data",
+                "phases.0.train",
+            ],
+        ),
     ],
 )
 def test_all_mistakes_at_once_and_nothing_on_disk(tmp_path, monkeypatch, capsys, text, keys):
