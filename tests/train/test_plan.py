@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from turnwise.tasks.tiny import build_model, build_tokenizer
@@ -283,3 +284,15 @@ def test_the_split_of_a_config():
 def test_impossible_numbers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_size_reads_no_weights(tiny, tmp_path):
+    """A folder with config.json alone is enough, and the engine's weights have the dtype of the files."""
+    model = tiny[1]
+    config = model.config.to_dict() | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = config_from_dict({"policies": {"default": {"path": str(tmp_path), "dtype": "float32"}}})
+    work, _ = workload_of(settings, lambda: None)
+    assert work.model.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (work.model.weight_bytes, work.model.train_bytes) == (2, 4)
+    assert torch.float32 == next(model.parameters()).dtype
