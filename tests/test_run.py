@@ -299,14 +299,6 @@ def test_what_a_policys_section_asks_for_holds_for_the_tiny_model_too(tmp_path):
     assert [request.timeout for request in run.arena.get_batch()] == [1.5] * 4
 
 
-def test_a_frozen_policy_keeps_no_reference(tmp_path):
-    changes = {"loss": {"kl": {"coef": 0.1}}, "warm_start": {"steps": 0}}
-    for trainable in (True, False):
-        policies = {"default": {"trainable": trainable}}
-        run = build_run(config_of(tmp_path / str(trainable), policies=policies, **changes))
-        assert (run.trainer.policies["default"].reference is not None) is trainable
-
-
 def test_a_run_in_which_nothing_would_train_is_refused(tmp_path):
     config = config_of(tmp_path, policies={"default": {"trainable": False}}, warm_start={"steps": 0})
     with pytest.raises(ConfigError, match=r"'policies': none is trainable, so 2 steps would train nothing"):
@@ -429,22 +421,6 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     run.train()
     assert moved(run, before) == {"solver", "rival"}
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
-
-
-def test_everything_wrong_is_told_at_once(tmp_path):
-    policies = {"default": {"path": "no/such/folder"}, "coder": {}}
-    wrong = config_of(
-        tmp_path / "run",
-        policies=policies,
-        actors={"revizer": "default"},
-        credit={"rule": "gropo"},
-        phases=[{"train": ["critic"], "steps": 1}],
-    )
-    with pytest.raises(ConfigError) as error:
-        build_run(wrong)
-    for told in ("'credit.rule'", "'actors.revizer'", "'policies.coder'", "'phases.0.train'", "no/such/folder"):
-        assert told in str(error.value)
-    assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

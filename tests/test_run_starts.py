@@ -39,21 +39,6 @@ def test_nothing_to_train_is_told(tmp_path, capsys):
     assert not (tmp_path / "policies").exists()
 
 
-@pytest.mark.slow
-def test_a_start_from_another_runs_episodes(tmp_path, capsys):
-    # So many supervised steps that the model ends some of what it samples.
-    train_from_config(config_of(tmp_path / "first", steps=1, warm_start={"steps": 60, "batch_size": 32, "lr": 1e-2}))
-    record = tmp_path / "first" / "rollouts.jsonl"
-    steps = [step for line in record.read_text().splitlines() for step in json.loads(line)["steps"]]
-    finished = sum(step["finish_reason"] == "stop" and step["trainable"] for step in steps)
-    assert finished
-    capsys.readouterr()
-    warm_start = {**SMALL["warm_start"], "data": str(record), "min_reward": -9}
-    train_from_config(config_of(tmp_path / "second", steps=0, warm_start=warm_start))
-    said = capsys.readouterr().out.replace("\n", "")
-    assert f"warm start on {finished} rows of {record}" in said and "warm start of policy 'default': 3 steps" in said
-
-
 def test_a_start_from_rows_of_one_actor(tmp_path, capsys):
     chat = [{"role": "user", "content": "1234"}]
     path = tmp_path / "rows.jsonl"
@@ -90,6 +75,7 @@ target_success = 0.5
 SECOND_LOOK = """
 run_dir = "{run_dir}"
 [policies.default]
+path = "no/such/folder"
 [policies.extra]
 [credit]
 rule = "gropo"
@@ -100,6 +86,9 @@ nobody = "default"
 [warm_start]
 steps = 1
 data = "nowhere.jsonl"
+[[phases]]
+train = ["critic"]
+steps = 1
 """
 
 
@@ -107,7 +96,18 @@ data = "nowhere.jsonl"
     ("text", "keys"),
     [
         (MISTAKES, ["stepz", "policies.default.dtype", "rollout.branches", "update.lr", "loss.kl.estimator", "eval"]),
-        (SECOND_LOOK, ["policies.extra", "credit.rule", "loss.type", "actors.nobody", "warm_start.data"]),
+        (
+            SECOND_LOOK,
+            [
+                "policies.default.path",
+                "policies.extra",
+                "credit.rule",
+                "loss.type",
+                "actors.nobody",
+                "warm_start.data",
+                "phases.0.train",
+            ],
+        ),
     ],
 )
 def test_all_mistakes_at_once_and_nothing_on_disk(tmp_path, monkeypatch, capsys, text, keys):

@@ -40,6 +40,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hosted", {"learner": {}}, "'learner.type' = 'local': expected 'tinker' with rollout.client"),
     ("hosted", {"rollout": {"client": "tinker", "temperature": 1.2}}, "'rollout.temperature' = 1.2: expected 1"),
     ("hosted", {"loss": {"type": "gspo"}}, "'loss.type' = 'gspo': a Tinker server has no loss GSPO: expected 'clip-h"),
+    ("hosted", {"loss": {"type": "sapo"}}, "'loss.type' = 'sapo': a Tinker server has no loss SAPO: expected 'clip-h"),
+    ("hosted", {"loss": {"type": "kl-cov"}}, "'loss.type' = 'kl-cov': a Tinker server has no loss KLCov: expected"),
     ("hosted", {"loss": {"options": {"dual_clip": 3.0}}}, "'loss.type' = 'clip-higher': loss.options.dual_clip = 3.0"),
     ("hosted", {"loss": {"kl": {"coef": 0.1}}}, "'loss.kl.coef' = 0.1: .*expected 0, or loss.kl.apply_to = 'reward'"),
     ("hosted", {"loss": {"entropy_coef": 0.1}}, "'loss.entropy_coef' = 0.1: its losses have no entropy bonus"),

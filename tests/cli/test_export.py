@@ -149,6 +149,9 @@ def test_an_adapter_needs_no_weights_of_its_base(run: Any, tmp_path: Path, monke
     (one,), manifest = export_checkpoint(config, tmp_path, only=["editor"])
     assert read == ["policy-editor.safetensors"] and manifest["step"] == 2
     assert one.base == str(run[0] / "base") and not (one.folder / "merged").exists()
+    adapter = json.loads((one.folder / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == one.base and not (tmp_path / "bases").exists()
+    assert (adapter["r"], adapter["peft_type"], adapter["inference_mode"]) == (2, "LORA", True)
 
 
 def test_what_is_not_there_is_named(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], hub: Hub) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -53,20 +54,6 @@ def test_the_plan_of_a_cluster(seven: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(" assumed: " in line or " measured: " in line for line in constants)
 
 
-def test_the_json_has_the_models_own_numbers(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(plan(capsys, seven, "--gpus", 64, "--json", *GIVEN))
-    assert found["modelled"] is True and found["gpus"] == 64 and found["gpu"] == "h100"
-    model = found["workload"]["model"]
-    assert 7.6e9 < model["parameters"] < 7.7e9 and model["kv_bytes"] == 57_344 and model["weight_bytes"] == 2
-    work = Workload(**{**found["workload"], "model": ModelSize(**model)})
-    rates = []
-    for each in found["plans"]:
-        again = predict(work, Split(**each["split"]), GPUS["h100"], Constants())
-        assert each["predicted"]["step"] == pytest.approx(again.step)
-        rates.append(each["predicted"]["tokens_per_second"])
-    assert len(rates) == 3 and rates[0] >= 0.99 * max(rates)
-
-
 def test_the_settings_go_into_the_config(seven: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What is printed under a plan, pasted below the config, is that plan; ``plan`` then describes it."""
     output = plan(capsys, seven, "--gpus", 64, *GIVEN)
@@ -74,7 +61,14 @@ def test_the_settings_go_into_the_config(seven: Path, capsys: pytest.CaptureFixt
     settings = tomllib.loads("\n".join(pasted))
     merged = config_from_dict({**raw_settings(seven), **settings, "rollout": {
         **raw_settings(seven)["rollout"], **settings["rollout"]}})  # fmt: skip
-    split = json.loads(plan(capsys, seven, "--gpus", 64, "--json", *GIVEN))["plans"][0]["split"]
+    found = json.loads(plan(capsys, seven, "--gpus", 64, "--json", *GIVEN))
+    model = found["workload"]["model"]
+    assert found["modelled"] is True and (found["gpus"], found["gpu"]) == (64, "h100")
+    assert 7.6e9 < model["parameters"] < 7.7e9 and (model["kv_bytes"], model["weight_bytes"]) == (57_344, 2)
+    work = Workload(**{**found["workload"], "model": ModelSize(**model)})
+    for each in found["plans"]:
+        assert each["predicted"] == asdict(predict(work, Split(**each["split"]), GPUS["h100"], Constants()))
+    split = found["plans"][0]["split"]
     pool = merged.cluster.engines["main"]
     assert (pool.count, pool.gpus, pool.options["max_num_seqs"]) == (
         split["engines"], split["tensor_parallel"], split["slots"])  # fmt: skip
@@ -147,10 +141,3 @@ def test_a_run_replaces_constants(seven: Path, capsys: pytest.CaptureFixture[str
     fitted = next(row for row in found["constants"] if row["name"] == "train_flops_share")
     assert fitted["mark"] == "measured"
     assert fitted["value"] == pytest.approx(0.35 * training_seconds(ran, 1, GPUS["h100"], Constants()) / 50)
-
-
-def test_a_plan_of_the_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text('task = "sudoku"\n')
-    output = plan(capsys, config, "--gpus", 2, "--gpu", "a100", "--max-staleness", 0)
-    assert "a step on 2 a100" in output and "max_staleness 0" in output and "(assumed: each actor makes one)" in output

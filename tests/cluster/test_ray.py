@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,51 +203,6 @@ def test_a_head_that_dies_lets_the_run_save_and_go_on_later(tmp_path: Path) -> N
         e["pid"] for e in map(json.loads, events_file(folder).read_text().splitlines()) if "started" in e["event"]
     ]
     assert not runs(started)
-
-
-@pytest.mark.slow
-def test_ray_job_submit(tmp_path: Path) -> None:
-    """On a cluster with a dashboard that checks a token; the job finds it by RAY_ADDRESS."""
-    port, dashboard, folder = free_port(), free_port(), tmp_path / "run"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    ray = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
-    short = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets have short names
-    head = subprocess.Popen(
-        [*ray, "start", "--head", "--block", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-         f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}", "--num-cpus=2",
-         f"--object-store-memory={2**27}", f"--temp-dir={short}"],
-        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        (tmp_path / "work").mkdir()
-        config = config_from_dict(
-            {**COMMON, "run_dir": str(folder), "cluster": {"learner": {"cpus": 0.5}, "backend": "ray"}}
-        )
-        (tmp_path / "work" / "run.toml").write_text(to_toml(config))
-        submit = [*ray, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}"]
-        submit += ["--working-dir", str(tmp_path / "work")]
-        command = [sys.executable, "-P", "-m", "turnwise", "train", "run.toml", "--cluster", "auto"]
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            ran = subprocess.run(
-                [*submit, "--", *command], env=environment, capture_output=True, text=True, timeout=300
-            )
-            if not any(early in ran.stdout + ran.stderr for early in ("onnect", "No available agent")):
-                break
-            time.sleep(1)  # the dashboard or its agent is not there yet
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        assert "training for 2 steps" in ran.stdout and [event for event, _ in events(folder)] == ["started", "ended"]
-    finally:
-        os.killpg(head.pid, signal.SIGTERM)
-        head.wait(60)
-        shutil.rmtree(short, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow

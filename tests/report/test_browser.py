@@ -273,6 +273,9 @@ def test_each_process_has_a_lane_over_time(lanes_page):
     colours = page.locator(".lane .mark, .lane rect").evaluate_all("all => all.map(one => getComputedStyle(one).fill)")
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper not in colours and len(set(colours)) >= 6
+    for width in (390, 1600):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_death_tells_its_cause_as_text(lanes_page):
@@ -300,9 +303,3 @@ def test_the_newest_steps_can_be_looked_at(lanes_page):
     assert newest.locator(".lane[data-role=loop] rect").count() == 2
     assert newest.locator(".lane[data-role=engine-main-0] .ran").get_attribute("x") == "150.00", "cut at the left edge"
     assert newest.locator(".lane[data-role=engine-main-0] .mark").count() == 0
-
-
-def test_lanes_fit_their_window(lanes_page):
-    for width in (390, 1600):
-        lanes_page.set_viewport_size({"width": width, "height": 800})
-        assert lanes_page.evaluate("document.documentElement.scrollWidth") <= width

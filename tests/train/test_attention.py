@@ -23,14 +23,18 @@ TREES = {
 }
 
 
-def masked(query, key, value, tree, scale):
+def attended(query, key, value, seen, scale):
+    """Softmax attention in the open, over the whole stream with one mask."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    last = torch.tensor(tree.subtree_end).repeat_interleave(torch.tensor(tree.begin).diff())
-    place = torch.arange(len(tree))
-    seen = (place[None, :] <= place[:, None]) & (place[:, None] < last[None, :])
     scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def masked(query, key, value, tree, scale):
+    last = torch.tensor(tree.subtree_end).repeat_interleave(torch.tensor(tree.begin).diff())
+    place = torch.arange(len(tree))
+    return attended(query, key, value, (place[None, :] <= place[:, None]) & (place[:, None] < last[None, :]), scale)
 
 
 def assert_same(got, expected, inputs, upstream, tolerance):
@@ -155,25 +159,11 @@ def test_the_mask_for_flex_attention_is_the_same(name):
     assert tree.block_mask(torch.device("cpu")) is mask
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"sliding_window": 4}, "sliding window"), ({"dropout": 0.1}, "drops"), ({"softcap": 5.0}, "softcap")],
-)
-def test_what_it_lacks_is_refused(changes, message):
-    tree = PrefixTreeMask([0, 5], [5])
-    with pytest.raises(NotPackable, match=message):
-        tree_attention(SimpleNamespace(is_causal=True), *inputs_of(tree, 2, 2), None, tree=tree, **changes)
-
-
 def plain(query, key, value, lengths, scale, window):
-    """Softmax attention in the open, over the whole stream with one mask."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(len(row))
     seen = (row[:, None] == row) & (place[:, None] >= place) & (place[:, None] - place < (window or len(row)))
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    return attended(query, key, value, seen, scale)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
@@ -200,15 +190,21 @@ def test_without_packing_it_is_sdpa():
     )
 
 
+TREE, ROW = {"tree": PrefixTreeMask([0, 5], [5])}, {"packing": Packing((5,))}
+
+
 @pytest.mark.parametrize(
-    ("module", "changes", "message"),
+    ("call", "causal", "changes", "message"),
     [
-        (SimpleNamespace(is_causal=True), {"softcap": 50.0}, "softcap"),
-        (SimpleNamespace(is_causal=True), {"s_aux": torch.zeros(2)}, "s_aux"),
-        (SimpleNamespace(is_causal=False), {}, "not causal"),
+        (tree_attention, True, {**TREE, "sliding_window": 4}, "sliding window"),
+        (tree_attention, True, {**TREE, "dropout": 0.1}, "drops"),
+        (tree_attention, True, {**TREE, "softcap": 5.0}, "softcap"),
+        (packed_attention, True, {**ROW, "softcap": 50.0}, "softcap"),
+        (packed_attention, True, {**ROW, "s_aux": torch.zeros(2)}, "s_aux"),
+        (packed_attention, False, ROW, "not causal"),
     ],
 )
-def test_what_packed_attention_lacks_is_refused(module, changes, message):
+def test_what_is_lacking_is_refused(call, causal, changes, message):
     one = torch.randn(1, 2, 5, 4)
     with pytest.raises(NotPackable, match=message):
-        packed_attention(module, one, one, one, None, packing=Packing((5,)), **changes)
+        call(SimpleNamespace(is_causal=causal), one, one, one, None, **changes)

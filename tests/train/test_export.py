@@ -61,23 +61,14 @@ def test_an_adapter_loads_with_peft_and_merged_with_transformers(team, tmp_path)
     assert not torch.allclose(logits(policies["a"].model), logits(policies["b"].model), atol=1e-2)
 
 
-def test_merging_is_a_choice_and_leaves_the_live_policy_alone(team, tmp_path):
+def test_merging_leaves_the_live_policy_alone_and_is_written_over(team, tmp_path):
     policies, tokenizer = team
     before = logits(policies["a"].model)
     weights = {name: tensor.clone() for name, tensor in policies["a"].all_weights()}
-    export_policy(policies["a"], tokenizer, tmp_path / "alone", merge=False)
-    assert not (tmp_path / "alone" / "merged").exists()
     export_policy(policies["a"], tokenizer, tmp_path / "both")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in policies["a"].all_weights())
     assert torch.equal(logits(policies["a"].model), before)
-    # It is written over.
     with torch.no_grad():
         next(policies["a"].model.parameters()).mul_(2)
     export_policy(policies["a"], tokenizer, tmp_path / "both")
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "merged"), policies["a"])
-    # A base that stands elsewhere is named, and not copied.
-    export_policies(policies, tokenizer, tmp_path, own_bases=False)
-    assert not (tmp_path / "bases").exists()
-    config = json.loads((tmp_path / "policies" / "a" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "where/it/came/from"
-    assert (config["r"], config["peft_type"], config["inference_mode"]) == (2, "LORA", True)

@@ -13,17 +13,9 @@ from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Trainer
 from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints
 from turnwise.train.config.optimization import CorrectionConfig, LossConfig
-from turnwise.train.interrupt import StopRequest
 from turnwise.types import Actor
 
 from ..trained import lines_of, weights_of
-
-
-async def test_training_pays(make_trainer):
-    trainer = make_trainer(steps=25, update={"lr": 1e-2, "num_minibatches": 2})
-    await trainer.run()
-    reward = [line["reward"] for line in lines_of(trainer.config.run_dir)]
-    assert sum(reward[-3:]) > 1.5 * sum(reward[:3]), reward
 
 
 async def test_weights_move_and_reach_the_client(make_trainer):
@@ -256,22 +248,6 @@ async def test_damaged_checkpoint_names_the_one_before(make_trainer):
         await make_trainer("damaged", steps=3).run()
 
 
-async def test_a_policy_trains_in_the_steps_of_its_phases(make_two_policies):
-    phases = [{"train": ["learner"], "steps": 1}, {"train": ["rival"], "steps": 2}]
-    trainer = make_two_policies("phases", steps=4, phases=phases)
-    versions = []
-    update = trainer.update_policies
-
-    def watched(batch):
-        measured = update(batch)
-        versions.append(trainer.policies["learner"].version)
-        return measured
-
-    trainer.update_policies = watched
-    await trainer.run()
-    assert versions == [1, 1, 1, 2]
-
-
 async def test_an_opponent_that_nobody_trains_needs_no_policy(make_trainer):
     made = make_trainer(steps=1)
     fixed = ScriptedClient(lambda request: "1", versions={"api": 0})
@@ -285,34 +261,6 @@ async def test_an_opponent_that_nobody_trains_needs_no_policy(make_trainer):
     await trainer.run()
     assert (trainer.progress.step, client.version("default")) == (1, 1)
     assert fixed.loads == []
-
-
-async def test_work_is_cancelled_when_a_stop_is_requested():
-    stop, cancelled = StopRequest(), []
-
-    async def endless():
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            cancelled.append(True)
-            raise
-
-    with stop.listening():
-        asyncio.get_running_loop().call_later(0.01, stop.request)
-        assert await asyncio.wait_for(stop.unless_requested(endless()), timeout=10) is None
-    assert cancelled == [True] and stop.requested
-
-
-async def test_finished_work_is_returned_and_its_error_raised():
-    stop = StopRequest()
-
-    async def work(value):
-        return 1 / value
-
-    with stop.listening():
-        assert await stop.unless_requested(work(2)) == 0.5
-        with pytest.raises(ZeroDivisionError):
-            await stop.unless_requested(work(0))
 
 
 # ---- The way from the training loop to the inference client: how many calls one sampled action passes ----------------

@@ -142,7 +142,6 @@ def test_a_draw_does_not_depend_on_the_order_of_the_micro_batches(random_batch):
     [
         ({"type": "gmpo", "importance_correction": {}}, "level='sequence', as GMPO has one ratio per sequence"),
         ({"importance_correction": {"bounds": [2.0, 1.0]}}, r"ImportanceCorrection.bounds=\(2.0, 1.0\)"),
-        ({"type": "pppo"}, r"'loss.type' = 'pppo'"),
         ({"type": "own_loss_of_test:mean"}, r"type 'own_loss_of_test:mean'.*expected the loss of each token"),
         ({"type": "own_loss_of_test:broken"}, r"tried on four tokens: NameError: .*no_such_name"),
         (

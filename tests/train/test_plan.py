@@ -60,32 +60,6 @@ def test_the_designs_table(model, gpus, tensor_parallel, engines, row, one_by_on
     assert (f"{alone:.0f}", f"{late:.2f}") == one_by_one
 
 
-def test_each_constant_says_where_it_comes_from():
-    assert DESIGN.sync_hidden == 0.85 and Constants().sync_hidden == 0
-    for name, constant in Constants().rows():
-        assert constant.unit and constant.source and constant.mark in ("measured", "assumed"), name
-    for gpu in GPUS.values():
-        assert {gpu.memory.mark, gpu.memory_bandwidth.mark, gpu.flops.mark} == {"assumed"}
-    fitted = Constants().tail.measured(1.2, "runs/a")
-    assert (float(fitted), fitted.unit, fitted.mark, fitted.source) == (1.2, "factor", "measured", "runs/a")
-
-
-def test_staleness_and_collectives():
-    found = predict(workload(), Split(38, 1, 26, 128, 0), H100, Constants())
-    assert found.step == pytest.approx(found.sampling + found.training + found.sync)
-    assert found.bottleneck == "sampling"
-    # Staleness only helps up to the design's step.
-    steps = [predict(workload(), Split(614, 1, 410, 128, k), H100, DESIGN).step for k in range(8)]
-    unbounded = predict(workload(), Split(614, 1, 410, 128, None), H100, DESIGN).step
-    assert steps == sorted(steps, reverse=True)
-    assert steps[1] > 1.3 * unbounded, "one batch ahead doesn't fill 614 engines"
-    assert steps[-1] == pytest.approx(unbounded)
-    # A collective takes as long for many engines as for one.
-    few, many = (Split(count, 2, 8) for count in (2, 200))
-    assert predict(workload(), few, H100, DESIGN).sync == predict(workload(), many, H100, DESIGN).sync
-    assert one_by_one_seconds(workload(), many, DESIGN) == 100 * one_by_one_seconds(workload(), few, DESIGN)
-
-
 def test_one_batch_ahead_is_bound_by_the_latency_of_a_batch():
     """All numbers by hand: 2 rows on one engine, which takes 2 s for a token of each; 10 tokens; training takes 3 s."""
     model = ModelSize(parameters=1e9, kv_bytes=1e-9, heads=1, kv_heads=1)
@@ -102,20 +76,6 @@ def test_one_batch_ahead_is_bound_by_the_latency_of_a_batch():
     for ahead, step in ((0, 23), (1, 11.5), (2, 23 / 3), (9, 3)):
         split = Split(engines=20, tensor_parallel=1, training=1, slots=4, max_staleness=ahead)
         assert predict(work, split, H100, plain).step == pytest.approx(step, rel=1e-6), ahead
-
-
-def test_the_longest_call_bounds_a_large_cluster():
-    """It adds its tokens to each batch, and one batch ahead hides half of them."""
-    split = Split(512, 1, 512, 128, 1)
-    equal, uneven = (predict(workload(longest=longest), split, H100, Constants()) for longest in (None, 3 * 4096))
-    assert equal.bottleneck == uneven.bottleneck == "latency of a batch"
-    assert uneven.latency > 2.4 * equal.latency and uneven.step > 1.8 * equal.step
-    small = Split(8, 1, 8, 128, 1)
-    steps = [predict(workload(longest=longest), small, H100, Constants()).step for longest in (None, 3 * 4096)]
-    assert steps[0] == steps[1], "8 engines are full anyway"
-    two = predict(workload(calls=2, longest=3 * 4096), replace(split, max_staleness=None), H100, Constants())
-    one = predict(workload(longest=4 * 4096), replace(split, max_staleness=None), H100, Constants())
-    assert two.latency == one.latency
 
 
 def test_bytes_of_a_gpu_and_of_an_adapter():

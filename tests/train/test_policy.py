@@ -53,16 +53,9 @@ def test_the_schedules_and_the_clip(small_model):
     assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
-def test_tied_weights_are_named_once_and_the_fingerprint_sees_a_change(small_model):
-    model, _ = small_model()
-    names = [name for name, _ in named_weights(model)]
+def test_tied_weights_are_named_once(small_model):
+    names = [name for name, _ in named_weights(small_model()[0])]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    policy = Policy("default", model, UpdateConfig(), total_steps=1)
-    before = policy.fingerprint()
-    assert policy.fingerprint() == before
-    with torch.no_grad():
-        model.model.norm.weight[3] += 1e-3
-    assert policy.fingerprint() != before
 
 
 def test_a_view_of_a_weight_is_a_weight_of_its_own(tmp_path):

@@ -319,17 +319,3 @@ async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):
     await second.run()
     assert lines_of(second.config.run_dir) == lines_of(whole.config.run_dir)
     assert len(after) < len(all_calls) // 2, "not all of the second step is played again"
-
-
-@pytest.mark.slow
-async def test_ctrl_c_trains_no_question_twice_whenever_it_comes(make_trainer):
-    for stop_at in (2, 4, 5):
-        trained = []
-        for part in range(2):
-            trainer = make_trainer(f"run{stop_at}", steps=6, loop={"max_staleness": 2})
-            if not part:
-                at_the(stop_at, lambda trainer: asyncio.get_running_loop().call_soon(trainer._stop.request))(trainer)
-            ids = watch(trainer)
-            await trainer.run()
-            trained += ids
-        assert trained == [[f"e{3 * step + i}" for i in range(3)] for step in range(6)]

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnwise.train.config.sampling import LoopConfig
-from turnwise.train.config.schema import LogConfig, TrainConfig
-from turnwise.train.simulate.simulate import LatencyModel, SimulatedTrainer, simulate
+from turnwise.train.simulate.simulate import LatencyModel, simulate
 from turnwise.train.simulate.virtual_clock import run_virtually
 
 MODES = ({}, {"in_flight_updates": True}, {"deterministic": True})
@@ -73,36 +72,6 @@ def test_slots_bound_the_throughput():
     first, again = (simulate(latency, loop, steps=6, episodes=8, turns=2, seed=3) for _ in range(2))
     assert first == again
     assert first != simulate(latency, loop, steps=6, episodes=8, turns=2, seed=4)
-
-
-def test_tokens_of_one_call_name_the_version_of_their_moment(tmp_path):
-    """A long call under way while two versions come out carries three of them."""
-    latency = LatencyModel(tokens=50, sigma=1.5, max_tokens=2000, prefill=0.0, per_token=0.1, update=1.0)
-    seen = []
-
-    class Watching(SimulatedTrainer):
-        async def update(self, batch):
-            seen.extend(step.policy_versions for result in self.arena.last_results for step in result.rollout.steps)
-            return await super().update(batch)
-
-    def runs_of(folder, **mode):
-        seen.clear()
-        loop = LoopConfig(max_staleness=3, **mode)
-        config = TrainConfig(run_dir=folder, steps=8, loop=loop, log=LogConfig(progress=False))
-        run_virtually(Watching(latency, config, episodes=8, turns=1, max_concurrency=99).simulate())
-        return list(seen)
-
-    mixed = [runs for runs in runs_of(tmp_path / "in_flight", in_flight_updates=True) if len(runs) > 1]
-    assert mixed and all([v for _, v in runs] == sorted({v for _, v in runs}) for runs in mixed)
-    assert all(len(runs) == 1 for runs in runs_of(tmp_path / "plain")), "a call ends with the weights it began with"
-
-
-def test_a_queue_that_runs_ahead_of_its_bound_would_be_seen(monkeypatch):
-    """The queue keeps the bound: take its pacing away, and old samples are dropped and counted."""
-    unpaced = lambda self: self.rollouts.start_up_to(self.progress.step + 4, until=8)  # noqa: E731
-    monkeypatch.setattr(SimulatedTrainer, "start_rollouts", unpaced)
-    result = simulate(LatencyModel(tokens=5), LoopConfig(max_staleness=1), steps=8, episodes=2)
-    assert result.staleness_max > 1 and result.dropped_stale > 0
 
 
 @pytest.mark.parametrize(

@@ -108,17 +108,6 @@ def test_lengths_keep_their_mean():
     assert spread == pytest.approx(0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_more_engines_are_never_slower(ahead):
-    rates = [
-        simulate_cluster(
-            workload(groups=32), Split(count, 1, 64, 128, ahead), H100, CONSTANTS, Disorder(0.5), rounds=2
-        ).tokens_per_second
-        for count in (2, 4, 8, 32)
-    ]
-    assert rates == sorted(rates) and rates[-1] > 1.5 * rates[0]
-
-
 def test_equal_seeds_give_equal_results():
     split, disorder = Split(8, 1, 8, 32, 1), Disorder(length_sigma=0.7, mtbf_hours=5)
     first, again, other = (
@@ -127,27 +116,6 @@ def test_equal_seeds_give_equal_results():
     )
     assert first == again and first.ends != other.ends
     assert sum(first.deaths.values()) > 0
-
-
-@pytest.mark.slow
-def test_deaths_cost_less_than_a_hundredth_at_1024_gpus():
-    """Deaths at 50,000 hours are too rare to meet in a test, so they come 400 times as often.
-
-    The time that they cost grows as their number does, as long as one restart rarely meets another.
-    """
-    hours, often, gpus = 50_000, 400, 1024
-    work, split = workload("70B", groups=32), Split(128, 4, 512, 128, 1)
-    assert split.gpus == gpus
-    how = {"rounds": 60, "skipped_rounds": 1, "seed": 1}
-    calm = simulate_cluster(work, split, H100, CONSTANTS, **how)
-    result = simulate_cluster(work, split, H100, CONSTANTS, Disorder(mtbf_hours=hours / often), **how)
-    expected = result.ends[-1] / (hours / often * 3600) * gpus
-    lost = result.ends[-1] / calm.ends[-1] - 1
-    print(result.deaths, expected, lost, result.repeated_rows)
-    assert sum(result.deaths.values()) == pytest.approx(expected, rel=0.5)
-    assert result.deaths["rank"] > 3 and result.deaths["engine"] > 3 and result.repeated_rows > 0
-    assert lost > 0.1, "each death of a rank costs a restart, which is longer than a step"
-    assert lost / often < 0.01
 
 
 def test_a_dead_engine_loses_no_call():
@@ -170,17 +138,6 @@ def test_the_ranks_repeat_the_updates_since_their_checkpoint():
         for every in (1, 1000)
     }
     assert steps[1000] > steps[1]
-
-
-def test_a_router_that_uses_one_engine_is_as_slow_as_one_engine():
-    class First:
-        def choose(self, request, outstanding):
-            return min(outstanding)
-
-    work, constants = workload(groups=16), CONSTANTS
-    all_on_one = simulate_cluster(work, Split(8, 1, 8, 64, 0), H100, constants, rounds=1, router=First())
-    one = simulate_cluster(work, Split(1, 1, 8, 64, 0), H100, constants, rounds=1)
-    assert all_on_one.step == pytest.approx(one.step)
 
 
 @pytest.mark.parametrize(

@@ -53,30 +53,6 @@ def test_a_full_window_is_judged_and_the_first_warning_told(make_run):
     assert metrics == {"health/entropy/x": 2.0} and set(ill) == {("entropy", "x")}
 
 
-def test_lower_rate(make_run):
-    """Beside a healthy run, which is left alone."""
-    update, rates = {"lr": 1e-3, "warmup": 2, "min_lr_ratio": 0.5}, []
-    for threshold, scale in ((0.0, 1.0), (ALWAYS, 0.25)):
-        actions = {"lower_learning_rate": {"factor": 0.5}}
-        run = make_run(f"{scale}", threshold=threshold, actions=actions, update=update)
-        run.train()
-        policy = run.trainer.policies["default"]
-        assert policy.rate_scale == scale, "after steps 2 and 4: windows begin anew in between"
-        assert any(row["health/unhealthy"] for row in rows_of(run.config.run_dir)) == (scale < 1)
-        assert run.trainer.callbacks["health"].healthy_step == (4 if scale == 1 else None)
-        rates.append(policy.optimizer.param_groups[0]["lr"])
-    assert rates[1] == pytest.approx(rates[0] / 4)
-
-
-def test_mix_anchors(make_run):
-    league = {"share": 0.0, "every": 1}
-    run = make_run(actions={"increase_league_share": {"by": 0.5, "most": 0.75}}, window=1, steps=3, league=league)
-    run.train()
-    rows = rows_of(run.config.run_dir)
-    assert [row["league/share"] for row in rows] == [0.0, 0.5, 0.75]
-    assert [row["league/games"] for row in rows] == [0, 2, 4]
-
-
 def test_roll_back(make_run):
     """Ill from the window's first judgement on: weights go back to the start, steps and questions go on."""
     run = make_run(actions={"restore_checkpoint": {}}, window=2, steps=2)
@@ -114,14 +90,15 @@ def test_it_goes_back_to_the_last_healthy_checkpoint(make_run):
 
 
 @pytest.mark.parametrize(
-    "actions",
+    ("actions", "scale", "shares"),
     [
-        {"lower_learning_rate": {}},
-        {"restore_checkpoint": {}, "lower_learning_rate": {}},
-        {"increase_league_share": {"by": 0.5}},
+        ({"lower_learning_rate": {"factor": 0.25}}, 1 / 16, [0.25] * 5),
+        ({"restore_checkpoint": {}, "lower_learning_rate": {}}, 0.25, [0.25] * 5),
+        ({"increase_league_share": {"by": 0.25, "most": 0.625}}, 1.0, [0.25, 0.25, 0.5, 0.5, 0.625]),
     ],
 )
-def test_a_resumed_run_equals_one_left_alone(make_run, actions):
+def test_a_resumed_run_equals_one_left_alone(make_run, actions, scale, shares):
+    """Steps 2 and 4 complete a window, which is judged and acted upon; windows begin anew in between."""
     league = {"every": 2, "size": 2, "share": 0.25}
     settings = {"actions": actions, "window": 2, "league": league, "log": {"rollouts_per_step": 9}}
     whole = make_run("whole", steps=5, **settings)
@@ -138,7 +115,10 @@ def test_a_resumed_run_equals_one_left_alone(make_run, actions):
     assert mine.seating.state_dict() == theirs.seating.state_dict()
     assert [member.step for member in mine.pool.members] == [2, 4], "every 2 steps, and two stay"
     assert any(MARK in row["meta"] for row in rows_of(whole.config.run_dir, "rollouts.jsonl"))
-    assert whole.trainer.policies["default"].rate_scale == parts.trainer.policies["default"].rate_scale
+    for policy in (run.trainer.policies["default"] for run in (whole, parts)):
+        assert policy.rate_scale == scale
+        assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(scale * 1e-3)
+    assert [row["league/share"] for row in rows_of(whole.config.run_dir)] == shares
 
 
 @pytest.mark.parametrize(

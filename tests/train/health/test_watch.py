@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from turnwise.arena import Filters, TreeSampler
+from turnwise.arena import Filters
 from turnwise.run.build import build_run
 from turnwise.train.health.watch import CAUSES, PATIENCE
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.validate import config_from_dict
-from turnwise.types import EpisodeRequest
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
@@ -151,15 +150,3 @@ def test_a_move_that_was_cut_off_loses_and_trains_as_lost(tmp_path, seed):
     cut = [step for step in steps if step.finish_reason == "length"]
     assert len(cut) > len(steps) / 2 and len(batch) == len(steps) and batch.dropped == {}
     assert all(step.advantage < 0 for step in cut)
-
-
-@pytest.mark.slow
-async def test_answers_learn_to_end(make_trainer):
-    """A policy that is nearly always cut off, and is paid for ending by itself, learns to end."""
-    trainer = make_trainer(steps=12, update={"lr": 1e-2, "num_minibatches": 2})
-    trainer.arena.episodes["letters"].sampler = TreeSampler(branches=16)
-    pay(trainer, lambda state: float(state.trajectory[-1].finish_reason != "length"))
-    trainer.arena.source = lambda: [EpisodeRequest("letters", question) for question in range(4)]
-    await trainer.run()
-    shares = [row["truncated/first"] for row in read_metrics(trainer.config.run_dir)]
-    assert shares[0] > 0.9 and shares[-1] < 0.5, shares

@@ -118,24 +118,6 @@ def test_a_checkpoint_holds_the_pool_and_a_later_file_goes(make_run):
     assert lost.stat().st_nlink > 2, "the checkpoints and the pool share one file"
 
 
-@pytest.mark.slow
-def test_adapters_meet_their_own_past(make_run):
-    """Each seat's adapter over one base: a member brings the other seat's."""
-    run = make_run(
-        steps=3, policy_sharing="lora_per_actor", league={"share": 1.0, "every": 1, "size": 2, "opponents_per_step": 2}
-    )
-    for batch, results in batches_of(run):
-        assert set(batch.policies) <= {"player0", "player1"}
-        for result in results:
-            seat = result.rollout.meta[MARK]["seat"]
-            other = SEATS[1 - SEATS.index(seat)]
-            policies = {step.actor_id: step.policy.partition("@past")[0::2] for step in result.rollout.steps}
-            assert all(name == actor for actor, (name, _) in policies.items())
-            assert policies.get(seat, (seat, ""))[1] == "" and policies.get(other, (other, "0"))[1] != ""
-    held = [parameter for name, parameter in run.trainer.policies["player0"].model.named_parameters()]
-    assert held, "the trainer's own adapter is one policy's alone"
-
-
 def test_sampling_ahead_gives_each_batch_under_way_its_own_places(make_run):
     run = make_run(
         steps=5,

@@ -26,7 +26,7 @@ from turnwise.train.learner.local import LocalLearner
 from turnwise.train.learner.tinker.adapter import Passed
 from turnwise.train.learner.tinker.learner import TinkerLearner
 from turnwise.train.learner.tinker.policy import RemotePolicy
-from turnwise.train.learner.tinker.wire import SERVERS, Row, ServerLoss, server_loss, wire_rows
+from turnwise.train.learner.tinker.wire import SERVERS, Row, ServerLoss, wire_rows
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import pack
 from turnwise.train.model.policy import Policy
@@ -315,11 +315,3 @@ def test_a_checkpoint_of_other_policies_is_refused(tmp_path: Path) -> None:
     (saved / "tinker.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tinker.json is damaged"):
         learner.load(saved)
-
-
-@pytest.mark.parametrize(("kind", "name"), [("gspo", "GSPO"), ("sapo", "SAPO"), ("dppo", "DPPO"), ("kl-cov", "KLCov")])
-def test_a_loss_that_servers_do_not_have_is_refused_by_name(kind: str, name: str) -> None:
-    with pytest.raises(ValueError, match=f"a Tinker server has no loss {name}: expected 'clip-higher'"):
-        server_loss(Loss(config_of(loss={"type": kind}).loss, 1).variant)
-    with pytest.raises(ValueError, match=r"loss\.options\.dual_clip = 3\.0: expected none"):
-        server_loss(Loss(config_of(loss={"type": "ppo", "options": {"dual_clip": 3.0}}).loss, 1).variant)
