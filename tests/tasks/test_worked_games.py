@@ -387,6 +387,13 @@ TREES = {
         [("tool", -1 / 6, False), ("tool", 1 / 6, True), ("tool", 0.0, False),
          ("planner", 1 + 2 / 6, True), ("planner", -1 / 6, False), ("planner", 1 / 6, False)],
     ),
+    "plan_path": (  # after three moves "L L" goes back two, and "U" arrives
+        BEST_OF_3, ["R", "D R", "?", "D", "D R R", "D R", "U", "U", "U", "L L", "U", "R"], {},
+        [("tool", 0.0, False), ("tool", 0.5, True), ("tool", -1.0, False),
+         ("planner", 0.25, False), ("planner", 0.75, True), ("planner", 0.5, False),
+         ("tool", 1.25, True), ("tool", 1.25, False), ("tool", 1.25, False),
+         ("planner", -0.5, False), ("planner", 1.25, True), ("planner", 0.0, False)],
+    ),
     "refine_loop": (
         BEST_OF_2, ["1 2 5", "9", "ok", "wrong: sum", "1 3 5", "5 5 5", "ok", "wrong: count"], {},
         [("generator", 0.75, True), ("generator", 0.5, False), ("critic", 0.75, False), ("critic", 1.0, True),

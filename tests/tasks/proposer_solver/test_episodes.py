@@ -204,18 +204,6 @@ async def test_an_arena_gets_the_stores_that_its_episodes_ask_for(table):
     assert seat.arena.stores[STORE] is own, "one store of a name, whoever asks"
 
 
-TASK = ProposerSolverTask()
-
-
-@pytest.mark.parametrize("name", ["oracle", "random"])
-async def test_players_play_the_nested_game(table, name):
-    player = TASK.oracle() if name == "oracle" else TASK.random_player(1)
-    results = await table(TASK, player).play(TASK.requests(1, 4, 2))
-    for result in results:
-        assert result.rollout.error is None and len(result.children) == 4
-        assert name == "random" or result.rollout.rewards[PROPOSER] == 0.0, "what everybody solves teaches nothing"
-
-
 def test_demonstrations_are_well_formed_and_quality_is_the_share_of_right_answers():
     for quality in (0.0, 0.4, 1.0):
         task = ProposerSolverTask(ProposerSolverOptions(quality=quality))
