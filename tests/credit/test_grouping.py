@@ -66,12 +66,6 @@ def test_options_reach_the_statistics(make: Any) -> None:
         np.testing.assert_allclose(DrMASCredit(**options).compute_columns(samples), expected, atol=1e-6)
 
 
-def test_length_weighted_centre_takes_the_completions_lengths(make: Any) -> None:
-    long, short = make("a", reward=1.0, completion_token_ids=[1, 2, 3]), make("b", reward=0.0)
-    advantages = DrMASCredit(center="length_weighted", scale="none").compute_columns([long, short])
-    np.testing.assert_allclose(advantages, [0.25, -0.75], atol=1e-6)
-
-
 def test_calls_may_share_the_weight_of_their_attempt(make: Any) -> None:
     """Three calls with reward 1 and one with 0: each attempt's weights add up to the same."""
     s, samples = 0.5**0.5, [make("a", reward=1.0, step_index=index) for index in range(3)] + [make("b", reward=0.0)]
