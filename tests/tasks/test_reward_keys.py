@@ -34,8 +34,6 @@ REFUSED = {
     "proposer_solver": {"alpha", "mode", "difference"},
     "tic_tac_toe": GAMES,
 }
-PUZZLE = "1_3_3412_1434_21"
-SOLVED, EIGHT, NINE = "1234341221434321", "1432341221434321", "1134341221434321"  # 12, 8 and 9 of 12 units
 
 
 def config_of(task, questions="", **settings):

@@ -20,7 +20,7 @@ from turnwise.types import EpisodeRequest
 from .helpers import check_lines, check_replays, played, trained
 
 pytestmark = pytest.mark.needs("pyspiel")
-KUHN, LEDUC, TICTACTOE = "openspiel:kuhn_poker", "openspiel:leduc_poker", "openspiel:tic_tac_toe"
+KUHN, LEDUC = "openspiel:kuhn_poker", "openspiel:leduc_poker"
 
 
 def boards(task):

@@ -12,8 +12,6 @@ from turnwise.train.validate import config_from_dict
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
-ARTIFACT = {"question": "2 + 2?", "answer": "4"}
-
 
 @pytest.fixture
 def task(build):

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from turnwise.tasks.plan_path import PlanPathOptions, PlanPathTask, plan_path_messages
+from turnwise.tasks.plan_path import PlanPathTask, plan_path_messages
 from turnwise.tasks.plan_path.demonstrations import decide, demonstrations, detour, straight_route, suggest
 from turnwise.tasks.plan_path.env import Outcome, PlanPathEnv, Scoring
-from turnwise.tasks.plan_path.maze import Difficulty, Maze, distance, draw_mazes, format_maze, parse_maze
+from turnwise.tasks.plan_path.maze import Difficulty, Maze, distance, draw_mazes, parse_maze
 from turnwise.tasks.plan_path.prompts import read_messages
 
 MAZE = parse_maze("A#G\n...\n..#")  # 4 moves: D R R U
@@ -73,7 +73,6 @@ def test_bad_use_is_named():
 
 
 MAZES = draw_mazes("train", 600, 0, Difficulty(7, 0.3, 4))
-MAZE = parse_maze("A#G\n...\n..#")
 
 
 def by_hand(draws: list[float]) -> Random:
@@ -134,14 +133,6 @@ def test_most_planners_are_shown_a_suggestion():
     assert 0.8 < sum(suggested) / len(suggested) < 0.97
 
 
-MAZE = parse_maze("A#G\n...\n..#")  # 4 moves: D R R U
-ARTIFACT = {"maze": format_maze(MAZE)}
-
-
-def team(**options):
-    return PlanPathTask(PlanPathOptions(**options))
-
-
 def test_a_prompt_by_hand():
     shown = plan_path_messages("planner", MAZE, 4, "RU", "Round 2. Walked: 2 moves.", "it works")[1]["content"]
     assert shown == "Round 2. Walked: 2 moves.\nRoute: R U\nChecked: it works.\nBoard:\n.#G\n.A.\n..#"
@@ -150,5 +141,5 @@ def test_a_prompt_by_hand():
 def test_a_move_is_a_token():
     from turnwise.tasks.tiny import build_tokenizer
 
-    tokenizer = build_tokenizer(team().texts())
+    tokenizer = build_tokenizer(PlanPathTask().texts())
     assert len(tokenizer("D R R U L D")["input_ids"]) == 6

@@ -72,9 +72,6 @@ def test_faults_and_decisions_by_hand():
     assert {decide(level, "U", 0.0, Random(seed)) for seed in range(300)} == set(faulty)
 
 
-LEVEL = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")  # 2 moves: D R
-
-
 def team(**options):
     return SokobanTask(SokobanOptions(**options))
 
