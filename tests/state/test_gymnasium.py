@@ -1,4 +1,4 @@
-"""Environments that know nothing of forks: Gymnasium's toy text, made forkable by one line each."""
+"""Environments that pickle by their constructor, as many of Gymnasium do: copies that lose moves are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from turnwise.state import ForkableMixin, Store, fork_many, forkable
 from turnwise.types import EpisodeState
 
 
-# --- environments that pickle by their constructor ------------------------------------------------------------------
 class EzLake(FrozenLakeEnv, EzPickle):
     """As 30 files of Gymnasium and 15 of PettingZoo are: a pickle of it holds its constructor's arguments alone."""
 

@@ -1,4 +1,4 @@
-"""Pickles of States: contents, buffers out of band, stores and their policies, Ray."""
+"""Pickles of States: contents, buffers out of band, stores and their policies."""
 
 from __future__ import annotations
 

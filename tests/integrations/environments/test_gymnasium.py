@@ -1,4 +1,4 @@
-"""Gymnasium: falls, cuts, prizes, memory and splits, with FrozenLake and Blackjack."""
+"""Gymnasium: falls, cuts, memory and splits, with FrozenLake."""
 
 from __future__ import annotations
 

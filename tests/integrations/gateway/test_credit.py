@@ -1,4 +1,4 @@
-"""Credit of attempts with unequal numbers of calls, several choices, parallel calls and rubrics."""
+"""Credit of attempts with unequal numbers of calls, and by rubrics."""
 
 from __future__ import annotations
 

@@ -141,13 +141,6 @@ async def test_each_branch_of_a_tree_has_attempts_of_its_own(table):
     assert rewards["no"] == (-0.25, False) and rewards["2 * 9"] == (0.0, False) and rewards[OURS][1]
 
 
-async def test_evaluation_writes_no_store(table):
-    seat = table(task(), [OURS, *["14"] * 4])
-    view = seat.arena.evaluation()
-    await view.generate_rollouts([EpisodeRequest(PROPOSE, ARTIFACT)])
-    assert len(seat.arena.stores[STORE]) == 0
-
-
 async def test_failed_attempts_do_not_count_and_none_left_fails_the_proposal(table):
     from turnwise.types import ModelError
 

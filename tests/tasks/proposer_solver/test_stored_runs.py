@@ -1,4 +1,4 @@
-"""Runs whose solved problems stand in a file: killed and resumed, and one after the other."""
+"""Runs whose solved problems stand in a file, one after the other."""
 
 from __future__ import annotations
 

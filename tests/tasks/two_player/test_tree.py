@@ -1,4 +1,4 @@
-"""The arrays on games whose answers are known: matching pennies, a game with forced moves, and bad policies."""
+"""The arrays on games whose answers are known: a game with forced moves, unequal chances, and bad policies."""
 
 from __future__ import annotations
 
