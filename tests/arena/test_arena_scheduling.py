@@ -54,6 +54,29 @@ def test_an_actor_that_waits_for_its_own_quota_holds_no_slot_of_others(make_aren
 
 
 # -- deadlines and cancellation ---------------------------------------------------------------------------------------
+def hang_on(word):
+    async def reply(prompt, request):
+        if word in prompt:
+            await asyncio.sleep(60)
+        return "3"
+
+    return reply
+
+
+def test_a_timeout_bounds_the_whole_subtree_and_no_other(make_arena):
+    arena = nested(make_arena, hang_on("Guess"), failure_threshold=1.0)
+    arena.add_episode(Guess())
+
+    async def main():
+        requests = [EpisodeRequest("propose", "sums", timeout=0.05), EpisodeRequest("propose", "primes", timeout=0.05)]
+        async with asyncio.timeout(10):
+            results = await arena.generate_rollouts(requests)
+        return results, len(asyncio.all_tasks())
+
+    results, tasks = asyncio.run(main())
+    assert all("ran past its deadline" in result.rollout.error for result in results)
+    assert tasks == 1, "nothing of the subtree runs on"
+    assert arena.client.in_flight == arena.budget.in_use == 0
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])

@@ -75,6 +75,23 @@ def test_own_step_rewards_no_longer_count_where_an_edge_pays() -> None:
     assert all(s.reward == s.trajectory_reward for s in proposer)
 
 
+def test_three_levels_end_to_end() -> None:
+    """Leaves 1 and 0 pay their plan 1; plans of 1 and 4 pay the root 2.5; each leaf by what the plan's best lacks."""
+    leaves = [episode("solve", f"l{n}", "solver", reward) for n, reward in enumerate((1.0, 0.0, 4.0))]
+    plans = [episode("plan", "a", "planner", -1.0, *leaves[:2]), episode("plan", "b", "planner", -1.0, *leaves[2:])]
+    top = episode("root", "r", "lead", -1.0, *plans)
+    rule = LevelCredit(
+        rule=EpisodicCredit(),
+        edges=[
+            FromChildren(parent="plan", actor="planner", child="solve", child_actor="solver", by="max"),
+            FromChildren(parent="root", actor="lead", child="plan", child_actor="planner"),
+            Difference(parent="plan", child="solve", child_actor="solver", by="max"),
+        ],
+    )
+    expected = {"r": 2.5, "a": 1.0, "b": 4.0, "l0": 1.0, "l1": 0.0, "l2": 4.0}
+    assert {name: value for (name, _), value in rule.compute([top]).items()} == expected
+
+
 def test_penalties_stay_taken() -> None:
     samples = collect_samples(proposals())
     rows.penalize(samples, [0.25 if s.rollout_id == "p1.0" else 0.0 for s in samples])
