@@ -214,19 +214,6 @@ def test_too_many_failures_stop_the_batch_with_the_first_traceback(arena):
         run(arena, guess("boom"), guess("a"), guess("boom"))
 
 
-def test_stopping_a_batch_leaves_no_orphan(make_arena):
-    async def slow(prompt, request):
-        await asyncio.sleep(60)
-
-    async def main():
-        with pytest.raises(BatchFailedError):
-            await arena.generate_rollouts([guess("boom"), guess("a")])
-        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-
-    arena = make_arena(slow, failure_threshold=0.0, episodes=[Guess()])
-    assert asyncio.run(main()) == []
-
-
 def test_retries_use_new_seeds_and_count_their_tokens(make_arena):
     calls = []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import random
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -199,23 +198,3 @@ def test_nothing_is_kept_and_nothing_is_freed_twice():
         with pytest.raises(ValueError, match="equal lengths"):
             pack_tokens(rows[0], rows[1], [[]], where)
     assert [sys.getrefcount(each) for each in watched] == before
-
-
-def test_threads_pack_the_same_rows_at_once():
-    rows = [[list(range(row, row + 200)) for row in range(100)] for _ in range(2)]
-    logprobs = [[-float(token) for token in row] for row in rows[1]]
-    expected = plain(*rows, logprobs)
-    failures = []
-
-    def work():
-        for _ in range(20):
-            for ours, wanted in zip(pack_tokens(*rows, logprobs, where), expected, strict=True):
-                if not np.array_equal(ours, wanted):
-                    failures.append(ours)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures

@@ -98,22 +98,28 @@ class Announced(Secrets):
 class Overheard(Secrets):
     """The whole completion is shown to the others, the hidden part with it."""
 
-    async def build_messages(self, state, arena, artifact):
-        messages = await self.transcript(state, arena, artifact)
-        return messages + [
-            {"role": "user", "content": step.completion}
-            for step in state.trajectory
-            if step.actor_id != state.current_actor
-        ]
+    role = "user"
 
-
-class Posed(Secrets):
-    """As above, but as if the reader had said it itself."""
+    def shown(self, text):
+        return text
 
     async def build_messages(self, state, arena, artifact):
         messages = await self.transcript(state, arena, artifact)
         others = [step.completion for step in state.trajectory if step.actor_id != state.current_actor]
-        return messages + [{"role": "assistant", "content": text} for text in others]
+        return messages + [{"role": self.role, "content": self.shown(text)} for text in others]
+
+
+class Posed(Overheard):
+    """As above, but as if the reader had said it itself."""
+
+    role = "assistant"
+
+
+class Untagged(Overheard):
+    """What was thought is shown to the others, without the tags that stood around it."""
+
+    def shown(self, text):
+        return f"They think: {text.partition('<think>')[2].partition('</think>')[0]}!"
 
 
 class InParts(Secrets):
@@ -122,16 +128,6 @@ class InParts(Secrets):
             private(self.secret(state, actor), to=actor)
         parts = [{"type": "text", "text": self.secret(state, other_of(self, state))}]
         return [{"role": "user", "content": parts}]
-
-
-class Untagged(Secrets):
-    """What was thought is shown to the others, without the tags that stood around it."""
-
-    async def build_messages(self, state, arena, artifact):
-        messages = await self.transcript(state, arena, artifact)
-        others = [step.completion for step in state.trajectory if step.actor_id != state.current_actor]
-        thought = [text.partition("<think>")[2].partition("</think>")[0] for text in others]
-        return messages + [{"role": "user", "content": f"They think: {text}!"} for text in thought]
 
 
 class Copied(Secrets):

@@ -9,7 +9,7 @@ import pytest
 from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode
 from turnwise.credit import GRPOCredit, RAECredit
 from turnwise.inference import ScriptedClient
-from turnwise.types import Actor, CreditAssigner, EpisodeRequest, EpisodeState, Sample
+from turnwise.types import Actor, CreditAssigner, EpisodeRequest, EpisodeState
 
 from .conftest import CharTokenizer, FakeClient
 from .helpers import Guess, guess, nested
@@ -167,14 +167,3 @@ def test_a_game_without_actors_and_prompt_of_its_own(make_arena):
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("watch", 1)]))
     assert [step.actor_id for step in result.rollout.steps] == list("bcabca")
     assert result.rollout.steps[0].prompt == [{"role": "user", "content": "You are b."}]
-
-
-def test_positive_only_gives_what_is_below_the_mean_zero():
-    samples = [
-        Sample("q", "e", "a", 0, 0, None, f"r{n}", 0, "default", [1], [2], [0.0], [(1, 0)], reward, reward)
-        for n, reward in enumerate((1.0, 0.0, 3.0, 0.0))
-    ]
-    plain = GRPOCredit(normalize=False).compute_columns(samples)
-    assert plain.tolist() == [0.0, -1.0, 2.0, -1.0]
-    clamped = GRPOCredit(normalize=False, positive_only=True).compute_columns(samples)
-    assert clamped.tolist() == [0.0, 0.0, 2.0, 0.0]

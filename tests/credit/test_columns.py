@@ -9,21 +9,6 @@ import pytest
 
 from turnwise.credit import RAECredit, credit_columns
 
-QUESTIONS, ACTORS, TRAJECTORIES = ["q"] * 5, ["solver", "solver", "verifier", "solver", "verifier"], list("aaabb")
-REWARDS = [0.9, 1.0, 1.0, 0.0, 0.0]
-
-
-def test_worked_by_hand() -> None:
-    whole = {"questions": QUESTIONS, "actors": ACTORS, "trajectories": TRAJECTORIES}
-    s = math.sqrt(0.5)
-    assert credit_columns("dr_mas", REWARDS, **whole) == pytest.approx([0.48418, 0.66575, s, -1.14993, -s], abs=1e-4)
-    assert credit_columns("grpo", REWARDS, **whole) == pytest.approx([s, s, s, -s, -s], abs=1e-4)
-    assert credit_columns("dr_mas", REWARDS, options={"scale": "none"}, **whole) == pytest.approx(
-        [0.26667, 0.36667, 0.5, -0.63333, -0.5], abs=1e-5
-    )
-    at_grpo = credit_columns("at_grpo", [1, 0, 3, 5], questions=[1] * 4, turns=[0, 0, 1, 1])
-    assert at_grpo == pytest.approx([s, -s, -s, s], abs=1e-6)
-
 
 def test_a_tree_compares_the_branches_of_one_node() -> None:
     found = credit_columns("at_grpo", [1, 0, 5, 5], questions=[1] * 4, trajectories=[0] * 4, nodes=[0, 0, 1, 1])

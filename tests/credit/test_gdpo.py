@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.arena import Rubric
-from turnwise.credit import GDPOCredit, GRPOCredit, LevelCredit, credit_columns
+from turnwise.credit import GDPOCredit, LevelCredit, credit_columns
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -78,30 +77,6 @@ def test_the_values_of_a_rubric_s_functions_are_the_rewards() -> None:
     rule = GDPOCredit(rewards={"right": 1.0, "brief": 0.5})
     found = rule.compute([top])
     assert found == {("p", 0): pytest.approx(0.5**0.5, abs=1e-5), ("c", 0): pytest.approx(-(0.5**0.5), abs=1e-5)}
-
-
-async def test_from_a_rubric_that_scored_rollouts() -> None:
-    """The function's own values count, not the rubric's weights; a function of weight 0 is a reward like any other."""
-
-    def right(rollout: Rollout) -> float:
-        return float(rollout.steps[0].completion == "4")
-
-    def brief(rollout: Rollout) -> float:
-        return -float(len(rollout.steps[0].completion))
-
-    rubric = Rubric([right, brief], weights=[3.0, 0.0])
-    results = []
-    for name, text in (("a", "4"), ("b", "four"), ("c", "4")):
-        step = Step("solver", 0, [], text, [1], [2], [-0.1], [(1, 0)], "stop")
-        rollout = Rollout(name, "solve", "q", [step])
-        score = await rubric.score(rollout)
-        rollout.rewards, rollout.metrics = score.rewards, score.metrics
-        results.append(GenerateResult(rollout, group_id="q"))
-    found = GDPOCredit(rewards={"right": 1.0, "brief": 1.0}).compute(results)
-    grpo = GRPOCredit().compute(results)
-    assert [found[name, 0] for name in "abc"] == pytest.approx([grpo[name, 0] for name in "abc"], abs=1e-5)
-    only = GDPOCredit(rewards={"brief": -1.0}).compute(results)
-    assert only["b", 0] > 0 > only["a", 0]
 
 
 def test_an_invalid_action_is_worth_what_it_was_paid() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections.abc
 import copy
 import json
-import pickle
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -272,24 +271,3 @@ def test_shallow_copies_are_plain_and_hold_the_facades() -> None:
         assert type(shallow) is dict and shallow["a"] is root["a"]
     for shallow in (copy.copy(root["l"]), root["l"].copy(), root["l"][:], list(root["l"])):
         assert type(shallow) is list and shallow[0] is root["l"][0]
-
-
-def test_deepcopy_of_a_facade_is_a_fork() -> None:
-    root = facade({"a": {"x": [1]}, "b": []})
-    twin = copy.deepcopy(root["a"])
-    assert type(twin) is StateDict and twin == {"x": [1]} and twin._state is not root._state
-    twin["x"].append(2)
-    assert root["a"] == {"x": [1]} and twin._state.data is twin
-    holder = copy.deepcopy({"p": root["a"], "q": [root["a"]["x"], root["a"]]})
-    holder["p"]["x"].append(3)
-    assert holder["q"][0] is holder["p"]["x"] and holder["q"][1] is holder["p"]
-    assert root["a"]["x"] == [1]
-
-
-def test_pickled_facades_are_plain_and_keep_aliasing() -> None:
-    root = facade({"a": [1]})
-    root["b"] = root["a"]
-    root["self"] = root
-    back = pickle.loads(pickle.dumps(root))
-    assert type(back) is dict and back["a"] is back["b"] and back["self"] is back
-    assert type(pickle.loads(pickle.dumps(root["a"]))) is list

@@ -81,18 +81,6 @@ def test_to_python_keeps_aliasing_as_deepcopy_does(kind: Any) -> None:
     assert to_python(state.data["a"])[0] is not state.data["a"][0]
 
 
-def test_tuples_of_names_hold_containers_apart_in_each_version() -> None:
-    shared = [1]
-    data = {"t": (1, (2, shared)), "n": Pair(shared, 3), "pure": Pair(1, 2)}
-    state = Store().state(data)
-    root, child = state.data, state.fork().data
-    assert root == data and type(root["n"]) is Pair and root["pure"] is data["pure"]
-    child["n"].left.append(3)
-    assert child["n"].left is child["t"][1][1] == [1, 3] and root["n"].left == [1] == shared
-    plain = to_python(child)
-    assert type(plain["n"]) is Pair and type(plain["n"].left) is list
-
-
 def test_what_is_shared_is_looked_at_once(tmp_path: Path) -> None:
     store = Counting()
     rules = Rules()

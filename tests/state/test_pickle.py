@@ -1,21 +1,15 @@
-"""Pickles of States: contents, buffers out of band, stores and their policies, Ray."""
+"""Pickles of States: contents, buffers out of band, stores and their policies."""
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import turnwise
 from turnwise.state import CheckpointError, OpaqueError, Policy, PrunedError, State, Store
 
 from . import saving
@@ -114,39 +108,3 @@ def test_what_is_no_pickle_of_a_state() -> None:
     with pytest.raises(TypeError):
         function(store, 5, leaves, versions)
     assert not store.states()
-
-
-@pytest.mark.slow
-def test_through_ray(tmp_path: Path) -> None:
-    """In a process of its own: Ray starts others, and stops them with it."""
-    program = """
-        import os
-        import ray, numpy as np
-        from turnwise.state import Store
-
-        def main():
-            ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=10**8)
-            state = Store().state({"board": [[0, 0]], "map": np.arange(100_000.0)})
-
-            @ray.remote
-            def play(state):
-                branch = state.fork()
-                branch.data["board"][0][1] = int(branch.data["map"][5])
-                return branch, branch.data["map"].flags.owndata
-
-            here = ray.get(ray.put(state))
-            assert here.data["board"] == [[0, 0]] and not here.data["map"].flags.writeable
-            branch, copied = ray.get(play.remote(state))
-            assert branch.data["board"] == [[0, 5]] and state.data["board"] == [[0, 0]], branch.data["board"]
-            assert not copied
-            assert np.array_equal(branch.data["map"], state.data["map"])
-            branch.fork().data["board"].append([1])
-            ray.shutdown()
-            print("done")
-
-        main()
-    """
-    environment = {**os.environ, "PYTHONPATH": str(Path(turnwise.__file__).parents[1])}  # for Ray's own processes
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment)
-    assert "done" in result.stdout, result.stdout + result.stderr[-3000:]

@@ -10,7 +10,7 @@ from turnwise.tasks.gsm8k import answers_match, extract_answer
 from turnwise.tasks.math_orchestra import View, parse_verdict, read_view, view_message
 
 ARTIFACT = {"question": "2 + 2?", "answer": "4"}
-RIGHT, WRONG, UP, DOWN = "So\n#### 4", "So\n#### 5", "Fine. verdict: approve", "Check 2 + 2. verdict: reject"
+RIGHT, UP = "So\n#### 4", "Fine. verdict: approve"
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from turnwise.tasks.math_orchestra import SOLVER, VERIFIER
 from turnwise.tasks.search_orchestra import SearchOrchestraTask
 from turnwise.tasks.search_orchestra.prompts import ANSWERER, SEARCHER
 from turnwise.tasks.search_orchestra.prompts import VERIFIER as ROUTER
-from turnwise.tasks.sudoku.grid import format_grid
 from turnwise.train.config.sampling import RewardConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.validate import config_from_dict, load_config
@@ -35,8 +34,6 @@ REFUSED = {
     "proposer_solver": {"alpha", "mode", "difference"},
     "tic_tac_toe": GAMES,
 }
-PUZZLE = "1_3_3412_1434_21"
-SOLVED, EIGHT, NINE = "1234341221434321", "1432341221434321", "1134341221434321"  # 12, 8 and 9 of 12 units
 
 
 def config_of(task, questions="", **settings):
@@ -117,61 +114,10 @@ def test_the_values_reach_the_arena(table):
     assert arena.mix_of("sudoku") == RewardMix(alpha=0.4, difference=2.0, invalid_cost=0.25)
 
 
-@pytest.mark.parametrize("reward", [{"alpha": 3.0}, {"alpha": 0.25, "mode": "convex"}, {"alpha": 0.0}])
-@pytest.mark.parametrize(
-    ("name", "artifact", "lines", "own"),
-    [
-        ("sudoku", {"puzzle": PUZZLE}, [format_grid(EIGHT), format_grid(SOLVED)], 8 / 12),
-        ("plan_path", {"maze": "A#G\n...\n..#"}, ["D R", "D R R U"], 1 / 2),
-    ],
-)
-async def test_actions_and_episodes_mix_outcome_and_own_part_alike(table, name, artifact, lines, own, reward):
-    """The first actor's own part is ``own``; the second one's is 1, and it solves the puzzle for both."""
-    result = await table(build_task(name), lines, reward=reward).one(artifact)
-    weight = 0.75 if "mode" in reward else 1.0
-    assert [step.reward for step in result.rollout.steps] == pytest.approx([weight * own, reward["alpha"] + weight])
-    whole = [reward["alpha"] + weight * own, reward["alpha"] + weight]
-    assert list(result.rollout.rewards.values()) == pytest.approx(whole)
-
-
 # --- differences by hand ----------------------------------------------------------------------------------------------
 def differences(result):
     assert result.rollout.error is None, result.rollout.error
     return [(step.actor_id, pytest.approx(step.info["team_difference"])) for step in result.rollout.steps]
-
-
-async def test_a_reviser_that_mends_gains_and_one_that_breaks_pays(table):
-    """The puzzle itself has 3 of 12 units right; then 9, 8, 8 and 12."""
-    lines = [format_grid(grid) for grid in (NINE, EIGHT, EIGHT, SOLVED)]
-    result = await table(build_task("sudoku"), lines, reward={"difference": 1.0}).one({"puzzle": PUZZLE})
-    assert differences(result) == [("proposer", 6 / 12), ("reviser", -1 / 12), ("proposer", 0), ("reviser", 4 / 12)]
-    rewards = [step.reward for step in result.rollout.steps]
-    assert rewards == pytest.approx([9 / 12 + 6 / 12, 8 / 12 - 1 / 12, 8 / 12, 2.0 + 4 / 12])
-    assert result.rollout.rewards == pytest.approx({"proposer": 1 + 8 / 12 + 6 / 12, "reviser": 2 + 3 / 12})
-
-
-async def test_a_planner_is_compared_with_the_suggestion(table):
-    """Four moves from the goal. The tool's route ends at it, half way or is none; the planner walks half or all."""
-    maze = {"maze": "A#G\n...\n..#"}
-    task = build_task("plan_path", {"max_turns": 1})
-    for lines, expected in (
-        (["D R R U", "D R"], (1.0, -0.5)),
-        (["D R", "D R R U"], (0.5, 0.5)),
-        (["?", "D R"], (0.0, 0.5)),
-    ):
-        result = await table(task, lines, reward={"difference": 1.0}).one(maze)
-        assert differences(result) == [("tool", expected[0]), ("planner", expected[1])]
-
-
-async def test_a_solver_is_paid_for_the_correction_of_its_answer(table, questions):
-    task = build_task("math_orchestra", {"path": questions})
-    lines = ["#### 5", "verdict: reject", "#### 4", "verdict: approve"]
-    result = await table(task, lines, reward={"difference": 0.5, "alpha": 0.25}).one(
-        {"question": "2 + 2", "answer": "4"}
-    )
-    assert differences(result) == [(SOLVER, 0), (VERIFIER, 0), (SOLVER, 1), (VERIFIER, 0)]
-    # Convex: 1/4 outcome and 3/4 own part, which are 1 for both at the end.
-    assert result.rollout.rewards == {SOLVER: 1.5, VERIFIER: 1.0}
 
 
 async def test_in_a_tree_the_orchestra_mixes_actions(table, questions):

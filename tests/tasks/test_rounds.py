@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from itertools import product
 
 import pytest
 
 from turnwise.tasks import build_task
-from turnwise.tasks.plan_path.demonstrations import detour, straight_route
-from turnwise.tasks.plan_path.prompts import read_messages
-from turnwise.tasks.routes import format_route
 
 MAZE = {"maze": "A.#..\n.#...\n.....\n..#..\n....G"}
 LEVEL = {"level": "######\n#A...#\n#.B..#\n#....#\n#..G.#\n######"}
@@ -77,19 +73,3 @@ async def test_the_next_prompt_says_that_it_failed_and_where(table, name, artifa
     await seat.one(artifact)
     first, second = (messages[-1]["content"] for _, messages in seat.seen)
     assert told in second and told not in first
-
-
-async def test_a_policy_without_luck_solves_more_mazes_in_more_rounds(table):
-    """The straight route, which walls stop; where the prompt says what is blocked, a detour. No model, no luck."""
-
-    def greedy(actor, messages):
-        maze, _ = read_messages(messages)
-        blocked = re.search(r"then (.) is blocked", messages[-1]["content"])
-        return format_route(detour(maze, blocked[1]) if blocked else straight_route(maze))
-
-    solved = {}
-    for rounds in (1, 2, 3):
-        task = build_task("plan_path", {"actors": ("solver",), "max_turns": rounds, "side": 8})
-        results = await table(task, greedy).play(task.eval_requests("validation", 120))
-        solved[rounds] = sum(result.rollout.metrics["solved/solver"] for result in results) / len(results)
-    assert solved[1] < 0.15 and solved[2] > 2 * solved[1] and solved[3] > 1.2 * solved[2], solved

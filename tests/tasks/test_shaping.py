@@ -137,27 +137,6 @@ async def test_advantages_follow_how_good_an_answer_is(table, name, player, acto
     assert abs(np.corrcoef(advantages, centred(readable, "length"))[0, 1]) < 0.35  # saying little is no aim
 
 
-@pytest.mark.parametrize("player", PLAYERS)
-@pytest.mark.parametrize("name", ["plan_path", "sokoban"])
-async def test_a_whole_episode_is_paid_by_where_it_ended(table, name, player):
-    """Without a tree: the rubric's reward, and the sum of a walker's steps, both by the distance at the end."""
-    task = build_task(name, {"actors": ["solver"]})
-    results = await table(task, PLAYERS[player](Random(3))).play(task.requests(0, questions=24, copies=4))
-    groups = defaultdict(list)
-    for result in results:
-        steps, metrics = result.rollout.steps, result.rollout.metrics
-        unread = sum(parse_route(step.completion) is None for step in steps)
-        paid, earned = result.rollout.rewards["solver"], sum(step.reward for step in steps)
-        # A reply that can't be read costs the same per step, and per episode its share of all.
-        assert paid + unread / len(steps) == pytest.approx(earned + unread, abs=1e-6)
-        _, left = distances_of(name, steps[-1].prompt, steps[-1].completion)
-        assert metrics["solved/solver"] == (left == 0)
-        groups[result.group_id].append((left, paid + unread / len(steps)))
-    for group in groups.values():
-        for (left, paid), (other_left, other_paid) in permutations(group, 2):
-            assert left >= other_left or paid > other_paid
-
-
 def centred(groups, name):
     return np.concatenate(
         [

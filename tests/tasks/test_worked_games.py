@@ -115,6 +115,14 @@ GAMES = {
         seen=[sudoku_messages("reviser", PUZZLE), sudoku_messages("reviser", PUZZLE, EIGHT, 1)],
     ),
     "a changed given is no solution": Game("sudoku", ["other"], [0.0], {"solver": 0.0}, {"solved/solver": 0.0}, ALONE),
+    "a convex mix of drafts": Game(
+        "sudoku", ["eight", "solved"], [0.75 * 8 / 12, 1.0], {"proposer": 0.25 + 0.75 * 8 / 12, "reviser": 1.0}, {},
+        {}, {"alpha": 0.25, "mode": "convex"},
+    ),
+    "a reviser that mends gains and one that breaks pays": Game(  # 3 units are right at first, then 9, 8, 8 and 12
+        "sudoku", ["nine", "eight", "eight", "solved"], [9 / 12 + 6 / 12, 8 / 12 - 1 / 12, 8 / 12, 2.0 + 4 / 12],
+        {"proposer": 1 + 8 / 12 + 6 / 12, "reviser": 2 + 3 / 12}, {}, {}, {"difference": 1.0},
+    ),
     # Routes: 1 for the goal, or less by a longer way, and how much closer an action led.
     "the goal ends the episode": Game(
         "plan_path", ["D R R U", "D R R U"], [2.0, 2.0], both("tool", "planner", 2.0),
@@ -132,6 +140,19 @@ GAMES = {
         "plan_path", ["D R R U", "D U D R", "R", "R U"], [2.0, 0.0, 0.0, 2.0], both("tool", "planner", 2.0), {},
         {"goal": "solved", "shaping": 0.0}, {"alpha": 2.0},
     ),
+    "a convex mix of routes": Game(
+        "plan_path", ["D R", "D R R U"], [0.75 / 2, 1.0], {"tool": 0.25 + 0.75 / 2, "planner": 1.0}, {}, {},
+        {"alpha": 0.25, "mode": "convex"},
+    ),
+    **{  # with what the tool's suggestion was worth, and by how much the planner's walk is better
+        f"a planner is compared with {lines[0]!r}": Game(
+            "plan_path", lines, steps, {}, {}, {"max_turns": 1}, {"difference": 1.0},
+        )
+        for lines, steps in (
+            (["D R R U", "D R"], [2.0 + 1.0, 0.5 - 0.5]), (["D R", "D R R U"], [0.5 + 0.5, 2.0 + 0.5]),
+            (["?", "D R"], [-1.0, 0.5 + 0.5]),
+        )
+    },
     # Into the wall at once; half-way; a route that would arrive after 2 + 2 moves; one of 2 + 4, which the goal ends.
     "two rounds of walking": Game(
         "plan_path", ["R", "D R", "So:\nR U", "D U R U U"], [0.0, 0.5, 1 + 0.5, 4 / 6 + 0.5],
@@ -247,6 +268,10 @@ GAMES = {
     "the last verdict changes nothing": Game(
         "math_orchestra", [FIVE, NO, FOUR, NO], None, both("solver", "verifier", 1.0),
         {"loops": 2, "correct/solver": 1.0},
+    ),
+    "a correction is paid": Game(  # 1/4 outcome and 3/4 own part, which are 1 for both at the end
+        "math_orchestra", [FIVE, NO, FOUR, YES], None, {"solver": 1.5, "verifier": 1.0}, {}, {},
+        {"difference": 0.5, "alpha": 0.25},
     ),
     "an unreadable verdict approves": Game(
         "math_orchestra", [FOUR, "Hmm."], None, both("solver", "verifier", 1.0),
@@ -386,6 +411,13 @@ TREES = {
         BEST_OF_3, ["R", "D", "U U", "D R", "R", "D"], {},
         [("tool", -1 / 6, False), ("tool", 1 / 6, True), ("tool", 0.0, False),
          ("planner", 1 + 2 / 6, True), ("planner", -1 / 6, False), ("planner", 1 / 6, False)],
+    ),
+    "plan_path": (  # after three moves "L L" goes back two, and "U" arrives
+        BEST_OF_3, ["R", "D R", "?", "D", "D R R", "D R", "U", "U", "U", "L L", "U", "R"], {},
+        [("tool", 0.0, False), ("tool", 0.5, True), ("tool", -1.0, False),
+         ("planner", 0.25, False), ("planner", 0.75, True), ("planner", 0.5, False),
+         ("tool", 1.25, True), ("tool", 1.25, False), ("tool", 1.25, False),
+         ("planner", -0.5, False), ("planner", 1.25, True), ("planner", 0.0, False)],
     ),
     "refine_loop": (
         BEST_OF_2, ["1 2 5", "9", "ok", "wrong: sum", "1 3 5", "5 5 5", "ok", "wrong: count"], {},

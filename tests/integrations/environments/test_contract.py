@@ -96,6 +96,10 @@ OWN_WORDS = {"moves": {}, "render": f"{__name__}:as_words", "parse": f"{__name__
             TICTACTOE, {}, 1, [f"[{move}]" for move in "012435768"], None,
             {"player_1": 0.0, "player_2": 0.0}, {"score": 0.5}, name="a draw",
         ),
+        param(
+            TEXT_TICTACTOE, {"render": f"{__name__}:last_line"}, 1, ["[0]", "[4]", "I take [1].", "[8]", "[2]"],
+            None, {"player0": 1.0, "player1": -1.0}, {"score": 1.0, "legal": 1.0},
+        ),
         # Seed 3 hides the 4. The guesses 5, 3 and 4 are too high, too low and right: -0.1, -0.1 and 1.
         param(
             GUESSING, {}, 3, ["[5]", "[3]", "So it is [4]."],
@@ -118,7 +122,7 @@ async def test_a_play_by_hand(build, case, options, seed, texts, shown, rewards,
     assert rollout.rewards == rewards and rollout.meta["ended"] == "done"
     first = task.game.actors[0]
     assert {name: rollout.metrics[f"{name}/{first}"] for name in metrics} == metrics
-    if case is not KUHN:
+    if case not in (KUHN, TEXT_TICTACTOE):
         assert (rollout.extras["terminated"], rollout.extras["truncated"]) == (True, False)
 
 

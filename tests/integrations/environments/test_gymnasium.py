@@ -1,4 +1,4 @@
-"""Gymnasium: falls, cuts, prizes, memory and splits, with FrozenLake and Blackjack."""
+"""Gymnasium: falls, cuts, memory and splits, with FrozenLake."""
 
 from __future__ import annotations
 
@@ -21,19 +21,6 @@ async def test_a_fall_and_a_cut():
         (cut,) = await played(one, [request_of(one)], said("[up]"))
         assert (len(cut.steps), cut.extras["truncated"], cut.meta["ended"]) == (steps, True, ended)
         assert not cut.extras["terminated"]
-
-
-async def test_blackjack_pays_what_gymnasium_pays():
-    """With seed 3 and no card drawn, the play pays what a plain environment pays."""
-    import gymnasium
-
-    env = gymnasium.make("Blackjack-v1")
-    first, _ = env.reset(seed=3)
-    _, reward, terminated, *_ = env.step(0)
-    task = build_task("gymnasium:Blackjack-v1", {"actions": ["stick", "hit"]})
-    (rollout,) = await played(task, [request_of(task, 3)], said("[stick]"))
-    assert terminated and rollout.rewards == {"player": reward}
-    assert rollout.steps[0].prompt[-1]["content"].startswith(f"[{first[0]}, {first[1]}, {int(first[2])}]\n")
 
 
 async def test_memory_keeps_the_actors_own_turns():

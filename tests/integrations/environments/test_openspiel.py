@@ -11,7 +11,7 @@ from turnwise.arena import Arena, TreeSampler
 from turnwise.cli.commands.tournament import play_tournament
 from turnwise.inference import ScriptedClient
 from turnwise.run.checks import dry_run, exploitability_of
-from turnwise.tasks import build_task, kuhn_poker, tic_tac_toe
+from turnwise.tasks import build_task, kuhn_poker
 from turnwise.tasks.two_player import sample_policy
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
@@ -20,7 +20,7 @@ from turnwise.types import EpisodeRequest
 from .helpers import check_lines, check_replays, played, trained
 
 pytestmark = pytest.mark.needs("pyspiel")
-KUHN, LEDUC, TICTACTOE = "openspiel:kuhn_poker", "openspiel:leduc_poker", "openspiel:tic_tac_toe"
+KUHN, LEDUC = "openspiel:kuhn_poker", "openspiel:leduc_poker"
 
 
 def boards(task):
@@ -72,23 +72,6 @@ def test_kuhn_equals_the_own_solver():
         for name in ("exploitability", "value", "best_response"):
             assert getattr(theirs, name) == pytest.approx(getattr(ours, name), abs=1e-9), f"{name} of seed {seed}"
     assert task.solve(of_kuhn(task, kuhn_poker.equilibrium(0.2))).exploitability == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.slow
-def test_tic_tac_toe_equals_the_own_solver():
-    """OpenSpiel's 294,778 information states are histories; prompts are the 4,520 positions of the own solver."""
-    task = build_task(TICTACTOE)
-    place = {board: row for row, board in enumerate(tic_tac_toe.positions().open_boards)}
-    rows = [place[text.replace("\n", "").upper()] for text, _ in boards(task)]
-    assert sorted(rows) == list(range(4520))
-    uniform = task.solve(task.exact.uniform())
-    assert uniform.exploitability == pytest.approx(0.9598296957, abs=1e-10)
-    assert uniform.exploitability == pytest.approx(
-        tic_tac_toe.solve(tic_tac_toe.uniform_policy()).exploitability, abs=1e-9
-    )
-    own = np.random.default_rng(0).random((4520, 9)) * tic_tac_toe.positions().legal
-    own /= own.sum(axis=1, keepdims=True)
-    assert task.solve(own[rows]).exploitability == pytest.approx(tic_tac_toe.solve(own).exploitability, abs=1e-9)
 
 
 def test_texts_that_are_no_move_leave_the_rest_in_proportion():

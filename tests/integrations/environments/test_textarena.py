@@ -17,18 +17,6 @@ pytestmark = pytest.mark.needs("textarena")
 KUHN, TIC = "textarena:KuhnPoker-v0", "textarena:TicTacToe-v0"
 
 
-async def test_a_game_by_hand():
-    """Player 0 begins, its fields 0, 1 and 2 win; each prompt is what the game tells the player."""
-    task = build_task(TIC)
-    texts = said("[0]", "[4]", "I take [1].", "[8]", "[2]")
-    (rollout,) = await played(task, [request_of(task)], texts, check_private=True)
-    assert [step.actor_id for step in rollout.steps] == ["player0", "player1", "player0", "player1", "player0"]
-    assert rollout.rewards == {"player0": 1.0, "player1": -1.0}
-    assert rollout.metrics["score/player0"] == 1.0 == rollout.metrics["legal/player1"]
-    last = rollout.steps[-1].prompt[-1]["content"]
-    assert last.startswith("[GAME] You are Player 0") and last.endswith("'[2]', '[3]', '[5]', '[6]', '[7]'")
-
-
 async def test_an_illegal_move_follows_the_games_own_rule():
     """Tic-tac-toe forgives one error in a turn, and the second one loses -1 to 1."""
     task = build_task(TIC)

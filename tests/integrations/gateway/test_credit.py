@@ -1,4 +1,4 @@
-"""Credit of attempts with unequal numbers of calls, several choices, parallel calls and rubrics."""
+"""Credit of attempts with unequal numbers of calls, and by rubrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from turnwise.arena import Rubric
-from turnwise.credit import ATGRPOCredit, DrMASCredit, GRPOCredit
+from turnwise.credit import DrMASCredit, GRPOCredit
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import Actor, EpisodeRequest
 
@@ -80,40 +80,6 @@ WORKED = [question(1.0, 3), question(0.0, 1)]
 def test_unequal_numbers_of_calls(credit, expected):
     found = values(advantages(agent_of(calls_in_turn), credit(), WORKED))
     assert found == [pytest.approx(row, abs=1e-6) for row in expected]
-
-
-def test_turn_groups_compare_equal_turns():
-    three = [question(1.0, 2), question(0.0, 2), question(0.0, 1)]
-    found = values(advantages(agent_of(calls_in_turn), ATGRPOCredit(eps=0.0), three))
-    first = (1 - 1 / 3) / (1 / 3) ** 0.5
-    other = -(1 / 3) / (1 / 3) ** 0.5
-    assert found[0] == pytest.approx([first, 0.5**0.5], abs=1e-6)
-    assert found[1] == pytest.approx([other, -(0.5**0.5)], abs=1e-6)
-    assert found[2] == pytest.approx([other], abs=1e-6)
-
-
-@pytest.mark.parametrize(("credit", "expected"), [(by_row, 0.93541435), (by_attempt, 0.70710678)])
-def test_choices_of_one_call_are_rows_with_the_same_reward(credit, expected):
-    async def agent(question, models):
-        async with Chat.client(models["solver"]) as client:
-            await Chat.ask(client, n=4)
-        return question["rewards"]
-
-    attempts = advantages(agent_of(agent), credit(), [question(1.0, 1), question(0.0, 1)])
-    assert [[step.turn for step in steps] for steps in attempts] == [[0] * 4, [0] * 4]
-    assert values(attempts) == [pytest.approx([sign * expected] * 4, abs=1e-6) for sign in (1, -1)]
-
-
-@pytest.mark.parametrize(("credit", "expected"), [(by_row, 0.96824584), (by_attempt, 0.70710678)])
-def test_parallel_calls_are_rows_with_turns_of_their_own(credit, expected):
-    async def agent(question, models):
-        async with Chat.client(models["solver"]) as client:
-            await asyncio.gather(*(Chat.ask(client) for _ in range(8)))
-        return question["rewards"]
-
-    attempts = advantages(agent_of(agent), credit(), [question(1.0, 1), question(0.0, 1)])
-    assert [sorted(step.turn for step in steps) for steps in attempts] == [list(range(8))] * 2
-    assert values(attempts) == [pytest.approx([sign * expected] * 8, abs=1e-6) for sign in (1, -1)]
 
 
 def test_actor_that_was_never_called_has_no_row_and_needs_no_reward():

@@ -7,9 +7,7 @@ import openai
 import pytest
 from agents.tracing.processors import BackendSpanExporter
 
-from turnwise.inference.scripted import Reply
-
-from .helpers import FAMILIES, LOGPROBS, call_of, play
+from .helpers import FAMILIES, call_of, play
 
 MODELS = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
 
@@ -34,10 +32,6 @@ def script(request):
     if "You sort questions." in request.messages[0]["content"]:
         return TRIAGE
     return SOLVER[said - 1]  # after the message of triage
-
-
-def with_logprobs(request):
-    return Reply(script(request), logprobs=LOGPROBS)
 
 
 async def run(models, api, streamed=False):
@@ -75,55 +69,24 @@ async def run(models, api, streamed=False):
 @pytest.mark.parametrize("api", MODELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hand_off_and_tool(family, api, streamed):
+    """``test_wires.py`` holds the tokens, rows and metrics of such a chat."""
+
     async def agent(seen, models):
         seen.append(result := await run(models, api, streamed))
         return {"triage": 0.5, "solver": float("7" in result.final_output)}
 
-    played = play(agent, with_logprobs, actors=("triage", "solver"), family=family)
+    played = play(agent, script, actors=("triage", "solver"), family=family)
     [result] = played.seen
-    assert result.final_output == "It is 7."
-    assert result.last_agent.name == "solver"
-    outputs = [item.output for item in result.new_items if item.type == "tool_call_output_item"]
-    assert outputs == [4, 7]
-
-    # Each answer is a row of its actor, with its own turn and its own tokens.
-    assert [(step.actor_id, step.turn) for step in played.steps] == [
-        ("triage", 0),
-        ("solver", 0),
-        ("solver", 1),
-        ("solver", 2),
-    ]
-    end = "<|im_end|>"
-    assert [played.text(step.completion_token_ids) for step in played.steps] == [
-        text + end for text in (TRIAGE, *SOLVER)
-    ]
-    for step in played.steps:
-        assert list(step.completion_logprobs) == list(LOGPROBS[: len(step.completion_token_ids)])
+    assert (result.final_output, result.last_agent.name) == ("It is 7.", "solver")
+    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == [4, 7]
+    turns = [("triage", 0), ("solver", 0), ("solver", 1), ("solver", 2)]
+    assert [(step.actor_id, step.turn) for step in played.steps] == turns
     assert [step.info.get("tool_calls") for step in played.steps] == [["ok"], ["ok"], ["ok"], None]
     assert played.rewards == {"triage": 0.5, "solver": 1.0}
-
-    # The solver's later prompts begin with all that it saw and sampled before.
-    first, *later = played.steps[1:]
-    for before, after in zip([first, *later], later, strict=False):
-        stream = before.prompt_token_ids + before.completion_token_ids
-        assert after.prompt_token_ids[: len(stream)] == stream
     assert played.metrics["gateway/extended_rows/solver"] == 2
-    assert played.metrics["gateway/rewritten_rows/solver"] == 0
     usage = result.context_wrapper.usage
     assert usage.requests == 4
     assert usage.output_tokens == sum(len(step.completion_token_ids) for step in played.steps)
-
-
-@pytest.mark.parametrize("api", MODELS)
-def test_call_of_an_unknown_tool_is_an_answer(api):
-    """The framework fails for a call of a tool that the agent lacks; as text it is an answer."""
-
-    async def agent(seen, models):
-        seen.append((await run(models, api)).final_output)
-
-    played = play(agent, [call_of("sub", "{}")], actors=("triage", "solver"))
-    assert played.seen[0].lstrip() == call_of("sub", "{}").lstrip()
-    assert played.steps[0].info["tool_calls"] == ["unknown_tool"]
 
 
 @pytest.mark.parametrize("api", MODELS)

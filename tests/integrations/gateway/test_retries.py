@@ -153,18 +153,6 @@ def test_client_that_hangs_up_cancels_its_call(wire, stream):
     assert first.sampling.seed == second.sampling.seed
 
 
-def test_number_of_a_call_that_was_cut_off_is_spent():
-    script = Hanging()
-
-    async def agent(seen, models):
-        await lost(models["solver"], wait_for=lambda: script.asked)
-        await lost(models["solver"], read=True)
-
-    played = play(agent, script)
-    assert [step.turn for step in played.steps] == [1]
-    assert played.metrics["gateway/aborted/solver"] == 1
-
-
 def test_call_runs_on_while_one_of_two_clients_waits():
     script = counting(delay=0.5)
 
@@ -179,25 +167,6 @@ def test_call_runs_on_while_one_of_two_clients_waits():
     played = play(agent, script)
     assert played.seen == ["1"]
     assert played.metrics["gateway/aborted/solver"] == 0 and len(played.steps) == 1
-
-
-@both
-def test_sdk_that_times_out_retries_and_gets_one_row(wire):
-    """The SDK gives up at its timeout, and asks again: the second attempt is sampled under the same number."""
-    delays = iter([60.0, 0.0])
-
-    async def slow(request):
-        await asyncio.sleep(next(delays))
-        return "4"
-
-    async def agent(seen, models):
-        async with wire.client(models["solver"], timeout=0.5, max_retries=1) as client:
-            seen.append(wire.text(await wire.ask(client)))
-
-    played = play(agent, slow)
-    assert played.seen == ["4"]
-    assert [step.turn for step in played.steps] == [0]
-    assert played.metrics["gateway/aborted/solver"] == 1
 
 
 def test_agent_that_is_cancelled_leaves_no_call(monkeypatch):

@@ -1,11 +1,9 @@
-"""Training steps on agents of all kinds: sampler and trainer agree on every log-probability, and rows are what was
-sampled."""
+"""Training steps on an agent: sampler and trainer agree on every log-probability, and rows are what was sampled."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,13 @@ import pytest
 from turnwise.arena import Arena
 from turnwise.credit import GRPOCredit
 from turnwise.inference import TransformersClient
-from turnwise.integrations.gateway import AgentEpisode, Gateway, ProcessEpisode
+from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy, Trainer
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor, EpisodeRequest, Sampling
 
-from .processes import HEAD
-from .wires import Chat, Messages
+from .wires import Chat
 
 STEPS, QUESTIONS, ATTEMPTS, ACTORS = 3, 2, 3, ("first", "second")
 
@@ -29,40 +26,20 @@ def letters(text):
     return sum(character.isalnum() for character in text or "") / 6
 
 
-def through(wire):
+async def agent(question, models):
     """Three calls of the first actor in one chat, one of them a stream, and one of the second, of two choices."""
-
-    async def agent(question, models):
-        chat, rewards = [{"role": "user", "content": question}], {}
-        for turn, name in enumerate(("first", "first", "first", "second")):
-            limits = {"n": 2, "stop": ["a"]} if wire is Chat and name == "second" else {}
-            async with wire.client(models[name]) as client:
-                answer = await (wire.streamed if turn == 1 else wire.ask)(client, chat, actor=name, **limits)
-            text = wire.text(answer)
-            chat += [{"role": "assistant", "content": text or "-"}, {"role": "user", "content": "Go on."}]
-            rewards[name] = letters(answer.choices[1].message.content if limits else text)
-        return rewards
-
-    return agent
+    chat, rewards = [{"role": "user", "content": question}], {}
+    for turn, name in enumerate(("first", "first", "first", "second")):
+        limits = {"n": 2, "stop": ["a"]} if name == "second" else {}
+        async with Chat.client(models[name]) as client:
+            answer = await (Chat.streamed if turn == 1 else Chat.ask)(client, chat, actor=name, **limits)
+        text = Chat.text(answer)
+        chat += [{"role": "assistant", "content": text or "-"}, {"role": "user", "content": "Go on."}]
+        rewards[name] = letters(answer.choices[1].message.content if limits else text)
+    return rewards
 
 
-PROCESS = """
-rewards = {}
-for name in ("first", "first", "first", "second", "second"):
-    rewards[name] = sum(map(str.isalnum, ask(question + name, name))) / 6
-result(rewards)
-"""
-
-
-def episode_of(kind, folder, gateway):
-    if kind == "process":
-        (folder / "agent.py").write_text(HEAD + PROCESS)
-        command = [sys.executable, "-I", "-S", "agent.py"]
-        return ProcessEpisode(command, gateway, actors=ACTORS, files={"agent.py": folder / "agent.py"})
-    return AgentEpisode(through({"chat": Chat, "messages": Messages}[kind]), gateway, actors=ACTORS)
-
-
-def trainer_of(kind, folder):
+def trainer_of(folder):
     config = config_from_dict(
         {
             "run_dir": str(folder / "run"),
@@ -81,7 +58,7 @@ def trainer_of(kind, folder):
     )
     for actor in ACTORS:
         arena.add_actor(Actor(actor))
-    episode = episode_of(kind, folder, Gateway(renderer="template"))
+    episode = AgentEpisode(agent, Gateway(renderer="template"), actors=ACTORS)
     arena.add_episode(episode)
     arena.source = lambda: [
         EpisodeRequest(episode.episode_type, f"question {number}")
@@ -93,9 +70,9 @@ def trainer_of(kind, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("chat", marks=pytest.mark.representative), "messages", "process"])
-def test_three_training_steps(kind, tmp_path):
-    trainer, arena = trainer_of(kind, tmp_path)
+@pytest.mark.representative
+def test_three_training_steps(tmp_path):
+    trainer, arena = trainer_of(tmp_path)
     batches, packed = [], arena.build_training_batch
 
     def kept(results):
@@ -112,7 +89,7 @@ def test_three_training_steps(kind, tmp_path):
         values = [value for key, value in line.items() if key.endswith("sampler_trainer_logprob_max_diff")]
         assert values and all(0 < value <= 1e-5 for value in values), values
 
-    turns = {"first": [0, 1, 2], "second": {"chat": [0, 0], "messages": [0], "process": [0, 1]}[kind]}
+    turns = {"first": [0, 1, 2], "second": [0, 0]}
     for results, batch in batches:
         rows = []
         for result in results:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from types import SimpleNamespace
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -287,40 +287,26 @@ def test_a_variant_of_ops(skyrl):
     assert (ours / mask.sum()).item() == pytest.approx(expected.loss.item(), abs=1e-6)
 
 
-@pytest.mark.slow
 def test_other_processes_get_them(skyrl):
-    """SkyRL sends its registries through a Ray actor; a worker finds both there."""
-    import ray
-
+    """SkyRL sends what is in its registries through Ray, which pickles by value."""
     adapter.register_credit("dr_mas")
     adapter.register_loss("regular")
-
-    @ray.remote
-    def found():
-        import typing
-
-        import typing_extensions
-
-        typing.TypedDict = typing_extensions.TypedDict
-        from skyrl.backends.skyrl_train.utils import ppo_utils
-
-        advantages, _ = ppo_utils.AdvantageEstimatorRegistry.get("turnwise_dr_mas")(
-            token_level_rewards=torch.tensor([[1.0], [0.0]]), response_mask=torch.ones(2, 1), index=["a", "a"]
+    estimate, loss = (
+        cloudpickle.loads(cloudpickle.dumps(registry.get(name)))
+        for registry, name in (
+            (skyrl.AdvantageEstimatorRegistry, "turnwise_dr_mas"),
+            (skyrl.PolicyLossRegistry, "turnwise_regular"),
         )
-        loss, _ = ppo_utils.PolicyLossRegistry.get("turnwise_regular")(
-            torch.tensor([[0.1], [0.2]]), torch.zeros(2, 1), advantages, ppo_utils.AlgorithmConfig(), torch.ones(2, 1)
-        )
-        return advantages[:, 0].tolist(), float(loss)
-
-    ray.init("local", num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}})
-    try:
-        skyrl.sync_registries()
-        advantages, loss = ray.get(found.remote())
-    finally:
-        ray.shutdown()
+    )
+    advantages, _ = estimate(
+        token_level_rewards=torch.tensor([[1.0], [0.0]]), response_mask=torch.ones(2, 1), index=["a", "a"]
+    )
     advantage = 0.5**0.5
-    assert advantages == pytest.approx([advantage, -advantage], abs=2e-6)
-    assert loss == pytest.approx(advantage * (math.exp(0.2) - math.exp(0.1)), abs=2e-6)
+    assert advantages[:, 0].tolist() == pytest.approx([advantage, -advantage], abs=2e-6)
+    value, _ = loss(
+        torch.tensor([[0.1], [0.2]]), torch.zeros(2, 1), advantages, skyrl.AlgorithmConfig(), torch.ones(2, 1)
+    )
+    assert float(value) == pytest.approx(advantage * (math.exp(0.2) - math.exp(0.1)), abs=2e-6)
 
 
 def test_what_it_refuses(skyrl):

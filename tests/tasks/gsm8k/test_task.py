@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 from turnwise.credit import GRPOCredit
@@ -12,8 +11,6 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
-
-ARTIFACT = {"question": "2 + 2?", "answer": "4"}
 
 
 @pytest.fixture
@@ -37,24 +34,8 @@ def settings(questions, folder, **changes):
     }  # fmt: skip
 
 
-def test_a_step_of_training_credits_the_copies_of_a_question_by_grpo(questions, tmp_path):
-    run = build_run(
-        config_from_dict(settings(questions, tmp_path / "run", **{"filter": {"drop_zero_advantage": False}}))
-    )
-    assert type(run.arena.credit) is GRPOCredit
-    # The tiny model solves nothing in one step: its answers are scored by their length here, so that something trains.
-    run.arena.episodes["gsm8k"].rubric.funcs[0] = lambda completion, artifact: {"solver": len(completion) / 100}
-    before = {name: values.detach().clone() for name, values in run.trainer.policies["default"].weights()}
-    assert run.train().step == 1
-    results = run.arena.last_results
-    assert len(results) == 16 and all(len(result.rollout.steps) == 1 for result in results)
-    for question in {result.group_id for result in results}:
-        steps = [r.rollout.steps[0] for r in results if r.group_id == question]
-        rewards = np.array([len(step.completion) / 100 for step in steps])
-        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if rewards.std() else 0 * rewards
-        assert np.allclose([step.advantage for step in steps], expected, atol=1e-4)
-    assert any((before[name] != values).any() for name, values in run.trainer.policies["default"].weights())
-    assert run.evaluate().failed == 0
+def test_copies_of_a_question_are_credited_by_grpo(questions, tmp_path):
+    assert type(build_run(config_from_dict(settings(questions, tmp_path / "run"))).arena.credit) is GRPOCredit
 
 
 def test_a_tree_is_refused_before_anything_runs(questions, tmp_path):

@@ -141,13 +141,6 @@ async def test_each_branch_of_a_tree_has_attempts_of_its_own(table):
     assert rewards["no"] == (-0.25, False) and rewards["2 * 9"] == (0.0, False) and rewards[OURS][1]
 
 
-async def test_evaluation_writes_no_store(table):
-    seat = table(task(), [OURS, *["14"] * 4])
-    view = seat.arena.evaluation()
-    await view.generate_rollouts([EpisodeRequest(PROPOSE, ARTIFACT)])
-    assert len(seat.arena.stores[STORE]) == 0
-
-
 async def test_failed_attempts_do_not_count_and_none_left_fails_the_proposal(table):
     from turnwise.types import ModelError
 
@@ -202,18 +195,6 @@ async def test_an_arena_gets_the_stores_that_its_episodes_ask_for(table):
     own = seat.arena.stores[STORE]
     seat.arena.add_episode("again", ProposeEpisode())
     assert seat.arena.stores[STORE] is own, "one store of a name, whoever asks"
-
-
-TASK = ProposerSolverTask()
-
-
-@pytest.mark.parametrize("name", ["oracle", "random"])
-async def test_players_play_the_nested_game(table, name):
-    player = TASK.oracle() if name == "oracle" else TASK.random_player(1)
-    results = await table(TASK, player).play(TASK.requests(1, 4, 2))
-    for result in results:
-        assert result.rollout.error is None and len(result.children) == 4
-        assert name == "random" or result.rollout.rewards[PROPOSER] == 0.0, "what everybody solves teaches nothing"
 
 
 def test_demonstrations_are_well_formed_and_quality_is_the_share_of_right_answers():

@@ -1,8 +1,7 @@
-"""Runs whose solved problems stand in a file: killed and resumed, and one after the other."""
+"""Runs whose solved problems stand in a file, one after the other."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from turnwise.run.build import build_run
 from turnwise.run.checks import dry_run
 from turnwise.tasks.proposer_solver.episodes import STORE
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.resume import resume_run
 from turnwise.train.validate import config_from_dict
 
 NO_WARM_START = {"steps": 0}
@@ -51,47 +49,11 @@ def examples(folder: Path, step: int) -> list[tuple[str, str]]:
     return [(row["extras"]["example"], row["artifact"]["example"]) for row in rows if row["step"] == step]
 
 
-class KilledError(BaseException):
-    """Nothing catches it, as nothing catches a kill."""
-
-
-def killed(run, step: int):
-    """Train until the batch of the step after ``step`` was sampled; the problems that are stored by then."""
-    trainer, update = run.trainer, run.trainer.update_policies
-
-    def die(*arguments):
-        if trainer.progress.step == step:
-            trainer.stop_and_save = trainer.save = lambda **options: asyncio.sleep(0)  # a killed process says nothing
-            raise KilledError
-        return update(*arguments)
-
-    trainer.update_policies = die
-    with pytest.raises(KilledError):
-        run.train()
-    found = stored(run)
-    run.arena.stores[STORE].close()
-    return found
-
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
     """A whole run: its folder, its file, its problems."""
     folder = tmp_path_factory.mktemp("first")
     return folder, folder / "pool" / "solved.db", finished(run_of(folder / "run", folder / "pool" / "solved.db"))
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_with_the_problems_of_one_that_never_was(first, tmp_path):
-    _, _, whole = first
-    folder, path = tmp_path / "run", tmp_path / "solved.db"
-    left = killed(run_of(folder, path), step=3)
-    assert {meta["step"] for *_, meta in left} >= {3, 4}, "what was solved after the checkpoint of step 2 is there"
-    resumed = run_of(folder, path)
-    resume_run(resumed.trainer)
-    assert stored(resumed) == [problem for problem in whole if problem[-1]["step"] <= 2], "gone with what solved it"
-    assert not resumed.arena.stores[STORE].preexisting_ids, "the run's own problems are no earlier run's"
-    resumed.arena.stores[STORE].close()
-    assert finished(run_of(folder, path)) == whole
 
 
 @pytest.mark.slow

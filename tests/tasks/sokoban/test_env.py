@@ -10,18 +10,12 @@ from turnwise.tasks.routes import Outcome
 from turnwise.tasks.sokoban import SokobanOptions, SokobanTask, State, sokoban_messages
 from turnwise.tasks.sokoban.demonstrations import blind_route, decide, suggest
 from turnwise.tasks.sokoban.env import SokobanEnv
-from turnwise.tasks.sokoban.level import distances, farthest, parse_level, shortest_route
+from turnwise.tasks.sokoban.level import distances, parse_level, shortest_route
 
 LEVEL = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")  # 2 moves: D R
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
-def test_the_shortest_solution_earns_one_and_the_way():
-    result = SokobanEnv(LEVEL).step("DR")
-    assert farthest(LEVEL) == 5  # from the goal itself: four steps round the box to its left, and one push
-    assert result.reward == pytest.approx(1 + 2 / 6) and result.done
-    assert result.outcome == Outcome(True, 1.0, 1.0, pytest.approx(2 / 6), 1.0, 2)
-    assert result.observation == "#####\n#...#\n#.A*#\n#...#\n#####"
 
 
 def test_several_steps_by_hand():
@@ -76,9 +70,6 @@ def test_faults_and_decisions_by_hand():
     assert decide(level, "DR", 0.0, Random(0)) == "DR" == decide(level, "U", 1.0, Random(0))
     # A faulty suggestion is not kept for its own sake: the planner's routes are those of one who plays alone.
     assert {decide(level, "U", 0.0, Random(seed)) for seed in range(300)} == set(faulty)
-
-
-LEVEL = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")  # 2 moves: D R
 
 
 def team(**options):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Arena
-from turnwise.tasks.kuhn_poker import KuhnOptions, KuhnPokerTask, equilibrium, solve, table_player
+from turnwise.tasks.kuhn_poker import KuhnPokerTask, equilibrium, solve, table_player
 from turnwise.tasks.tic_tac_toe import TicTacToeTask, positions
 from turnwise.tasks.two_player import interval, sample_policy, score_policy
-from turnwise.types import ModelRequest, Sampling
+from turnwise.types import Sampling
 
 POLICY = np.tile([0.25, 0.65, 0.1], (12, 1))
 
@@ -94,47 +94,6 @@ async def test_scores_are_the_probabilities_of_the_plain_texts():
                 assert found.table[row, column] == pytest.approx(expected, rel=1e-3)
         assert found.other == pytest.approx(1 - found.table[:, :2].sum(axis=1))
         assert task.solve(found.table).value == pytest.approx(solve(found.table).value)
-
-
-class Certain:
-    """Scores as if it knew ``policy``, and can't sample: what is asked of it is kept."""
-
-    def __init__(self, policy, task, tokenizer):
-        self.by_text = {}
-        for row, decision in enumerate(task.decisions()):
-            for column, action in enumerate(decision.actions):
-                self.by_text[decision.messages[-1]["content"], f"[{action}]"] = policy[row, column]
-        self.tokenizer = tokenizer
-
-    def version(self, policy):
-        return 0
-
-    async def generate(self, requests):
-        raise AssertionError("nothing is sampled")
-
-    load_weights = pause = resume = close = generate
-
-    async def score(self, requests, completions):
-        import json
-
-        found = []
-        for request, ids in zip(requests, completions, strict=True):
-            assert isinstance(request, ModelRequest) and ids[-1] == self.tokenizer.eos_token_id
-            shown = json.loads(bytes(request.prompt_token_ids))[-1]["content"]
-            each = np.log(self.by_text[shown, bytes(ids[:-1]).decode()]) / len(ids)
-            found.append([each] * len(ids))
-        return found
-
-
-async def test_an_equilibrium_that_is_scored_cannot_be_exploited(table):
-    task = KuhnPokerTask(KuhnOptions(invalid_cost=2.0))
-    arena = table(task, []).arena
-    policy = np.clip(equilibrium(0.2), 1e-12, 1)
-    arena.client = Certain(policy, task, arena.tokenizer)
-    found = await score_policy(arena, task)
-    assert np.abs(found.table[:, :2] - policy).max() < 1e-9
-    assert task.solve(found.table).exploitability == pytest.approx(0.0, abs=1e-9)
-    assert task.solve(found.table).value == pytest.approx(-1 / 18, abs=1e-9)
 
 
 async def test_who_cannot_score_or_would_score_another_policy_is_told(table):

@@ -1,4 +1,4 @@
-"""The arrays on games whose answers are known: matching pennies, a game with forced moves, and bad policies."""
+"""The arrays on games whose answers are known: a game with forced moves, unequal chances, and bad policies."""
 
 from __future__ import annotations
 
@@ -6,32 +6,6 @@ import numpy as np
 import pytest
 
 from turnwise.tasks.two_player.tree import build_tree, check_policy
-
-
-def pennies():
-    """Seat 0 hides heads or tails, seat 1 guesses without having seen it; the guess is right for -1."""
-    return build_tree(
-        roots=[("", 1.0)],
-        children=lambda state: [(index, state + one) for index, one in enumerate("ht")] if len(state) < 2 else [],
-        infoset=len,
-        payoff=lambda state: -1.0 if state[0] == state[1] else 1.0,
-        infosets=[(0, 0), (1, 1)],
-        actions=2,
-    )
-
-
-@pytest.mark.parametrize("heads", [0.0, 0.3, 0.5, 1.0])
-def test_matching_pennies(heads):
-    solved = pennies().solve(np.array([[heads, 1 - heads], [0.5, 0.5]]))
-    assert solved.value == pytest.approx(0.0)
-    # Seat 1 guesses the likelier side: it is right with chance max(heads, tails).
-    assert solved.best_response == pytest.approx((0.0, 2 * max(heads, 1 - heads) - 1))
-    assert solved.exploitability == pytest.approx(abs(heads - 0.5))
-
-
-def test_the_guesser_does_not_see_the_coin():
-    value, best = pennies().best_response(np.array([[0.4, 0.6], [1.0, 0.0]]), 1)
-    assert value == pytest.approx(0.2) and best[1] == 1
 
 
 def test_an_action_that_is_not_there_is_never_the_best():
