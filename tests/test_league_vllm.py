@@ -89,12 +89,3 @@ def error_of(run: Run, weights: dict[str, dict[str, torch.Tensor]], step: Step) 
     client = TransformersClient(policy.model, run.tokenizer)
     [scored] = asyncio.run(client.score([request], [step.completion_token_ids]))
     return float(np.abs(np.subtract(scored, step.completion_logprobs)).max())
-
-
-def test_a_run_that_goes_on_meets_the_past_that_it_had(tmp_path: Path) -> None:
-    run_of(tmp_path, steps=2).train()
-    again = run_of(tmp_path, steps=3)
-    again.train()
-    league: Any = again.trainer.callbacks["league"]
-    assert [member.step for member in league.pool.members] == [0, 1, 2, 3]
-    assert again.trainer.progress.step == 3

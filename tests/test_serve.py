@@ -27,6 +27,8 @@ from turnwise.inference.server.server import Server, ServerFailed, serving
 from turnwise.inference.server.settings import ServeSettings, server_command
 from turnwise.inference.transformers_server.launch import EngineSettings, build_model
 
+from .inference.helpers import gone
+
 PROGRAM = """
 import http.server, os, pathlib, subprocess, sys, threading, time
 port, folder, mode = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
@@ -67,13 +69,6 @@ def started(tmp_path: Path) -> list[list[int]]:
     """Leader and helper of each process that was started."""
     files = sorted(tmp_path.glob("start*"), key=lambda file: int(file.name[5:]))
     return [[int(pid) for pid in file.read_text().split()] for file in files]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:

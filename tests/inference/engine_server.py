@@ -69,6 +69,14 @@ class EngineServers:
         """An endpoint with the engines' key. ``settings`` are arguments of :class:`Endpoint`."""
         return Endpoint(self.urls[engine], api_key_env=KEY_VARIABLE, **settings)
 
+    def label(self, engine: int) -> str:
+        """The label of the weights that the engine has."""
+        endpoint = self.endpoint(engine)
+        try:
+            return endpoint.thread.submit(endpoint.ask("GET", "/weight_info")).result()["weight_version"]
+        finally:
+            endpoint.close()
+
     def kill(self, engine: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.processes[engine].send_signal(how)
         if how == signal.SIGKILL:

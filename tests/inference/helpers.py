@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,30 @@ SERVED: dict[str, Callable[[], Any]] = {
 def build(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config((CONFIGS | SERVED)[family]()).float().eval()
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not come about")
+
+
+def gone(pid: int) -> bool:
+    """Whether ``pid`` has ended: it may stay a zombie for long under an idle init."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def until_gone(pids: Iterable[int], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.02)
 
 
 # -- requests and checks -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from turnwise.inference.pool.follower import Follower
 from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling
 
-from .helpers import weights_at
+from .helpers import until, weights_at
 
 WEIGHTS = {"w": torch.zeros(4)}
 
@@ -68,14 +68,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def ask(*prompt: int) -> ModelRequest:
     return ModelRequest(prompt or (1, 2, 3), Sampling(seed=1))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come about")
 
 
 async def test_engines_join_leave_and_move() -> None:

@@ -18,6 +18,7 @@ from turnwise.inference.common.http import Endpoint, EndpointError, LoopThread, 
 from turnwise.inference.common.keys import key_file, write_key
 from turnwise.types import ModelError
 
+from .engine_server import free_port
 from .fake_server import FakeServer, Hang, Reset, Say, Script, faking
 
 
@@ -29,12 +30,6 @@ def ask(server: FakeServer | str, path: str = "/x", endpoint: Endpoint | None = 
     finally:
         if endpoint is None:
             made.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,20 @@ from turnwise.inference.server import own
 from turnwise.inference.server.server import ServerFailed
 from turnwise.inference.server.settings import ServeSettings
 
-from .helpers import EXACT, adapted, build, check_adapters, error_of, move, requests_of, sent, tokens_of, versions_of
+from .helpers import (
+    EXACT,
+    adapted,
+    build,
+    check_adapters,
+    error_of,
+    gone,
+    move,
+    requests_of,
+    sent,
+    tokens_of,
+    until_gone,
+    versions_of,
+)
 
 pytestmark = pytest.mark.xdist_group("own_servers")
 
@@ -44,20 +56,6 @@ def transformers_engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytes
 
 def client_of(policies: Any, **settings: Any) -> VLLMClient:
     return VLLMClient(policies, ByteTokenizer(), **settings)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def until_gone(pids: list[int], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.02)
 
 
 async def test_a_killed_server_comes_back_with_the_weights_and_all_end_with_the_client(tmp_path: Path) -> None:

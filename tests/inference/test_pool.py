@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
 
 from .fake_server import Hang, Say, faking
-from .helpers import adapted, build, requests_of, sent, tokens_of, versions_of, weights_at
+from .helpers import adapted, build, requests_of, sent, tokens_of, until, versions_of, weights_at
 from .test_vllm_server import GENERATE, Pretend, answer
 
 WEIGHTS = {"w": torch.zeros(4)}
@@ -60,14 +60,6 @@ def pool_of(*names: str, **settings: Any) -> tuple[PoolClient, dict[str, Engine]
 
 def ask(*prompt: int, **sampling: Any) -> ModelRequest:
     return ModelRequest(prompt or (1, 2, 3), Sampling(**{"seed": 1, **sampling}))
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come about")
 
 
 @pytest.fixture(autouse=True)
@@ -140,16 +132,6 @@ async def test_busy_engines_are_spared() -> None:
     async with client:
         await asyncio.gather(*(client.generate([ask()]) for _ in range(10)))
         assert {len(engine.calls) for engine in engines.values()} <= {4, 5, 6}
-
-
-async def test_another_router() -> None:
-    class Last:
-        def choose(self, request: ModelRequest, outstanding: Any) -> str:
-            return list(outstanding)[-1]
-
-    client, _ = pool_of("a", "b", "c", router=Last())
-    async with client:
-        assert [response.text for response in await client.generate([ask()] * 4)] == ["c"] * 4
 
 
 # -- engines that fail -------------------------------------------------------------------------------------------------

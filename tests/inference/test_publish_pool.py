@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from turnwise.inference import PoolClient, VLLMServerClient
-from turnwise.inference.common.http import Endpoint
 from turnwise.inference.pool.router import PrefixRouter
 from turnwise.inference.server import client as server_client
 from turnwise.inference.server.client import transfer_to
@@ -22,10 +21,6 @@ from .engine_server import EngineServers
 from .helpers import requests_of, sent, versions_of
 
 
-def label_of(endpoint: Endpoint) -> str:
-    return endpoint.thread.submit(endpoint.ask("GET", "/weight_info")).result()["weight_version"]
-
-
 @pytest.mark.slow
 async def test_three_engines_one_is_killed_and_one_gets_a_wrong_bit(tmp_path: Path) -> None:
     config = config_from_dict({"run_dir": str(tmp_path / "unused")})
@@ -33,12 +28,11 @@ async def test_three_engines_one_is_killed_and_one_gets_a_wrong_bit(tmp_path: Pa
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     with EngineServers(tmp_path / "model", 3) as servers:
-        endpoints = [servers.endpoint(engine) for engine in range(3)]
         transfer = CollectiveTransfer("gloo", gather=60.0)  # this machine may be busy
         shared = SharedTransfer(transfer)
         engines = {
-            url: VLLMServerClient(endpoint, tokenizer, model, transfer=shared.lend())
-            for url, endpoint in zip(servers.urls, endpoints, strict=True)
+            url: VLLMServerClient(servers.endpoint(number), tokenizer, model, transfer=shared.lend())
+            for number, url in enumerate(servers.urls)
         }
         async with PoolClient(engines, router=PrefixRouter(imbalance=0)) as pool:
             for version in (1, 2):
@@ -50,12 +44,12 @@ async def test_three_engines_one_is_killed_and_one_gets_a_wrong_bit(tmp_path: Pa
                 pool.load_weights("default", sent(model), 3)
             assert versions_of(await pool.generate(requests_of(4))) == {3}
             assert transfer.stats()["epoch"] == 2 and transfer.stats()["in_groups"] == 8
-            label = label_of(endpoints[1])
+            label = servers.label(1)
             servers.flip(1)
             with pytest.warns(UserWarning, match=f"engine {servers.urls[1]} failed.*other sums than those"):
                 pool.load_weights("default", sent(model), 4)
             assert pool.serving() == servers.urls[2:]
-            assert label_of(endpoints[1]) != label and label_of(endpoints[1]).endswith("-incomplete")
+            assert servers.label(1) != label and servers.label(1).endswith("-incomplete")
             assert versions_of(await pool.generate(requests_of(2))) == {4}
 
 

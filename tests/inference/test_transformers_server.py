@@ -15,11 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from turnwise.inference import PoolClient, VLLMServerClient, VLLMServerReader
+from turnwise.inference import PoolClient, VLLMServerClient
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.launch import ROUTES
-from turnwise.inference.server.reader import ServedWeights
 from turnwise.inference.server.remote import RemoteServer
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, Sampling
 
@@ -36,7 +35,6 @@ from .helpers import (
     sent,
     teacher_forced,
     tokens_of,
-    versions_of,
 )
 
 GENERATE = "/inference/v1/generate"
@@ -165,22 +163,6 @@ async def test_an_answer_does_not_depend_on_its_batch() -> None:
             alone = [(await client.generate([request]))[0] for request in requests]
     assert [response.logprobs for response in together] == [response.logprobs for response in alone]
     assert tokens_of(together) == tokens_of(alone)
-
-
-async def test_a_reader_follows() -> None:
-    models = [build("served", seed=seed) for seed in (1, 2)]
-    with engine_here(build("served")) as (endpoint, _):
-        async with client_of(endpoint, models[0]) as writer:
-            writer.load_weights("default", sent(models[0]), 1)
-            reader = VLLMServerReader(endpoint, ByteTokenizer(), ServedWeights.by(writer))
-            assert versions_of(await reader.generate(requests_of())) == {1}
-            writer.load_weights("default", sent(models[1]), 2)
-            waiting = asyncio.ensure_future(reader.generate(requests_of()))
-            await asyncio.sleep(0.1)
-            assert not waiting.done()
-            reader.follow(ServedWeights.by(writer))
-            responses = await waiting
-            assert versions_of(responses) == {2} and error_of(models[1], responses) < EXACT
 
 
 async def test_weights_that_do_not_fit_or_are_gone_are_refused() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,8 @@ import pytest
 from turnwise.inference.server import launch as vllm_launch
 from turnwise.inference.vllm import installed as vllm_installed
 from turnwise.inference.vllm.worker import WorkerExtension
+
+from .helpers import gone, until_gone
 
 KEYED = (b"authorization", b"Bearer sesame")
 HERE = (b"host", b"127.0.0.1:8000")
@@ -178,21 +179,9 @@ def test_a_server_ends_with_who_started_it_however_that_ends() -> None:
     with subprocess.Popen([sys.executable, "-P", "-c", STARTER], stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         pids = sorted(int(starter.stdout.readline()) for _ in range(2))
-        assert all(alive(pid) for pid in pids)
+        assert not any(map(gone, pids))
         starter.kill()
-        deadline = time.monotonic() + 20
-        while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(alive(pid) for pid in pids)
-
-
-def alive(pid: int) -> bool:
-    """Whether ``pid`` is there and no zombie, which an idle init may leave for long."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        until_gone(pids, 20.0)
 
 
 def test_the_version_of_vllm_tells_what_it_computes_on_and_whether_it_is_new_enough(

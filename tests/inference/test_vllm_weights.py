@@ -50,11 +50,6 @@ async def start(lent_servers: None) -> AsyncIterator[Start]:
         await client.close()
 
 
-def engine_of(client: VLLMClient) -> Any:
-    [engine] = client.clients["default"]._engines.values()  # type: ignore[attr-defined]
-    return engine.client
-
-
 class Traffic:
     """Streams of requests without a pause, of one to sixty tokens: whenever weights change, some are under way."""
 
@@ -185,22 +180,6 @@ async def test_a_server_killed_in_the_midst_of_a_batch(start: Start) -> None:
     assert error_of(model, responses[:40]) < EXACT
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-async def test_what_old_weights_cached_is_forgotten(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, model = start(build("served")), build("served", seed=1)
-    await client.generate(requests_of())
-
-    async def keep() -> None:
-        pass
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_of(client)._server, "_clear_cache", keep)
-        client.load_weights("default", sent(model), 1)
-    assert error_of(model, await client.generate(requests_of())) > 0.05, "the cache is the reason"
-    client.load_weights("default", sent(model), 2)
-    assert error_of(model, await client.generate(requests_of())) < EXACT
 
 
 @pytest.mark.slow
