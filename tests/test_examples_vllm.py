@@ -1,4 +1,4 @@
-"""The demo and every example sample with vLLM as they do without: what the trainer computes is what it told."""
+"""Every example samples with vLLM as it does without: what the trainer computes is what it told."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from turnwise.cli.commands import demo
 from turnwise.run.build import train_from_config
-from turnwise.train.validate import config_from_dict, load_config
+from turnwise.train.validate import load_config
 
+from .trained import rows_of
 from .vllm_servers import lent_servers  # noqa: F401
 
 pytestmark = [
@@ -42,8 +42,7 @@ SHORT: dict[str, object] = {
 
 def errors_by_step(run_dir: Path) -> list[list[float]]:
     """Of each step and policy, the largest difference between the log-probs of the sampler and of the trainer."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["step"] > 0]
+    steps = [line for line in rows_of(run_dir) if line["step"] > 0]
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     name = "sampler_trainer_logprob_max_diff"
     return [[value for key, value in line.items() if key.endswith(name)] for line in steps]
@@ -80,27 +79,3 @@ def test_math_orchestra(tmp_path: Path) -> None:
     changes = {"task_options.path": str(path), "steps": 2, "rollout.group_size": 2, "task_options.max_tokens": 16}
     errors = short_run("math_orchestra.toml", tmp_path / "run", **changes, **{"warm_start.steps": 0})
     assert len(errors) == 2 and all(0 < error < EXACT for of_step in errors for error in of_step), errors
-
-
-def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shipped = demo.demo_config
-
-    def shortened(part: demo.Part, run_dir: Path, seed: int, client: str) -> Any:
-        config = shipped(part, run_dir, seed, client).model_dump(mode="json")
-        evals = {"eval.every": 1, "eval.target_success": None}
-        for key, value in {**SHORT, **evals, "steps": 2}.items():
-            *sections, name = key.split(".")
-            table = config
-            for section in sections:
-                table = table[section]
-            table[name] = value
-        return config_from_dict({**config, "run_dir": str(run_dir)})
-
-    monkeypatch.setattr(demo, "demo_config", shortened)
-    summary = demo.run_demo(tmp_path / "demo", client="vllm")
-    assert summary is not None and summary["client"] == "vllm"
-    assert capsys.readouterr().out.count("the client 'vllm' samples") == len(demo.PARTS)
-    for task, part in summary["parts"].items():
-        errors = errors_by_step(tmp_path / "demo" / task / "team")
-        assert len(errors) == part["steps"] == 2, task
-        assert all(0 < error < EXACT for of_step in errors for error in of_step), errors

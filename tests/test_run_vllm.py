@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from turnwise.run.build import build_run, train_from_config
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
+from .trained import rows_of
 from .vllm_servers import lent_servers  # noqa: F401
 
 pytestmark = pytest.mark.xdist_group("vllm_runs")
@@ -37,10 +37,6 @@ SMALL = {
 
 def config_of(run_dir, **changes):
     return config_from_dict({**SMALL, "run_dir": str(run_dir), **changes})
-
-
-def lines_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def errors_of(line):
@@ -81,7 +77,7 @@ def test_an_engine_that_is_killed_in_the_middle_costs_no_row(tmp_path):
     threading.Thread(target=kill_once, daemon=True).start()
     with pytest.warns(UserWarning, match="its requests are sent again"):
         run.train()
-    lines = lines_of(tmp_path)
+    lines = rows_of(tmp_path)
     assert len(killed) == 1 and server.restarts == restarts + 1
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["inference/restarts"] for line in lines] == [0, 0, 1, 0]
@@ -115,7 +111,7 @@ def test_adapters_train_beside_sampling(tmp_path, loop):
     assert run.trainer.progress.step == 4
     assert {policy.version for policy in run.trainer.policies.values()} == {4}
     assert len(run.arena.client.servers) == 1
-    assert max(errors_of(lines_of(tmp_path)[0])) < 1e-5, "the first batch is of the first weights"
+    assert max(errors_of(rows_of(tmp_path)[0])) < 1e-5, "the first batch is of the first weights"
 
 
 def test_servers_that_can_not_be(tmp_path):

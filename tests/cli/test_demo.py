@@ -155,8 +155,9 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("part", demo.PARTS, ids=lambda part: part.task)
 def test_the_shipped_settings_are_read(part):
-    config = demo.demo_config(part, "somewhere", 5)
+    config = demo.demo_config(part, "somewhere", 5, "vllm")
     assert (config.task, config.seed, str(config.run_dir)) == (part.task, 5, "somewhere")
+    assert config.rollout.client == "vllm"
     assert config.credit.rule == "at_grpo" and config.eval.num_prompts >= 200
     alone = demo.single_agent(part, config, "alone", 1000)
     assert [actor.id for actor in build_task(alone.task, alone.task_options).actors] == part.alone["actors"]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.run.build import Run, build_run
+from turnwise.run.build import build_run
 from turnwise.run.checks import task_of, tiny_model
 from turnwise.run.clients import build_client, check_client
 from turnwise.train.config.schema import TrainConfig
@@ -26,6 +26,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 from turnwise.types import ModelError
 
+from ..trained import equal, weights_of
 from .engine_server import KEY_VARIABLE, EngineServers, engine_here
 from .helpers import EXACT, build, error_of, requests_of, sent, versions_of
 
@@ -66,22 +67,14 @@ def servers(folder: Path) -> Iterator[EngineServers]:
             yield servers
 
 
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.trainer.policies["default"].weights()}
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run with one engine, in its own process."""
     run = build_run(config_of(folder, max_batch_rows=1))
-    before = weights_of(run)
+    before = weights_of(run.trainer)
     run.train()
-    assert not same(weights_of(run), before)
-    return weights_of(run)
+    assert not equal(weights_of(run.trainer), before)
+    return weights_of(run.trainer)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
     [
         (0, False),
         *(pytest.param(seed, False, marks=pytest.mark.slow) for seed in range(1, 6)),
-        pytest.param(6, True, marks=pytest.mark.slow),
+        pytest.param(17, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_engine_changes_no_bit(
@@ -130,7 +123,7 @@ def test_a_killed_engine_changes_no_bit(
         servers.kill(victim, signal.SIGCONT)
     stats = pool.stats()
     run.close()
-    assert same(weights_of(run), undisturbed), f"killed engine {victim} after {killed[0]} requests"
+    assert equal(weights_of(run.trainer), undisturbed), f"killed engine {victim} after {killed[0]} requests"
     assert stats[f"engines/{servers.urls[victim]}/deaths"] >= 1 and stats["retries"] >= 1
     assert any(f"engine {servers.urls[victim]} failed" in str(warning.message) for warning in told)
     assert all(stats[f"engines/{url}/requests"] >= 5 for url in servers.urls), "both engines had a share"
@@ -180,7 +173,7 @@ def test_a_run_follows_the_members_of_its_cluster(
     thread.join(60)
     assert client.serving() == ["engine-0"] and client.stats()["engines/engine-0/requests"] >= 5
     run.close()
-    assert same(weights_of(run), undisturbed)
+    assert equal(weights_of(run.trainer), undisturbed)
     assert labels == [servers.label(0)], "the engine of before got weights of the run"
     assert servers.label(1) not in labels
     assert not (list(weights.iterdir()) if weights.is_dir() else [])
