@@ -32,30 +32,23 @@ CLIENTS: dict[str, Callable[[Callable[[str], Any]], InferenceClient]] = {
         versions={"default": 0, "other": 0},
         context_length=CONTEXT,
     ),
-    "transformers": lambda servers: TransformersClient(
-        {"default": build("served", seed=0), "other": build("served", seed=1)}, ByteTokenizer()
-    ),
-    "pool": lambda servers: PoolClient(
-        {
-            name: TransformersClient(
-                {"default": build("served", seed=0), "other": build("served", seed=1)}, ByteTokenizer()
-            )
-            for name in ("one", "two")
-        }
-    ),
-    "vllm": lambda servers: VLLMClient(
-        {"default": build("served", seed=0), "other": build("served", seed=1)}, ByteTokenizer(), kv_cache_gb=2**-5
-    ),
+    "transformers": lambda servers: TransformersClient(both(), ByteTokenizer()),
+    "pool": lambda servers: PoolClient({name: TransformersClient(both(), ByteTokenizer()) for name in ("one", "two")}),
+    "vllm": lambda servers: VLLMClient(both(), ByteTokenizer(), kv_cache_gb=2**-5),
     "transformers-server": lambda servers: _of_servers(servers("engines_here")),
 }
+
+
+def both() -> dict[str, Any]:
+    return {"default": build("served", seed=0), "other": build("served", seed=1)}
 
 
 def _of_servers(endpoints: list[Endpoint]) -> RoutingClient:
     """A server has one base, so two full policies take two."""
     return RoutingClient(
         {
-            name: VLLMServerClient(endpoint, ByteTokenizer(), {name: build("served", seed=seed)})
-            for seed, (name, endpoint) in enumerate(zip(("default", "other"), endpoints, strict=True))
+            name: VLLMServerClient(endpoint, ByteTokenizer(), {name: model})
+            for (name, model), endpoint in zip(both().items(), endpoints, strict=True)
         }
     )
 
