@@ -110,13 +110,18 @@ def described(weights: Any) -> dict[str, Any]:
     return found
 
 
-# -- in a receiver's process -------------------------------------------------------------------------------------------
-def opened(handle: Any) -> Any:
+def arrived(handle: Any) -> dict[str, Any]:
+    """Describe the weights that ``handle`` refers to."""
     from turnwise.inference.weights.sync import open_weights
 
+    with open_weights(handle) as weights:
+        return described(weights)
+
+
+# -- in a receiver's process -------------------------------------------------------------------------------------------
+def opened(handle: Any) -> Any:
     try:
-        with open_weights(handle) as weights:
-            return described(weights)
+        return arrived(handle)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

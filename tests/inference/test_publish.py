@@ -25,7 +25,7 @@ from turnwise.inference.weights.sync import open_weights
 from turnwise.inference.weights.weight_block import TransferError
 
 from .helpers import weights_at
-from .receiving import Receivers, described
+from .receiving import Receivers, arrived, described
 
 BUCKET = 2**-10
 """MiB, so that the weights below take several buckets."""
@@ -315,8 +315,7 @@ def test_a_stranger_learns_a_random_number_and_nothing_else(
         first = json.loads(heard[4 : 4 + length])
         assert first.keys() == {"turnwise", "number"}
         assert heard[4 + length :] in (b"", *[struct.pack("!I", len(t)) + t for t in [REFUSED]])
-        with open_weights(handle) as weights:
-            assert described(weights) == described(weights_of(0))
+        assert arrived(handle) == described(weights_of(0))
 
 
 REFUSED = json.dumps({"refused": "it does not have the sender's key"}).encode()
@@ -360,8 +359,7 @@ def test_a_receiver_that_talks_nonsense_is_lost_and_the_next_one_served(receiver
 def test_it_listens_at_its_host_alone() -> None:
     with sending(host="127.0.0.2") as transfer:
         handle = transfer.send(weights_of(0))
-        with open_weights(handle) as weights:
-            assert described(weights) == described(weights_of(0))
+        assert arrived(handle) == described(weights_of(0))
         with pytest.raises(TransferError, match="did not arrive"), open_weights({**handle, "host": "127.0.0.1"}):
             pass
 

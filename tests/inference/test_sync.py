@@ -27,7 +27,7 @@ from turnwise.inference.weights.sync import (
 from turnwise.inference.weights.weight_block import sums_of
 
 from .helpers import weights_at
-from .receiving import described
+from .receiving import arrived, described
 
 HAS_MEMORY = hasattr(os, "memfd_create")
 needs_memory = pytest.mark.skipif(not HAS_MEMORY, reason="needs memfd_create, which Linux has")
@@ -91,7 +91,7 @@ def test_a_handle_names_the_last_weights_until_others_come_or_the_end(transfer: 
     for seed, size in ((0, 7), (1, 7), (2, 60), (3, 4)):  # equal, larger and smaller than those before
         handle = transfer.send(weights_of(seed, size))
         for _ in range(2):  # it can be opened again
-            assert described(weights_at(handle)) == described(weights_of(seed, size))
+            assert arrived(handle) == described(weights_of(seed, size))
         if old is not None:
             with pytest.raises(TransferError):
                 weights_at(old)
@@ -163,7 +163,7 @@ def test_half_written_weights_are_refused() -> None:
     for sequence in (1, 2):
         with pytest.raises(TransferError, match="half-written"):
             weights_at({**handle, "sequence": sequence})
-    assert described(weights_at(transfer.send(weights_of(1)))) == described(weights_of(1))
+    assert arrived(transfer.send(weights_of(1))) == described(weights_of(1))
 
 
 @needs_memory
@@ -267,7 +267,7 @@ def test_automatic_goes_over_files_where_memory_is_short_and_says_so_once(monkey
     assert handle["kind"] == "safetensors"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert described(weights_at(transfer.send(weights_of(1)))) == described(weights_of(1))
+        assert arrived(transfer.send(weights_of(1))) == described(weights_of(1))
     transfer.close()
     assert not Path(handle["path"]).parent.exists()
 
@@ -306,6 +306,6 @@ def test_new_weights_cut_off_no_receiver_that_has_the_last_ones(monkeypatch: pyt
     transfer = make_transfer("gloo")
     try:
         for seed in range(3):
-            assert described(weights_at(transfer.send(weights_of(seed)))) == described(weights_of(seed))
+            assert arrived(transfer.send(weights_of(seed))) == described(weights_of(seed))
     finally:
         transfer.close()
