@@ -131,8 +131,9 @@ async def test_weights_between_two_tokens() -> None:
                 await asyncio.sleep(0.005)
             await asyncio.to_thread(client.load_weights, "default", sent(models[1]), 1)
             [response] = await running
+    # When the weights arrive depends on time, and so does whether the new ones sample an end before 60 tokens.
     [(count, first), (rest, second)] = response.policy_versions
-    assert (first, second, count + rest) == (0, 1, 60)
+    assert (first, second, count + rest) == (0, 1, len(response.logprobs)) and count and rest
     by_old = teacher_forced(models[0], response).tolist()
     assert response.logprobs[:count] == pytest.approx(by_old[:count], abs=EXACT)
     assert response.logprobs[count:] != pytest.approx(by_old[count:], abs=0.1)
