@@ -26,6 +26,7 @@ from turnwise.train.validate import config_from_dict
 from .trained import SMALL, rows_of
 
 pytestmark = pytest.mark.xdist_group("warm_python")
+SLOW = [pytest.mark.slow, pytest.mark.representative]
 
 COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "update": {"lr": 3e-4}, "loss": {"kl": {"coef": 0.1}}}
 CASES: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def train_on_two_ranks(config: TrainConfig) -> str:
 
 @pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize(
-    "case", ["full", *(pytest.param(case, marks=pytest.mark.slow) for case in ("lora", "parallel"))]
+    "case", ["full", pytest.param("lora", marks=SLOW), pytest.param("parallel", marks=pytest.mark.slow)]
 )
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:
     one, two = (config_from_dict({**COMMON, **CASES[case], "run_dir": str(tmp_path / name)}) for name in ("one", "two"))

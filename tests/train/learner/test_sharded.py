@@ -47,6 +47,8 @@ from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("warm_python")]
+# `done` costs a minute, and a test that reads it nothing: CI runs them all.
+READER = pytest.mark.representative
 WORLD, STEPS = 2, 3
 
 
@@ -456,6 +458,7 @@ def check_learned(got: dict[str, Any], want: dict[str, dict[str, Tensor]], near:
     assert equal(got["from one"], want["second"]) and furthest(got["third from one"], want["third"]) <= near
 
 
+@READER
 def test_groups_of_weights_train_at_the_same_time(done: list[dict[str, Any]], folder: Path) -> None:
     """Each has ranks of its own, here one. Their training is that of one process, random draws included."""
     check_pair(done[0]["pair"], folder, 1e-6)
@@ -490,6 +493,7 @@ def assert_close(got: dict[str, float], want: dict[str, float], case: Any) -> No
         assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (case, name)
 
 
+@READER
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_train_as_one(done: list[dict[str, Any]], case: Case) -> None:
     want = results(case, None)
@@ -510,6 +514,7 @@ def test_two_ranks_train_as_one(done: list[dict[str, Any]], case: Case) -> None:
     assert done[0][str(case)]["sums"] == done[1][str(case)]["sums"]
 
 
+@READER
 def test_sums_of_shards_and_ranks_with_other_models(done: list[dict[str, Any]]) -> None:
     for case in map(str, CASES):
         for found in done:
@@ -519,6 +524,7 @@ def test_sums_of_shards_and_ranks_with_other_models(done: list[dict[str, Any]]) 
         assert found["other model"].startswith("policies: expected the same models on all ranks; rank 1 differs")
 
 
+@READER
 def test_a_rank_without_rows_and_a_nan_on_one_rank_keep_no_other_waiting(done: list[dict[str, Any]]) -> None:
     want = odd(None)
     told = "policy 'default': weight 'model.embed_tokens.weight' is not finite in this test: 1 of"
@@ -533,6 +539,7 @@ def test_a_rank_without_rows_and_a_nan_on_one_rank_keep_no_other_waiting(done: l
         assert got["told"].startswith(told) and want["told"].startswith(told)
 
 
+@READER
 @pytest.mark.parametrize("case", LEARNED, ids=str)
 def test_rank_0_trains_sends_saves_and_loads_for_all(done, alone, folder: Path, case: Case) -> None:
     got = done[0][f"learner {case}"]
@@ -548,6 +555,7 @@ def test_rank_0_trains_sends_saves_and_loads_for_all(done, alone, folder: Path, 
     assert equal(dict(evaluated["default"].weights()), got["second"])
 
 
+@READER
 @pytest.mark.parametrize("case", LEARNED, ids=str)
 def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: Case, tmp_path: Path) -> None:
     got = done[0][f"learner {case}"]
@@ -569,6 +577,7 @@ def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: C
         learner.load(damaged)
 
 
+@READER
 def test_types_of_layers_adapters_and_bases(done: list[dict[str, Any]]) -> None:
     want = half(None)
     for found in done:
@@ -585,6 +594,7 @@ def test_types_of_layers_adapters_and_bases(done: list[dict[str, Any]]) -> None:
         assert got["metrics"]["grad_norm"] != pytest.approx(want["grad_norm"], rel=1e-5)
 
 
+@READER
 @pytest.mark.parametrize(("kept", "case"), [("offload", OFFLOADED), ("checkpointing", CHECKPOINTED)])
 def test_ways_to_save_memory_train_alike(done: list[dict[str, Any]], kept: str, case: Case) -> None:
     """Shards in the CPU's memory, and activations that are computed again."""
@@ -593,6 +603,7 @@ def test_ways_to_save_memory_train_alike(done: list[dict[str, Any]], kept: str, 
         assert furthest(found[kept]["weights"], want["weights"]) <= 1e-6
 
 
+@READER
 @pytest.mark.parametrize("case", READ, ids=str)
 def test_only_the_first_rank_reads_the_weights(done: list[dict[str, Any]], folder: Path, case: Case) -> None:
     want = results(case, None, path=folder / f"tied {case.tied}")
@@ -600,6 +611,7 @@ def test_only_the_first_rank_reads_the_weights(done: list[dict[str, Any]], folde
         assert furthest(found[f"read {case}"]["weights"], want["weights"]) <= 1e-6
 
 
+@READER
 def test_no_sharded_weight_is_dropped_or_written(done: list[dict[str, Any]]) -> None:
     want = [name for name, _ in named_weights(make_lm())]
     assert "lm_head.weight" not in want and len(want) > 10
