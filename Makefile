@@ -35,6 +35,8 @@ INTO     = $(UV) pip install --no-config --quiet --python $(1)/bin/python
 
 # Tests run side by side, one thread each: torch's threads spin, and would take the cores from one another.
 ONE_THREAD := OMP_NUM_THREADS=1
+# Test processes: one more than cores, as many tests wait for others.
+WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 # What is installed where, which `make resolve` looks at too. verl and SkyRL want an older transformers than turnwise's
 # tests, so their algorithms go in beside the others without their dependencies.
@@ -196,7 +198,7 @@ demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untra
 	@$(BIN)/turnwise demo --compare
 
 test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes, against the installed package
-	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist loadgroup -m "not slow"
+	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -m "not slow"
 
 # `.ci/run` runs the quick tests and, of each slow kind, its representative: TESTED='-m "not slow or representative"'.
 test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, vLLM where its CPU build can be had, and the CUDA build where nvcc is
@@ -205,7 +207,7 @@ test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, 
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(MAKE) --no-print-directory --keep-going --output-sync -j2 test-verl test-tinker test-verifiers || failed=1; \
 	if [ -n "$(NVCC)" ]; then $(MAKE) --no-print-directory cuda-build || failed=1; fi; \
-	$(ONE_THREAD) $(BIN)/python -P -m pytest -n auto --maxprocesses 8 --dist loadgroup $(TESTED) || failed=1; \
+	$(ONE_THREAD) $(BIN)/python -P -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup $(TESTED) || failed=1; \
 	exit $$failed
 
 # Every environment that `make test-all` uses.

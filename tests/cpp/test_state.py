@@ -25,7 +25,7 @@ BUILDS = {
 @pytest.mark.parametrize(
     "build",
     [
-        "plain",
+        pytest.param("plain", marks=pytest.mark.slow),
         pytest.param("address", marks=[pytest.mark.slow, pytest.mark.representative]),
         pytest.param("thread", marks=pytest.mark.slow),
     ],

@@ -58,6 +58,8 @@ def client_of(policies: Any, **settings: Any) -> VLLMClient:
     return VLLMClient(policies, ByteTokenizer(), **settings)
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 async def test_a_killed_server_comes_back_with_the_weights_and_all_end_with_the_client(tmp_path: Path) -> None:
     """Two bases: a whole model, and one with two adapters, which share a server."""
     shared, adapters = adapted(build("served", seed=1))
