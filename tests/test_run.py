@@ -16,6 +16,7 @@ import torch
 
 from turnwise.arena import Filters, OverlongPenalty
 from turnwise.cli.commands.eval import evaluate_from_config
+from turnwise.inference.common.recompute import recomputes
 from turnwise.inference.weights.lora import shared_bases
 from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit
@@ -293,7 +294,7 @@ def test_what_a_policys_section_asks_for_holds_for_the_tiny_model_too(tmp_path):
     run = build_run(config_of(tmp_path, policies=policies, warm_start={"steps": 0}))
     model = run.trainer.policies["default"].model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.is_gradient_checkpointing
+    assert recomputes(model)
     rollout = {"prompts_per_step": 2, "group_size": 2, "timeout": 1.5}
     run = build_run(config_of(tmp_path, rollout=rollout, warm_start={"steps": 0}))
     assert [request.timeout for request in run.arena.get_batch()] == [1.5] * 4

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turnwise.inference.weights.lora import AdaptedModel, shared_bases
+from turnwise.inference.common.recompute import recomputes
+from turnwise.inference.weights.lora import AdaptedModel, activated, shared_bases
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
 from turnwise.train.config.toml import ConfigError
@@ -93,7 +94,7 @@ def test_gradient_checkpointing_of_a_base_and_of_a_model(one, two):
         "d": PolicyConfig(path=one, gradient_checkpointing=True),
     }
     models = attach_adapters(load_models(policies, never), policies, seed=0)
-    assert [model.is_gradient_checkpointing for model in models.values()] == [True, True, False, True]
+    assert [recomputes(activated(model)) for model in models.values()] == [True, True, False, True]
     policies = {
         "a": PolicyConfig(path=one, reference=two),
         "b": PolicyConfig(path=one, reference=two, lora=LORA),

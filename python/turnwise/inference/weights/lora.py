@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.common.recompute import recompute_layers
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -124,7 +126,7 @@ class SharedBase:
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass, with the adapter that made them."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recompute_as_now})
+        recompute_layers(self.model, self._recompute_as_now)
 
     def _recompute_as_now(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), self._as(self.active, self.model.training)
@@ -180,10 +182,6 @@ class AdaptedModel(nn.Module):
     @property
     def config(self) -> Any:
         return self.shared.model.config
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return self.shared.model.is_gradient_checkpointing
 
     def get_input_embeddings(self) -> Any:
         return self.shared.model.get_input_embeddings()

@@ -100,12 +100,6 @@ def positions_are_relative(lm: Any) -> bool:
     return off < (1e-3 if states[0].dtype is torch.float32 else 0.1)
 
 
-def attention_dropout(lm: Any) -> float:
-    """The share of attention weights that a training pass drops."""
-    config = lm.config.get_text_config()
-    return max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
-
-
 class Scorer:
     """Scores tokens of padded rows with a causal LM: one stream through its layers, its head without logits.
 
@@ -125,10 +119,7 @@ class Scorer:
         self.columns = lm.config._attn_implementation == ATTENTION
         if not relative and (layout == "trie" or not self.columns):
             raise ValueError(f"{type(lm).__name__}: its positions are absolute, and TRL's count the padding")
-        drops = attention_dropout(lm)
-        if drops and layout == "trie":
-            raise ValueError(f"{type(lm).__name__}: its attention drops a share of {drops} of the weights out")
-        self.forward = Forward(model, layout if relative and not drops else "packed")
+        self.forward = Forward(model, layout if relative else "packed", dropout=True)  # TRL's update has it
         redirect(lm)
 
     def rows(self, input_ids_BT: Tensor, attended_BT: Tensor, scored_BT: Tensor, temperature: float) -> MicroBatch:

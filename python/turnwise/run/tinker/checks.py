@@ -98,7 +98,7 @@ def _unserved_of(settings: PolicyConfig) -> Iterator[tuple[str, Any, str]]:
     default = PolicyConfig()
     if settings.path == TINY:
         yield "path", settings.path, "expected the folder or Hub name of the model that the server has"
-    for key in ("dtype", "gradient_checkpointing", "reference"):
+    for key in ("dtype", "dropout", "gradient_checkpointing", "reference"):
         if (value := getattr(settings, key)) != getattr(default, key):
             yield key, value, "the server decides this: expected no setting here"
     if not settings.trainable:

@@ -17,7 +17,7 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the adapter; it is divided by ``rank``."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input during training."""
+    """Dropout on the adapter's input in updates; needs the policy's ``dropout = true``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules that get an adapter: every linear layer but the head, or a list of names."""
 
@@ -52,6 +52,8 @@ class PolicyConfig(Section):
     """Update this policy."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    dropout: bool = False
+    """Keep the dropout of the model and its adapter on in updates; the ratio of the first update is then not 1."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the weights; adapters of one ``path`` share one copy of the base."""
     reference: str | None = None

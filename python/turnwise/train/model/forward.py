@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.inference.common.last_mlp import last_mlp_at
+from turnwise.inference.common.recompute import recomputes
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad
 from turnwise.train.model.support import (
     causal_lm,
+    obstacle_to_dropout,
     obstacle_to_fusing,
     obstacle_to_packing,
     obstacle_to_trees,
@@ -70,20 +72,23 @@ class Forward:
     be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
     ``"turnwise_tree"``, which equals SDPA outside of a stream; any other attention stays.
 
-    ``layout`` is one of ``LAYOUTS``. Raises ``ValueError`` for a required layout that the model doesn't support. A
-    model on the meta device can't be tested; it needs the :meth:`findings` of another process.
+    ``layout`` is one of ``LAYOUTS``; ``dropout`` says that updates run in training mode. Raises ``ValueError`` for a
+    required layout, or a training mode, that the model doesn't support. A model on the meta device can't be tested; it
+    needs the :meth:`findings` of another process.
     """
 
-    def __init__(self, model: nn.Module, layout: str = "auto") -> None:
+    def __init__(self, model: nn.Module, layout: str = "auto", *, dropout: bool = False) -> None:
         self.model = model
         self.fused = self.packed = self.trims = False
         self.trie_share = 0.0
         lm, wanted = self.lm, LAYOUTS[layout]
         if lm.get_input_embeddings().weight.is_meta:
             return
+        if dropout and (why := obstacle_to_dropout(lm)):
+            raise ValueError(f"dropout=True: {type(lm).__name__} can't have it, as {why}")
         why_logits = obstacle_to_fusing(lm)
         why_padded = obstacle_to_packing(lm) if wanted.stream else ""
-        why_twice = why_padded or (obstacle_to_trees(lm) if wanted.trie_share else "")
+        why_twice = why_padded or (obstacle_to_trees(lm, dropout) if wanted.trie_share else "")
         if wanted.must and (why := why_twice):
             raise ValueError(f"layout={layout!r}: {type(lm).__name__} can't have it, as {why}")
         self.fused, self.packed = not why_logits, wanted.stream and not why_padded
@@ -147,7 +152,7 @@ class Forward:
         lm = self.lm
         decoder, output = lm.get_decoder(), lm.get_output_embeddings()
         # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
-        trims = self.trims and not lm.is_gradient_checkpointing
+        trims = self.trims and not recomputes(lm)
         with last_mlp_at(decoder, rows.at.unique()) if trims else nullcontext():
             hidden = decoder(input_ids=rows.input_ids, use_cache=False, **rows.inputs).last_hidden_state.flatten(0, 1)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.inference.common.recompute import recompute_layers
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
 from turnwise.train.config.schedule import steps_in_training
@@ -96,9 +97,16 @@ def load_models(
         settings = policies[names[0]]
         model = load_model(settings.path, settings.dtype, tiny, empty=empty)
         if any(policies[name].gradient_checkpointing for name in names):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            _recompute(model, names)
         models |= dict.fromkeys(names, model)
     return {name: models[name] for name in policies}
+
+
+def _recompute(model: nn.Module, names: list[str]) -> None:
+    try:
+        recompute_layers(model)
+    except ValueError as error:
+        raise ConfigError(f"config key 'policies.{names[0]}.gradient_checkpointing' = True: {error}") from error
 
 
 def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
@@ -200,6 +208,7 @@ def build_policies(
             with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
             reference=(references or {}).get(name),
             layout=config.update.sequence_layout,
+            dropout=config.policies[name].dropout,
         )
         for name, model in models.items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from turnwise.inference.common.recompute import recompute_layers, recomputes
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.inference.weights.weight_block import storage_key
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import MicroBatch, micro_batches, smallest
 from turnwise.train.model.ranks import ALONE, Alone
+from turnwise.train.model.support import causal_lm, drops_out
 from turnwise.types import TrainingBatch
 
 
@@ -28,7 +31,7 @@ class Policy:
     ``with_reference`` makes one from the starting weights, which for an adapter is its base with adapters off.
     ``total_steps`` is the length of the learning-rate schedule in updates; a run that sampled tokens end also calls
     :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
-    ``turnwise.train.model.forward.LAYOUTS``).
+    ``turnwise.train.model.forward.LAYOUTS``). Updates run without dropout, as the sampler does, unless ``dropout``.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Policy:
         with_reference: bool = False,
         reference: nn.Module | None = None,
         layout: str = "auto",
+        dropout: bool = False,
     ) -> None:
         self.name = name
         self.model = model
@@ -60,12 +64,30 @@ class Policy:
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.check_finite("at the start")
         self.model.requires_grad_(trainable)
-        self.forward: Any = Forward(model, layout)
+        self.dropout = dropout
+        self._take_mode(dropout)
+        self.forward: Any = Forward(model, layout, dropout=dropout and trainable)
         self.reference_forward: Any = None if self.reference is None else Forward(self.reference, layout)
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         self._config, self._total_steps = config, total_steps
         self.build_optimizer()
+
+    def _take_mode(self, dropout: bool) -> None:
+        """Let layers recompute in evaluation mode too, and say what ``dropout`` does."""
+        if recomputes(lm := causal_lm(self.model if self.base is None else self.base.model)):
+            recompute_layers(lm) if self.base is None else self.base.enable_gradient_checkpointing()
+        found = drops_out(self.model) if self.trainable else {}
+        told = ", ".join(f"{name} = {share:g}" for name, share in found.items())
+        if dropout and found:
+            text = f"updates drop out ({told}), so the ratio of the first update is not 1"
+        elif "lora_dropout" in found and not dropout:
+            text = (
+                f"lora.dropout = {found['lora_dropout']:g} drops nothing, as updates run without dropout; set dropout"
+            )
+        else:
+            return
+        warnings.warn(f"policy {self.name!r}: {text}", RuntimeWarning, stacklevel=3)
 
     def build_optimizer(self) -> None:
         """Make a new optimizer of the present parameters, and its schedule, unless the policy is frozen."""

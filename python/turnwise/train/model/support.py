@@ -6,14 +6,18 @@ So each check runs a few tokens both ways, once, and compares the results.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from turnwise.inference.common.last_mlp import last_mlp_at
+from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.train.model.packed_attention import NotPackable, Packing
 from turnwise.train.model.prefix_tree_attention import ATTENTION, PrefixTreeMask
 
@@ -35,6 +39,42 @@ def causal_lm(model: nn.Module) -> Any:
     if not (hasattr(base, "get_decoder") and hasattr(base, "get_output_embeddings")):
         raise TypeError(f"model is a {type(model).__name__}: expected a Hugging Face causal LM")
     return base
+
+
+def drops_out(model: nn.Module) -> dict[str, float]:
+    """Return what a pass of ``model`` in training mode drops out or disturbs, with the shares or sizes.
+
+    Example: ``{"attn_pdrop": 0.1, "resid_pdrop": 0.1, "lora_dropout": 0.05}``
+    """
+    adapter = model.key if isinstance(model, AdaptedModel) else None
+    lm = causal_lm(model.shared.model if isinstance(model, AdaptedModel) else model)
+    told = {k: v for k, v in lm.config.get_text_config().to_dict().items() if re.search(r"drop|jitter", k)}
+    found = {
+        name: float(share)
+        for name, share in told.items()
+        if isinstance(share, int | float) and share > 0 and not re.search(r"classifier|summary", name)
+    }
+    for path, module in lm.named_modules():
+        _, _, adapted = path.rpartition("lora_dropout.")
+        if adapted != path and adapted != adapter and adapter is not None:
+            continue
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            name = "lora_dropout" if adapted != path else path.rpartition(".")[2]
+            if name == "lora_dropout" or module.p not in found.values():  # the config has told of the others
+                found[name] = module.p
+        elif isinstance(module, _BatchNorm):
+            found["batch_norm"] = 1.0
+    return found
+
+
+def obstacle_to_dropout(lm: Any) -> str:
+    """Return why ``lm`` can't run in training mode; an empty string if it can."""
+    try:
+        with _trial(lm, training=True):
+            lm.get_decoder()(input_ids=_tokens(lm), use_cache=False)
+    except Exception as error:  # models raise errors of any type; the caller reports the text
+        return f"training mode fails: {type(error).__name__}: {error}"
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,8 +162,9 @@ def stream_inputs(
     return inputs
 
 
-def obstacle_to_trees(lm: Any) -> str:
-    """Return why rows of a stream can't share prefixes; an empty string if they can."""
+def obstacle_to_trees(lm: Any, dropout: bool = False) -> str:
+    """Return why rows of a stream can't share prefixes; an empty string if they can. With ``dropout`` in training
+    mode, too."""
     used = lm.config._attn_implementation
     if used != ATTENTION:
         return f"its attention {used!r} knows no trees"
@@ -135,6 +176,10 @@ def obstacle_to_trees(lm: Any) -> str:
     inputs = stream_inputs(lm, positions, (), tree)
     with _trial(lm):
         try:
+            if dropout:
+                with _trial(lm, training=True):
+                    decoder(input_ids=tokens_T[None], use_cache=False, **inputs)
+                tree.windows.clear()
             shared = decoder(input_ids=tokens_T[None], use_cache=False, **inputs).last_hidden_state[0]
         except NotPackable as error:
             return str(error)
@@ -194,13 +239,13 @@ def _tokens(lm: Any) -> Tensor:
 
 
 @contextmanager
-def _trial(model: nn.Module) -> Iterator[None]:
-    """Run the block in evaluation mode without gradients, then restore every module's mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def _trial(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Run the block in one mode without gradients, then restore every module's mode and the random generators."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(enabled=training):
             yield
     finally:
-        for module in training:
-            module.training = True
+        for module, mode in modes:
+            module.training = mode

@@ -42,7 +42,7 @@ def update_policy(
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
     # One optimizer step for each minibatch of each epoch.
     rate = policy.learning_rate
-    policy.model.train()
+    policy.model.train(policy.dropout)  # without dropout the first ratio is 1, as the sampler has none
     parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)]
     for done, part in enumerate(parts, start=1):
         micros = [micro.to(policy.device) for micro in policy.cut(batch, part, update.micro_batch_tokens)]
@@ -168,7 +168,7 @@ def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
 def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update: UpdateConfig) -> Tensor:
     """Return the trainer's log-probs before the first update, one per token of the batch's stream; 0 for tokens that
     have none."""
-    policy.model.eval()  # as in the sampler: dropout must not affect the ratio's denominator
+    policy.model.eval()  # as in the sampler
     micros = policy.cut(batch, rows, update.micro_batch_tokens)
     return policy.over_stream(len(batch.token_ids), micros, policy.logprobs)
 
