@@ -85,7 +85,10 @@ def test_a_folder_of_another_run_is_refused_and_stays_as_it_was(team, tmp_path, 
 
 ONE = {"update": {"lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2}, "credit": {"rule": "rae"}}
 TEAM = {
-    "policies": {"default": {"lora": {"rank": 2, "dropout": 0.2}}, "proposer": {"optimizer": {"lr": 3e-3}}},
+    "policies": {
+        "default": {"lora": {"rank": 2, "dropout": 0.2}, "dropout": True},
+        "proposer": {"optimizer": {"lr": 3e-3}},
+    },
     "phases": [{"train": ["reviser"], "steps": 1}, {"train": ["proposer", "reviser"], "steps": 1}],
 }
 

@@ -89,7 +89,7 @@ def test_equal_runs_of_two_processes_have_equal_bits(tmp_path: Path) -> None:
     """Also of what each rank draws for itself: adapters with dropout."""
     found = []
     for name in ("first", "second"):
-        lora = {"default": {"lora": {"rank": 4, "dropout": 0.2}}}
+        lora = {"default": {"lora": {"rank": 4, "dropout": 0.2}, "dropout": True}}
         config = config_from_dict({**COMMON, "policies": lora, "run_dir": str(tmp_path / name)})
         train_on_two_ranks(config)
         newest = list_checkpoints(config.run_dir / "checkpoints")[-1]

@@ -81,11 +81,12 @@ def test_one_batch_ahead_is_bound_by_the_latency_of_a_batch():
 def test_bytes_of_a_gpu_and_of_an_adapter():
     adapter = replace(workload(), model=replace(MODELS["70B"], adapter_parameters=2e8))
     assert sync_seconds(adapter, 4, DESIGN) == pytest.approx(4e8 / 8.25e9 + 4e8 / (4 * 20e9) + 0.5)
-    assert fewest_ranks(adapter, H100, Constants()) == 3  # (140 + 1.6) GB over 70 GB each
-    assert fewest_ranks(workload("70B"), H100, Constants()) == 8  # 560 GB over 70 GB each
+    assert fewest_ranks(adapter, H100, Constants()) == 3  # (140 + 3.2) GB over 70 GB each
+    assert fewest_ranks(workload("70B"), H100, Constants()) == 16  # 1120 GB over 70 GB each
     # Bytes of a GPU.
-    assert training_bytes(workload("7B"), 4, Constants()) == pytest.approx(8 * 7e9 / 4 + 10e9)
-    assert training_bytes(workload("7B", reference=True), 4, Constants()) == pytest.approx(10 * 7e9 / 4 + 10e9)
+    assert training_bytes(workload("7B"), 4, Constants()) == pytest.approx(16 * 7e9 / 4 + 10e9)
+    assert training_bytes(workload("7B", reference=True), 4, Constants()) == pytest.approx(18 * 7e9 / 4 + 10e9)
+    assert training_bytes(workload("7B"), 1, Constants()) == pytest.approx(18 * 7e9 + 10e9), "with a bfloat16 copy"
     assert cache_bytes(workload("7B"), 2, 10) == 10 * 3072 * 57_344 / 2
     assert cache_bytes(workload("7B"), 8, 10) == 10 * 3072 * 57_344 / 4, "4 heads of keys have no more than 4 parts"
     assert cache_bytes(workload("7B"), 1, 1, full_length=True) == 5120 * 57_344
@@ -119,16 +120,16 @@ def test_the_least_staleness_and_the_smallest_cluster():
     assert plan == search(workload("70B"), count, H100, Constants())[0]
     with pytest.raises(NothingFits):
         search(workload("70B"), count // 2, H100, Constants())
-    assert smallest_cluster(workload("70B"), 12, H100, Constants())[0] == 12
+    assert smallest_cluster(workload("70B"), 20, H100, Constants())[0] == 20
     with pytest.raises(NothingFits):
-        smallest_cluster(workload("70B"), 8, H100, Constants())
+        smallest_cluster(workload("70B"), 16, H100, Constants())
 
 
 @pytest.mark.parametrize(
     ("model", "gpus", "message"),
     [
-        ("70B", 8, "need 8 of h100 to train, and engines need at least 1 more"),
-        ("70B", 9, r"no engine fits beside 8 training GPUs: tensor_parallel=1: 140.0 GB of weights and 8 rows don't"),
+        ("70B", 16, "need 16 of h100 to train, and engines need at least 1 more"),
+        ("70B", 17, r"no engine fits beside 16 training GPUs: tensor_parallel=1: 140.0 GB of weights and 8 rows don't"),
         ("7B", 1, "gpus=1: expected at least 2"),
     ],
 )

@@ -67,9 +67,10 @@ def export_checkpoint(
     (default: all). ``merge`` also writes each adapter merged into its base, to ``out/policies/<name>/merged``, which is
     then returned. Bases that are at no path, or changed in a warm start, are in ``out/bases``.
 
-    Weights are those of the checkpoint bit for bit. Memory holds one whole model at a time, and the base of adapters
-    only if it is written or merged. Raises :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` for a
-    checkpoint that is damaged or of other policies.
+    Weights are those of the checkpoint bit for bit, rounded to the dtype that computes. Memory holds one whole model at
+    a time, and the base of adapters only if it is written or merged. Raises
+    :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` for a checkpoint that is damaged or of other
+    policies.
     """
     path = find_exported(config, checkpoint)
     manifest = read_manifest(path, FORMATS)
@@ -106,7 +107,9 @@ def export_checkpoint(
             whole = folder / "merged" if adapter else folder
             exported.append(Exported(name, whole) if merge or not adapter else Exported(name, folder, base))
         else:
-            model.load_state_dict(own, strict=False, assign=True)
+            kinds = {key: tensor.dtype for key, tensor in model.state_dict().items()}
+            rounded = {key: tensor.to(kinds[key]) for key, tensor in own.items()}  # float32 if it trains in bfloat16
+            model.load_state_dict(rounded, strict=False, assign=True)
             model.tie_weights()
             export_model(model, tokenizer, folder, merge=False)
             model.to("meta")  # frees its memory for the next one

@@ -95,6 +95,12 @@ def contradictions(config: TrainConfig) -> list[str]:
         for name in config.policies
         if not re.fullmatch(r"\w[\w.-]*", name)
     ]
+    problems += [
+        f"config key 'policies.{name}.dtype' = 'float16': gradients underflow in it; expected 'bfloat16' or 'float32' "
+        "for a policy that trains"
+        for name, policy in config.policies.items()
+        if policy.trainable and policy.dtype == "float16"
+    ]
     # Losses and the warm start.
     correction, update = config.loss.importance_correction, config.update
     if correction is not None and update.old_logprobs != "recompute":

@@ -94,6 +94,7 @@ def make_policy(
     with torch.no_grad():
         for parameter in policy.trained_parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    policy.masters.write()
     return policy
 
 
@@ -327,6 +328,21 @@ def narrow(mesh: Any) -> dict[str, Any]:
     return {"metrics": metrics, "computed": seen, "kept": dtypes}
 
 
+def rounded(mesh: Any, folder: Path) -> dict[str, Any]:
+    """A full model that trains in bfloat16."""
+    learner = ShardedLearner({"default": make_policy(ROUNDED, dtype=torch.bfloat16)}, CONFIG, mesh)
+    seen: set[torch.dtype] = set()
+    policy = learner.policies["default"]
+    policy.model.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+    found: dict[str, Any] = {}
+    if learner.rank:
+        learner.follow()
+    else:
+        found = use(learner, folder / "rounded")
+        learner.stop()
+    return found | {"computed": seen, "kept": {parameter.dtype for parameter in policy.trained_parameters()}}
+
+
 def learn(case: Case, mesh: Any, folder: Path) -> dict[str, Any]:
     learner = ShardedLearner({"default": make_policy(case)}, CONFIG, mesh)
     if learner.rank:
@@ -339,6 +355,7 @@ def learn(case: Case, mesh: Any, folder: Path) -> dict[str, Any]:
 
 OFFLOADED, CHECKPOINTED = Case("packed", False, True), Case("trie", False, True)
 LEARNED = [Case("trie", False, True), Case("packed", True, False)]
+ROUNDED = Case("packed", False, True)
 READ = [Case("trie", False, True), Case("padded", False, False), Case("packed", True, False)]
 
 
@@ -363,7 +380,11 @@ def work(folder: Path) -> None:
         die(mesh)
     found = {str(case): results(case, mesh) for case in CASES} | {"odd": odd(mesh)}
     found |= {"report": report(mesh, folder / f"{dist.get_rank()}.safetensors"), "narrow": narrow(mesh)}
-    found |= {"half": half(mesh), "checkpointing": results(CHECKPOINTED, mesh, checkpointing=True)}
+    found |= {
+        "half": half(mesh),
+        "rounded": rounded(mesh, folder),
+        "checkpointing": results(CHECKPOINTED, mesh, checkpointing=True),
+    }
     try:
         shard_policies({"default": make_policy(CASES[dist.get_rank()])}, mesh)
     except ValueError as error:
@@ -403,6 +424,9 @@ def alone(folder: Path) -> dict[Case, dict[str, dict[str, Tensor]]]:
         found[case] = {"first": step(learner, 1), "second": step(learner, 2)}
         learner.save(folder / str(case) / "one", 2, {"anything": [1]})
         found[case]["third"] = step(learner, 3)
+    learner = LocalLearner({"default": make_policy(ROUNDED, dtype=torch.bfloat16)}, CONFIG)
+    found["rounded"] = {"first": step(learner, 1), "second": step(learner, 2)}
+    learner.save(folder / "rounded" / "one", 2, {"anything": [1]})
     return found
 
 
@@ -592,6 +616,23 @@ def test_types_of_layers_adapters_and_bases(done: list[dict[str, Any]]) -> None:
         assert got["computed"] == {torch.bfloat16} and got["kept"] == {torch.float32}
         assert got["metrics"]["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.1)
         assert got["metrics"]["grad_norm"] != pytest.approx(want["grad_norm"], rel=1e-5)
+
+
+@READER
+def test_shards_of_a_bfloat16_model_are_its_masters(done: list[dict[str, Any]], alone: Any, folder: Path) -> None:
+    for found in done:
+        assert found["rounded"]["computed"] == {torch.bfloat16} and found["rounded"]["kept"] == {torch.float32}
+    got, want = done[0]["rounded"], alone["rounded"]
+    for name, weight in got["first"].items():
+        assert weight.dtype == torch.bfloat16, "what engines get"
+        assert torch.allclose(weight.float(), want["first"][name].float(), atol=2e-3, rtol=2e-2), name
+    # A checkpoint of either goes on in the other.
+    learner = LocalLearner({"default": make_policy(ROUNDED, seed=5, dtype=torch.bfloat16)}, CONFIG)
+    learner.load(folder / "rounded" / "two" / "step_00000002")
+    read = learner.send("default", clones)
+    for name in got["first"]:
+        assert torch.equal(got["from one"][name], want["second"][name]), name
+        assert torch.equal(read[name], got["second"][name]) and torch.equal(got["again"][name], got["third"][name])
 
 
 @READER

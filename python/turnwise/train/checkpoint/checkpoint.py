@@ -3,7 +3,8 @@
 A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/step_00000010/``::
 
     manifest.json                 step, trainer state, the size and SHA-256 of every other file, and its own
-    policy-default.safetensors    a policy's own weights, tied ones once; for an adapter only the adapter's
+    policy-default.safetensors    a policy's own weights, tied ones once, float32 if they train in bfloat16; for an
+                                  adapter only the adapter's
     base-default.safetensors      the base that adapters share, named after the first of them
     reference-default.safetensors the frozen model of a KL term
     optimizer-default.safetensors first and second moments and step counts, keyed "<parameter index>.<name>"
@@ -230,7 +231,7 @@ def load_learners(path: Path, policies: Mapping[str, Policy], *, checked: bool =
         trained = [name for name, policy in policies.items() if policy.optimizer]
         moments = {name: read_tensors(path / f"optimizer-{name}.safetensors") for name in trained}
         for part, saved in contents:
-            _copy_into(part.weights(), saved)
+            _copy_into(part, saved)
     for name, policy in policies.items():
         _restore_optimizer(policy, moments.get(name), manifest["policies"][name])
     return manifest["step"], manifest["state"]
@@ -253,7 +254,7 @@ def load_weights(path: Path, policies: Mapping[str, Policy]) -> None:
         read_shards(path, policies, learners=False)
         return
     for part, saved in _read_parts(path, parts_of(policies, references=False), manifest):
-        _copy_into(part.weights(), saved)
+        _copy_into(part, saved)
 
 
 def read_part(path: Path, part: Part, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -302,10 +303,11 @@ def describe_progress(policy: Policy) -> dict[str, Any]:
     return described
 
 
-def _copy_into(own: Iterable[tuple[str, Tensor]], saved: Mapping[str, Tensor]) -> None:
+def _copy_into(part: Part, saved: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, tensor in own:
+        for name, tensor in part.weights():
             tensor.copy_(placed(saved[name], tensor))
+    part.loaded()
 
 
 def restore_progress(policy: Policy, described: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.checkpoint.files import CheckpointMismatch
+from turnwise.train.model.master_weights import MasterWeights
 from turnwise.train.model.policy import Policy, named_weights
 
 
@@ -22,15 +23,22 @@ class Part:
     label: str
     model: nn.Module | SharedBase
     frozen: bool
+    masters: MasterWeights | None = None
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        return named_weights(self.model)
+        """Yield ``(name, tensor)`` in the dtype that trains; :meth:`loaded` follows a change of them."""
+        return named_weights(self.model, self.masters)
+
+    def loaded(self) -> None:
+        """Give the model the weights that a checkpoint was read into."""
+        if self.masters is not None:
+            self.masters.write()
 
 
 def parts_of(policies: Mapping[str, Policy], *, references: bool) -> list[Part]:
     """Return each policy's own weights, and the shared bases and references once each."""
     named = sorted(policies.items())  # the order of a config file must not matter
-    own = [own_part(name, policy.model, frozen=not policy.trainable) for name, policy in named]
+    own = [replace(own_part(name, p.model, frozen=not p.trainable), masters=p.masters) for name, p in named]
     shared = base_parts({name: policy.model for name, policy in named})
     for name, policy in named if references else ():
         reference = policy.reference

@@ -81,6 +81,8 @@ def read_shards(path: Path, policies: Mapping[str, Policy], *, learners: bool) -
     alone = next(iter(policies.values())).ranks.size == 1
     with _quiet(), torch.no_grad():
         dcp.load(state, checkpoint_id=path, no_dist=alone)
+    for part in parts:
+        part.loaded()
     return moments
 
 

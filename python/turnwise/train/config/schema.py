@@ -94,7 +94,7 @@ class LogConfig(Section):
 class ShardingConfig(Section):
     """Shards of the models over the processes that torchrun or Slurm starts; see docs/training.md."""
 
-    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Type in which layers are gathered and computed; by default that of the weights. Gradients add up in float32."""
     offload: bool = False
     """Keep shards and optimizer in the CPU's memory."""

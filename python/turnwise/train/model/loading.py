@@ -8,6 +8,7 @@ the policies.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -239,11 +240,24 @@ def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any
 
     kind = getattr(torch, dtype)
     if path == TINY:
-        return tiny()[1].to(kind)
+        return take_dtype(tiny()[1], kind)
     if empty:
         with _parameters_on_meta():
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind).to(kind)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(kind)
+            return take_dtype(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind), kind)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+
+
+def take_dtype(model: Any, kind: torch.dtype) -> Any:
+    """Convert what a file of ``model`` holds, as ``from_pretrained`` does, and return it.
+
+    Rotary frequencies and what the model keeps in float32 stay as they are; ``Module.to`` would round them.
+    """
+    kept = [re.escape(part) for part in model._get_dtype_plan(kind)]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept and re.search("|".join(kept), name) else kind)
+    model.config.dtype = kind
+    return model
 
 
 @contextmanager

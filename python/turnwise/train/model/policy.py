@@ -17,6 +17,7 @@ from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.inference.weights.weight_block import storage_key
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.master_weights import MasterWeights
 from turnwise.train.model.micro_batch import MicroBatch, micro_batches, smallest
 from turnwise.train.model.ranks import ALONE, Alone
 from turnwise.train.model.support import causal_lm, drops_out
@@ -63,6 +64,8 @@ class Policy:
         # Models and their forward passes.
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.check_finite("at the start")
+        if trainable and any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+            raise ValueError(f"policy {name!r}: float16 is too narrow to train in; expected bfloat16 or float32")
         self.model.requires_grad_(trainable)
         self.dropout = dropout
         self._take_mode(dropout)
@@ -71,6 +74,8 @@ class Policy:
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         self._config, self._total_steps = config, total_steps
+        self.masters = MasterWeights(())
+        self.computes_in: dict[str, torch.dtype] = {}  # dtype of sharded weights in a pass, if it is another one
         self.build_optimizer()
 
     def _take_mode(self, dropout: bool) -> None:
@@ -92,7 +97,9 @@ class Policy:
     def build_optimizer(self) -> None:
         """Make a new optimizer of the present parameters, and its schedule, unless the policy is frozen."""
         config = self._config
+        self.masters.drop()
         if self.trainable:
+            self.masters = MasterWeights(self._own_parameters())
             self.optimizer = torch.optim.AdamW(
                 self.trained_parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
             )
@@ -157,6 +164,7 @@ class Policy:
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"policy {self.name!r}: gradient norm is {norm} at update {self.updates}")
         self.optimizer.step()
+        self.masters.write()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         self.updates += 1
@@ -225,7 +233,11 @@ class Policy:
         return self.ranks.device or self.model.get_input_embeddings().weight.device  # type: ignore[operator]
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that this policy's optimizer updates: only the adapter's, or all."""
+        """Return what this policy's optimizer updates: only the adapter's parameters, or all; float32 masters of
+        parameters in bfloat16."""
+        return self.masters.trained if self.trainable else self._own_parameters()
+
+    def _own_parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
     @property
@@ -234,8 +246,9 @@ class Policy:
         return self.model.shared if isinstance(self.model, AdaptedModel) else None
 
     def fingerprint(self) -> tuple[int, ...]:
-        """Return one number per tensor, to detect changed bits. It does not depend on the number of ranks."""
-        return bit_sums(self.weights(), self.ranks)
+        """Return one number per tensor, and per master, to detect changed bits. It does not depend on the number of
+        ranks, unless there are masters."""
+        return bit_sums([*named_weights(self.model), *self.masters.named()], self.ranks)
 
     def check_finite(self, when: str) -> None:
         """Raise ``FloatingPointError`` naming the first weight of policy, base or reference that is NaN or infinite."""
@@ -252,8 +265,13 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` of this policy's own weights, those that go to the client: only the adapter's, if it
-        has one."""
-        return named_weights(self.model)
+        has one. They have the dtype that computes."""
+        for name, tensor in named_weights(self.model):
+            yield name, tensor.to(self.computes_in.get(name, tensor.dtype))
+
+    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield them as :meth:`weights` does, in the dtype that trains: masters instead of rounded weights."""
+        return named_weights(self.model, self.masters)
 
     def all_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` of its own weights and of its shared base, for a client that may not have them."""
@@ -274,14 +292,17 @@ def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def named_weights(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached; tied tensors once."""
+def named_weights(model: nn.Module | SharedBase, masters: MasterWeights | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached; tied tensors once.
+
+    ``masters`` take the place of their parameters.
+    """
     seen: set[Any] = set()
     weights = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
     for name, tensor in weights.items():
         if (place := storage_key(tensor)) not in seen:
             seen.add(place)
-            yield name, tensor.detach()
+            yield name, (tensor if masters is None else masters.of(tensor)).detach()
 
 
 def _parameters(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:

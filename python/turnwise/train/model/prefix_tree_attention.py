@@ -16,8 +16,14 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from turnwise.train.model.packed_attention import NotPackable, Packing, packed_attention, refuse_unserved
-from turnwise.train.model.tree_kernel import Segments, TreeAttention
+from turnwise.train.model.packed_attention import (
+    NotPackable,
+    Packing,
+    Segments,
+    TreeAttention,
+    packed_attention,
+    refuse_unserved,
+)
 
 ATTENTION = "turnwise_tree"
 

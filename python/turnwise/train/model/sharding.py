@@ -60,20 +60,18 @@ def shard_policies(
     weights don't. Every rank calls it with policies of the same names, models and settings; all get the weights of
     rank 0, so the other ranks' parameters may be on the meta device. A model is sharded layer by layer; embedding, last
     norm and head form one more unit. Gradients are summed in float32. ``param_dtype`` is the dtype in which layers are
-    gathered and computed (``None``: that of the weights). ``offload`` keeps the shards and the optimizer in the CPU's
-    memory. Each policy gets a new optimizer. If the weights come from a rank outside of ``mesh``, ``source`` is the
-    group of that rank and those of the mesh, and that rank calls :func:`give_policies`.
+    gathered and computed (``None``: that of the weights). Weights that train in bfloat16 are kept in float32.
+    ``offload`` keeps the shards and the optimizer in the CPU's memory. Each policy gets a new optimizer. If the weights
+    come from a rank outside of ``mesh``, ``source`` is the group of that rank and those of the mesh, and that rank
+    calls :func:`give_policies`.
 
     Raises ``ValueError`` for a mesh of more dimensions, for a model without ``layers`` in its decoder, and, on all
     ranks, if their models differ.
     """
     if mesh.ndim > 2:
         raise ValueError(f"mesh={mesh}: expected one dimension, or two (copies, shards), got {mesh.ndim}")
-    # The embedding's dtype is that of all layers. A cast of inputs would also take the log-probs of a micro-batch.
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     how = {
         "mesh": mesh,
-        "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
@@ -81,7 +79,14 @@ def shard_policies(
     ranks = Ranks(group, device, first_copy=mesh.ndim == 1 or mesh.get_local_rank(0) == 0)
     source = source or group
     _agree(policies, source)
-    roots = {id(lm): _shard(lm, how, source) for lm in _models(policies)}
+    narrow = _train_in_float32(policies)
+
+    def precision(lm: Any) -> MixedPrecisionPolicy:
+        # The embedding's dtype is that of all layers. A cast of inputs would also take the log-probs of a micro-batch.
+        dtype = param_dtype or narrow.get(id(lm))
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    roots = {id(lm): _shard(lm, {**how, "mp_policy": precision(lm)}, source) for lm in _models(policies)}
     for policy in policies.values():
         policy.forward = ShardedForward(roots[id(policy.forward.lm)], policy.forward)
         if policy.reference_forward is not None:
@@ -94,6 +99,7 @@ def shard_policies(
 def give_policies(policies: Mapping[str, Policy], source: dist.ProcessGroup) -> None:
     """Give the weights of ``policies`` to the other ranks of ``source``, which shard them, and keep none of them."""
     _agree(policies, source)
+    _train_in_float32(policies)
     for lm in _models(policies):
         for layer in _layers(lm):
             _receive(layer, source)
@@ -101,6 +107,22 @@ def give_policies(policies: Mapping[str, Policy], source: dist.ProcessGroup) -> 
         _replace(lm, lambda parameter: True, "meta")
     for policy in policies.values():
         policy.build_optimizer()
+
+
+def _train_in_float32(policies: Mapping[str, Policy]) -> dict[int, torch.dtype]:
+    """Let shards of models that train in bfloat16 be their own float32 masters. Return the dtypes that compute, by the
+    ``id`` of the model."""
+    narrow: dict[int, torch.dtype] = {}
+    for policy in policies.values():
+        lm = causal_lm(policy.model) if policy.base is None and policy.trainable else None
+        if lm is None or all(parameter.dtype.itemsize >= 4 for parameter in lm.parameters()):
+            continue
+        policy.computes_in = {name: tensor.dtype for name, tensor in named_weights(policy.model)}
+        policy.masters.drop()
+        narrow[id(lm)] = lm.get_input_embeddings().weight.dtype
+        for parameter in lm.parameters():
+            parameter.data = parameter.data.float()
+    return narrow
 
 
 def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

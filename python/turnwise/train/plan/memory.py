@@ -7,8 +7,8 @@ import math
 from turnwise.train.plan.constants import GPU, Constants
 from turnwise.train.plan.workload import Workload
 
-STATES = 4
-"""Tensors of the trainer per trained weight, all in its dtype: weight, gradient, and Adam's two moments."""
+STATES = 16
+"""Bytes of the trainer per trained weight: weight, gradient, and Adam's two moments in float32, whatever computes."""
 
 
 def engine_weight_bytes(workload: Workload, tensor_parallel: int) -> float:
@@ -36,15 +36,22 @@ def most_slots(workload: Workload, tensor_parallel: int, gpu: GPU, constants: Co
 def training_bytes(workload: Workload, ranks: int, constants: Constants) -> float:
     """Return the bytes of one training GPU: its shard of weights, gradients and Adam, and activations."""
     model = workload.model
+    # One process computes with a rounded copy; ranks round what they gather.
+    rounded = model.train_bytes if ranks == 1 and model.train_bytes < 4 and not model.adapter_parameters else 0
+    return _held(workload) / ranks + rounded * model.parameters + constants.activation_memory
+
+
+def _held(workload: Workload) -> float:
+    """Return the bytes of weights, gradients, Adam and reference on all ranks together."""
+    model = workload.model
     if model.adapter_parameters:
-        held = model.parameters + STATES * model.adapter_parameters
-    else:
-        held = (STATES + workload.reference) * model.parameters
-    return held * model.train_bytes / ranks + constants.activation_memory
+        return model.parameters * model.train_bytes + STATES * model.adapter_parameters
+    return (STATES + workload.reference * model.train_bytes) * model.parameters
 
 
 def fewest_ranks(workload: Workload, gpu: GPU, constants: Constants) -> int | None:
     """Return the fewest training GPUs that hold the model; ``None`` if activations alone don't fit."""
     free = gpu.memory - constants.activation_memory
-    shards = training_bytes(workload, 1, constants) - constants.activation_memory
-    return math.ceil(shards / free) if free > 0 else None
+    if free > 0 and training_bytes(workload, 1, constants) > gpu.memory:
+        return max(2, math.ceil(_held(workload) / free))
+    return 1 if free > 0 else None

@@ -44,10 +44,9 @@ def search(
     ranks = fewest_ranks(workload, gpu, constants)
     if ranks is None or ranks >= gpus:
         raise NothingFits(
-            f"gpus={gpus}: weights, gradients and Adam of {workload.model.parameters:,.0f} parameters with "
-            f"{workload.model.train_bytes} bytes each need {'more than any number' if ranks is None else ranks} of "
-            f"{gpu.name} to train, and engines need at least 1 more. Use more GPUs, an adapter (policies.<name>.lora), "
-            "or policies.<name>.dtype"
+            f"gpus={gpus}: weights, gradients and Adam of {workload.model.parameters:,.0f} parameters in "
+            f"float32 need {'more than any number' if ranks is None else ranks} of {gpu.name} to train, and engines "
+            "need at least 1 more. Use more GPUs, or an adapter (policies.<name>.lora)"
         )
     found: dict[tuple[int, int], list[Plan]] = {}
     refused: list[str] = []

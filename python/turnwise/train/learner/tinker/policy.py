@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.train.config.policies import OptimizerConfig
+from turnwise.train.model.master_weights import MasterWeights
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.ranks import ALONE
 
@@ -37,10 +38,11 @@ class RemotePolicy(Policy):
         self.reference = nn.Identity() if with_reference else None
         self.optimizer, self.schedule = None, None
         self._config, self._total_steps = config, total_steps
+        self.masters = MasterWeights(())
         self._nothing = nn.Parameter(torch.zeros(()))  # torch's schedule wants an optimizer, and that a parameter
         self.build_optimizer()
 
-    def trained_parameters(self) -> list[nn.Parameter]:
+    def _own_parameters(self) -> list[nn.Parameter]:
         return [self._nothing]
 
     def adam(self) -> dict[str, float]:
