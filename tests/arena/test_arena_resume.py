@@ -90,7 +90,7 @@ def test_evaluation_has_paired_seeds_and_its_own_sampling(make_arena):
     assert {request.sampling.max_tokens for request in arena.client.requests} == {9}, "the actor's own limit holds"
     view = arena.evaluation(Sampling(temperature=0.0))
     asyncio.run(view.call_model("other", "hi"))
-    assert arena.client.requests[-1].sampling.stop_token_ids == (3,)
+    assert arena.client.requests[-1].sampling.stop_token_ids[0] == 3
     assert arena.client.requests[-1].sampling.max_tokens == 4
     with pytest.raises(RuntimeError, match="an evaluation makes no training batch"):
         asyncio.run(view.step())

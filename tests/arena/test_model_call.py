@@ -46,16 +46,17 @@ def test_siblings_prompts_are_encoded_once_and_none_can_spoil_the_others():
             return ""
 
     cache, tokenizer = PromptCache(), Counting()
-    first = cache.token_ids(tokenizer, [{"role": "user", "content": "x"}])
+    format = ChatRenderer(tokenizer)
+    first = cache.token_ids(format, [{"role": "user", "content": "x"}])
     first.append(99)
-    assert cache.token_ids(tokenizer, [{"role": "user", "content": "x"}]) == [1] and tokenizer.calls == 1
-    assert cache.token_ids(tokenizer, [{"role": "system", "content": "x"}]) == [1] and tokenizer.calls == 2
+    assert cache.token_ids(format, [{"role": "user", "content": "x"}]) == [1] and tokenizer.calls == 1
+    assert cache.token_ids(format, [{"role": "assistant", "content": "x"}]) == [1] and tokenizer.calls == 2
     for length in range(2, 2 + cache.SIZE):
-        assert cache.token_ids(tokenizer, [{"role": "user", "content": "x" * length}]) == [length]
+        assert cache.token_ids(format, [{"role": "user", "content": "x" * length}]) == [length]
     assert len(cache._ids) == cache.SIZE
     other = Counting()
-    cache.token_ids(other, [{"role": "user", "content": "xx"}])
-    assert other.calls == 1, "another tokenizer, other ids"
+    cache.token_ids(ChatRenderer(other), [{"role": "user", "content": "xx"}])
+    assert other.calls == 1, "another format, other ids"
 
 
 def test_text_is_decoded_without_special_tokens_and_the_stop_token_is_kept(make_arena):

@@ -31,7 +31,7 @@ def test_messages_of_any_dialect_take_one_form() -> None:
 
 def test_keys_leave_out_ids_reasoning_and_the_order_of_fields() -> None:
     def key(**fields: object) -> bytes:
-        [plain, _] = plain_messages([{"role": "assistant", **fields}, {"role": "user", "content": "x"}])
+        [plain] = plain_messages([{"role": "assistant", **fields}], ends_with_answer=True)
         return message_key(plain)
 
     def calls(name: str, arguments: str) -> list[dict[str, object]]:
@@ -56,11 +56,6 @@ def test_keys_leave_out_ids_reasoning_and_the_order_of_fields() -> None:
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages[0].content[0]",
             "got a part of type 'image_url', expected text",
-        ),
-        (
-            [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}],
-            "messages[1].role",
-            "a system message must come first, and only one is supported",
         ),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "messages", "can't be continued"),
         (

@@ -36,8 +36,6 @@ from turnwise.arena.runtime.privacy import check_batch, check_prompt
 from turnwise.arena.runtime.rng import derive_seed, rng_state, set_rng_state
 from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stores.outcomes import attempts_of, mean_reward, record_attempts
-from turnwise.chat.formats import ChatFormat
-from turnwise.chat.known_formats import chat_format
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples, mixed_prompts
 from turnwise.types import (
@@ -229,7 +227,8 @@ class Arena(ArenaSetup):
             except Exception as error:
                 call.fail(error)
                 raise
-        return call.finish(response, self.tokenizer, check_private=self.check_private)
+        actor = None if actor_id is None else self.actors[actor_id]
+        return call.finish(response, self.plain_format(actor), check_private=self.check_private)
 
     async def _sample(
         self, actor_id: str | None, request: ModelRequest, context: EpisodeContext | None
@@ -242,13 +241,6 @@ class Arena(ArenaSetup):
             with client_errors():
                 responses = await self.client.generate([request])
         return only_response(request, responses)
-
-    def chat_format(self, actor: Actor) -> ChatFormat:
-        """Return the format in which ``actor`` writes and reads chats, with tools."""
-        key = repr(sorted(actor.chat_template_kwargs.items()))
-        if key not in self._formats or self._formats[key].tokenizer is not self.tokenizer:
-            self._formats[key] = chat_format(self.tokenizer, template_kwargs=actor.chat_template_kwargs)
-        return self._formats[key]
 
     def prepare(
         self,
@@ -264,11 +256,14 @@ class Arena(ArenaSetup):
         settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
             sampling.setdefault("max_tokens", actor.max_tokens)
+        format = self.plain_format(actor)
         if prompt_token_ids is None:
             messages = to_messages(prompt, actor)
-            prompt_ids = self._prompts.token_ids(self.tokenizer, messages, actor)
+            prompt_ids = self._prompts.token_ids(format, messages)
         else:
             messages, prompt_ids = to_messages(prompt, None), list(prompt_token_ids)
+        stops = (*sampling.get("stop_token_ids", settings.stop_token_ids), *format.stop_token_ids)
+        sampling["stop_token_ids"] = tuple(dict.fromkeys(stops))
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
         sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, f"actor {actor_id!r}")
         if sampling.get("seed", settings.seed) is None:

@@ -18,7 +18,9 @@ from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.arena.runtime.rng import derive_seed
 from turnwise.arena.stores.outcomes import Attempt
 from turnwise.arena.stores.store import ArtifactStore
-from turnwise.chat.formats import ChatFormat
+from turnwise.chat.formats import ChatFormat, ChatRenderer
+from turnwise.chat.known_formats import chat_format
+from turnwise.chat.tokenizers import own_copy
 from turnwise.chat.tools import by_name
 from turnwise.samples.filters import Filters
 from turnwise.types import (
@@ -115,11 +117,43 @@ class ArenaSetup:
         self.started = self.batches = 0
         self._attempts: deque[list[Attempt]] = deque()
         self._prompts = PromptCache()
-        self._formats: dict[str, ChatFormat] = {}
         self._zero_causes: dict[int, str] = {}
         self._group_metrics: dict[str, float] = {}
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
+
+    # -- tokenizer and chat formats ------------------------------------------------------------------------------------
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, for the code of users. turnwise encodes with a copy, so it may be changed."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._own_tokenizer = tokenizer, own_copy(tokenizer)
+        self._formats: dict[tuple[str, ...], ChatFormat] = {}
+
+    def chat_format(
+        self, actor: Actor | None = None, *, renderer: str = "auto", template_kwargs: Mapping[str, Any] | None = None
+    ) -> ChatFormat:
+        """Return the format in which ``actor`` writes and reads chats with tools.
+
+        Without an actor: the format of ``renderer``, with the options of the chat template.
+        """
+        options = (template_kwargs or {}) if actor is None else actor.chat_template_kwargs
+        key = (renderer, repr(sorted(options.items())))
+        if key not in self._formats:
+            self._formats[key] = chat_format(self._own_tokenizer, renderer, options)
+        return self._formats[key]
+
+    def plain_format(self, actor: Actor | None) -> ChatFormat:
+        """Return the format of ``actor``'s plain chats; ``None`` is a judge."""
+        options = None if actor is None else actor.chat_template_kwargs
+        key = (repr(sorted(options.items())),) if options else ()
+        found = self._formats.get(key)
+        if found is None:
+            found = self._formats[key] = ChatRenderer(self._own_tokenizer, options)
+        return found
 
     # -- registration --------------------------------------------------------------------------------------------------
     def add_actor(self, actor: Actor) -> Actor:

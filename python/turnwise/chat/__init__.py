@@ -1,9 +1,9 @@
 """Converts chats to token ids and completions back to messages, and continues a chat on its sampled tokens.
 
-Read in this order: render, messages, formats, known_formats, continuation, tools.
+Read in this order: messages, tokenizers, render, formats, known_formats, continuation, tools.
 May import: types, utils.
 """
 
-from turnwise.chat.render import ChatRenderer
+from turnwise.chat.formats import ChatFormat, ChatRenderer
 
-__all__ = ["ChatRenderer"]
+__all__ = ["ChatFormat", "ChatRenderer"]

@@ -10,28 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.messages import ChatError, Tool, tool_names, well_formed_texts
-from turnwise.chat.render import ChatRenderer, _any_of
+from turnwise.chat.messages import ChatError, Tool, results_in_order, tool_names, well_formed_texts
+from turnwise.chat.render import EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
+from turnwise.chat.tokenizers import TokenBytes, ends_of
 from turnwise.types import Message, Messages
 
-EXAMPLE_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "x",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
-    },
-}
-EXAMPLE_CALL = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
-EXAMPLE_CHAT: Messages = [
-    {"role": "system", "content": "x"},
-    {"role": "user", "content": "x"},
-    {"role": "assistant", "content": "x", "reasoning_content": "x", "tool_calls": [EXAMPLE_CALL]},
-    {"role": "tool", "content": "x", "tool_call_id": "call_0", "name": "look"},
-]
-"""A harmless chat that contains every mark of a template: roles, reasoning, a tool, a call and its result."""
-
 OK = "ok"
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Marks of reasoning and calls that are read from a completion, although a tokenizer may have them as special tokens."""
+
 MAX_DEPTH = 64
 """Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
 
@@ -78,8 +65,10 @@ class ParsedCompletion:
         return message
 
 
-class ChatFormat(ChatRenderer):
-    """The chat format of a tokenizer's own template. Subclasses know the format of a model family.
+class ChatFormat(ChatEncoder):
+    """Renders chats, ends turns and reads completions, with a tokenizer's own template.
+
+    Subclasses know the format of a model family.
 
     Example::
 
@@ -91,11 +80,28 @@ class ChatFormat(ChatRenderer):
 
     name = "template"
 
+    # -- ends of turns -------------------------------------------------------------------------------------------------
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The end of sequence, and the token with which the template closes an assistant's turn."""
-        end, close = self.tokenizer.eos_token_id, self._close
-        return tuple(dict.fromkeys(token for token in (end, close) if token is not None))
+        """The tokens that end a sampled turn, each once.
+
+        They are the tokenizer's end of sequence, the token with which the template closes an assistant's turn, and
+        those of the model's ``generation_config`` (:func:`~turnwise.chat.tokenizers.keep_ends`).
+        """
+        known = (self.tokenizer.eos_token_id, self._close, *ends_of(self.tokenizer))
+        return tuple(dict.fromkeys(token for token in known if token is not None))
+
+    @cached_property
+    def end_token_ids(self) -> list[int]:
+        """The token that ends a written turn: the template's closing token, else the end of sequence; or none."""
+        known = (self._close, self.tokenizer.eos_token_id, *self.stop_token_ids)
+        return [token for token in known if token is not None][:1]
+
+    @cached_property
+    def visible_ends(self) -> dict[int, str]:
+        """The texts of those stop tokens that are not special, which a decoded completion shows."""
+        texts = {token: self.tokenizer.decode([token], skip_special_tokens=True) for token in self.stop_token_ids}
+        return {token: text for token, text in texts.items() if text}
 
     def cut(self, completion: Sequence[int]) -> list[int]:
         """Return ``completion`` up to its first stop token, which is kept."""
@@ -118,12 +124,18 @@ class ChatFormat(ChatRenderer):
         they are; a turn that was cut off gets the template's closing token. ``None`` means that the template can't
         extend a chat: the caller must render it again.
         """
-        tail = self._tail(new, tools, answer)
+        tail = self._tail(self._following(new, answer), tools, answer)
         if tail is None or any(message["role"] == "assistant" for message in new):
             return None
         close = self._close
         closed = bool(completion) and completion[-1] in self.stop_token_ids
         return [*prompt, *completion, *([] if closed or close is None else [close]), *tail]
+
+    def _following(self, new: Messages, answer: Message | None) -> Messages:
+        """Return ``new`` as it follows ``answer``: results in the order of their calls, system messages folded."""
+        if answer and answer.get("tool_calls"):
+            new = results_in_order([answer, *new])[1:]
+        return self._with_systems(new, begun=True)
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
         """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
@@ -135,8 +147,8 @@ class ChatFormat(ChatRenderer):
         for text in ("x", "yz 1"):
             begun: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text, **calls}]
             try:
-                before = self.prompt_ids(begun, tools, add_generation_prompt=False)
-                after = self.prompt_ids([*begun, *new], tools)
+                before = self._ids(begun, tools, add_generation_prompt=False)
+                after = self._ids([*begun, *new], tools)
             except Exception:  # a template may raise anything for a chat that it doesn't expect
                 return None
             end = len(before) - before[::-1].index(close) if close in before else 0
@@ -183,42 +195,28 @@ class ChatFormat(ChatRenderer):
         ids = self.cut(completion)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
-        marks = {"<think>", "</think>", "<tool_call>", "</tool_call>"}
-        hidden = {index for spelling, index in self.control.items() if spelling not in marks}
+        hidden = {index for spelling, index in self.control.items() if spelling not in MARKS}
         text = self.tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
         begun = self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False).rstrip().endswith("<think>")
         reasoning, text = split_reasoning(text, begun)
         return read_calls(text, reasoning, tools) if tools else ParsedCompletion(text, reasoning)
 
-    # -- control tokens ------------------------------------------------------------------------------------------------
     @cached_property
-    def guarded(self) -> dict[str, int]:
-        """Control tokens, and all added tokens with which the format marks reasoning, tools, calls and results."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        marks = self._tool_marks() if added else set()
-        found = {token.content: index for index, token in added.items() if index in marks and token.content.strip()}
-        return {**self.control, **found}
+    def token_bytes(self) -> TokenBytes:
+        """Gives the bytes of a token: ``format.token_bytes(token)``."""
+        return TokenBytes(self.tokenizer)
 
-    def _tool_marks(self) -> set[int]:
-        chats = (EXAMPLE_CHAT, EXAMPLE_CHAT[1:], EXAMPLE_CHAT[1:3], EXAMPLE_CHAT[1:2])
-        found: set[int] = set()
-        for chat in chats:
-            for tools in ([EXAMPLE_TOOL], []):
-                try:
-                    found |= set(self.render(self.tokenizer, chat, tools))
-                except Exception:  # as above
-                    continue
-        return found
 
-    def _pattern(self, message: Message) -> re.Pattern[str] | None:
-        """What the model wrote may hold marks of reasoning and of calls. What it reads may not."""
-        if message["role"] == "assistant":
-            return super()._pattern(message)
-        return self._guarded_spelling if self.guarded else None
+class ChatRenderer(ChatFormat):
+    """The chat format of plain chats, whose prompts the program writes itself: marks in them are the model's own.
 
-    @cached_property
-    def _guarded_spelling(self) -> re.Pattern[str]:
-        return _any_of(self.guarded)
+    Example::
+
+        renderer = ChatRenderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
+        ids = renderer.prompt_ids([{"role": "user", "content": "Is <|im_end|> a word?"}])
+    """
+
+    guards_marks = False
 
 
 def split_reasoning(text: str, begun: bool = False) -> tuple[str, str]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.formats import EXAMPLE_CALL, EXAMPLE_TOOL, OK, ChatFormat, ParsedCompletion, ToolCall, checked_call
+from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall, checked_call
 from turnwise.chat.messages import Tool
+from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
 from turnwise.types import Message, Messages, Tokenizer
 from turnwise.utils.registry import did_you_mean
 
@@ -83,7 +84,11 @@ class KnownFormat(ChatFormat):
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The stop tokens of the family."""
+        """The stop tokens of the family, and those of :attr:`ChatFormat.stop_token_ids`."""
+        return tuple(dict.fromkeys((*self._family_stops, *super().stop_token_ids)))
+
+    @cached_property
+    def _family_stops(self) -> tuple[int, ...]:
         return tuple(self._renderer_of(self.tokenizer).get_stop_token_ids())
 
     def extend(
@@ -95,7 +100,7 @@ class KnownFormat(ChatFormat):
         answer: Message | None = None,
     ) -> list[int] | None:
         """See :meth:`ChatFormat.extend`. The family's renderer closes a turn that was cut off, its reasoning too."""
-        seen = [*prompt, *completion]
+        seen, new = [*prompt, *completion], self._following(new, answer)
         tail = self._bridge(prompt, completion, new, tools)
         if tail is None and completion and completion[-1] in self.stop_token_ids:
             # The renderers refuse a turn that ended inside its reasoning. What follows is the same after a closed one.
@@ -137,6 +142,8 @@ class KnownFormat(ChatFormat):
         self, completion: Sequence[int], tools: Sequence[Tool] = (), prompt: Sequence[int] = ()
     ) -> ParsedCompletion:
         ids = self.cut(completion)
+        if ids and ids[-1] in self.stop_token_ids and ids[-1] not in self._family_stops:
+            ids.pop()  # the family's parser doesn't know this end
         try:
             found = self._renderer_of(self.tokenizer).parse_response(
                 ids, tools=list(tools) or None, prompt_ids=list(prompt) or None

@@ -10,6 +10,7 @@ from typing import Any
 from turnwise.types import Message, Messages
 
 ROLES = ("system", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that hold text, in the dialects that the gateway speaks."""
 
@@ -30,8 +31,8 @@ def plain_messages(messages: Any, *, ends_with_answer: bool = False) -> Messages
     """Return ``messages`` in the form that chat templates take. Raises :class:`ChatError` for a chat they can't hold.
 
     Content becomes one string. The role ``developer`` becomes ``system``. A tool call's arguments become an object,
-    unless they are no JSON object. Fields that no template reads are left out. A chat that ends with the assistant's
-    message is refused, unless ``ends_with_answer``.
+    unless they are no JSON object. Results of tools take the order of their calls. Fields that no template reads are
+    left out. A chat that ends with the assistant's message is refused, unless ``ends_with_answer``.
 
     Example: ``[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]`` gives
     ``[{"role": "system", "content": "Be brief."}]``.
@@ -39,12 +40,9 @@ def plain_messages(messages: Any, *, ends_with_answer: bool = False) -> Messages
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
     plain = [_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
-    for place, message in enumerate(plain):
-        if message["role"] == "system" and place:
-            raise ChatError(f"messages[{place}].role", "a system message must come first, and only one is supported")
     if plain[-1]["role"] == "assistant" and not ends_with_answer:
         raise ChatError("messages", "the last message is the assistant's: a begun answer can't be continued")
-    return plain
+    return results_in_order(plain)
 
 
 def _plain(message: Any, where: str) -> Message:
@@ -118,6 +116,105 @@ def well_formed_texts(value: Any) -> Any:
 
 def tool_names(tools: Sequence[Tool]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+def results_in_order(messages: Messages) -> Messages:
+    """Return ``messages`` with the results of each answer's calls in the order of these calls, by ``tool_call_id``.
+
+    Templates render results without their ids, so the order tells the model which call a result belongs to. Calls and
+    results without any id stay as they are. Raises :class:`ChatError` for an id that is missing, doubled or unknown,
+    and for a call without a result in a chat that goes on.
+    """
+    if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        return messages
+    ordered: Messages = []
+    place = 0
+    while place < len(messages):
+        known: list[str] = []
+        if messages[place]["role"] != "tool":
+            ordered.append(messages[place])
+            known = [str(call.get("id") or "") for call in messages[place].get("tool_calls") or ()]
+            place += 1
+        end = place
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results = messages[place:end]
+        has_ids = any(known) or any(result.get("tool_call_id") for result in results)
+        goes_on = place < len(messages)
+        ordered += _matched(known, results, place) if has_ids and goes_on else results
+        place = end
+    return ordered
+
+
+def _matched(calls: Sequence[str], results: Messages, begin: int) -> Messages:
+    """Return ``results``, which begin at ``messages[begin]``, in the order of the ids of ``calls``."""
+    found: dict[str, Message] = {}
+    for place, result in enumerate(results, begin):
+        name, where = str(result.get("tool_call_id") or ""), f"messages[{place}].tool_call_id"
+        if name not in calls or not name:
+            expected = f"expected one of {list(calls)}" if calls else "no call of the answer before it has an id"
+            raise ChatError(where, f"got {name!r}: {expected}")
+        if name in found:
+            raise ChatError(where, f"got {name!r} again: expected one result for each call")
+        found[name] = result
+    where = f"messages[{begin - 1}].tool_calls"
+    if len(set(calls)) < len(calls):
+        raise ChatError(where, f"got the ids {list(calls)}: expected an id of its own for each call")
+    if missing := [name for name in calls if name not in found]:
+        raise ChatError(where, f"no result for {missing}: expected a tool message for each call right after them")
+    return [found[name] for name in calls]
+
+
+def fold_systems(messages: Messages, *, first: bool, later: bool, begun: bool = False) -> Messages:
+    """Return ``messages`` for a template that takes a ``first`` system message, or also ``later`` ones.
+
+    Leading ones are joined to one, except in the rest of a ``begun`` chat. Those that the template doesn't take become
+    the beginning of the next user message, each as ``"system: <text>"``. Before an answer and at the end they become
+    the end of the user message before, or a user message.
+    """
+    roles = [message["role"] in SYSTEM_ROLES for message in messages]
+    lead = 0 if begun else (*roles, False).index(False)
+    folded: Messages = []
+    waiting: list[str] = []
+    if first and lead == 1:
+        folded.append({**messages[0], "role": "system"})
+    elif first and lead:
+        texts = [text_of(message.get("content"), f"messages[{place}]") for place, message in enumerate(messages[:lead])]
+        folded.append({"role": "system", "content": "\n\n".join(text for text in texts if text)})
+    for place, message in enumerate(messages):
+        if roles[place] and place < lead and first:
+            continue
+        if roles[place] and later and place >= lead:
+            folded.append({**message, "role": "system"})
+        elif roles[place]:
+            waiting.append(f"system: {text_of(message.get('content'), f'messages[{place}].content')}")
+        elif waiting and message["role"] == "user":
+            folded.append(_with_texts(message, before=waiting))
+            waiting = []
+        else:
+            _end_with(folded, waiting)
+            waiting = []
+            folded.append(message)
+    _end_with(folded, waiting)
+    return folded
+
+
+def _end_with(messages: Messages, texts: Sequence[str]) -> None:
+    """Add ``texts`` to the last of ``messages`` if it is the user's, else as a user message."""
+    if texts and messages and messages[-1]["role"] == "user":
+        messages[-1] = _with_texts(messages[-1], after=texts)
+    elif texts:
+        messages.append({"role": "user", "content": "\n\n".join(texts)})
+
+
+def _with_texts(message: Message, before: Sequence[str] = (), after: Sequence[str] = ()) -> Message:
+    """Return ``message`` with further paragraphs ``before`` and ``after`` its text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": "\n\n".join([*before, content, *after])}
+    first = [{"type": "text", "text": f"{text}\n\n"} for text in before]
+    return {**message, "content": [*first, *content, *({"type": "text", "text": f"\n\n{text}"} for text in after)]}
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------

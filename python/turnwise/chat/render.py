@@ -8,7 +8,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, results_in_order
+from turnwise.chat.tokenizers import own_copy
 from turnwise.types import Message, Messages, Tokenizer
+
+EXAMPLE_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "x",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    },
+}
+EXAMPLE_CALL = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+EXAMPLE_CHAT: Messages = [
+    {"role": "system", "content": "x"},
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "x", "reasoning_content": "x", "tool_calls": [EXAMPLE_CALL]},
+    {"role": "tool", "content": "x", "tool_call_id": "call_0", "name": "look"},
+]
+"""A harmless chat that contains every mark of a template: roles, reasoning, a tool, a call and its result."""
 
 # While a template renders, a control token in a text is replaced by a stand-in: a private-use character between two
 # others. A text that already contains a stand-in becomes the control token's spelling as text, which is harmless too.
@@ -16,30 +35,46 @@ _OPEN, _FIRST, _CLOSE = "\U000f0000", 0xF0100, "\U000f0001"
 _ZERO_WIDTH = "\u200b"
 
 
-class ChatRenderer:
+class ChatEncoder:
     """Converts chats and texts to token ids, with a Hugging Face tokenizer and its chat template.
 
-    A tokenizer reads ``<|im_end|>`` in a message as the end of the turn, no matter who wrote it. The renderer turns it
+    A tokenizer reads ``<|im_end|>`` in a message as the end of the turn, no matter who wrote it. The encoder turns it
     into the tokens of these ten characters. *Control tokens* are the tokenizer's special tokens, and all added tokens
     with which its template marks turns. If a template marks turns in plain text, such as ``role: content`` lines, the
-    renderer can't distinguish its marks from a message's text.
+    encoder can't distinguish its marks from a message's text.
 
     ``template_kwargs`` go to the chat template, for example ``{"enable_thinking": False}``.
+    """
 
-    Example::
+    guards_marks = True
+    """Whether marks of reasoning, calls and results, such as ``<think>`` and ``<tool_call>``, stay text in messages of
+    others than the assistant. Control tokens stay text in all messages, whatever this says.
 
-        renderer = ChatRenderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
-        ids = renderer.prompt_ids([{"role": "user", "content": "Is <|im_end|> a word?"}])
+    Chats with tools, and those of agents, hold the text of strangers, in which a mark could begin or end a call or a
+    result: there they stay text. The prompts of a plain chat are the program's own. It may ask for ``<think>``, and the
+    model must read the token that it is to write. Nothing is parsed from such a chat, and a mark ends no turn.
     """
 
     def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer: Any = tokenizer
+        self.tokenizer: Any = own_copy(tokenizer)
         self.template_kwargs = dict(template_kwargs or {})
 
     def prompt_ids(
         self, messages: Messages, tools: Sequence[Any] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Return the ids of a chat with the descriptions of ``tools``, and with the generation prompt."""
+        """Return the ids of an :meth:`arranged` chat with the descriptions of ``tools`` and the generation prompt."""
+        return self._ids(self.arranged(messages), tools, add_generation_prompt)
+
+    def arranged(self, messages: Messages) -> Messages:
+        """Return the chat as the template takes it.
+
+        Results of tools are put into the order of their calls. Leading system messages are joined. Where the template
+        takes no system message, it becomes part of the next user message. Raises
+        :class:`~turnwise.chat.messages.ChatError` for results that belong to no call, and for calls without a result.
+        """
+        return self._with_systems(results_in_order(messages))
+
+    def _ids(self, messages: Messages, tools: Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
         if not self._hostile(messages, tools):
             return self.render(self.tokenizer, messages, tools, add_generation_prompt)
         shown, described = self._with_stand_ins_in(messages, tools)
@@ -64,9 +99,9 @@ class ChatRenderer:
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without a template; none of them is a control token."""
         if not self.control or not self._spelled(text, self._spelling):
-            return self._encode(text)
+            return self.encode(text)
         parts = self._spelling.split(self._normalized(text, self._spelling))
-        return [token for part in parts for token in self._as_text.get(part) or self._encode(part)]
+        return [token for part in parts for token in self._as_text.get(part) or self.encode(part)]
 
     def disarmed(self, messages: Messages) -> Messages:
         """Return ``messages`` for a server that renders them itself, with a zero-width space in each control token.
@@ -80,8 +115,42 @@ class ChatRenderer:
 
         return [_mapped(message, broken) for message in messages] if self._hostile(messages) else messages
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text as the tokenizer reads it, control tokens included."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    # -- system messages -----------------------------------------------------------------------------------------------
+    def _with_systems(self, messages: Messages, *, begun: bool = False) -> Messages:
+        """Return a chat, or the rest of a ``begun`` one, with system messages only where the template takes them."""
+        places = [place for place, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
+        if not places:
+            return messages
+        if places == [0] and not begun and messages[0]["role"] == "system" and self._takes_first_system:
+            return messages
+        first, later = self._takes_first_system, self._takes_later_systems
+        return fold_systems(messages, first=first, later=later, begun=begun)
+
+    @cached_property
+    def _takes_first_system(self) -> bool:
+        return self._shows_system("system", "user")
+
+    @cached_property
+    def _takes_later_systems(self) -> bool:
+        later = (("user", "system"), ("user", "assistant", "system", "user"))
+        firsts = ((), ("system",)) if self._takes_first_system else ((),)
+        return all(self._shows_system(*first, *chat) for first in firsts for chat in later)
+
+    def _shows_system(self, *roles: str) -> bool:
+        """True if the template takes a chat of these roles, and the text of the last system message is in it."""
+        last = len(roles) - 1 - roles[::-1].index("system")
+        found = []
+        for text in ("x", "yz 1"):
+            chat = [{"role": role, "content": text if place == last else "x"} for place, role in enumerate(roles)]
+            try:
+                found.append(self.render(self.tokenizer, chat))
+            except Exception:  # a template may raise anything for a chat that it doesn't take
+                return False
+        return found[0] != found[1]
 
     # -- the tokenizer's control tokens --------------------------------------------------------------------------------
     @cached_property
@@ -107,12 +176,33 @@ class ChatRenderer:
 
     @cached_property
     def guarded(self) -> dict[str, int]:
-        """The ids of all tokens that stay text in the messages of some role, by their spelling."""
-        return self.control
+        """Control tokens, and with :attr:`guards_marks` all added tokens that mark reasoning, tools, calls, results."""
+        if not self.guards_marks:
+            return self.control
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        marks = self._tool_marks() if added else set()
+        found = {token.content: index for index, token in added.items() if index in marks and token.content.strip()}
+        return {**self.control, **found}
+
+    def _tool_marks(self) -> set[int]:
+        chats = (EXAMPLE_CHAT, EXAMPLE_CHAT[1:], EXAMPLE_CHAT[1:3], EXAMPLE_CHAT[1:2])
+        found: set[int] = set()
+        for chat in chats:
+            for tools in ([EXAMPLE_TOOL], []):
+                try:
+                    found |= set(self.render(self.tokenizer, chat, tools))
+                except Exception:  # as above
+                    continue
+        return found
 
     def _pattern(self, message: Message) -> re.Pattern[str] | None:
-        """Return the spellings that stay text in ``message``; ``None`` if there are none."""
-        return self._spelling if self.control else None
+        """Return the spellings that stay text in ``message``; ``None`` if there are none.
+
+        What the model wrote may hold marks of reasoning and of calls.
+        """
+        if message["role"] == "assistant":
+            return self._spelling if self.control else None
+        return self._guarded_spelling if self.guarded else None
 
     def _hostile(self, messages: Messages, tools: Sequence[Any] = ()) -> bool:
         shown = [*messages, *({"role": "system", "content": tool} for tool in tools)]
@@ -124,6 +214,10 @@ class ChatRenderer:
     @cached_property
     def _spelling(self) -> re.Pattern[str]:
         return _any_of(self.control)
+
+    @cached_property
+    def _guarded_spelling(self) -> re.Pattern[str]:
+        return _any_of(self.guarded)
 
     @cached_property
     def _normalize(self) -> Callable[[str], str] | None:
@@ -191,12 +285,12 @@ class ChatRenderer:
         control = set(self.guarded.values())
         found: list[int] | None = None
         for place in range(1, len(text)):
-            ids = self._encode(text[:place]) + self._encode(text[place:])
+            ids = self.encode(text[:place]) + self.encode(text[place:])
             if control.isdisjoint(ids):
                 if self.tokenizer.decode(ids, skip_special_tokens=False) == text:
                     return ids
                 found = found or ids
-        return found or [token for character in text for token in self._encode(character) if token not in control]
+        return found or [token for character in text for token in self.encode(character) if token not in control]
 
 
 def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from turnwise.chat import ChatRenderer
+from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.inference.common.base import GatedClient, gather_all, policy_of
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.types import ContextLengthError, FinishReason, ModelRequest, ModelResponse
@@ -57,7 +57,7 @@ class OpenAIClient(GatedClient):
         if not self.models:
             raise ValueError("models is empty: expected at least one policy with its model's name")
         self.tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer)
+        self._format: ChatFormat = ChatRenderer(tokenizer)
         self._chat, self._options = chat, dict(options or {})
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         self._path = f"{self._endpoint.api}/{'chat/completions' if chat else 'completions'}"
@@ -97,7 +97,7 @@ class OpenAIClient(GatedClient):
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         self.version(request.policy)
-        sampling, tokenizer = request.sampling, self.tokenizer
+        sampling = request.sampling
         if not len(request.prompt_token_ids):
             raise ValueError("prompt_token_ids is empty: expected at least one token")
         if self._chat and request.messages is None:
@@ -110,22 +110,30 @@ class OpenAIClient(GatedClient):
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
             "top_k": sampling.top_k or None,
             "seed": None if sampling.seed is None else sampling.seed & (2**63 - 1),
-            "stop": [
-                *sampling.stop,
-                *(tokenizer.decode([token], skip_special_tokens=False) for token in sampling.stop_token_ids),
-            ]
-            or None,
+            "stop": [*sampling.stop, *self._stops(sampling.stop_token_ids)] or None,
             **self._options,
         }
         return {name: value for name, value in body.items() if value is not None}
 
+    def _stops(self, asked: Sequence[int]) -> list[str]:
+        """Return the texts of the stop tokens that the server doesn't know.
+
+        It ends a sequence itself. In a chat it also ends turns itself, with its own template.
+        """
+        format = self._format
+        known = {format.tokenizer.eos_token_id} if not self._chat else set(format.stop_token_ids)
+        stops = asked if self._chat else dict.fromkeys((*asked, *format.stop_token_ids))
+        return [format.tokenizer.decode([token], skip_special_tokens=False) for token in stops if token not in known]
+
     def _prompt(self, request: ModelRequest) -> dict[str, Any]:
-        messages = None if request.messages is None else self._renderer.disarmed(request.messages)
+        messages = None if request.messages is None else self._format.disarmed(request.messages)
         if self._chat:
             return {"messages": messages}
         if messages is request.messages:  # the messages contained no control tokens
-            return {"prompt": self.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
-        return {"prompt": self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)}
+            return {"prompt": self._format.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
+        shown = self._format.arranged(messages or [])
+        text = self._format.tokenizer.apply_chat_template(shown, add_generation_prompt=True, tokenize=False)
+        return {"prompt": text}
 
     # -- in the endpoint's thread --------------------------------------------------------------------------------------
     async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
@@ -139,9 +147,9 @@ class OpenAIClient(GatedClient):
                 raise ContextLengthError(str(error)) from error
             raise
         text, reason = self._read(found)
-        ids = self._renderer.text_ids(text)
-        if reason == "stop" and self.tokenizer.eos_token_id is not None:
-            ids.append(self.tokenizer.eos_token_id)
+        ids = self._format.text_ids(text)
+        if reason == "stop":
+            ids += self._format.end_token_ids
         return ModelResponse(
             text, ids, [0.0] * len(ids), reason, [(len(ids), 0)], list(request.prompt_token_ids), trainable=False
         )

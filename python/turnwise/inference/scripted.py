@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.chat.tokenizers import own_copy
 from turnwise.inference.common.base import ClientBase, policy_of, stop_check
 from turnwise.types import ContextLengthError, FinishReason, Messages, ModelError, ModelRequest, ModelResponse
 
@@ -63,6 +64,10 @@ class ByteTokenizer:
         parts = (bytes([token]) if token < 256 else end if token == 256 else b"\xff" for token in token_ids)
         return b"".join(parts).decode(errors="replace")
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        """The name of a token: ``<0x41>`` for a byte, as tokenizers with byte fallback write it."""
+        return f"<0x{token:02X}>" if token < 256 else "<eos>"
+
     def apply_chat_template(
         self, conversation: Messages, tokenize: bool = True, add_generation_prompt: bool = True, **kwargs: Any
     ) -> Any:
@@ -110,6 +115,7 @@ class ScriptedClient(ClientBase):
             raise TypeError(f"script={script!r}: expected a sequence of replies, a mapping or a function, not one text")
         self.script = script
         self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+        self._tokenizer = own_copy(self.tokenizer)
         self.context_length = context_length
         self.calls: list[ModelRequest] = []
         self.loads: list[tuple[str, list[str], int]] = []
@@ -169,7 +175,7 @@ class ScriptedClient(ClientBase):
             return self.script(request)
         if isinstance(self.script, Mapping):
             prompt = tuple(request.prompt_token_ids)
-            text = self.tokenizer.decode(list(prompt), skip_special_tokens=False)
+            text = self._tokenizer.decode(list(prompt), skip_special_tokens=False)
             for key, line in self.script.items():
                 if key in text if isinstance(key, str) else tuple(key) == prompt:
                     return line
@@ -191,22 +197,22 @@ class ScriptedClient(ClientBase):
         return self._response(request, reply)
 
     def _response(self, request: ModelRequest, reply: Reply) -> ModelResponse:
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
         ids = list(reply.token_ids or ())
         if reply.text is not None:
-            ids = list(self.tokenizer.encode(reply.text, add_special_tokens=False)) + end
+            ids = list(self._tokenizer.encode(reply.text, add_special_tokens=False)) + end
         limit = request.sampling.max_tokens
         if self.context_length is not None:
             limit = min(limit, self.context_length - len(request.prompt_token_ids))
         stops = {*end, *request.sampling.stop_token_ids}
-        stopped = stop_check(request.sampling, self.tokenizer) or (lambda ids: False)
+        stopped = stop_check(request.sampling, self._tokenizer) or (lambda ids: False)
         stop = next(
             (place for place, token in enumerate(ids[:limit]) if token in stops or stopped(ids[: place + 1])), None
         )
         ids = ids[:limit] if stop is None else ids[: stop + 1]
         logprobs = [0.0] * len(ids) if reply.logprobs is None else list(reply.logprobs[: len(ids)])
         return ModelResponse(
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
             completion_token_ids=ids,
             logprobs=logprobs,
             finish_reason=reply.finish_reason or ("length" if stop is None else "stop"),

@@ -57,8 +57,13 @@ class ArenaForHooks(Protocol):
         """Sample one completion by ``actor_id``; ``None`` is a judge."""
         ...
 
-    def chat_format(self, actor: Actor) -> Any:
-        """Return the format in which ``actor`` writes and reads chats (:class:`turnwise.chat.formats.ChatFormat`)."""
+    def chat_format(
+        self, actor: Actor | None = None, *, renderer: str = "auto", template_kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Return the format in which ``actor`` writes and reads chats (:class:`turnwise.chat.formats.ChatFormat`).
+
+        Without an actor: the format of ``renderer``, with the options of the chat template.
+        """
         ...
 
     def prepare(

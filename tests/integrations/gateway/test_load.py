@@ -74,4 +74,4 @@ def test_many_sessions_at_once_leave_nothing_behind(count, monkeypatch):
         assert result.rollout.metrics["gateway/extended_rows/solver"] == 2
     gc.collect()
     assert not gateway.sessions and len(kept) == 0
-    assert len(gateway.ended) == 3 and len(gateway._formats) == 1
+    assert len(gateway.ended) == 3

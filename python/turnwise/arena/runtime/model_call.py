@@ -10,7 +10,8 @@ from typing import Any
 
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
 from turnwise.arena.runtime.privacy import sampled_key
-from turnwise.chat import ChatRenderer
+from turnwise.chat import ChatFormat
+from turnwise.chat.messages import SYSTEM_ROLES
 from turnwise.state import to_python
 from turnwise.types import (
     Actor,
@@ -21,7 +22,6 @@ from turnwise.types import (
     ModelResponse,
     Sampling,
     Step,
-    Tokenizer,
 )
 
 FINISH_REASONS = ("stop", "length", "abort")
@@ -63,14 +63,15 @@ class PendingCall:
         if self.context is not None and self.context.recorder is not None and self.recorded is not None:
             self.context.recorder.finish_call(self.recorded, error)
 
-    def finish(self, response: ModelResponse, tokenizer: Tokenizer, *, check_private: bool) -> ModelResponse:
-        """Set text and prompt tokens of ``response``, and record it as a step."""
+    def finish(self, response: ModelResponse, format: ChatFormat, *, check_private: bool) -> ModelResponse:
+        """Set text and prompt tokens of ``response``, and record it as a step. The text has no end of the turn."""
         context, recorded, actor_id = self.context, self.recorded, self.actor_id
         if context is not None and context.recorder is not None and recorded is not None:
             context.recorder.finish_call(recorded, response)
         response.prompt_token_ids = list(self.request.prompt_token_ids)
-        text = response.text or tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
-        response.text = well_formed(text)
+        ids = response.completion_token_ids
+        text = response.text or format.tokenizer.decode(ids, skip_special_tokens=True)
+        response.text = well_formed(text.removesuffix(format.visible_ends.get(ids[-1], "")) if ids else text)
         if context is None or (self.index is None and recorded is None):
             return response
         turn = context.state.turn if self.turn is None else self.turn
@@ -128,7 +129,7 @@ def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
                 raise TypeError(f"prompt: got the message {message!r}, expected a dict with 'role' and 'content'")
     if not messages:
         raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
-    if actor is not None and actor.system_prompt and messages[0]["role"] != "system":
+    if actor is not None and actor.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
         messages.insert(0, {"role": "system", "content": actor.system_prompt})
     return messages
 
@@ -149,26 +150,15 @@ class PromptCache:
     SIZE = 256
 
     def __init__(self) -> None:
-        self._tokenizer: Tokenizer | None = None
-        self._renderers: dict[str, ChatRenderer] = {}
         self._ids: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
 
-    def token_ids(self, tokenizer: Tokenizer, messages: Messages, actor: Actor | None = None) -> list[int]:
-        if tokenizer is not self._tokenizer:
-            self._tokenizer = tokenizer
-            self._renderers.clear()
-            self._ids.clear()
-        options = actor.chat_template_kwargs if actor is not None and actor.chat_template_kwargs else {}
-        own = repr(options) if options else ""
+    def token_ids(self, format: ChatFormat, messages: Messages) -> list[int]:
         plain = all(map(_is_text, messages))
         key: Hashable = tuple(text for message in messages for text in message.items()) if plain else repr(messages)
-        key = (own, key) if own else key
+        key = (format, key)
         known = self._ids.get(key)
         if known is None:
-            renderer = self._renderers.get(own)
-            if renderer is None:
-                renderer = self._renderers[own] = ChatRenderer(tokenizer, options)
-            known = self._ids[key] = tuple(renderer.prompt_ids(messages))
+            known = self._ids[key] = tuple(format.prompt_ids(messages))
             if len(self._ids) > self.SIZE:
                 self._ids.popitem(last=False)
         else:

@@ -219,6 +219,7 @@ class Hall:
         self.runs, self.task, self.entrants = runs, task, entrants
         self.sides: list[Entrant | None] = [None, None]
         self.tokenizer = runs[0].tokenizer
+        self._format = runs[0].arena.plain_format(None)
         for run in runs[1:]:
             mine, others = self.tokenizer, run.tokenizer
             if mine.get_vocab() != others.get_vocab() or mine.chat_template != others.chat_template:
@@ -278,8 +279,7 @@ class Hall:
         return self.task.players[entrant.name](Random(request.sampling.seed))  # type: ignore[attr-defined]
 
     def _say(self, request: ModelRequest, text: str) -> ModelResponse:
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
-        ids += [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        ids = [*self._format.encode(text), *self._format.end_token_ids]
         return ModelResponse(text, ids, [0.0] * len(ids), "stop", [(len(ids), 0)], trainable=False)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from turnwise.chat.tokenizers import ends_of
 from turnwise.inference.common.http import LoopThread
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling, Tokenizer
 
@@ -121,9 +122,9 @@ def completion_limit(request: ModelRequest, vocabulary: int, context_length: int
 
 
 def stop_token_ids(request: ModelRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokenizer's end of sequence and the request's own stop tokens, each once."""
+    """The tokenizer's end of sequence, the model's own ends and the request's stop tokens, each once."""
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return tuple(dict.fromkeys((*end, *request.sampling.stop_token_ids)))
+    return tuple(dict.fromkeys((*end, *ends_of(tokenizer), *request.sampling.stop_token_ids)))
 
 
 def stop_check(sampling: Sampling, tokenizer: Any) -> Callable[[Sequence[int]], bool] | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from turnwise.chat.tokenizers import keep_ends, own_copy
 from turnwise.inference.common.base import (
     ClientBase,
     completion_limit,
@@ -114,7 +115,9 @@ class TransformersClient(ClientBase):
         models = {"default": policies} if isinstance(policies, nn.Module) else dict(policies)
         if not models:
             raise ValueError("policies is empty: expected at least one model")
-        self.tokenizer = tokenizer
+        for model in models.values():
+            keep_ends(tokenizer, getattr(model, "generation_config", None))
+        self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
         self.shares_weights = share
@@ -233,8 +236,8 @@ class TransformersClient(ClientBase):
             sampling,
             seed,
             limit,
-            stop_token_ids(request, self.tokenizer),
-            stop_check(sampling, self.tokenizer),
+            stop_token_ids(request, self._tokenizer),
+            stop_check(sampling, self._tokenizer),
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
@@ -324,7 +327,7 @@ class TransformersClient(ClientBase):
     def _response(self, job: _PendingRequest, completion: Completion) -> ModelResponse:
         ids = completion.token_ids
         return ModelResponse(
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
             completion_token_ids=ids,
             logprobs=completion.logprobs,
             finish_reason=completion.finish_reason,

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from torch import Tensor, nn
 
+from turnwise.chat.tokenizers import own_copy
 from turnwise.inference.common.base import (
     GatedClient,
     check_sampling_by_vllm,
@@ -103,7 +104,7 @@ class VLLMServerClient(GatedClient):
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one")
-        self.tokenizer = tokenizer
+        self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
         self._seeds = np.random.default_rng(seed)
         self._mark = secrets.token_hex(4)
         self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-adapters-") if folder is None else None
@@ -225,7 +226,7 @@ class VLLMServerClient(GatedClient):
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_tokens": completion_limit(request, info.vocabulary, info.context_length),
-                "stop_token_ids": list(stop_token_ids(request, self.tokenizer)),
+                "stop_token_ids": list(stop_token_ids(request, self._tokenizer)),
                 "ignore_eos": True,  # stop_token_ids ends a completion, not the server's tokenizer
                 "seed": seed & (2**63 - 1),  # torch's generators take 63 bits; vLLM reads -1 as no seed
                 "logprobs": 0,  # only that of the sampled token
@@ -269,14 +270,14 @@ class VLLMServerClient(GatedClient):
         self._stats["cached_tokens"] += answer.cached_tokens
         self._stats["generated_tokens"] += len(answer.token_ids)
         response = ModelResponse(
-            text=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+            text=self._tokenizer.decode(answer.token_ids, skip_special_tokens=True),
             completion_token_ids=answer.token_ids,
             logprobs=answer.logprobs,
             finish_reason=answer.finish_reason,
             policy_versions=versions,
             prompt_token_ids=list(request.prompt_token_ids),
         )
-        return cut_at_stop(response, request.sampling, self.tokenizer)
+        return cut_at_stop(response, request.sampling, self._tokenizer)
 
     # -- weights, in the endpoint's thread -----------------------------------------------------------------------------
     async def _recover(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.chat.tokenizers import own_copy
 from turnwise.inference.common.base import (
     ClientBase,
     completion_limit,
@@ -65,7 +66,7 @@ class TinkerClient(ClientBase):
         context_length: int | None,
         seed: int = 0,
     ) -> None:
-        self.server, self.tokenizer = server, tokenizer
+        self.server, self.tokenizer, self._tokenizer = server, tokenizer, own_copy(tokenizer)
         self.vocabulary, self.context_length = vocabulary, context_length
         self._policies = {name: _Policy() for name in policies}
         self._seeds = np.random.default_rng(seed)
@@ -143,7 +144,7 @@ class TinkerClient(ClientBase):
         held, sampling = self._policies[request.policy], request.sampling
         if held.sampler is None:
             raise ModelError(f"policy {request.policy!r} has no weights yet: call load_weights first")
-        version, stops = held.version, stop_token_ids(request, self.tokenizer)
+        version, stops = held.version, stop_token_ids(request, self._tokenizer)
         seed = int(self._seeds.integers(SEEDS)) if sampling.seed is None else sampling.seed % SEEDS
         asked = tinker_or_raise().types.SamplingParams(
             temperature=sampling.temperature, max_tokens=limit, stop=list(stops), seed=seed
@@ -155,14 +156,14 @@ class TinkerClient(ClientBase):
         self._stats["prompt_tokens"] += len(request.prompt_token_ids)
         self._stats["generated_tokens"] += len(tokens)
         response = ModelResponse(
-            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
             completion_token_ids=tokens,
             logprobs=logprobs,
             finish_reason=reason,
             policy_versions=[(len(tokens), version)],
             prompt_token_ids=list(request.prompt_token_ids),
         )
-        return cut_at_stop(response, sampling, self.tokenizer)
+        return cut_at_stop(response, sampling, self._tokenizer)
 
     def _checked(self, answer: Any, limit: int, stops: Sequence[int]) -> tuple[list[int], list[float], Any]:
         """Return tokens, log-probs and finish reason of an answer. Raises :class:`TinkerServerError` for a bad one."""

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from turnwise.chat.formats import ChatFormat
-from turnwise.chat.known_formats import chat_format
 from turnwise.integrations.gateway.session import Session
 from turnwise.integrations.gateway.settings import LOOPBACK, GatewaySettings
 from turnwise.types.protocols import ArenaForHooks
@@ -48,7 +46,6 @@ class Gateway:
         """Called with each session when it has ended, for example to measure."""
         self.ended: dict[str, tuple[list[str], str]] = {}
         """The keys of the latest ended sessions, and why they take no more calls."""
-        self._formats: dict[int, ChatFormat] = {}
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[Server] | None = None
@@ -67,7 +64,7 @@ class Gateway:
 
         Raises the error of the model or of turnwise that a call met, whatever the agent made of it.
         """
-        async with self.serve(Session(actors, arena, self.settings, self.format_of(arena))) as session:
+        async with self.serve(Session(actors, arena, self.settings)) as session:
             yield session
 
     @asynccontextmanager
@@ -97,16 +94,6 @@ class Gateway:
                 while len(self.ended) > REMEMBERED:
                     del self.ended[next(iter(self.ended))]
                 await self._close()
-
-    def format_of(self, arena: Any) -> ChatFormat:
-        """Return the chat format of the arena's tokenizer, which is found once."""
-        tokenizer = arena.tokenizer
-        found = self._formats.get(id(tokenizer))
-        if found is None or found.tokenizer is not tokenizer:
-            settings = self.settings
-            found = chat_format(tokenizer, settings.renderer, settings.chat_template_kwargs)
-            self._formats[id(tokenizer)] = found
-        return found
 
     # -- the server, while anyone needs it -----------------------------------------------------------------------------
     async def _open(self) -> Server:

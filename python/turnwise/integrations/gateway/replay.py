@@ -42,7 +42,7 @@ class ReplaySession(Session):
 
     def __init__(self, episode: ReplayedEpisode, arena: ArenaForHooks, record: Sequence[Answer]) -> None:
         gateway = episode.gateway
-        super().__init__(episode.actors, arena, gateway.settings, gateway.format_of(arena))
+        super().__init__(episode.actors, arena, gateway.settings)
         self._left = list(record)
         self.pending: tuple[str, Ask] | None = None
         self.stopped = asyncio.Event()
@@ -137,7 +137,7 @@ class ReplayedEpisode(MultiTurnEpisode):
         """Sample the pending call, as a session would."""
         state = require_context().state
         actor, ask = self._pending(state)
-        session = Session(self.actors, arena, self.gateway.settings, self.gateway.format_of(arena))
+        session = Session(self.actors, arena, self.gateway.settings)
         seat, turn = session.seats[actor], 0
         for old in state.data["record"]:
             if old.actor == actor:

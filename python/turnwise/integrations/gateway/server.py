@@ -121,7 +121,7 @@ class Server:
         key, is_retry = _resend(request, dialect, body)
         call = session.start(seat, ask, key, is_retry=is_retry)
         if not ask.stream:
-            return web.json_response(dialect.answer(await _wait(call), ask, session.format.tokenizer))
+            return web.json_response(dialect.answer(await _wait(call), ask, session.format))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         waited = await _wait(call, KEEP_ALIVE)
         if waited is None:
@@ -135,7 +135,7 @@ class Server:
                 return response
         if not response.prepared:
             await response.prepare(request)
-        for event in dialect.events(waited, ask, session.format.tokenizer):
+        for event in dialect.events(waited, ask, session.format):
             await response.write(event)
         return response
 

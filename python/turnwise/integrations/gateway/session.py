@@ -93,19 +93,20 @@ class Session:
             answer = await agent(question, session.models)
     """
 
-    def __init__(
-        self, actors: Sequence[str], arena: ArenaForHooks, settings: GatewaySettings, format: ChatFormat
-    ) -> None:
+    def __init__(self, actors: Sequence[str], arena: ArenaForHooks, settings: GatewaySettings) -> None:
         if not actors or len(set(actors)) != len(actors):
             raise ValueError(f"actors={list(actors)!r}: expected at least one name, each once")
         unknown = [actor for actor in actors if actor not in arena.actors]
         if unknown:
             raise ValueError(f"actors={list(actors)!r}: no actor {unknown[0]!r}, expected some of {list(arena.actors)}")
-        self.arena, self.settings, self.format = arena, settings, format
+        self.arena, self.settings = arena, settings
+        self.format: ChatFormat = arena.chat_format(
+            renderer=settings.renderer, template_kwargs=settings.chat_template_kwargs
+        )
         self.id = secrets.token_hex(16)
         self.context: EpisodeContext = require_context()
         self._variables = contextvars.copy_context()
-        self.seats = {actor: Seat(actor, secrets.token_urlsafe(32), Conversations(format)) for actor in actors}
+        self.seats = {actor: Seat(actor, secrets.token_urlsafe(32), Conversations(self.format)) for actor in actors}
         self.calls: list[Call] = []
         """All calls, in the order of their arrival."""
         self.models: dict[str, Model] = {}

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from turnwise.arena import Arena
 from turnwise.arena.runner import create_context
 from turnwise.arena.runtime.context import use_context
-from turnwise.chat.known_formats import chat_format
 from turnwise.integrations.gateway.server import STANDING_ROOTS, Server
 from turnwise.integrations.gateway.session import Session
 from turnwise.integrations.gateway.settings import GatewaySettings
@@ -25,7 +24,6 @@ class OneCallSessions(Mapping[str, Session]):
 
     def __init__(self, arena: Arena, settings: GatewaySettings, key: str) -> None:
         self.arena, self.settings, self.key = arena.evaluation(arena.sampling), settings, key
-        self.format = chat_format(arena.tokenizer, settings.renderer, settings.chat_template_kwargs)
 
     def __getitem__(self, name: str) -> Session:
         if name:
@@ -33,7 +31,7 @@ class OneCallSessions(Mapping[str, Session]):
         episode_type = next(iter(self.arena.episodes))
         request = EpisodeRequest(episode_type, {}, seed=secrets.randbits(62))
         with use_context(create_context(self.arena, request, None, Counter())):
-            session = Session(list(self.arena.actors), self.arena, self.settings, self.format)
+            session = Session(list(self.arena.actors), self.arena, self.settings)
         for seat in session.seats.values():
             seat.key = self.key
         return session

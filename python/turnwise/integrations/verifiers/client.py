@@ -63,7 +63,7 @@ class ArenaClient(vf.Client):
             raise vf.ProviderError(error.message, status_code=error.status) from error
         except ChatError as error:
             raise vf.ProviderError(str(error), status_code=400) from error
-        raw = wire.answer(answered, ask, session.format.tokenizer)
+        raw = wire.answer(answered, ask, session.format)
         response = dialect.parse_response(dialect.validate_response(raw))
         response.raw = raw
         [choice], [step] = answered.choices, call.steps

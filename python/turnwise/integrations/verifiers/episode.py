@@ -11,8 +11,6 @@ import verifiers.v1 as vf
 
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.runtime.context import require_context
-from turnwise.chat.formats import ChatFormat
-from turnwise.chat.known_formats import chat_format
 from turnwise.integrations.gateway.episode import reported_reward
 from turnwise.integrations.gateway.session import Session
 from turnwise.integrations.gateway.settings import GatewaySettings
@@ -47,13 +45,12 @@ class VerifiersEpisode(Episode):
         self.settings = settings or GatewaySettings()
         self.rubric = Rubric([reported_reward])
         self._serving = Serving(env)
-        self._formats: dict[int, ChatFormat] = {}
 
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         context = require_context()
         state = context.state if state is None else state
         context.state = state
-        session = Session(self.actors, arena, self.settings, self._format_of(arena))
+        session = Session(self.actors, arena, self.settings)
         task = self.tasks[to_python(artifact)["index"]]
         try:
             async with asyncio.timeout(self.timeout):
@@ -86,15 +83,6 @@ class VerifiersEpisode(Episode):
             finally:
                 for trace in begun:
                     del client.sessions[trace]
-
-    def _format_of(self, arena: Any) -> ChatFormat:
-        """Return the chat format of the arena's tokenizer, which is found once."""
-        tokenizer = arena.tokenizer
-        found = self._formats.get(id(tokenizer))
-        if found is None or found.tokenizer is not tokenizer:
-            found = chat_format(tokenizer, self.settings.renderer, self.settings.chat_template_kwargs)
-            self._formats[id(tokenizer)] = found
-        return found
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         return dict(to_python(state.data))

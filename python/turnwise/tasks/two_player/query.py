@@ -109,15 +109,20 @@ async def score_policy(arena: Arena, game: SolvedGame, sampling: Sampling | None
             f"{type(arena.client).__name__} has no score(requests, completions): expected a client that scores, "
             "such as TransformersClient; sample_policy(arena, game, samples) takes any"
         )
-    # Score one completion per legal action, "[action]" and the end of the turn. The rest goes to the last column.
+    # Score one completion per legal action and end of a turn: "[action]" and the end. The rest goes to the last column.
     view, decisions = arena.evaluation(sampling), game.decisions()
     places = [(row, column) for row, one in enumerate(decisions) for column, action in enumerate(one.actions) if action]
     prepared = [view.prepare(one.seat, one.messages)[1] for one in decisions]
-    requests: list[ModelRequest] = [_plain(prepared[row]) for row, _ in places]
-    texts = [_reply_ids(arena.tokenizer, f"[{decisions[row].actions[column]}]") for row, column in places]
+    encode = arena.plain_format(None).encode
+    scored: list[tuple[int, int, list[int]]] = []
+    for row, column in places:
+        reply, stops = encode(f"[{decisions[row].actions[column]}]"), prepared[row].sampling.stop_token_ids
+        scored += [(row, column, [*reply, end]) for end in stops] or [(row, column, reply)]
+    requests: list[ModelRequest] = [_plain(prepared[row]) for row, _, _ in scored]
     table = np.zeros((len(decisions), len(decisions[0].actions) + 1))
-    for (row, column), logprobs in zip(places, await arena.client.score(requests, texts), strict=True):
-        table[row, column] = math.exp(math.fsum(logprobs))
+    found = await arena.client.score(requests, [ids for _, _, ids in scored])
+    for (row, column, _), logprobs in zip(scored, found, strict=True):
+        table[row, column] += math.exp(math.fsum(logprobs))
     table[:, -1] = np.maximum(1.0 - table[:, :-1].sum(axis=1), 0.0)
     table /= table.sum(axis=1, keepdims=True)  # in float32 the sums may exceed 1 by 1e-7
     return QueriedPolicy(table, other=table[:, -1].copy())
@@ -163,8 +168,3 @@ def _plain(request: ModelRequest) -> ModelRequest:
             "probabilities; sample_policy(arena, game, samples) takes any, one sample where it is greedy"
         )
     return request
-
-
-def _reply_ids(tokenizer: Any, text: str) -> Sequence[int]:
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [*tokenizer.encode(text, add_special_tokens=False), *end]

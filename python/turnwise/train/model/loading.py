@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.recompute import recompute_layers
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
@@ -60,7 +61,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             continue
         seen.add(path)
         try:
-            loaded, rows = _tokenizer_and_rows(path)
+            loaded, rows, generation = _parts_of(path)
         except (OSError, ValueError) as error:
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
             problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")
@@ -77,6 +78,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
                 f"config key {key!r}: the tokenizer of {path!r} differs from that of {first!r}; "
                 "the policies of one run must share theirs"
             )
+        keep_ends(tokenizer, generation)
         if rows < len(loaded):
             problems.append(
                 f"config key {key!r} = {path!r}: the model embeds {rows} tokens, its tokenizer has {len(loaded)}"
@@ -296,8 +298,15 @@ def _by_module(models: Mapping[str, nn.Module]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _tokenizer_and_rows(path: str) -> tuple[Any, int]:
-    """Return the tokenizer under ``path``, and the number of tokens that its model embeds."""
-    from transformers import AutoConfig, AutoTokenizer
+def _parts_of(path: str) -> tuple[Any, int, Any]:
+    """Return the tokenizer under ``path``, the number of tokens that its model embeds, and its generation config."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+    generation = None  # a model need not have one
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        if (Path(path) / "generation_config.json").exists():
+            raise
+    return tokenizer, config.get_text_config().vocab_size, generation

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.chat import ChatRenderer
+from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.messages import Tool
 from turnwise.chat.tools import tool_of
@@ -150,27 +150,25 @@ class RowReader:
         return None
 
 
-def _renderer_of(tokenizer: Any, actor: Actor) -> tuple[ChatRenderer, list[Tool]]:
-    """Return what renders the calls of ``actor``, and the schemas of its tools."""
+def _format_of(tokenizer: Any, actor: Actor) -> tuple[ChatFormat, list[Tool]]:
+    """Return the chat format of ``actor``, and the schemas of its tools."""
     if not actor.tools:
         return ChatRenderer(tokenizer, actor.chat_template_kwargs), []
     return chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs), [tool_of(tool) for tool in actor.tools]
 
 
 def tokenize(
-    renderer: ChatRenderer, row: Row, prompt: Sequence[int] | None = None, tools: Sequence[Tool] = ()
+    format: ChatFormat, row: Row, prompt: Sequence[int] | None = None, tools: Sequence[Tool] = ()
 ) -> Demonstration:
-    """Tokenize the prompt as a model call would, and the completion as a model would sample it, with the stop token.
+    """Tokenize the prompt as a model call would, and the completion as a model would sample it, with its end.
 
     ``prompt`` are the prompt's ids, if they are known.
     """
-    tokenizer = renderer.tokenizer
     if prompt is None:
         text = row.prompt
-        prompt = tokenizer.encode(text) if isinstance(text, str) else renderer.prompt_ids(text, tools)
-    text = row.completion
-    completion = renderer.text_ids(text) if row.recorded else tokenizer.encode(text, add_special_tokens=False)
-    return Demonstration(prompt, [*completion, tokenizer.eos_token_id])
+        prompt = format.tokenizer.encode(text) if isinstance(text, str) else format.prompt_ids(text, tools)
+    completion = format.text_ids(row.completion) if row.recorded else format.encode(row.completion)
+    return Demonstration(prompt, [*completion, *format.end_token_ids])
 
 
 def fitting(
@@ -186,14 +184,14 @@ def fitting(
     row fits.
     """
     plain = ChatRenderer(tokenizer)
-    renderers: dict[str | None, Any] = {actor.id: _renderer_of(tokenizer, actor) for actor in actors}
+    formats: dict[str | None, Any] = {actor.id: _format_of(tokenizer, actor) for actor in actors}
     every: list[Demonstration] = []
     for before, row in zip([None, *rows], rows, strict=False):
         # Rendering a template takes a millisecond, so successive rows with equal prompts share its tokens.
         same = before is not None and (before.prompt, before.actor) == (row.prompt, row.actor)
         prompt = every[-1].prompt_token_ids if same else None
-        renderer, tools = renderers.get(row.actor, (plain, []))
-        every.append(tokenize(renderer, row, prompt, tools))
+        format, tools = formats.get(row.actor, (plain, []))
+        every.append(tokenize(format, row, prompt, tools))
     fit = [demonstration for demonstration in every if len(demonstration) <= max_context]
     if len(fit) == len(every):
         return fit

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import plain_messages, text_of
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Fields, check_tool_choice, function_tool, list_of
 from turnwise.integrations.gateway.wire.errors import WireError, invalid, unsupported
-from turnwise.types import Messages, Tokenizer
+from turnwise.types import Messages
 
 IGNORED = ("service_tier", "cache_control")
 HARMLESS: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},), "container": (), "mcp_servers": ([],)}
@@ -77,7 +78,7 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     return [*results, plain] if texts or not results else results
 
 
-def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]:
+def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
     """Return the body of the answer."""
     [choice] = answered.choices
     return {
@@ -89,7 +90,7 @@ def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]
     }
 
 
-def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes]:
+def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
     """Yield the answer as a stream of events: each block starts, comes whole, and stops."""
     [choice] = answered.choices
     usage = {"input_tokens": answered.prompt_tokens, "output_tokens": 0}

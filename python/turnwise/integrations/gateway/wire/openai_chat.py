@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import plain_messages
 from turnwise.integrations.gateway.wire.ask import (
     MAX_CHOICES,
@@ -18,7 +19,6 @@ from turnwise.integrations.gateway.wire.ask import (
     list_of,
 )
 from turnwise.integrations.gateway.wire.errors import WireError, unsupported
-from turnwise.types import Tokenizer
 
 # Fields that change nothing about what is sampled.
 IGNORED = ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -75,7 +75,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return function_tool(function.get("name"), function.get("description"), function.get("parameters"), where)
 
 
-def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]:
+def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
     """Return the body of the answer."""
     return {
         **_head(answered, "chat.completion"),
@@ -83,7 +83,7 @@ def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]
             {
                 "index": index,
                 "message": _message(choice),
-                "logprobs": _logprobs(choice, tokenizer) if ask.logprobs else None,
+                "logprobs": _logprobs(choice, format) if ask.logprobs else None,
                 "finish_reason": FINISH[choice.finish],
             }
             for index, choice in enumerate(answered.choices)
@@ -92,7 +92,7 @@ def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]
     }
 
 
-def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes]:
+def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
     """Yield the answer as a stream of events: role, text, each call whole, finish, and the usage if asked for."""
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -106,12 +106,18 @@ def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes
         yield delta(index, {"role": "assistant", "content": None if message["content"] is None else ""})
         if "reasoning_content" in message:
             yield delta(index, {"reasoning_content": message["reasoning_content"]})
-        logprobs = _logprobs(choice, tokenizer) if ask.logprobs else None
+        # The log-probabilities of the whole answer come once, with its first part: text, a call, or else the finish.
+        parts: list[tuple[dict[str, Any], str | None]] = []
         if message["content"]:
-            yield delta(index, {"content": message["content"]}, logprobs=logprobs)
-        for place, call in enumerate(message.get("tool_calls", ())):
-            yield delta(index, {"tool_calls": [{"index": place, **call}]})
-        yield delta(index, {}, FINISH[choice.finish])
+            parts.append(({"content": message["content"]}, None))
+        parts += [
+            ({"tool_calls": [{"index": place, **call}]}, None) for place, call in enumerate(message.get("tool_calls", ()))
+        ]
+        parts.append(({}, FINISH[choice.finish]))
+        logprobs = _logprobs(choice, format) if ask.logprobs else None
+        for part, finish in parts:
+            yield delta(index, part, finish, logprobs)
+            logprobs = None
     if ask.include_usage:
         yield chunk([], usage=_usage(answered))
     yield b"data: [DONE]\n\n"
@@ -146,11 +152,12 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _logprobs(choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
+def _logprobs(choice: Choice, format: ChatFormat) -> dict[str, Any]:
     content = []
     for token, logprob in zip(choice.response.completion_token_ids, choice.response.logprobs, strict=True):
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        own = format.token_bytes(token)
+        text = own.decode(errors="replace")
+        content.append({"token": text, "logprob": logprob, "bytes": list(own), "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 

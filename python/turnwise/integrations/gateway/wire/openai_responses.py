@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import plain_messages, text_of
 from turnwise.integrations.gateway.wire import openai_chat
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Fields, check_tool_choice, function_tool, list_of
 from turnwise.integrations.gateway.wire.errors import unsupported
-from turnwise.types import Messages, Tokenizer
+from turnwise.types import Messages
 
 IGNORED = (*openai_chat.IGNORED, "include", "stream_options")
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -89,7 +90,7 @@ def _has_text(message: Mapping[str, Any]) -> bool:
     return bool(message["content"] or message.get("tool_calls"))
 
 
-def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]:
+def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
     """Return the body of the answer."""
     [choice] = answered.choices
     cut = choice.finish == "length"
@@ -108,7 +109,7 @@ def answer(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> dict[str, Any]
     }
 
 
-def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes]:
+def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
     """Yield the answer as a stream of events: each item is added, comes whole, and is done."""
     number = 0
 
@@ -135,7 +136,7 @@ def events(answered: Answered, ask: Ask, tokenizer: Tokenizer) -> Iterator[bytes
             yield event("response.function_call_arguments.delta", delta=written, **at)
             yield event("response.function_call_arguments.done", arguments=written, name=item["name"], **at)
         yield event("response.output_item.done", output_index=index, item=item)
-    whole = answer(answered, ask, tokenizer)
+    whole = answer(answered, ask, format)
     yield event(f"response.{whole['status']}", response=whole)
 
 

@@ -1,0 +1,113 @@
+"""turnwise's own copy of a tokenizer, the tokens that end a turn besides its own, and the bytes of its tokens."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+import weakref
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+_COPIES: dict[int, tuple[weakref.ref[Any], Hashable, Any]] = {}
+"""For each tokenizer that was copied: itself, its state at that time, and the copy."""
+
+
+def own_copy(tokenizer: Any) -> Any:
+    """Return the copy of a Hugging Face tokenizer that only turnwise uses; other tokenizers are returned as they are.
+
+    A fast tokenizer keeps truncation, padding and special tokens as a state that its users share, in all threads. User
+    code that changes them must not change prompts. The copy is made once for each state, and it neither truncates nor
+    pads.
+    """
+    if not hasattr(tokenizer, "added_tokens_decoder") or getattr(tokenizer, "owned", None) == id(tokenizer):
+        return tokenizer
+    key = id(tokenizer)
+    state = (tokenizer.chat_template, len(tokenizer), str(tokenizer.special_tokens_map), ends_of(tokenizer))
+    known = _COPIES.get(key)
+    if known is not None and known[0]() is tokenizer and known[1] == state:
+        return known[2]
+    copied = copy.deepcopy(tokenizer)
+    backend = getattr(copied, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    copied.owned = id(copied)
+    _COPIES[key] = (weakref.ref(tokenizer, lambda _: _COPIES.pop(key, None)), state, copied)
+    return copied
+
+
+# -- ends of turns -----------------------------------------------------------------------------------------------------
+def keep_ends(tokenizer: Any, generation_config: Any) -> None:
+    """Note in ``tokenizer`` the tokens with which the model of ``generation_config`` ends a turn.
+
+    They are its ``eos_token_id``, an id or a list. An id of an ordinary token is left out, with a warning unless the
+    model's configuration gave it as its default.
+    """
+    found = getattr(generation_config, "eos_token_id", None)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    given = [int(token) for token in (found if isinstance(found, Iterable) else [found]) if token is not None]
+    unknown = [token for token in given if token not in added]
+    if unknown and added and not getattr(generation_config, "_from_model_config", False):
+        warnings.warn(
+            f"generation_config.eos_token_id={found!r}: {unknown} are no special tokens of the tokenizer, so turns "
+            "don't end there",
+            stacklevel=2,
+        )
+    ends = tuple(dict.fromkeys((*ends_of(tokenizer), *(token for token in given if token in added))))
+    if ends != ends_of(tokenizer):
+        tokenizer.turn_ends = ends
+
+
+def ends_of(tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that :func:`keep_ends` noted."""
+    return getattr(tokenizer, "turn_ends", ())
+
+
+# -- bytes of tokens ---------------------------------------------------------------------------------------------------
+class TokenBytes:
+    """Returns the bytes that a token stands for, which may be a part of a character: ``TokenBytes(tokenizer)(token)``.
+
+    They come from the vocabulary of byte-level BPE (``"Ġa"``) or of byte fallback (``"<0xE2>"``). Joined, the bytes of
+    a completion's tokens are the bytes of its text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._steps = _decoding_steps(tokenizer)
+
+    def __call__(self, token: int) -> bytes:
+        tokenizer, steps = self._tokenizer, self._steps
+        piece = tokenizer.convert_ids_to_tokens(int(token)) if hasattr(tokenizer, "convert_ids_to_tokens") else None
+        if isinstance(piece, str) and token not in self._added:
+            if "ByteLevel" in steps:
+                return bytes(_BYTE_OF[character] for character in piece if character in _BYTE_OF)
+            if "ByteFallback" in steps and len(piece) == 6 and piece.startswith("<0x"):
+                return bytes([int(piece[3:5], 16)])
+            if steps & {"Metaspace", "Replace", "ByteFallback"}:
+                return piece.replace("▁", " ").encode()
+        return str(tokenizer.decode([token], skip_special_tokens=False)).encode()
+
+
+def _decoding_steps(tokenizer: Any) -> set[str]:
+    """Return the kinds of the steps by which a tokenizer decodes. One without a decoder counts as SentencePiece."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return {"ByteLevel"} if hasattr(tokenizer, "byte_decoder") else {"ByteFallback"}
+    left, steps = [json.loads(decoder.__getstate__())], set()
+    while left:
+        step = left.pop()
+        steps.add(step["type"])
+        left += step.get("decoders", ())
+    return steps
+
+
+def _byte_of() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE: printable bytes stand for themselves, others from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()
