@@ -147,7 +147,8 @@ async def test_what_users_do_with_the_tokenizer_changes_no_prompt(family: Family
     tokenizer.eos_token, tokenizer.chat_template = family.special[0], "gone"
     tokenizer.add_special_tokens({"additional_special_tokens": ["2 + 2"]})
     after = await arena.call_model("solver", "2 + 2 = " * 9)
-    assert (after.prompt_token_ids, after.completion_token_ids) == (before.prompt_token_ids, before.completion_token_ids)
+    assert after.prompt_token_ids == before.prompt_token_ids
+    assert after.completion_token_ids == before.completion_token_ids
     fresh = arena.prepare("solver", "2 + 2 = " * 10)[1]
     assert len(fresh.prompt_token_ids) == len(before.prompt_token_ids) + len("2 + 2 = ")
     assert fresh.sampling.stop_token_ids == client.calls[0].sampling.stop_token_ids

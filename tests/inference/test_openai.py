@@ -95,6 +95,24 @@ async def test_a_forged_turn_is_broken_before_it_is_sent(chat: bool) -> None:
     assert response.text == "4<|end|>" and response.completion_token_ids.count(tokenizer.eos_token_id) == 1
 
 
+@pytest.mark.parametrize("chat", [True, False])
+async def test_a_turn_ends_with_the_templates_mark(chat: bool) -> None:
+    """A server that renders chats knows it. One that completes a prompt is told, and sequences end by themselves."""
+    tokenizer = build_tokenizer(["some text"])
+    tokenizer.add_special_tokens({"eos_token": "<|eos|>"})
+    [end] = tokenizer.encode("<|end|>")
+    answer = said("4") if chat else {"choices": [{"text": "4", "finish_reason": "stop"}]}
+    with faking({CHAT: Say(answer), COMPLETE: Say(answer)}) as server:
+        async with OpenAIClient(Endpoint(server.url), "judge-1", tokenizer, chat=chat) as client:
+            arena = Arena(client, sampling=Sampling(stop=("#",)))
+            arena.add_actor(Actor("solver"))
+            response = await arena.call_model("solver", [*[{"role": "system", "content": "a"}] * 2, *MESSAGES])
+    assert response.completion_token_ids == [*tokenizer.encode("4"), end] and response.text == "4"
+    sent = server.asked[0][1]
+    assert sent["stop"] == (["#"] if chat else ["#", "<|end|>"])
+    assert chat or sent["prompt"].startswith("<|system|>a\n\na<|end|>")
+
+
 async def test_malformed_answers_are_errors_that_name_the_server() -> None:
     wrong: list[Any] = [
         *([], {}, {"choices": []}, {"choices": [{"finish_reason": "stop"}]}, {"choices": said()["choices"] * 2}),

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from turnwise.arena import Arena
+from turnwise.chat import ChatFormat
+from turnwise.inference import TransformersClient
 from turnwise.inference.common.recompute import recomputes
 from turnwise.inference.weights.lora import AdaptedModel, activated, shared_bases
 from turnwise.tasks.tiny import build_model, build_tokenizer
@@ -16,6 +20,7 @@ from turnwise.train.model.loading import (
     load_references,
     sharing,
 )
+from turnwise.types import Actor
 
 LORA = LoraConfig(rank=2)
 
@@ -156,6 +161,31 @@ def test_paths_that_can_not_be(one, tmp_path):
     build_model(tokenizer, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no chat template"):
         check_models({"a": PolicyConfig(path=str(tmp_path))}, never)
+
+
+def test_turns_end_where_any_generation_config_says(tmp_path):
+    names = ["<|pad|>", "<|system|>", "<|user|>"]
+    first, second = save(tmp_path / "first"), save(tmp_path / "second")
+    ids = build_tokenizer(["add the digits"] * 3, vocab_size=270).convert_tokens_to_ids(names)
+    GenerationConfig(eos_token_id=ids[:2]).save_pretrained(first)
+    GenerationConfig(eos_token_id=ids[2]).save_pretrained(second)
+    found = check_models({"a": PolicyConfig(path=first), "b": PolicyConfig(path=second)}, never)
+    assert ChatFormat(found).stop_token_ids == (found.eos_token_id, *ids)
+    (tmp_path / "second" / "generation_config.json").unlink()
+    found = check_models({"a": PolicyConfig(path=second)}, never)
+    assert ChatFormat(found).stop_token_ids == (found.eos_token_id,)
+    (tmp_path / "second" / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"'policies.a.path' = .*second'"):
+        check_models({"a": PolicyConfig(path=second)}, never)
+
+
+def test_the_client_of_a_model_in_memory_ends_turns_there_too():
+    tokenizer = build_tokenizer(["abc"], vocab_size=270)
+    model = build_model(tokenizer, hidden_size=32, num_hidden_layers=1)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    arena = Arena(TransformersClient(model, tokenizer))
+    arena.add_actor(Actor("solver"))
+    assert arena.prepare("solver", "x")[1].sampling.stop_token_ids == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
 def test_target_modules_that_the_model_lacks(one):

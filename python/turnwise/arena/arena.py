@@ -262,8 +262,8 @@ class Arena(ArenaSetup):
             prompt_ids = self._prompts.token_ids(format, messages)
         else:
             messages, prompt_ids = to_messages(prompt, None), list(prompt_token_ids)
-        stops = (*sampling.get("stop_token_ids", settings.stop_token_ids), *format.stop_token_ids)
-        sampling["stop_token_ids"] = tuple(dict.fromkeys(stops))
+        stops, ends = sampling.get("stop_token_ids", settings.stop_token_ids), format.stop_token_ids
+        sampling["stop_token_ids"] = (*stops, *[end for end in ends if end not in stops]) if stops else ends
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
         sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, f"actor {actor_id!r}")
         if sampling.get("seed", settings.seed) is None:

@@ -150,10 +150,9 @@ class ArenaSetup:
         """Return the format of ``actor``'s plain chats; ``None`` is a judge."""
         options = None if actor is None else actor.chat_template_kwargs
         key = (repr(sorted(options.items())),) if options else ()
-        found = self._formats.get(key)
-        if found is None:
-            found = self._formats[key] = ChatRenderer(self._own_tokenizer, options)
-        return found
+        if key not in self._formats:
+            self._formats[key] = ChatRenderer(self._own_tokenizer, options)
+        return self._formats[key]
 
     # -- registration --------------------------------------------------------------------------------------------------
     def add_actor(self, actor: Actor) -> Actor:

@@ -5,5 +5,6 @@ May import: types, utils.
 """
 
 from turnwise.chat.formats import ChatFormat, ChatRenderer
+from turnwise.chat.tokenizers import keep_ends
 
-__all__ = ["ChatFormat", "ChatRenderer"]
+__all__ = ["ChatFormat", "ChatRenderer", "keep_ends"]

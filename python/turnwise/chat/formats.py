@@ -17,7 +17,7 @@ from turnwise.types import Message, Messages
 
 OK = "ok"
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Marks of reasoning and calls that are read from a completion, although a tokenizer may have them as special tokens."""
+"""Marks of reasoning and calls, which are read from a completion even if the tokenizer has them as special tokens."""
 
 MAX_DEPTH = 64
 """Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""

@@ -126,7 +126,7 @@ def results_in_order(messages: Messages) -> Messages:
     results without any id stay as they are. Raises :class:`ChatError` for an id that is missing, doubled or unknown,
     and for a call without a result in a chat that goes on.
     """
-    if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+    if not [message for message in messages if message["role"] == "tool" or "tool_calls" in message]:
         return messages
     ordered: Messages = []
     place = 0

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, results_in_order
-from turnwise.chat.tokenizers import own_copy
+from turnwise.chat.tokenizers import ends_of, own_copy
 from turnwise.types import Message, Messages, Tokenizer
 
 EXAMPLE_TOOL: Tool = {
@@ -157,7 +157,7 @@ class ChatEncoder:
     def control(self) -> dict[str, int]:
         """The ids of the control tokens by their spelling; empty for tokenizers without added tokens."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        marks = self._turn_marks() if added else set()
+        marks = {*self._turn_marks(), *ends_of(self.tokenizer)} if added else set()
         return {
             token.content: index
             for index, token in added.items()

@@ -25,7 +25,8 @@ class Sampling:
     """Settings for drawing tokens.
 
     ``temperature`` 0 means greedy. ``max_tokens`` counts completion tokens, the stop token included.
-    ``stop_token_ids`` end a completion in addition to the tokenizer's end-of-sequence token. A completion also ends
+    ``stop_token_ids`` end a completion in addition to the tokens that end a turn (the tokenizer's end of sequence, the
+    chat template's closing token, and those of the model's generation config). A completion also ends
     with the token that completes one of the ``stop`` strings; it keeps that token. ``seed`` fixes the draw of this one
     request, independent of the batch; with ``None`` the client chooses one.
 

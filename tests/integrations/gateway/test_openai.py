@@ -26,6 +26,36 @@ def test_log_probabilities_are_those_of_the_step():
     assert (answer.choices[0].message.role, len(found)) == ("assistant", usage.completion_tokens)
 
 
+@pytest.mark.parametrize("said", ["It is 4.", call_of("add", '{"a": 2, "b": 2}'), "<think>hm</think>", "né 🎲"])
+def test_streams_have_them_once_whatever_the_answer_is_and_bytes_are_the_tokens_own(said):
+    async def agent(seen, models):
+        async with Chat.client(models["solver"]) as client:
+            chunks = await Chat.ask(client, tools=[ADD], logprobs=True, stream=True)
+            seen.append([chunk.choices[0].logprobs async for chunk in chunks])
+            seen.append([(await Chat.ask(client, tools=[ADD], logprobs=True)).choices[0].logprobs])
+
+    played = play(agent, [said])
+    for step, found in zip(played.steps, played.seen, strict=True):
+        [one] = [logprobs.content for logprobs in found if logprobs is not None]
+        assert [token.logprob for token in one] == list(step.completion_logprobs)
+        written = b"".join(bytes(token.bytes) for token in one)
+        assert written.decode() == f"{said}<|im_end|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_have_them_if_they_are_included(stream):
+    async def agent(seen, models):
+        async with Responses.client(models["solver"]) as client:
+            ask = Responses.streamed if stream else Responses.ask
+            for options in ({"include": ["message.output_text.logprobs"]}, {}):
+                seen.append(await ask(client, **options))
+
+    played = play(agent, ["né"])
+    found, without = (answer.output[0].content[0].logprobs for answer in played.seen)
+    assert [token.logprob for token in found] == list(played.steps[0].completion_logprobs) and not without
+    assert b"".join(bytes(token.bytes) for token in found).decode() == "né<|im_end|>"
+
+
 def test_metadata_sets_the_turn():
     played = asked(Chat, ["4"], {"metadata": {"turn": "5"}}, {})
     assert [step.turn for step in played.steps] == [5, 1]

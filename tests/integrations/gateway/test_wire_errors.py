@@ -98,12 +98,33 @@ def user(**part):
 
 
 ENDED = {"messages": [*USER, {"role": "assistant", "content": "4"}]}
-TWO_SYSTEMS = {"messages": [{"role": "system", "content": "a"}, *USER, {"role": "system", "content": "b"}]}
+
+
+def results(wire, *ids):
+    """A chat whose second message calls ``a`` and ``b``, and the results of ``ids``."""
+    named = [wire.results({name: "4"})[0] for name in ids]
+    if wire is Messages:
+        calls = [{"type": "tool_use", "id": name, "name": "add", "input": {}} for name in "ab"]
+        content = [block for message in named for block in message["content"]] or "y"
+        return {"messages": [*USER, {"role": "assistant", "content": calls}, {"role": "user", "content": content}]}
+    if wire is Responses:
+        calls = [{"type": "function_call", "call_id": name, "name": "add", "arguments": "{}"} for name in "ab"]
+        return {"messages": [*USER, *calls, *named, *USER]}
+    calls = [{"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}} for name in "ab"]
+    return {"messages": [*USER, {"role": "assistant", "tool_calls": calls}, *named, *USER]}
+
+
+def wrong_results(wire):
+    wrong = [("messages[3].tool_call_id", ids) for ids in ("ax", "aa")]
+    return [(param, results(wire, *ids)) for param, ids in [*wrong, ("messages[1].tool_calls", "b")]]
+
+
 UNSUPPORTED = {
     Chat: [
         ("messages[0].content[0]", user(type="image_url", image_url={"url": "data:image/png;base64,AA=="})),
         ("messages[0].content[0]", user(type="input_audio", input_audio={"data": "AA==", "format": "wav"})),
-        ("messages[2].role", TWO_SYSTEMS),
+        *wrong_results(Chat),
+        ("messages[1].tool_calls", results(Chat)),
         ("messages", ENDED),
         ("logit_bias", {"logit_bias": {"7": 1}}),
         ("response_format", {"response_format": {"type": "json_object"}}),
@@ -125,8 +146,10 @@ UNSUPPORTED = {
         ("top_k", {"extra_body": {"top_k": 3}}),
         ("tools[0]", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
         ("messages", ENDED),
+        *wrong_results(Messages),
     ],
     Responses: [
+        *wrong_results(Responses),
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("text", {"text": {"format": {"type": "json_object"}}}),
         ("tools[0]", {"tools": [{"type": "web_search"}]}),

@@ -213,3 +213,23 @@ def test_synchronous_agent_runs_in_a_thread(wire):
     played = play(agent, ["4"], actors=("solver", "checker"))
     assert wire.text(played.seen[0]) == "4" and played.seen[1] == ["solver", "checker"]
     assert len(played.steps) == 1
+
+
+@every
+def test_later_system_messages_and_results_in_another_order_reach_the_model(wire):
+    """They are in the prompt at their place, and each result follows its own call."""
+
+    async def agent(seen, models):
+        async with wire.client(models["solver"]) as client:
+            answer = await wire.ask(client, tools=wire.tools)
+            (first, _), (second, _) = wire.calls(answer)
+            found = wire.results({second: "of the second", first: "of the first"})
+            later = [{"role": "system" if wire is Messages else "developer", "content": "Be brief."}]
+            await wire.ask(client, [*USER, *wire.sent_back(answer), *found, *later, *USER], tools=wire.tools)
+
+    calls = "\n".join(call_of("add", f'{{"a": {n}, "b": 1}}') for n in (1, 2))
+    played = play(agent, [calls, "4"])
+    shown = played.client.tokenizer.decode(played.steps[1].prompt_token_ids, skip_special_tokens=False)
+    places = [shown.index(part) for part in ("of the first", "of the second", "Be brief.")]
+    assert sorted(places) == places and shown.rindex("2 + 2 = ?") > places[-1]
+    assert played.metrics["gateway/extended_rows/solver"] == 1 and played.metrics["gateway/rewritten_rows/solver"] == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from turnwise.arena import Arena
+from turnwise.chat.tokenizers import keep_ends
 from turnwise.tasks.kuhn_poker import KuhnPokerTask, equilibrium, solve, table_player
 from turnwise.tasks.tic_tac_toe import TicTacToeTask, positions
 from turnwise.tasks.two_player import interval, sample_policy, score_policy
@@ -74,23 +76,32 @@ async def test_tic_tac_toe_is_asked_in_every_position(table):
     assert not found.table[~legal].any()
 
 
-async def test_scores_are_the_probabilities_of_the_plain_texts():
+@pytest.mark.parametrize("ends", [1, 2])
+async def test_scores_are_the_probabilities_of_the_plain_texts(ends):
+    """Of each text with any of the tokens that end a turn."""
     import torch
 
     task = KuhnPokerTask()
     arena, model = tiny_arena(task, temperature=0.7)
+    if ends == 2:
+        keep_ends(arena.tokenizer, SimpleNamespace(eos_token_id=arena.tokenizer.pad_token_id))
+        arena.tokenizer = arena.tokenizer
     async with arena.client:
         found = await score_policy(arena, task)
         assert found.table.shape == (12, 3) and np.allclose(found.table.sum(axis=1), 1.0)
         for row, decision in enumerate(task.decisions()):
             for column, action in enumerate(decision.actions):
                 _, request = arena.prepare(decision.seat, decision.messages)
-                reply = [*arena.tokenizer.encode(f"[{action}]"), arena.tokenizer.eos_token_id]
-                ids = torch.tensor([[*request.prompt_token_ids, *reply]])
-                with torch.no_grad():
-                    logprobs = (model(ids).logits[0].double() / 0.7).log_softmax(-1)
-                start = len(request.prompt_token_ids)
-                expected = logprobs[start - 1 : -1].gather(1, ids[0, start:, None]).sum().exp().item()
+                stops = request.sampling.stop_token_ids
+                assert len(stops) == ends and arena.tokenizer.eos_token_id in stops
+                expected = 0.0
+                for stop in stops:
+                    reply = [*arena.tokenizer.encode(f"[{action}]"), stop]
+                    ids = torch.tensor([[*request.prompt_token_ids, *reply]])
+                    with torch.no_grad():
+                        logprobs = (model(ids).logits[0].double() / 0.7).log_softmax(-1)
+                    start = len(request.prompt_token_ids)
+                    expected += logprobs[start - 1 : -1].gather(1, ids[0, start:, None]).sum().exp().item()
                 assert found.table[row, column] == pytest.approx(expected, rel=1e-3)
         assert found.other == pytest.approx(1 - found.table[:, :2].sum(axis=1))
         assert task.solve(found.table).value == pytest.approx(solve(found.table).value)

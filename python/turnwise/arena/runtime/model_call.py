@@ -71,7 +71,9 @@ class PendingCall:
         response.prompt_token_ids = list(self.request.prompt_token_ids)
         ids = response.completion_token_ids
         text = response.text or format.tokenizer.decode(ids, skip_special_tokens=True)
-        response.text = well_formed(text.removesuffix(format.visible_ends.get(ids[-1], "")) if ids else text)
+        if ids and ids[-1] in format.visible_ends:
+            text = text.removesuffix(format.visible_ends[ids[-1]])
+        response.text = well_formed(text)
         if context is None or (self.index is None and recorded is None):
             return response
         turn = context.state.turn if self.turn is None else self.turn
@@ -154,8 +156,8 @@ class PromptCache:
 
     def token_ids(self, format: ChatFormat, messages: Messages) -> list[int]:
         plain = all(map(_is_text, messages))
-        key: Hashable = tuple(text for message in messages for text in message.items()) if plain else repr(messages)
-        key = (format, key)
+        texts = [text for message in messages for text in message.items()] if plain else [repr(messages)]
+        key = (format, *texts)
         known = self._ids.get(key)
         if known is None:
             known = self._ids[key] = tuple(format.prompt_ids(messages))

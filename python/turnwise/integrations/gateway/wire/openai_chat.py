@@ -83,7 +83,7 @@ def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
             {
                 "index": index,
                 "message": _message(choice),
-                "logprobs": _logprobs(choice, format) if ask.logprobs else None,
+                "logprobs": _logprobs(choice, ask, format),
                 "finish_reason": FINISH[choice.finish],
             }
             for index, choice in enumerate(answered.choices)
@@ -107,16 +107,13 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
         if "reasoning_content" in message:
             yield delta(index, {"reasoning_content": message["reasoning_content"]})
         # The log-probabilities of the whole answer come once, with its first part: text, a call, or else the finish.
-        parts: list[tuple[dict[str, Any], str | None]] = []
-        if message["content"]:
-            parts.append(({"content": message["content"]}, None))
+        parts: list[dict[str, Any]] = [{"content": message["content"]}] if message["content"] else []
         parts += [
-            ({"tool_calls": [{"index": place, **call}]}, None) for place, call in enumerate(message.get("tool_calls", ()))
+            {"tool_calls": [{"index": place, **call}]} for place, call in enumerate(message.get("tool_calls", ()))
         ]
-        parts.append(({}, FINISH[choice.finish]))
-        logprobs = _logprobs(choice, format) if ask.logprobs else None
-        for part, finish in parts:
-            yield delta(index, part, finish, logprobs)
+        logprobs = _logprobs(choice, ask, format)
+        for part in [*parts, {}]:
+            yield delta(index, part, None if part else FINISH[choice.finish], logprobs)
             logprobs = None
     if ask.include_usage:
         yield chunk([], usage=_usage(answered))
@@ -152,13 +149,18 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-def _logprobs(choice: Choice, format: ChatFormat) -> dict[str, Any]:
+def _logprobs(choice: Choice, ask: Ask, format: ChatFormat) -> dict[str, Any] | None:
+    return {"content": token_logprobs(choice, format), "refusal": None} if ask.logprobs else None
+
+
+def token_logprobs(choice: Choice, format: ChatFormat) -> list[dict[str, Any]]:
+    """Return the log-probability of each sampled token, with the token's own bytes."""
     content = []
     for token, logprob in zip(choice.response.completion_token_ids, choice.response.logprobs, strict=True):
         own = format.token_bytes(token)
         text = own.decode(errors="replace")
         content.append({"token": text, "logprob": logprob, "bytes": list(own), "top_logprobs": []})
-    return {"content": content, "refusal": None}
+    return content
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

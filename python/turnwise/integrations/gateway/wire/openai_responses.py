@@ -13,7 +13,7 @@ from turnwise.integrations.gateway.wire.ask import Answered, Ask, Fields, check_
 from turnwise.integrations.gateway.wire.errors import unsupported
 from turnwise.types import Messages
 
-IGNORED = (*openai_chat.IGNORED, "include", "stream_options")
+IGNORED = (*openai_chat.IGNORED, "stream_options")
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "text": ({"format": {"type": "text"}}, {}),
@@ -39,6 +39,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         max_tokens=fields.count("max_output_tokens"),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
+        logprobs="message.output_text.logprobs" in (fields.take("include") or ()),
         stream=fields.flag("stream"),
         turn=fields.turn(),
     )
@@ -98,7 +99,7 @@ def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
         **_head(answered, ask),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(answered),
+        "output": _items(answered, ask, format),
         "usage": {
             "input_tokens": answered.prompt_tokens,
             "input_tokens_details": {"cached_tokens": answered.reused_tokens, "cache_write_tokens": 0},
@@ -122,14 +123,15 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
     begun = {**_head(answered, ask), "status": "in_progress", "output": [], "usage": None}
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    for index, item in enumerate(_items(answered)):
+    for index, item in enumerate(_items(answered, ask, format)):
         at = {"item_id": item["id"], "output_index": index}
         yield event("response.output_item.added", output_index=index, item={**item, **_empty(item)})
         if item["type"] == "message":
             [part] = item["content"]
-            yield event("response.content_part.added", content_index=0, part={**part, "text": ""}, **at)
-            yield event("response.output_text.delta", content_index=0, delta=part["text"], logprobs=[], **at)
-            yield event("response.output_text.done", content_index=0, text=part["text"], logprobs=[], **at)
+            text = {"logprobs": part["logprobs"], **at}
+            yield event("response.content_part.added", content_index=0, part={**part, "text": "", "logprobs": []}, **at)
+            yield event("response.output_text.delta", content_index=0, delta=part["text"], **text)
+            yield event("response.output_text.done", content_index=0, text=part["text"], **text)
             yield event("response.content_part.done", content_index=0, part=part, **at)
         elif item["type"] == "function_call":
             written = item["arguments"]
@@ -166,7 +168,7 @@ def _head(answered: Answered, ask: Ask) -> dict[str, Any]:
     }
 
 
-def _items(answered: Answered) -> list[dict[str, Any]]:
+def _items(answered: Answered, ask: Ask, format: ChatFormat) -> list[dict[str, Any]]:
     [choice] = answered.choices
     message, items = choice.message(), []
     if message.get("reasoning_content"):
@@ -174,7 +176,8 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": f"rs_{answered.id}", "summary": [], "content": [text]})
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:
-        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": []}
+        logprobs = openai_chat.token_logprobs(choice, format) if ask.logprobs else []
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
         items.append(
             {
                 "type": "message",
