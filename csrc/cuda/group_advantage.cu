@@ -90,6 +90,17 @@ __device__ void pool_rows(const Input<T>& in, const Trajectories& t, const Block
     grid_barrier();
 }
 
+// Finds the largest magnitude of the rows of each group, from those of its trajectories.
+template <class T>
+__device__ void add_magnitudes(const Input<T>& in, const Trajectories& t, const GroupTable& table) {
+    for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
+        if (t.entry[row] != int(row)) continue;
+        Word* largest = table.largest + in.group_ids[row];
+        const Word found = Word(__double_as_longlong(magnitude_of(t.table.sums[row])));
+        if (__ldcg(largest) < found) atomicMax(largest, found);
+    }
+}
+
 // `pooled`: statistics of the mean of each trajectory, not of rows. `weighted`: for Center::length_weighted.
 template <class T, bool pooled, bool weighted>
 __global__ void __launch_bounds__(kThreads)
@@ -116,17 +127,21 @@ __global__ void __launch_bounds__(kThreads)
         for (int64_t i = thread_of_grid(); i < t.capacity; i += threads_of_grid()) t.slots[i] = -1;
     }
     grid_barrier();
-    if (pooled) pool_rows<weighted>(in, t, block, table.slots);
+    if (pooled) {
+        pool_rows<weighted>(in, t, block, table.slots);
+        add_magnitudes(in, t, table);
+    }
     // Statistics of the groups.
     add_extremes<weighted>(table, block, in.rows, member);
     grid_barrier();
     add_offsets<weighted>(table, block, in.rows, member);
     grid_barrier();
-    // Every row's advantage; NaN for a group id out of range.
+    // Every row's advantage; NaN for a group id out of range. A mean's own error counts as rounding.
+    const double tie = pooled ? fmax(kTie<T>, 4 / kSteps) : kTie<T>;
     for (int64_t row = thread_of_grid(); row < in.rows; row += threads_of_grid()) {
         Member m = pooled ? Member{group_of(in, row, table.slots)} : member(row);
         if (pooled && m.slot >= 0) m.value = mean_of(t.table.sums[t.entry[row]]);
-        put(advantages + row, advantage_of(m, table, o));
+        put(advantages + row, advantage_of(m, table, o, tie));
     }
 }
 
@@ -148,7 +163,7 @@ class WorkspaceSlices {
     }
     GroupTable take_table(int64_t slots, bool weighted) {
         GroupSums* sums = take<GroupSums>(slots);
-        return {sums, weighted ? take<GroupWeights>(slots) : nullptr, slots};
+        return {sums, weighted ? take<GroupWeights>(slots) : nullptr, nullptr, slots};
     }
     int64_t bytes() const { return next_ - static_cast<char*>(nullptr); }
 
@@ -164,6 +179,7 @@ struct Layout {
     Layout(WorkspaceSlices& slices, int64_t rows, int64_t groups, bool by_trajectory, bool weighted)
         : table(slices.take_table(groups < 0 ? rows : groups, weighted)) {
         if (!by_trajectory) return;
+        table.largest = slices.take<Word>(table.slots);
         trajectories.capacity = capacity_of(rows);
         trajectories.slots = slices.take<int>(trajectories.capacity);
         trajectories.entry = slices.take<int>(rows);

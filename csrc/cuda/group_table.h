@@ -35,6 +35,7 @@ struct GroupWeights {
 struct GroupTable {
     GroupSums* sums;        // [slots]
     GroupWeights* weights;  // [slots]; null: lengths are not used
+    Word* largest;          // [slots]: bits of the largest magnitude of a row; null: that of the slot's values
     int64_t slots;          // number of groups or trajectories
 };
 
@@ -84,6 +85,7 @@ __device__ __forceinline__ void clear_table(const GroupTable& table) {
     };
     clear(table.sums, table.slots * int64_t(sizeof(GroupSums)));
     if (table.weights) clear(table.weights, table.slots * int64_t(sizeof(GroupWeights)));
+    if (table.largest) clear(table.largest, table.slots * int64_t(sizeof(Word)));
 }
 
 // ---- Joining rows of one slot ---------------------------------------------------------------------------------------
@@ -256,6 +258,11 @@ __device__ __forceinline__ double mean_of(const GroupSums& g) {
     return low + 2 * (double(g.sum) / double(g.count) / kSteps * span);
 }
 
+// The largest magnitude of a slot's values.
+__device__ __forceinline__ double magnitude_of(const GroupSums& g) {
+    return fmax(fabs(value_of_key(~g.low)), fabs(value_of_key(g.high)));
+}
+
 // The sum of a slot's lengths.
 __device__ __forceinline__ double length_of(const GroupWeights& w) {
     return double(w.total) / kSteps * __longlong_as_double((long long)w.longest);
@@ -263,8 +270,9 @@ __device__ __forceinline__ double length_of(const GroupWeights& w) {
 
 // The advantage of a row, by the rules of ops/group_advantage.cpp: 0 for one that is left out, NaN for an id out of
 // range. NaN if the group has a value that is not finite, or if it has one member and the option is Singleton::error.
-__device__ __forceinline__ double advantage_of(const Member& m, const GroupTable& table,
-                                               const GroupAdvantageOptions& o) {
+// `tie`: see kTie.
+__device__ __forceinline__ double advantage_of(const Member& m, const GroupTable& table, const GroupAdvantageOptions& o,
+                                               double tie) {
     const double nan = __longlong_as_double(0x7ff8LL << 48);
     if (m.slot < 0) return m.slot == kOutside ? nan : 0;
     const double value = m.value;
@@ -279,6 +287,8 @@ __device__ __forceinline__ double advantage_of(const Member& m, const GroupTable
         if (o.singleton == Singleton::zero) return 0;
         return o.scale == Scale::std ? value / (1 + o.eps) : value;
     }
+    const double largest = table.largest ? __longlong_as_double((long long)table.largest[m.slot]) : magnitude_of(g);
+    if (grouped && span <= 0.5 * tie * largest) return 0;
     // Mean and standard deviation; std is half of it, like span.
     const double mean = double(g.sum) / n;  // in steps
     const double squares = joined(g.square_high, g.square_low) - double(g.sum) * mean;

@@ -120,7 +120,7 @@ __device__ void write_advantages(const Params& p, const Grouping& g) {
     add_offsets<weighted>(g.table, block, p.rows.rows, member);
     grid_barrier();
     for (int64_t row = thread_of_grid(); row < p.rows.rows; row += threads_of_grid()) {
-        g.advantages[row] = float(advantage_of(member(row), g.table, g.options));
+        g.advantages[row] = float(advantage_of(member(row), g.table, g.options, kTie<float>));
     }
 }
 
@@ -220,7 +220,7 @@ void plan(Grouping& g, const Params& p, int64_t num_groups, const View& workspac
     require_bytes("workspace", workspace, layout.bytes);
     char* base = workspace.as<char>();
     GroupWeights* weights = weighted ? reinterpret_cast<GroupWeights*>(base + layout.weights) : nullptr;
-    g.table = {reinterpret_cast<GroupSums*>(base + layout.sums), weights, layout.slots};
+    g.table = {reinterpret_cast<GroupSums*>(base + layout.sums), weights, nullptr, layout.slots};
     g.reward_partials = reinterpret_cast<double*>(base + layout.reward_partials);
 }
 

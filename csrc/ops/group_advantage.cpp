@@ -84,6 +84,21 @@ struct Shares {
     }
 };
 
+// The range of a group's values, and the largest magnitude of the rewards that they come from.
+struct Range {
+    double low = std::numeric_limits<double>::infinity();
+    double high = -std::numeric_limits<double>::infinity();
+    double largest = 0;
+
+    void add(double value, double magnitude) {
+        low = std::min(low, value);
+        high = std::max(high, value);
+        largest = std::max(largest, magnitude);
+    }
+    // True if the values differ by rounding only.
+    bool is_tied(double tie) const { return high - low <= tie * largest; }
+};
+
 // Sums for Center::length_weighted.
 struct Weights {
     double total = 0;     // sum of lengths
@@ -115,11 +130,14 @@ Line lone(const GroupAdvantageOptions& o) {
     return {1, 0, o.scale == Scale::std ? 1 / (1 + o.eps) : 1};
 }
 
-// The line of a group. `scale`: what the group's values were multiplied by before they were summed.
-inline Line line_of(const Sums& g, const Weights* weights, const GroupAdvantageOptions& o, Shares& shares,
+// The line of a group. `tied`: its values differ by rounding only. `scale`: what the group's values were multiplied by
+// before they were summed.
+inline Line line_of(const Sums& g, const Weights* weights, bool tied, const GroupAdvantageOptions& o, Shares& shares,
                     double scale = 1) {
     if (g.count == 0) return {};
-    if (g.count == 1 && (o.center != Center::none || o.scale != Scale::none)) return lone(o);
+    const bool compared = o.center != Center::none || o.scale != Scale::none;
+    if (g.count == 1 && compared) return lone(o);
+    if (tied && compared) return {};
     shares.prepare(g.count, o.ddof);
     const double mean = g.sum * shares.of_mean;
     Line line{scale, 0, 1};
@@ -154,6 +172,7 @@ struct Entries {
     std::vector<int64_t> of_row;  // [rows]: the row's entry
     std::vector<int64_t> group;   // [entries]: the entry's group
     std::vector<Sums> sums;       // [entries]: sums of its rewards
+    std::vector<double> largest;  // [entries]: largest magnitude of its rewards
     std::vector<double> length;   // [entries]: sum of its rows' lengths
 };
 
@@ -178,25 +197,31 @@ Entries pool_trajectories(const T* rewards, const Rows& rows, const int64_t* tra
     // Add each row to its entry.
     entries.sums.resize(size_t(found));
     entries.group.resize(size_t(found));
+    entries.largest.resize(size_t(found));
     entries.length.resize(size_t(found));
     for (int64_t i = 0; i < count; ++i) {
         const size_t e = size_t(entry[size_t(i)]);
         entries.of_row[size_t(chosen[size_t(i)])] = entry[size_t(i)];
         entries.group[e] = group[size_t(i)];
-        entries.sums[e].add(to_double(rewards[chosen[size_t(i)]]));
+        const double reward = to_double(rewards[chosen[size_t(i)]]);
+        entries.sums[e].add(reward);
+        entries.largest[e] = std::max(entries.largest[e], std::abs(reward));
         entries.length[e] += rows.length ? rows.length[chosen[size_t(i)]] : 1;
     }
     return entries;
 }
 
-// The line of every group. each(visit) calls visit(group, value, length) for all values that enter the statistics.
+// The line of every group. each(visit) calls visit(group, value, length, magnitude) for all values that enter the
+// statistics; the magnitude is that of the largest reward in the value.
 template <class Each>
-std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantageOptions& o) {
+std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantageOptions& o, double tie) {
     const bool weighted = o.center == Center::length_weighted;
     std::vector<Sums> sums(static_cast<size_t>(groups));
+    std::vector<Range> ranges(sums.size());
     std::vector<Weights> weights(weighted ? sums.size() : 0);
     std::vector<double> scale;
-    const auto accumulate = [&](int64_t group, double value, double length) {
+    each([&](int64_t group, double value, double, double magnitude) { ranges[size_t(group)].add(value, magnitude); });
+    const auto accumulate = [&](int64_t group, double value, double length, double) {
         const size_t g = size_t(group);
         const double offset = sums[g].add(scale.empty() ? value : value * scale[g]);
         if (weighted) weights[g].add(length, offset);
@@ -205,7 +230,8 @@ std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantag
     // Groups whose squares overflow are summed again, with smaller values.
     const auto overflows = [](const Sums& g) { return !is_finite(g.square); };
     if (std::any_of(sums.begin(), sums.end(), overflows)) {
-        each([](int64_t, double value, double) { require(is_finite(value), "rewards: a value is not finite"); });
+        each(
+            [](int64_t, double value, double, double) { require(is_finite(value), "rewards: a value is not finite"); });
         for (const Sums& g : sums) scale.push_back(overflows(g) ? kSmaller : 1);
         std::fill(sums.begin(), sums.end(), Sums{});
         std::fill(weights.begin(), weights.end(), Weights{});
@@ -214,7 +240,8 @@ std::vector<Line> lines_of(const Each& each, int64_t groups, const GroupAdvantag
     std::vector<Line> lines(sums.size());
     Shares shares;
     for (size_t g = 0; g < lines.size(); ++g) {
-        lines[g] = line_of(sums[g], weighted ? &weights[g] : nullptr, o, shares, scale.empty() ? 1 : scale[g]);
+        const double by = scale.empty() ? 1 : scale[g];
+        lines[g] = line_of(sums[g], weighted ? &weights[g] : nullptr, ranges[g].is_tied(tie), o, shares, by);
     }
     return lines;
 }
@@ -277,6 +304,23 @@ class Runs {
         return row;
     }
 
+    // False if a group's squared offsets are too large for a tie. Saves most groups the search for their range.
+    static bool may_tie(const Sums& sums) {
+        const double most = 2 * kTie<T> * sums.base;  // twice the largest offset within a tie
+        return sums.square <= double(sums.count) * (most * most);
+    }
+
+    // The range of rows [begin, end), which belong to one group.
+    template <bool has_valid>
+    Range range_of(int64_t begin, int64_t end) const {
+        Range range;
+        for (int64_t i = begin; i < end; ++i) {
+            const double value = to_double(rewards_[i]);
+            if (!has_valid || rows_.valid[i]) range.add(value, std::abs(value));
+        }
+        return range;
+    }
+
     // Writes the advantages of rows [begin, end), group by group. False if by_rows must take over.
     template <bool has_valid>
     bool walk(int64_t begin, int64_t end) const {
@@ -294,7 +338,8 @@ class Runs {
             before = group;
             next = sum_up<has_valid>(row, end, sums);
             if (!is_finite(sums.square) || (sums.count == 1 && o_.singleton == Singleton::error)) return false;
-            const Line line = line_of(sums, nullptr, o_, shares);  // its scale is 1
+            const bool tied = may_tie(sums) && range_of<has_valid>(row, next).is_tied(kTie<T>);
+            const Line line = line_of(sums, nullptr, tied, o_, shares);  // its scale is 1
             const T* __restrict from = rewards_;
             T* __restrict to = advantages_;
             for (int64_t i = row; i < next; ++i) {
@@ -345,10 +390,11 @@ void by_rows(const T* rewards, const Rows& rows, int64_t groups, const GroupAdva
     const auto each = [&](const auto& visit) {
         for (int64_t row = 0; row < rows.count; ++row) {
             if (!rows.enters(row)) continue;
-            visit(checked_group(rows, row, groups), to_double(rewards[row]), rows.length ? rows.length[row] : 1);
+            const double value = to_double(rewards[row]);
+            visit(checked_group(rows, row, groups), value, rows.length ? rows.length[row] : 1, std::abs(value));
         }
     };
-    const std::vector<Line> lines = lines_of(each, groups, o);
+    const std::vector<Line> lines = lines_of(each, groups, o, kTie<T>);
     for (int64_t row = 0; row < rows.count; ++row) {
         const bool enters = rows.enters(row);
         advantages[row] = from_double<T>(enters ? apply(lines[size_t(rows.group[row])], to_double(rewards[row])) : 0);
@@ -363,9 +409,11 @@ void by_trajectories(const T* rewards, const Rows& rows, const int64_t* trajecto
     std::vector<double> value(entries.sums.size());
     for (size_t e = 0; e < value.size(); ++e) value[e] = entries.sums[e].base + entries.sums[e].mean_offset();
     const auto each = [&](const auto& visit) {
-        for (size_t e = 0; e < value.size(); ++e) visit(entries.group[e], value[e], entries.length[e]);
+        for (size_t e = 0; e < value.size(); ++e) {
+            visit(entries.group[e], value[e], entries.length[e], entries.largest[e]);
+        }
     };
-    const std::vector<Line> lines = lines_of(each, groups, o);
+    const std::vector<Line> lines = lines_of(each, groups, o, kTie<T>);
     for (int64_t row = 0; row < rows.count; ++row) {
         double advantage = 0;
         if (rows.enters(row)) {

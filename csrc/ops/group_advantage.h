@@ -5,6 +5,11 @@
 
 namespace turnwise {
 
+// Values of a group that differ by at most this share of its rewards' largest magnitude differ by rounding only: four
+// roundings of the rewards' type. Narrower types than float have coarser steps, so only equal values tie.
+template <class T>
+constexpr double kTie = sizeof(T) == 8 ? 0x1p-50 : 0x1p-21;
+
 // The value that is subtracted from a reward.
 enum class Center {
     mean,             // of the group

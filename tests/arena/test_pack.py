@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
@@ -9,10 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from turnwise.arena import Filters, drop_stale, pack, select
+from turnwise.arena import Filters, Rubric, SingleTurnEpisode, drop_stale, pack, select
+from turnwise.credit import ConstantCredit
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.pack import describe, pack_rows, penalize, training_rows
-from turnwise.types import GenerateResult, Rollout, Sample, Step
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sample, Sampling, Step
 
 
 def step(actor="a", completion=(5, 6, 0), **changes):
@@ -245,6 +247,17 @@ def test_describe_leaves_failed_episodes_out_of_means_and_in_the_token_count():
     assert numbers["completion_tokens/a"] == pytest.approx(10 / 3)
 
 
+def test_means_of_causes_add_up_to_that_of_their_total():
+    """A count that an episode lacks is 0, for the actors that took part in it."""
+    counted = [{"rewritten_rows": 2.0, "rewritten_rows/history": 2.0}, {"rewritten_rows": 0.0}, None]
+    rollouts = [result(step(), id=f"r{place}") for place in range(3)]
+    for one, counts in zip(rollouts, counted, strict=True):
+        one.rollout.metrics = {f"gateway/{n}/a": v for n, v in (counts | {"calls": 1.0}).items()} if counts else {}
+    numbers = describe(rollouts)
+    assert numbers["metric/gateway/rewritten_rows/a"] == numbers["metric/gateway/rewritten_rows/history/a"] == 1.0
+    assert numbers["metric/gateway/calls/a"] == 1.0
+
+
 def test_describe_tells_cut_episodes_from_truncated_calls():
     """Of four that tell how they ended one failed; of the other three one was cut: a third."""
 
@@ -269,3 +282,35 @@ def test_a_penalty_is_taken_from_rows_and_from_their_trajectories():
     for wrong in ([1.0], [1.0, 2.0, float("nan")]):
         with pytest.raises(ValueError, match="expected 3 finite numbers, one per sample"):
             penalize(samples, wrong)
+
+
+GREEDY = {
+    "its own sampling": (Actor("solver", sampling=Sampling(temperature=0)), {}),
+    "the call": (Actor("solver"), {"temperature": 0}),
+    "one candidate": (Actor("solver"), {"top_k": 1}),
+}
+
+
+@pytest.mark.parametrize("case", GREEDY)
+def test_greedy_completions_do_not_train(make_arena, case):
+    """The likeliest token is no draw from the policy, so its log-probability is not that of what was sampled."""
+    actor, options = GREEDY[case]
+
+    class Ask(SingleTurnEpisode):
+        episode_type, actor, rubric = "ask", "solver", Rubric([lambda completion: 1.0])
+
+        async def call_model(self, actor_id, prompt, arena, **given):
+            await arena.call_model("other", prompt, temperature=0.5)
+            return await super().call_model(actor_id, prompt, arena, **given, **options)
+
+        def get_prompt(self, artifact):
+            return "?"
+
+    arena = make_arena(lambda *_: "4", actors=[actor, "other"], episodes=[Ask()], credit=ConstantCredit())
+    requests = [EpisodeRequest("ask", "q") for _ in range(2)]
+    results = asyncio.run(arena.generate_rollouts(requests))
+    arena.assign_credit(results)
+    batch = arena.build_training_batch(results)
+    assert (batch.actors, len(batch), batch.dropped) == (["other"], 2, {"greedy": 2})
+    held_out = asyncio.run(arena.evaluation().generate_rollouts(requests))
+    assert all(step.trainable and "greedy" not in step.info for one in held_out for step in one.rollout.steps)

@@ -398,6 +398,35 @@ def test_a_zero_names_its_cause(make: Any, name: str) -> None:
     assert rule.zero_causes(samples, []) == []
 
 
+SUM32 = float(np.float32(0.7) + np.float32(0.1)), float(np.float32(0.1) + np.float32(0.7) + np.float32(2**-24))
+EQUAL = {
+    "two sums": ([0.1 + 0.2, 0.3] * 3, True),
+    "cancelled out": ([0.1 + 0.2 - 0.3, 0.0] * 3, True),
+    "large": ([10000.1 + 20000.2, 30000.3] * 3, True),
+    "float32": ([*SUM32] * 3, True),
+    "one step of float64 each": ([1.0, np.nextafter(1.0, 2.0), np.nextafter(1.0, 0.0)] * 2, True),
+    "one in a million": ([1.0, 1.000001] * 3, False),
+    "whole numbers": ([5_000_000.0, 5_000_001.0] * 3, False),
+    "far from 0": ([1e9, 1e9 + 0.001] * 3, False),
+    "small": ([1e-6, 2e-6] * 3, False),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(registry) - {"constant", "episodic", "levels", "rae", "vine"}))
+@pytest.mark.parametrize("case", EQUAL)
+def test_rewards_that_differ_by_rounding_are_equal(make: Any, name: str, case: str) -> None:
+    rewards, equal = EQUAL[case]
+    assert len(set(rewards)) > 1, "they do differ"
+    samples = [
+        make(str(row), reward=reward, info={"rewards": {"right": reward}, "state": 0})
+        for row, reward in enumerate(rewards)
+    ]
+    rule = build_rule(name, OPTIONS.get(name, {}))
+    advantages = rule.compute_columns(samples)
+    assert (advantages == 0).all() == equal
+    assert set(rule.zero_causes(samples, np.flatnonzero(advantages == 0))) == ({"equal_rewards"} if equal else set())
+
+
 @pytest.mark.parametrize("rule", [ATGRPOCredit, DrMASCredit, GRPOCredit, HierarchyCredit])
 @pytest.mark.parametrize(
     "options", [{"center": "median"}, {"scale": "mad"}, {"singleton": "drop"}, {"ddof": 2}, {"eps": -1.0}]

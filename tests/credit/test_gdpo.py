@@ -117,3 +117,10 @@ def test_a_reward_that_no_call_has_is_named(make: Any) -> None:
     samples[0].info["rewards"]["right"] = float("inf")
     with pytest.raises(ValueError, match="step 0 of rollout 'a' has rewards"):
         GDPOCredit(rewards={"right": 1.0}).compute_columns(samples)
+
+
+def test_rewards_that_cancel_out_leave_no_signal() -> None:
+    right = [0.1, 0.7, 0.3, 0.9]
+    parts = {"right": right, "wrong": [1 - value for value in right]}
+    rule = GDPOCredit(rewards={"right": 1.0, "wrong": 1.0})
+    assert credit_columns(rule, right, questions=["q"] * 4, components=parts).tolist() == [0.0] * 4

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.credit import ATGRPOCredit, DrMASCredit, GiGPOCredit, GRPOCredit, HierarchyCredit, ReinforcePPCredit
+from turnwise.credit import (
+    ATGRPOCredit,
+    DrMASCredit,
+    GiGPOCredit,
+    GRPOCredit,
+    HierarchyCredit,
+    PassAtKCredit,
+    ReinforcePPCredit,
+)
 from turnwise.credit.returns import discounted_returns
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
@@ -40,6 +48,18 @@ def test_units_of_several_calls_are_tied_by_their_means(make: Any) -> None:
     assert GRPOCredit().compute_columns(samples).tolist() == [0.0] * 4
     assert GRPOCredit().zero_causes(samples, range(4)) == ["equal_rewards"] * 4
     assert GRPOCredit(singleton="raw").zero_causes([make("a")], [0]) == ["zero_advantage"], "its reward is 0"
+
+
+def test_means_are_tied_by_the_magnitude_of_their_rewards(make: Any) -> None:
+    """0.1 + 0.2 - 0.3 leaves 5.6e-17, and 1000.1 - 999.8 is 0.3 to 1e-13: rounding of the rewards, not of the means."""
+    parts = {"a": [0.1, 0.2, -0.3], "b": [0.0], "c": [1000.1, -999.8], "d": [0.1, 0.2]}
+    samples = [
+        make(name, reward=reward, group_id=name in "ab") for name, rewards in parts.items() for reward in rewards
+    ]
+    for rule in (GRPOCredit(), GRPOCredit(normalize=False), PassAtKCredit(k=1)):
+        assert rule.compute_columns(samples).tolist() == [0.0] * 8
+        assert rule.zero_causes(samples, range(8)) == ["equal_rewards"] * 8
+    assert GRPOCredit(center="none", normalize=False).compute_columns(samples)[-1] == pytest.approx(0.15)
 
 
 def test_the_samples_own_group_and_a_custom_key_go_first(make: Any) -> None:

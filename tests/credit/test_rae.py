@@ -113,3 +113,10 @@ def test_a_zero_is_no_loss(make: Any) -> None:
     assert rule.compute_columns([make("a", reward=-9.0)]).tolist() == [-9.0]
     assert rule.compute_columns([make("a", reward=-9.0)]).tolist() == [0.0]
     assert rule.zero_causes([make("a")], [0]) == ["zero_advantage"]
+
+
+def test_a_reward_that_equals_its_baseline_up_to_rounding_says_nothing(make: Any) -> None:
+    rule = RAECredit(decay=0.0)
+    rule.compute_columns([make("a", reward=0.3)])
+    assert rule.compute_columns([make("a", reward=0.1 + 0.2)]).tolist() == [0.0]
+    assert rule.compute_columns([make("a", reward=0.3001)])[0] == pytest.approx(1e-4, rel=1e-3)

@@ -224,3 +224,9 @@ def test_what_can_not_be_valued_is_told(make: Any) -> None:
         advantages([act("a", 1.0), act("a", 2.0)])
     with pytest.raises(ValueError, match="tells no tree of episodes"):
         VineCredit().compute_columns([make("a", reward=1.0)])
+
+
+def test_siblings_that_earn_the_same_up_to_rounding_are_equal() -> None:
+    for rewards in ([0.1] * 3, [0.1 + 0.2, 0.3, 0.3]):
+        steps = [act("a", reward, 7, branch, selected=branch == 0) for branch, reward in enumerate(rewards)]
+        assert advantages(steps) == [0.0] * 3

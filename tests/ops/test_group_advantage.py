@@ -167,6 +167,41 @@ def test_ties_are_exactly_zero(target, center, value) -> None:
     assert got.tolist() == [0.0] * 21
 
 
+@pytest.mark.parametrize("center", CENTERS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("sort", [True, False])
+def test_rounding_is_no_difference(target, center, scale, sort) -> None:
+    """Groups of three: tied by rounding, and by 0.1 + 0.2; one that differs; and one tied beside an invalid row."""
+    for dtype, step in ((torch.float64, 2.0**-52), (torch.float32, 2.0**-23)):
+        near, far = 1 + 4 * step, 1 + 5 * step
+        rows = [[1.0, near, 1.0], [0.1 + 0.2, 0.3, 0.3], [-1e6, -1e6 * far, -1e6], [7.0, 7.0, 9.0]]
+        rewards = torch.tensor(rows, dtype=torch.float64).to(dtype)
+        ids, valid = torch.arange(4).repeat_interleave(3), torch.ones(12, dtype=torch.bool)
+        valid[11] = False
+        order = torch.arange(12) if sort else torch.arange(12).view(4, 3).t().reshape(-1)
+        columns = {"lengths": torch.arange(1, 13)[order], "valid": valid[order]}
+        got = advantage(target, rewards.flatten()[order], ids[order], center=center, scale=scale, eps=0.0, **columns)
+        got = got[order.argsort()].view(4, 3)
+        if (center, scale) == ("none", "none"):
+            assert torch.equal(got[:3], rewards[:3])
+            continue
+        assert got[[0, 1, 3]].abs().max() == 0
+        assert (got[2] != 0).any()
+
+
+def test_means_of_trajectories_tie_by_the_magnitude_of_their_rows(target) -> None:
+    """0.1 + 0.2 - 0.3 leaves 1e-17, and two of 1000.1 - 999.8 and 0.3 differ in the 13th digit; 0.30001 is another."""
+    units = [[0.1, 0.2, -0.3], [0.0], [1000.1, -999.8], [0.1, 0.2], [0.1, 0.2], [0.10001, 0.2]]
+    group = torch.tensor([0, 0, 1, 1, 2, 2])
+    counts = torch.tensor([len(unit) for unit in units])
+    trajectories = torch.arange(6).repeat_interleave(counts)
+    for dtype in TOLERANCE:
+        rewards = torch.tensor([reward for unit in units for reward in unit], dtype=torch.float64).to(dtype)
+        options = {"pool": "trajectory", "trajectory_ids": trajectories, "eps": 0.0, "num_groups": 3}
+        got = advantage(target, rewards, group.repeat_interleave(counts), **options)
+        assert got[:8].abs().max() == 0 and got[8:].abs().min() > 0.7
+
+
 def test_min_std_counts_small_differences_as_ties(target) -> None:
     rewards, ids = torch.tensor([1.0, 1.001, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
     got = advantage(target, rewards, ids, min_std=0.01)

@@ -228,7 +228,8 @@ class Arena(ArenaSetup):
                 call.fail(error)
                 raise
         actor = None if actor_id is None else self.actors[actor_id]
-        return call.finish(response, self.plain_format(actor), check_private=self.check_private)
+        format, trains = self.plain_format(actor), not self.is_evaluation
+        return call.finish(response, format, check_private=self.check_private, trains=trains)
 
     async def _sample(
         self, actor_id: str | None, request: ModelRequest, context: EpisodeContext | None

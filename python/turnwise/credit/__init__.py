@@ -1,6 +1,6 @@
 """Credit rules turn rewards into advantages. One rule is one file under ``rules``; ``registry`` finds it by name.
 
-Read in this order: base, grouping, rules, levels, edges, columns.
+Read in this order: base, ties, grouping, rules, levels, edges, columns.
 May import: types, utils, samples, _C.
 
 It needs numpy alone. Most rules need only a key per sample, see :class:`GroupCredit`. To write a new one, subclass

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from turnwise.credit.grouping import grouped_advantage, rule_of
+from turnwise.credit.ties import tolerance
 from turnwise.samples.collect import collect_samples
 from turnwise.types import GenerateResult, Sample
 from turnwise.utils.registry import build_with_options, import_class
@@ -21,9 +22,9 @@ RULE_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 """Methods that a class needs to be a credit rule."""
 
 EQUAL, ALONE, MIN_STD, CENTERED = "equal_rewards", "alone", "min_std", "zero_advantage"
-"""Causes of an advantage of 0. ``EQUAL``: all rewards of the group are equal. ``ALONE``: the group has one member.
-``MIN_STD``: its standard deviation is below ``min_std``. ``CENTERED``: the reward equals the rule's expectation (the
-group's mean, a baseline).
+"""Causes of an advantage of 0. ``EQUAL``: all rewards of the group are equal, up to rounding. ``ALONE``: the group has
+one member. ``MIN_STD``: its standard deviation is below ``min_std``. ``CENTERED``: the reward equals the rule's
+expectation (the group's mean, a baseline).
 """
 
 registry: dict[str, type[Credit]] = {}
@@ -148,12 +149,11 @@ class GroupCredit(Credit):
 
     def _zero_cause(self, units: Sequence[Sequence[float]]) -> str:
         """Return the cause for a group with these rewards, unit by unit."""
-        # Average offsets from the smallest reward, so that the mean of equal rewards is exactly that reward.
-        means = [min(rewards) + sum(reward - min(rewards) for reward in rewards) / len(rewards) for rewards in units]
+        means = [sum(rewards) / len(rewards) for rewards in units]
         if len(means) == 1:
             compared = (self.center, self.scale) != ("none", "none")
             return ALONE if compared and self.singleton == "zero" else CENTERED
-        if min(means) == max(means):
+        if max(means) - min(means) <= tolerance([reward for rewards in units for reward in rewards]):
             return EQUAL
         return MIN_STD if np.std(means, ddof=self.ddof) < self.min_std else CENTERED
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from turnwise import _C
+from turnwise.credit.ties import tied_groups
 from turnwise.utils.grouping import MODES, check_options
 
 
@@ -30,8 +31,9 @@ def grouped_advantage(
 ) -> np.ndarray:
     """Return advantages ``[B]`` float64 of ``rewards [B]`` within ``groups``, as ``ops.group_advantage`` does.
 
-    The rows of one of ``units`` count once, with their mean. ``options`` are those of ``ops.group_advantage``, all of
-    them. Raises ``ValueError`` for a reward that is not finite, and for a group of one under ``singleton="error"``.
+    Tied groups (:mod:`turnwise.credit.ties`) get 0. The rows of one of ``units`` count once, with their mean.
+    ``options`` are those of ``ops.group_advantage``, all of them. Raises ``ValueError`` for a reward that is not
+    finite, and for a group of one under ``singleton="error"``.
     """
     rule = rule_of("rows" if units is None else "trajectory", **options)
     rewards = np.ascontiguousarray(rewards, dtype=np.float64)
@@ -46,6 +48,8 @@ def grouped_advantage(
     if len(rewards):
         weights = None if lengths is None else np.ascontiguousarray(lengths, dtype=np.float64)
         _C.group_advantage(rewards, ids, advantages, count, unit_ids, weights, None, rule, 1)
+        if (options["center"], options["scale"]) != ("none", "none"):
+            advantages[tied_groups(rewards, ids, count, unit_ids)[ids]] = 0.0
     return advantages
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit.base import ALONE, CENTERED, EQUAL
+from turnwise.credit.ties import tolerance
 from turnwise.types import Rollout, Sample, Step
 
 Edge = tuple[int, int] | None
@@ -152,7 +153,12 @@ class StateValues:
             base = value if known else None  # without a known next value, the advantage is 0
         for action in actions:
             column = self.actors[str(self.steps[action].actor_id)]
-            self.advantages[action] = 0.0 if base is None else float(worth[action][column] - base[column])
+            if base is None:
+                self.advantages[action] = 0.0
+                continue
+            advantage = float(worth[action][column] - base[column])
+            equal = abs(advantage) <= tolerance([base[column], *(one[column] for one in worth.values())])
+            self.advantages[action] = 0.0 if equal else advantage
         if place in self.ends:
             value = self.ends[place]
         elif not known:

@@ -22,6 +22,7 @@ REASONS: dict[str, Reason] = {
     "resample": lambda result, step: result.rollout.meta.get("drop_reason") == "resample",
     "over_quota": lambda result, step: result.rollout.meta.get("drop_reason") == "over_quota",
     "reward_error": lambda result, step: "dropped" in result.rollout.meta,
+    "greedy": lambda result, step: result.is_trainable and "greedy" in step.info,
     "not_trainable": lambda result, step: not (result.is_trainable and step.trainable),
     "aborted": lambda result, step: step.finish_reason == "abort",
 }
@@ -309,6 +310,19 @@ MEANS = ("reward", "raw_reward", "metric", "completion_tokens", "truncated", "ov
 """Keys that :func:`describe` reports by actor, and metrics by their names."""
 
 
+def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+    """Return the ``metrics`` of episodes with 0 for each count of the gateway that others have.
+
+    Means over episodes then add up: those of all causes are the mean of their total. Actors that took no part in an
+    episode, which have no ``gateway/calls`` in it, get none.
+    """
+    counts = dict.fromkeys(name for of_one in metrics for name in of_one if name.startswith("gateway/"))
+    if not counts:
+        return metrics
+    calls = {name: f"gateway/calls/{name.rpartition('/')[2]}" for name in counts}
+    return [{**{name: 0.0 for name in counts if calls[name] in of_one}, **of_one} for of_one in metrics]
+
+
 def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     """Return the metrics of a whole step, nested episodes included.
 
@@ -329,6 +343,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for kind, column in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
         of_kind = means[kind]
+        column = with_zero_counts(column) if kind == "metric" else column
         for values, error in zip(column, errors, strict=True):
             if values and error is None:
                 for name, value in values.items():

@@ -24,7 +24,8 @@ PolicyVersions = list[tuple[int, int]]
 class Sampling:
     """Settings for drawing tokens.
 
-    ``temperature`` 0 means greedy. ``max_tokens`` counts completion tokens, the stop token included.
+    ``temperature`` 0 means greedy, and then the completion does not train. ``max_tokens`` counts completion tokens, the
+    stop token included.
     ``stop_token_ids`` end a completion in addition to the tokens that end a turn (the tokenizer's end of sequence, the
     chat template's closing token, and those of the model's generation config). A completion also ends
     with the token that completes one of the ``stop`` strings; it keeps that token. ``seed`` fixes the draw of this one
@@ -52,6 +53,11 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p!r}: expected a number in (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r}: expected 0 (off) or a positive count")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if each token is the likeliest one, so that its log-probability is not that of a draw."""
+        return self.temperature == 0 or self.top_k == 1
 
     def with_(self, **changes: Any) -> Sampling:
         """Return a copy with changed fields: ``sampling.with_(temperature=0.0)``. Unknown names raise ``TypeError``."""

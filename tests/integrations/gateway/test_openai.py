@@ -161,6 +161,8 @@ def test_evaluations_and_gateways_that_allow_it_take_the_agents_sampling():
     assert [(one.temperature, one.top_p, one.seed) for one in settings] == [(0.0, 0.5, 7), (0.0, 0.5, 8)]
     [request] = asked(Chat, ["4"], {"temperature": 0.3, "top_p": 0.5}, sampling="agent").client.calls
     assert (request.sampling.temperature, request.sampling.top_p) == (0.3, 0.5)
+    greedy = asked(Chat, ["4"], GREEDY, sampling="agent").steps
+    assert [(step.trainable, step.info["greedy"]) for step in greedy] == [(False, True)] * 2
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -176,3 +176,75 @@ def test_agent_that_is_cancelled_leaves_no_call(monkeypatch):
     assert "longer than timeout=0.3 s" in played.error
     assert len(script.cancelled) == 1 and played.steps == []
     assert played.metrics["gateway/aborted/solver"] == 1
+
+
+# -- answers that got lost ---------------------------------------------------------------------------------------------
+LOST = {
+    "the second goes on": ([0, 0], [1], [False, True, True]),
+    "the first goes on": ([0, 0], [0], [True, True, True]),
+    "none goes on": ([0, 0], [], [True, True]),
+    "both go on": ([0, 0], [0, 1], [True, True, True, True]),
+    "the third goes on": ([0, 0, 0], [2], [False, False, True, True]),
+    "another prompt": ([0, 1], [1], [True, True, True]),
+}
+
+
+@both
+@pytest.mark.parametrize("name", LOST)
+def test_an_answer_that_was_asked_for_again_does_not_train(wire, name):
+    prompts, go_on, trains = LOST[name]
+
+    async def agent(seen, models):
+        texts = []
+        for prompt in prompts:
+            texts.append(text_of(await lost(models["solver"], wire, body=[A, B][prompt], read=True)))
+        for place in go_on:
+            first = [A, B][prompts[place]]
+            chat = [*first["messages"], {"role": "assistant", "content": texts[place]}, *USER]
+            await lost(models["solver"], wire, body={**first, "messages": chat}, read=True)
+
+    played = play(agent, counting())
+    assert [step.trainable for step in played.steps] == trains
+    assert played.metrics["gateway/lost_answers/solver"] == trains.count(False)
+    assert all(step.trainable for step in play(agent, counting(), repeats="all").steps)
+
+
+def test_equal_requests_at_the_same_time_are_samples():
+    script = counting(delay=0.1)
+
+    async def agent(seen, models):
+        texts = await asyncio.gather(*(lost(models["solver"], body=A, read=True) for _ in range(2)))
+        chat = [*A["messages"], {"role": "assistant", "content": text_of(texts[1])}, *USER]
+        await lost(models["solver"], body={**A, "messages": chat}, read=True)
+
+    assert [step.trainable for step in play(agent, script).steps] == [True] * 3
+
+
+def test_an_equal_request_of_a_client_that_left_is_the_same_call(caplog):
+    """Without a header that says so; and the log has one line for the client that left."""
+    caplog.set_level("INFO")
+    script = Hanging()
+
+    async def agent(seen, models):
+        await lost(models["solver"], wait_for=lambda: script.asked)
+        while not script.cancelled:
+            await asyncio.sleep(0.01)
+        seen.append(await lost(models["solver"], read=True))
+
+    played = play(agent, script)
+    assert '"again"' in played.seen[0] and [step.turn for step in played.steps] == [0]
+    assert played.metrics["gateway/clients_left/solver"] == 1
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith(("turnwise", "aiohttp"))]
+    assert lines == ["a client of actor 'solver' left before it had its answer"]
+
+
+def test_no_record_shows_a_key():
+    async def agent(seen, models):
+        seen.append(models["solver"].api_key)
+        try:
+            raise ValueError(f"inner {models['solver'].api_key}")
+        except ValueError as error:
+            raise RuntimeError({"headers": f"Bearer {models['solver'].api_key}"}) from error
+
+    played = play(agent, counting(), fails=True)
+    assert "Bearer ***" in played.error and "inner ***" in played.error and played.seen[0] not in played.error

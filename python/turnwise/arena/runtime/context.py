@@ -83,6 +83,8 @@ class EpisodeContext:
     """Name of this episode or branch in the recording."""
     record_count: int = 0
     """Events recorded here so far."""
+    secrets: list[str] = field(default_factory=list)
+    """Keys that no record may show."""
     policies: Mapping[str, str] = field(default_factory=dict)
     """Policies that replace those of the actors, by actor id."""
     continuations: list[EpisodeRequest] = field(default_factory=list)
@@ -153,6 +155,7 @@ class EpisodeContext:
             recorder=self.recorder,
             record_key="" if self.recorder is None else self.recorder.unique_key(f"{self.record_key}/{name}"),
             policies=self.policies,
+            secrets=self.secrets,
         )
 
     def merge(self, part: EpisodeContext, *, selected: bool) -> None:
@@ -192,11 +195,21 @@ class EpisodeContext:
         return past() if self.recorder is None else bool(self.recorder.record_input(self, "deadline", (), past))
 
     def explain(self, error: Exception) -> str:
-        """Return the traceback of ``error``, with a note if the episode ran past its deadline."""
-        text = "".join(traceback.format_exception(error))
+        """Return the traceback of ``error`` without keys, with a note if the episode ran past its deadline."""
+        text = self.without_secrets("".join(traceback.format_exception(error)))
         if isinstance(error, TimeoutError) and self.out_of_time():
             return f"episode {self.rollout.episode_type!r} ({self.rollout.id}) ran past its deadline\n{text}"
         return text
+
+    def without_secrets(self, value: Any) -> Any:
+        """Return ``value``, a text or containers of texts, with ``***`` for each of ``secrets``."""
+        if isinstance(value, str):
+            for secret in self.secrets:
+                value = value.replace(secret, "***")
+            return value
+        if isinstance(value, Mapping):
+            return {self.without_secrets(key): self.without_secrets(item) for key, item in value.items()}
+        return type(value)(map(self.without_secrets, value)) if type(value) in (list, tuple, set) else value
 
     def result(self) -> GenerateResult:
         """Return the episode as it is now, complete or failed."""

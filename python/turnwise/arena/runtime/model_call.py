@@ -63,8 +63,14 @@ class PendingCall:
         if self.context is not None and self.context.recorder is not None and self.recorded is not None:
             self.context.recorder.finish_call(self.recorded, error)
 
-    def finish(self, response: ModelResponse, format: ChatFormat, *, check_private: bool) -> ModelResponse:
-        """Set text and prompt tokens of ``response``, and record it as a step. The text has no end of the turn."""
+    def finish(
+        self, response: ModelResponse, format: ChatFormat, *, check_private: bool, trains: bool = True
+    ) -> ModelResponse:
+        """Set text and prompt tokens of ``response``, and record it as a step. The text has no end of the turn.
+
+        A greedy completion does not train if ``trains``, the run samples for training: its tokens are no draws from the
+        policy.
+        """
         context, recorded, actor_id = self.context, self.recorded, self.actor_id
         if context is not None and context.recorder is not None and recorded is not None:
             context.recorder.finish_call(recorded, response)
@@ -84,6 +90,8 @@ class PendingCall:
             if texts := context.private.shown(actor_id, self.messages):
                 step.info["private"] = texts
             step.trainable = step.trainable and actor_id not in context.policies
+            if trains and step.trainable and self.request.sampling.is_greedy:
+                step.trainable, step.info["greedy"] = False, True
             if check_private:
                 context.sampled_completions.add(sampled_key(actor_id, response.completion_token_ids))
             context.steps[self.index] = step

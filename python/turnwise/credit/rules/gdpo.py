@@ -62,19 +62,21 @@ class GDPOCredit(GroupCredit):
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""
-        sums = np.zeros(len(samples))
+        sums, sizes = np.zeros(len(samples)), np.zeros(len(samples))
         keys, units = [self.key_of(sample) for sample in samples], [self.unit_key(sample) for sample in samples]
         for name, values in self._columns(samples).items():
             rows = np.flatnonzero(~np.isnan(values)).tolist()
             part, of_keys = [samples[row] for row in rows], [keys[row] for row in rows]
-            sums[rows] += self.rewards[name] * self.grouped(part, of_keys, values[rows], [units[row] for row in rows])
+            scaled = self.grouped(part, of_keys, values[rows], [units[row] for row in rows]) * self.rewards[name]
+            sums[rows] += scaled
+            sizes[rows] += np.abs(scaled)
         # Scale the sums over the batch of each policy.
         calls = Counter(units)
         weights = [1 / calls[unit] for unit in units] if self.batch == "attempts" else map(trained_tokens, samples)
         counts, advantages = np.fromiter(weights, dtype=np.float64), np.zeros(len(samples), dtype=np.float32)
         for of_policy in by_policy(samples):
             rows_of = of_policy & (counts > 0)
-            advantages[rows_of] = self._whiten(sums[rows_of], counts[rows_of])
+            advantages[rows_of] = self._whiten(sums[rows_of], counts[rows_of], 1e-12 * sizes[rows_of].max(initial=0.0))
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
@@ -114,14 +116,17 @@ class GDPOCredit(GroupCredit):
         end = f"/{sample.actor}"
         return {n.removesuffix(end): v for n, v in metrics[sample.rollout_id].items() if n.endswith(end)}
 
-    def _whiten(self, values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Scale ``values [b]`` to mean 0 and standard deviation 1; ``counts [b]`` says how often each counts."""
-        total, largest = counts.sum(), np.abs(values).max(initial=0.0)
-        if total <= self.ddof or np.ptp(values) == 0:
+    def _whiten(self, values: np.ndarray, counts: np.ndarray, tie: float) -> np.ndarray:
+        """Scale ``values [b]`` to mean 0 and standard deviation 1; ``counts [b]`` says how often each counts.
+
+        Values that differ by ``tie`` or less differ by rounding only, for example where two rewards cancel out.
+        """
+        total = counts.sum()
+        if total <= self.ddof or np.ptp(values) <= tie:
             return np.zeros_like(values)
         mean = counts @ values / total
         # The sums of whole groups are 0 but for rounding, and tied groups must keep an advantage of exactly 0.
-        deviations = values - (mean if abs(mean) > 1e-12 * largest else 0.0)
+        deviations = values - (mean if abs(mean) > tie else 0.0)
         std = math.sqrt(counts @ deviations**2 / (total - self.ddof))
         return deviations / (std + self.eps)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnwise.credit.base import ALONE, CENTERED, EQUAL, Credit
+from turnwise.credit.ties import tolerance
 from turnwise.types import Sample
 
 
@@ -53,6 +54,8 @@ class PassAtKCredit(Credit):
             )
         advantages = np.zeros(len(samples), dtype=np.float32)
         for trajectories in groups.values():
+            if _tied(samples, trajectories):
+                continue
             rewards = _rewards(samples, trajectories)
             for rows, advantage in zip(trajectories.values(), self._of_group(rewards), strict=True):
                 advantages[rows] = advantage
@@ -62,7 +65,7 @@ class PassAtKCredit(Credit):
         """Return the cause of a zero advantage, for each of ``rows`` of ``samples``."""
         causes: dict[int, str] = {}
         for trajectories in _answers(samples).values():
-            tied = np.ptp(_rewards(samples, trajectories)) == 0
+            tied = _tied(samples, trajectories)
             cause = ALONE if len(trajectories) <= self.k else EQUAL if tied else CENTERED
             causes |= dict.fromkeys((place for places in trajectories.values() for place in places), cause)
         return [causes[row] for row in rows]
@@ -71,7 +74,7 @@ class PassAtKCredit(Credit):
         """Return advantages ``[n]`` of the trajectories of one question."""
         n, k = len(rewards), self.k
         values, inverse = np.unique(rewards, return_inverse=True)
-        if n <= k or len(values) == 1:
+        if n <= k:
             return np.zeros(n)
         values = values - values[0]  # ties stay exact, and rewards far from 0 cost no accuracy
         up_to = np.cumsum(np.bincount(inverse)).tolist()  # number of answers with at most this value
@@ -94,6 +97,12 @@ def _answers(samples: Sequence[Sample]) -> dict[object, dict[Hashable, list[int]
         key = sample.group if sample.group is not None else (sample.group_id,)
         groups.setdefault(key, {}).setdefault(sample.trajectory_key, []).append(place)
     return groups
+
+
+def _tied(samples: Sequence[Sample], trajectories: Mapping[Hashable, Sequence[int]]) -> bool:
+    """True if all trajectories have the same mean reward, up to rounding."""
+    rewards = [samples[place].reward for rows in trajectories.values() for place in rows]
+    return bool(np.ptp(_rewards(samples, trajectories)) <= tolerance(rewards))
 
 
 def _rewards(samples: Sequence[Sample], trajectories: Mapping[Hashable, Sequence[int]]) -> np.ndarray:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit.base import Credit
+from turnwise.credit.ties import tolerance
 from turnwise.types import Sample
 
 Seat = tuple[str, str]
@@ -73,7 +74,9 @@ class RAECredit(Credit):
                 seat, _ = game
                 reward = samples[calls[game][-1]].trajectory_reward
                 returns.setdefault(seat, []).append(reward)
-                advantages[calls[game]] = reward - self.baseline(*seat)
+                baseline = self.baseline(*seat)
+                equal = abs(reward - baseline) <= tolerance([reward, baseline])
+                advantages[calls[game]] = 0.0 if equal else reward - baseline
             for seat, rewards in returns.items():
                 mean = sum(rewards) / len(rewards)
                 self._values[seat] = self.decay * self._values.get(seat, 0.0) + (1 - self.decay) * mean

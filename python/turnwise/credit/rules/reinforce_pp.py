@@ -18,6 +18,7 @@ import numpy as np
 
 from turnwise.credit.base import CENTERED, EQUAL, Credit
 from turnwise.credit.rules.grpo import GRPOCredit
+from turnwise.credit.ties import tolerance
 from turnwise.types import Sample
 
 
@@ -34,20 +35,21 @@ class ReinforcePPCredit(Credit):
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""
-        deviations = self._deviations(samples)
+        deviations, rewards = self._deviations(samples), np.array([sample.reward for sample in samples])
         tokens = np.array([trained_tokens(sample) for sample in samples], dtype=np.float64)
         advantages = np.zeros(len(samples), dtype=np.float32)
         for of_policy in by_policy(samples):
             rows = of_policy & (tokens > 0)
-            if rows.any():
+            if rows.any() and np.ptp(deviations[rows]) > tolerance(rewards[rows]):
                 advantages[rows] = self._whiten(deviations[rows], tokens[rows])
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
         """Return the cause of a zero advantage, for each of ``rows`` of ``samples``. A policy's group is the batch."""
         deviations, causes = self._deviations(samples), np.full(len(samples), CENTERED, dtype=object)
+        rewards = np.array([sample.reward for sample in samples])
         for of_policy in by_policy(samples):
-            if np.ptp(deviations[of_policy]) == 0:
+            if np.ptp(deviations[of_policy]) <= tolerance(rewards[of_policy]):
                 causes[of_policy] = EQUAL
         return [str(cause) for cause in causes[list(rows)]]
 
@@ -56,11 +58,11 @@ class ReinforcePPCredit(Credit):
         return by_question.grouped_by_key(samples)
 
     def _whiten(self, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Scale ``values [b]`` to mean 0 and standard deviation 1 under ``weights [b]``; exactly 0 if all are equal."""
+        """Scale ``values [b]`` to mean 0 and standard deviation 1 under ``weights [b]``."""
         offsets = values - values.min()
         deviations = offsets - np.average(offsets, weights=weights)
         std = np.sqrt(np.average(deviations**2, weights=weights))
-        return deviations / (std + self.eps) if offsets.any() else offsets
+        return deviations / (std + self.eps)
 
 
 def by_policy(samples: Sequence[Sample]) -> Iterator[np.ndarray]:

@@ -62,7 +62,7 @@ class GatewayEpisode(Episode):
                     raise
                 notes = "".join(f"; {note}" for note in getattr(error.__cause__, "__notes__", ()))
                 raise TimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
-        state.data["result"] = result
+        state.data["result"] = context.without_secrets(result)
         if self._reports:
             called = session.called()
             state.data["rewards"] = rewards_of(result, self.actors, called)

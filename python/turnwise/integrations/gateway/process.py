@@ -223,6 +223,4 @@ async def _end_orphans(folder: str) -> None:
 def _masked(output: bytes, session: Session) -> str:
     """Return the last lines of the output, without keys."""
     text = "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])
-    for model in session.models.values():
-        text = text.replace(model.api_key, "***")
-    return text
+    return str(session.context.without_secrets(text))

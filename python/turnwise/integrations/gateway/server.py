@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import logging
 import socket
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
@@ -15,12 +16,15 @@ from typing import Any
 
 from aiohttp import web
 
+from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
 from turnwise.integrations.gateway.session import Call, Seat, Session
 from turnwise.integrations.gateway.settings import LOOPBACK, GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
 from turnwise.integrations.gateway.wire.ask import Ask
 from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over, unauthorized, unsupported
+
+log = logging.getLogger(__name__)
 
 DIALECTS: dict[str, ModuleType] = {
     "chat/completions": openai_chat,
@@ -120,8 +124,34 @@ class Server:
         ask: Ask = dialect.parse(body)
         key, is_retry = _resend(request, dialect, body)
         call = session.start(seat, ask, key, is_retry=is_retry)
+        left = False
+        call.waiting += 1
+        try:
+            response = await self._send(request, dialect, call, session.format)
+            call.undelivered = False
+        except ConnectionError:
+            left, response = True, web.Response()  # nobody reads it
+        except asyncio.CancelledError:
+            left = True
+            raise
+        finally:
+            call.waiting -= 1
+            if left:  # if it asks again, it is the same call
+                seat.counts["clients_left"] += 1
+                log.info("a client of actor %r left before it had its answer", seat.actor)
+                call.leave()
+        return response
+
+    async def _send(
+        self, request: web.Request, dialect: ModuleType, call: Call, format: ChatFormat
+    ) -> web.StreamResponse:
+        """Wait for the answer, and send it. Raises ``ConnectionError`` or is cancelled if the client leaves."""
+        ask = call.ask
         if not ask.stream:
-            return web.json_response(dialect.answer(await _wait(call), ask, session.format))
+            whole = web.json_response(dialect.answer(await _wait(call), ask, format))
+            await whole.prepare(request)
+            await whole.write_eof()
+            return whole
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         waited = await _wait(call, KEEP_ALIVE)
         if waited is None:
@@ -135,8 +165,9 @@ class Server:
                 return response
         if not response.prepared:
             await response.prepare(request)
-        for event in dialect.events(waited, ask, session.format):
+        for event in dialect.events(waited, ask, format):
             await response.write(event)
+        await response.write_eof()
         return response
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -167,20 +198,12 @@ async def _close_connection(request: web.Request, response: web.StreamResponse) 
 
 
 async def _wait(call: Call, seconds: float | None = None) -> Any:
-    """Return the answer, or ``None`` after ``seconds``. The call ends with the last client that waits for it."""
+    """Return the answer, or ``None`` after ``seconds``. Does not cancel the call if the client leaves."""
     assert call.task is not None
-    call.waiting += 1
-    try:
-        done, _ = await asyncio.wait([call.task], timeout=seconds)
-        if done and call.task.cancelled():  # not by this client, who still waits
-            raise session_over("it ended before the answer")
-        return call.task.result() if done else None
-    except asyncio.CancelledError:
-        if call.waiting == 1:
-            call.task.cancel()
-        raise
-    finally:
-        call.waiting -= 1
+    done, _ = await asyncio.wait([call.task], timeout=seconds)
+    if done and call.task.cancelled():  # not by this client, who still waits
+        raise session_over("it ended before the answer")
+    return call.task.result() if done else None
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

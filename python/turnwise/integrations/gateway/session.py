@@ -26,8 +26,11 @@ CONTINUED = "continued"
 """Key of ``step.info``: a later prompt of the session went on from this answer."""
 END_GRACE = 5.0
 """Seconds that running calls get when a session ends."""
-ALWAYS = ("calls", "extended_rows", "rewritten_rows", "tool_calls/ok", "tool_calls/malformed", "truncated", "aborted")
-"""Counts that every actor reports, so that their means over episodes are right."""
+ALWAYS = (
+    "calls", "extended_rows", "rewritten_rows", "tool_calls/ok", "tool_calls/malformed", "truncated", "aborted",
+    "lost_answers",
+)  # fmt: skip
+"""Counts that every actor reports; others are reported where there are any (``samples.pack.with_zero_counts``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,17 @@ class Call:
     task: asyncio.Task[Answered] | None = None
     waiting: int = 0
     """Clients that wait for the answer: 0 after all of them have left."""
+    resend: Hashable | None = None
+    """Key of equal requests."""
+    undelivered: bool = False
+    """True if the client left while the answer was being sent."""
     steps: list[Step] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """Note that a client left. The call ends with the last client that waits for it."""
+        self.undelivered = True
+        if self.task is not None and not self.waiting and not self.task.done():
+            self.task.cancel()
 
     @property
     def has_answer(self) -> bool:
@@ -107,6 +120,7 @@ class Session:
         self.context: EpisodeContext = require_context()
         self._variables = contextvars.copy_context()
         self.seats = {actor: Seat(actor, secrets.token_urlsafe(32), Conversations(self.format)) for actor in actors}
+        self.context.secrets += [seat.key for seat in self.seats.values()]
         self.calls: list[Call] = []
         """All calls, in the order of their arrival."""
         self.models: dict[str, Model] = {}
@@ -127,8 +141,11 @@ class Session:
     # -- calls ---------------------------------------------------------------------------------------------------------
     def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> Call:
         """Start a call, or return the one that this request repeats. Raises :class:`WireError` if there is no more."""
-        known = seat.resends.get(resend) if resend is not None and is_retry else None
+        known = None if resend is None else seat.resends.get(resend)
+        if known is not None and not (is_retry or known.undelivered):
+            known = None
         if known is not None and known.has_answer:
+            known.undelivered = False
             seat.counts["retries_joined"] += 1
             return known
         if self.over:
@@ -139,7 +156,7 @@ class Session:
             self.format.check_tools(ask.tools)
         if known is None:
             turn = seat.calls if ask.turn is None else ask.turn
-            call = Call(seat.actor, turn, ask, time.monotonic())
+            call = Call(seat.actor, turn, ask, time.monotonic(), resend=resend)
             seat.calls += 1
             self.calls.append(call)
         else:  # its sampling was cancelled, or never began: sample again, under the same number
@@ -314,7 +331,26 @@ class Session:
         if self.settings.choices == "continued":
             for step in (step for call in self.calls if call.ask.n > 1 for step in call.steps):
                 step.trainable = step.trainable and CONTINUED in step.info
+        if self.settings.repeats == "continued":
+            self._leave_out_lost()
         self.report()
+
+    def _leave_out_lost(self) -> None:
+        """Train no answer that its client lost: one that nothing continues, unlike a later answer to an equal request.
+
+        A client whose connection broke may ask again without saying so. Equal requests at the same time are samples.
+        """
+        alike: dict[tuple[str, Hashable], list[Call]] = {}
+        for call in self.calls:
+            if call.resend is not None and call.steps:
+                alike.setdefault((call.actor, call.resend), []).append(call)
+        for calls in alike.values():
+            went_on = [call for call in calls if any(CONTINUED in step.info for step in call.steps)]
+            for call in calls:
+                if call not in went_on and any(call.ended and call.ended <= later.started for later in went_on):
+                    self.seats[call.actor].counts["lost_answers"] += 1
+                    for step in call.steps:
+                        step.trainable, step.info["lost"] = False, True
 
     def report(self) -> None:
         """Add the counts to the metrics of the rollout."""

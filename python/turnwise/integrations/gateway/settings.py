@@ -34,6 +34,9 @@ class GatewaySettings:
     evaluation takes the agent's."""
     choices: Literal["all", "continued"] = "all"
     """Which of ``n`` choices train: all, or only those that a later prompt continues."""
+    repeats: Literal["continued", "all"] = "continued"
+    """Which of several equal requests train, each made after the answer to the one before: ``"continued"`` leaves out
+    answers that no prompt continues if one does continue a later answer, as their client lost them and asked again."""
     max_calls: int = 200
     """Calls of one session."""
     max_parallel: int = 32
@@ -49,7 +52,8 @@ class GatewaySettings:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
         if isinstance(self.allowed_hosts, str):
             raise ValueError(f"allowed_hosts={self.allowed_hosts!r}: expected a list of names")
-        for name, known in (("sampling", ("actor", "agent")), ("choices", ("all", "continued"))):
+        modes = {"sampling": ("actor", "agent"), "choices": ("all", "continued"), "repeats": ("continued", "all")}
+        for name, known in modes.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}")
 

@@ -238,8 +238,12 @@ def group_advantage(
     - ``singleton``: the advantage in a group of one, unless ``center`` and ``scale`` are both ``"none"``: ``"zero"``,
       ``"raw"`` (the reward with mean 0 and standard deviation 1, so ``r / (1 + eps)``, or ``r`` without a scale) or
       ``"error"``.
-    - ``min_std``: a group with a smaller deviation counts as tied and gets 0. Ties give exactly 0.
+    - ``min_std``: a group with a smaller deviation counts as tied and gets 0.
     - ``check=True``: checks values on a GPU too, which waits for it.
+
+    Ties give exactly 0, unless ``center`` and ``scale`` are both ``"none"``. A group is tied if its values differ only
+    by rounding: by at most ``4 eps`` times the largest magnitude of its rewards, where ``eps`` is 2**-52 for float64
+    and 2**-23 for other types (2**-31 or more for means of trajectories on a GPU).
 
     Statistics are float64, of offsets from a member of the group, so rewards far from 0 lose no accuracy. On a GPU they
     are exact sums of offsets in steps of 2**-31 of the group's span, so every run gives equal bits. No gradient flows

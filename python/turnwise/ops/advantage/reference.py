@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def tie_of(dtype: torch.dtype) -> float:
+    """Return the relative difference up to which rewards of ``dtype`` count as equal: four of its roundings.
+
+    Narrower types than float32 have coarser steps, so only equal values tie.
+    """
+    return 2.0**-50 if dtype is torch.float64 else 2.0**-21
+
+
 class Options(NamedTuple):
     """The options of :func:`group_advantage`."""
 
@@ -38,8 +46,10 @@ def _pool_trajectories(
     return means, pairs[0], _segment_sum(lengths, entry, count), entry
 
 
-def _normalize(values: Tensor, groups: Tensor, num_groups: int, weights: Tensor, options: Options) -> Tensor:
-    """Compute ``(value - centre) / scale`` of each entry within its group."""
+def _normalize(
+    values: Tensor, groups: Tensor, num_groups: int, weights: Tensor, tolerance: Tensor, options: Options
+) -> Tensor:
+    """Compute ``(value - centre) / scale`` of each entry within its group; ties differ by at most ``tolerance [G]``."""
     # Values that are too large to square are scaled down by a power of two.
     largest = values.new_zeros(num_groups).scatter_reduce(0, groups, values.abs(), "amax")[groups]
     scale = torch.ones_like(values).masked_fill(largest > 2.0**500, 2.0**-600)
@@ -70,6 +80,9 @@ def _normalize(values: Tensor, groups: Tensor, num_groups: int, weights: Tensor,
     std = torch.where(n > 1, variance.sqrt()[groups], 0.0)
     divisor = std + options.eps * scale if options.scale == "std" else scale
     tied = std < options.min_std * scale
+    if options.center != "none" or options.scale != "none":
+        span = torch.zeros_like(base).scatter_reduce(0, groups, offset, "amax")[groups]
+        tied = tied | (span <= tolerance[groups] * scale)
     if options.scale == "std":
         tied = tied | (std == 0)
     advantages = torch.where(tied, 0.0, centred / divisor)
@@ -101,11 +114,13 @@ def reference(
     if num_groups > 2 * rewards.numel() + 1024:  # sparse ids could need any amount of memory
         distinct, groups = torch.unique(groups, return_inverse=True)
         num_groups = distinct.numel()
+    sizes = torch.zeros(num_groups, dtype=values.dtype, device=values.device)
+    sizes = sizes.scatter_reduce(0, groups, values.abs(), "amax")
     entry = torch.arange(values.numel(), device=values.device)
     if options.pool == "trajectory":
         assert trajectory_ids is not None
         values, groups, weights, entry = _pool_trajectories(values, groups, trajectory_ids, weights)
 
-    advantages = _normalize(values, groups, num_groups, weights, options)
+    advantages = _normalize(values, groups, num_groups, weights, tie_of(rewards.dtype) * sizes, options)
     result = advantages[entry]
     return (result if valid is None else torch.where(valid, result, 0.0)).to(rewards.dtype)

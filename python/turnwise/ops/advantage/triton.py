@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from turnwise.ops.advantage.reference import tie_of
 from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, TYPES, CompileCase
 
@@ -182,6 +183,7 @@ def advantage_kernel(
     low_ptr,
     high_ptr,
     sums_ptr,
+    sizes_ptr,
     advantages_ptr,
     rows,
     groups,
@@ -192,6 +194,8 @@ def advantage_kernel(
     DDOF: tl.constexpr,
     EPS: tl.constexpr,
     MIN_STD: tl.constexpr,
+    TIE: tl.constexpr,
+    POOLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
@@ -228,6 +232,12 @@ def advantage_kernel(
     nan = tl.full([BLOCK], float("nan"), tl.float64)
     alone = nan
     tied = 2 * std < MIN_STD
+    if POOLED:  # noqa: SIM108  Triton compiles the branch alone
+        size = tl.load(sizes_ptr + group, mask=enters, other=0.0)
+    else:
+        size = tl.maximum(tl.abs(low), tl.abs(high))
+    if (CENTER != 2) | (SCALE == 0):
+        tied = tied | (span <= 0.5 * TIE * size)
     if SCALE == 0:
         result = centred * factor / (std + 0.5 * EPS)
         tied = tied | (std == 0)
@@ -300,6 +310,14 @@ def _pool(
     return pooled, groups, total, count > 0, entry
 
 
+def _largest(values: Tensor, ids: Tensor, valid: Tensor | None, groups: int) -> Tensor:
+    """Return the largest magnitude of each group's rows, ``[groups]`` float64."""
+    enters = (ids >= 0) & (ids < groups)
+    enters = enters if valid is None else enters & (valid != 0)
+    sizes = torch.zeros(groups, dtype=torch.float64, device=values.device)
+    return sizes.scatter_reduce(0, torch.where(enters, ids, 0), torch.where(enters, values.abs().double(), 0.0), "amax")
+
+
 def run(
     values: Tensor,
     ids: Tensor,
@@ -323,10 +341,13 @@ def run(
     groups = rows if num_groups < 0 else max(num_groups, 1)
     weights = lengths if center == 3 else None
     valid = None if valid is None else valid.view(torch.uint8)
+    sizes, tie = None, tie_of(values.dtype)
     if by_trajectory:
         assert trajectory_ids is not None
         pooled, group, total, exists, entry = _pool(values, ids, trajectory_ids, weights, valid)
         table = _fill(pooled, group, exists.view(torch.uint8), total, groups)
+        # The means' own error counts as rounding, and the rows' magnitude says how large that is.
+        sizes, tie = _largest(values, ids, valid, groups), max(tie, 4 / _STEPS)
         values = pooled[entry]
     else:
         table = _fill(values, ids, valid, weights, groups)
@@ -336,6 +357,7 @@ def run(
             ids,
             ids if valid is None else valid,
             *table,
+            table.low if sizes is None else sizes,
             advantages,
             rows,
             groups,
@@ -346,6 +368,8 @@ def run(
             DDOF=numbers[0],
             EPS=numbers[1],
             MIN_STD=numbers[2],
+            TIE=tie,
+            POOLED=sizes is not None,
             BLOCK=BLOCK,
             **FUSED,
         )
@@ -363,9 +387,10 @@ def _cases() -> list[CompileCase]:
             values: dict[str, Any] = {"HAS_VALID": True, "WEIGHTED": True, "JOIN": join}
             values["BLOCK"] = JOINED_BLOCK if join else BLOCK
             cases.append(CompileCase(kernel, signature, values, options=FUSED))
-        names = ("CENTER", "SCALE", "SINGLETON", "DDOF", "EPS", "MIN_STD")
-        signature = {**columns, **table, "advantages_ptr": f"*{dtype}", **sizes, **dict.fromkeys(names, "constexpr")}
-        for options in ((0, 0, 0, 1, 1e-6, 0.0), (3, 1, 1, 0, 0.0, 0.1)):
+        names = ("CENTER", "SCALE", "SINGLETON", "DDOF", "EPS", "MIN_STD", "TIE", "POOLED")
+        outputs = {"sizes_ptr": "*fp64", "advantages_ptr": f"*{dtype}"}
+        signature = {**columns, **table, **outputs, **sizes, **dict.fromkeys(names, "constexpr")}
+        for options in ((0, 0, 0, 1, 1e-6, 0.0, 2.0**-21, False), (3, 1, 1, 0, 0.0, 0.1, 2.0**-29, True)):
             values = {"HAS_VALID": True, "BLOCK": 128, **dict(zip(names, options, strict=True))}
             cases.append(CompileCase(advantage_kernel, signature, values, options=FUSED))
     return cases

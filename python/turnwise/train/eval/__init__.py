@@ -1,5 +1,5 @@
 """Evaluation on held-out questions, with intervals.
 
 Read in this order: evaluate, ablate, statistics.
-May import: types, arena.
+May import: types, samples, arena.
 """

@@ -10,6 +10,7 @@ import numpy as np
 
 from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
+from turnwise.samples.pack import with_zero_counts
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
 
@@ -109,13 +110,13 @@ def _success(rollout: Rollout, metric: str) -> float:
 def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
     """Estimate every metric and every actor's reward, over the finished episodes that have it."""
     found: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
-    for result in results:
-        rollout = result.rollout
-        if rollout.error is None:
-            rewards = {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
-            for name, value in (rollout.metrics | rewards).items():
-                found[name][0].append(float(value))
-                found[name][1].append(result.group_id)
+    finished = [result for result in results if result.rollout.error is None]
+    measured = with_zero_counts([result.rollout.metrics for result in finished])
+    for result, metrics in zip(finished, measured, strict=True):
+        rewards = {f"reward/{actor}": reward for actor, reward in result.rollout.rewards.items()}
+        for name, value in {**metrics, **rewards}.items():
+            found[name][0].append(float(value))
+            found[name][1].append(result.group_id)
     return {name: estimate(*found[name]) for name in sorted(found)}
 
 

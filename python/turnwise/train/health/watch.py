@@ -42,6 +42,8 @@ CAUSES = {
     "reward_error": "is of an episode that its rubric dropped: see meta.dropped in rollouts.jsonl",
     "aborted": "was aborted: see the client's own messages",
     "no_tokens": "has no token: see the prompts in rollouts.jsonl",
+    "greedy": "was sampled at temperature 0 or top_k = 1, so its tokens are no draws from the policy: give its actor "
+    'or call a temperature above 0 (Actor.sampling, call_model(temperature=...), gateway.sampling = "actor")',
     "not_trainable": "belongs to an episode or seat that does not train: see EpisodeRequest.is_trainable, "
     "Step.trainable",
 }
