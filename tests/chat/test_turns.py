@@ -59,15 +59,19 @@ def test_a_turn_ends_with_the_templates_mark_the_models_and_the_tokenizers(famil
     assert format().end_token_ids == [tokenizer.eos_token_id], "a template without a mark"
 
 
-def test_an_ordinary_token_ends_no_turn() -> None:
+def test_ids_of_other_vocabularies_end_no_turn() -> None:
     tokenizer = build_tokenizer(["hello"])
-    ordinary = tokenizer.encode("h")
-    with pytest.warns(UserWarning, match=r"generation_config.eos_token_id=.*no special tokens"):
-        keep_ends(tokenizer, GenerationConfig(eos_token_id=[1, *ordinary, 10**6]))
-    assert ChatRenderer(tokenizer).stop_token_ids == (1,)
+    [ordinary] = tokenizer.encode("h")
+    with pytest.warns(UserWarning, match=r"generation_config.eos_token_id=.*no token \[1000000\]"):
+        keep_ends(tokenizer, GenerationConfig(eos_token_id=[1, 10**6]))
     keep_ends(tokenizer, GenerationConfig(eos_token_id=None))
-    keep_ends(ByteTokenizer(), GenerationConfig(eos_token_id=2))
-    assert ChatRenderer(ByteTokenizer()).stop_token_ids == (256,)
+    keep_ends(tokenizer, GenerationConfig(eos_token_id=[ordinary, 50256], _from_model_config=True))  # GPT-2's default
+    assert ChatRenderer(tokenizer).stop_token_ids == (1,)
+    keep_ends(tokenizer, GenerationConfig(eos_token_id=ordinary))
+    assert ChatRenderer(tokenizer).stop_token_ids == (1, ordinary), "a file that names it means it"
+    plain = ByteTokenizer()
+    keep_ends(plain, GenerationConfig(eos_token_id=2, _from_model_config=True))
+    assert ChatRenderer(plain).stop_token_ids == (256,)
 
 
 class Talk(MultiTurnEpisode):

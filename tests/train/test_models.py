@@ -16,6 +16,7 @@ from turnwise.train.model.loading import (
     attach_adapters,
     check_models,
     check_targets,
+    load_model,
     load_models,
     load_references,
     sharing,
@@ -171,6 +172,7 @@ def test_turns_end_where_any_generation_config_says(tmp_path):
     GenerationConfig(eos_token_id=ids[2]).save_pretrained(second)
     found = check_models({"a": PolicyConfig(path=first), "b": PolicyConfig(path=second)}, never)
     assert ChatFormat(found).stop_token_ids == (found.eos_token_id, *ids)
+    assert load_model(first, "float32", never, empty=True).generation_config.eos_token_id == ids[:2]
     (tmp_path / "second" / "generation_config.json").unlink()
     found = check_models({"a": PolicyConfig(path=second)}, never)
     assert ChatFormat(found).stop_token_ids == (found.eos_token_id,)

@@ -41,20 +41,21 @@ def own_copy(tokenizer: Any) -> Any:
 def keep_ends(tokenizer: Any, generation_config: Any) -> None:
     """Note in ``tokenizer`` the tokens with which the model of ``generation_config`` ends a turn.
 
-    They are its ``eos_token_id``, an id or a list. An id of an ordinary token is left out, with a warning unless the
-    model's configuration gave it as its default.
+    They are its ``eos_token_id``, an id or a list. An id that the tokenizer doesn't have is left out, with a warning.
+    Of the ids that stem from a model's configuration alone, whose defaults fit no tokenizer, only special tokens count.
     """
     found = getattr(generation_config, "eos_token_id", None)
-    added = getattr(tokenizer, "added_tokens_decoder", {})
     given = [int(token) for token in (found if isinstance(found, Iterable) else [found]) if token is not None]
-    unknown = [token for token in given if token not in added]
-    if unknown and added and not getattr(generation_config, "_from_model_config", False):
+    if getattr(generation_config, "_from_model_config", False):
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        given = [token for token in given if token in added]
+    elif unknown := [token for token in given if hasattr(tokenizer, "__len__") and token >= len(tokenizer)]:
         warnings.warn(
-            f"generation_config.eos_token_id={found!r}: {unknown} are no special tokens of the tokenizer, so turns "
-            "don't end there",
+            f"generation_config.eos_token_id={found!r}: the tokenizer has no token {unknown}, so no turn ends there",
             stacklevel=2,
         )
-    ends = tuple(dict.fromkeys((*ends_of(tokenizer), *(token for token in given if token in added))))
+        given = [token for token in given if token not in unknown]
+    ends = tuple(dict.fromkeys((*ends_of(tokenizer), *given)))
     if ends != ends_of(tokenizer):
         tokenizer.turn_ends = ends
 

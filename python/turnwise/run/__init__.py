@@ -2,5 +2,5 @@
 
 Read in this order: build, load, start, checks, ablations, clients, ranks, policy_sharing, tree_settings, selfplay,
 export, hub, tinker, clusters, workers.
-May import: turnwise, types, utils, credit, arena, inference, tasks, train, cluster, workers.
+May import: turnwise, types, utils, credit, chat, arena, inference, tasks, train, cluster, workers.
 """

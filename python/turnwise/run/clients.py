@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from turnwise.chat.tokenizers import own_copy
 from turnwise.cluster.members import FOLDER, Members, members_file
 from turnwise.inference import (
     Endpoint,
@@ -191,7 +192,7 @@ class Engines:
         alone: bool = False,
     ) -> None:
         self._others, self._alone = others, alone
-        self._config, self._tokenizer, self._models = config, tokenizer, models
+        self._config, self._tokenizer, self._models = config, own_copy(tokenizer), models
         self._endpoint, self._folder = endpoint, folder
         self._transfer: SharedTransfer | None = None
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from turnwise.chat.tokenizers import own_copy
 from turnwise.inference import PoolClient, RoutingClient, VLLMClient, VLLMServerClient, VLLMServerReader
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.server.reader import ServedWeights
@@ -54,7 +55,7 @@ class WorkerClient:
     def __init__(
         self, engines: Engines, tokenizer: Tokenizer, endpoint: Callable[[str], Endpoint], seed: int, attempts: int = 3
     ) -> None:
-        self._tokenizer, self._endpoint, self._seed = tokenizer, endpoint, seed
+        self._tokenizer, self._endpoint, self._seed = own_copy(tokenizer), endpoint, seed
         self._readers: list[dict[str, VLLMServerReader]] = []
         self._pools: list[PoolClient] = []
         self._leaving: set[Any] = set()

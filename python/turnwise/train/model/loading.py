@@ -245,7 +245,9 @@ def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any
         return take_dtype(tiny()[1], kind)
     if empty:
         with _parameters_on_meta():
-            return take_dtype(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind), kind)
+            model = take_dtype(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind), kind)
+        model.generation_config = _generation_config(path) or model.generation_config
+        return model
     return AutoModelForCausalLM.from_pretrained(path, dtype=kind)
 
 
@@ -300,13 +302,19 @@ def _by_module(models: Mapping[str, nn.Module]) -> list[list[str]]:
 
 def _parts_of(path: str) -> tuple[Any, int, Any]:
     """Return the tokenizer under ``path``, the number of tokens that its model embeds, and its generation config."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer
 
-    tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-    generation = None  # a model need not have one
+    rows = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    return AutoTokenizer.from_pretrained(path), rows, _generation_config(path)
+
+
+def _generation_config(path: str) -> Any:
+    """Return the generation config under ``path``; ``None`` if there is none."""
+    from transformers import GenerationConfig
+
     try:
-        generation = GenerationConfig.from_pretrained(path)
+        return GenerationConfig.from_pretrained(path)
     except OSError:
         if (Path(path) / "generation_config.json").exists():
             raise
-    return tokenizer, config.get_text_config().vocab_size, generation
+        return None
