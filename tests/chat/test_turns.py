@@ -129,10 +129,10 @@ def test_the_warm_start_teaches_the_templates_end(family: Family) -> None:
 # -- turnwise's own tokenizer ------------------------------------------------------------------------------------------
 def test_a_copy_is_made_once_and_again_for_another_state() -> None:
     tokenizer = build_tokenizer(["hello world"])
-    tokenizer("hello world", truncation=True, max_length=1)
+    tokenizer("hello world", truncation=True, padding="max_length", max_length=1)
     copied = own_copy(tokenizer)
     assert copied is not tokenizer and own_copy(tokenizer) is copied and own_copy(copied) is copied
-    assert len(copied.encode("hello world")) > 1
+    assert copied.backend_tokenizer.truncation is None and copied.backend_tokenizer.padding is None
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert own_copy(tokenizer).chat_template == "{{ messages[0].content }}" and own_copy(tokenizer) is not copied
     plain = ByteTokenizer()
@@ -144,6 +144,7 @@ async def test_what_users_do_with_the_tokenizer_changes_no_prompt(family: Family
     client = ScriptedClient(lambda request: "4", tokenizer=tokenizer)
     arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=9))
     arena.add_actor(Actor("solver"))
+    late = arena.add_actor(Actor("late", chat_template_kwargs={"x": 1}))
     before = await arena.call_model("solver", "2 + 2 = " * 9)
     assert arena.tokenizer is tokenizer
     tokenizer.backend_tokenizer.enable_truncation(3)
@@ -153,6 +154,8 @@ async def test_what_users_do_with_the_tokenizer_changes_no_prompt(family: Family
     after = await arena.call_model("solver", "2 + 2 = " * 9)
     assert after.prompt_token_ids == before.prompt_token_ids
     assert after.completion_token_ids == before.completion_token_ids
+    for format in (arena.plain_format(late), arena.chat_format(late), arena.chat_format(renderer="template")):
+        assert format.prompt_ids([U("2 + 2 = " * 9)]) == before.prompt_token_ids, "formats that are made only now"
     fresh = arena.prepare("solver", "2 + 2 = " * 10)[1]
     assert len(fresh.prompt_token_ids) == len(before.prompt_token_ids) + len("2 + 2 = ")
     assert fresh.sampling.stop_token_ids == client.calls[0].sampling.stop_token_ids

@@ -63,6 +63,15 @@ FAMILIES = {
         takes_first=False,
         takes_later=False,
     ),
+    "drops": Family(
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+        "<|im_end|>",
+        takes_first=False,
+        takes_later=False,
+    ),
     "phi": Family(
         "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
         "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n"
