@@ -449,14 +449,18 @@ def wait_for_step(process, run_dir, step, timeout=120):
     pytest.fail(f"no step {step} within {timeout} s")
 
 
-def test_ctrl_c_saves_and_exits_and_the_run_goes_on(tmp_path):
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGHUP))],
+)
+def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, number):
     model = {"policies": {"default": {"path": save_tiny(tmp_path / "model")}}}
-    config = config_of(tmp_path / "run", steps=10_000, checkpoint={"every": 0}, **model)
+    config = config_of(tmp_path / "run", steps=10_000, checkpoint={"minutes": 0}, **model)
     process = start(config, tmp_path / "run.toml")
     wait_for_step(process, config.run_dir, 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    assert process.returncode == 128 + number, output
     assert "Traceback" not in output and "run the same command again" in output
     (newest,) = list_checkpoints(config.run_dir / "checkpoints")
     reached = len(lines_of(config.run_dir))

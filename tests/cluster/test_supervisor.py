@@ -29,10 +29,11 @@ role, kind = sys.argv[1], sys.argv[1].split("-")[0]
 assert sys.stdin.readline() == "the secret\\n"
 def gone(name):
     return pathlib.Path(name).exists()
-def stopped(*_):
-    print("saved", flush=True); sys.exit(130)
+def stopped(number, _):
+    print("saved", flush=True); sys.exit(128 + number)
 if role == "rank-0":
-    signal.signal(signal.SIGINT, stopped)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stopped)
 print("hello from", role, flush=True)
 while True:
     for act in (f"{role}.exit", f"{kind}.exit"):
@@ -236,15 +237,16 @@ def test_wrong_settings_end_the_run(tmp_path: Path) -> None:
     assert ("restarted", "engine-main-1") not in run.events()
 
 
-def test_a_signal_lets_the_first_rank_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_the_first_rank_save(tmp_path: Path, number: int) -> None:
     run = Run(tmp_path, **TEAM)
 
     def act() -> None:
         until(lambda: "hello" in (tmp_path / "run/logs/rank-0.log").read_text())
         time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    assert run.during(act) == 130
+    assert run.during(act) == 128 + number
     assert "saved" in (tmp_path / "run/logs/rank-0.log").read_text()
 
 

@@ -227,7 +227,7 @@ async def test_weights_that_are_not_finite_reach_no_client(make_trainer):
     told = "policy 'default': weight 'model.embed_tokens.weight' is not finite at version {}, so it is not published"
     with pytest.raises(FloatingPointError, match=told.format(2)):
         await trainer.run()
-    assert trainer.arena.client.version("default") == 1 and trainer.progress.step == 1
+    assert trainer.arena.client.version("default") == 1 and trainer.progress.step == 2
     assert list_checkpoints(trainer.checkpoints)[-1].name.endswith("1"), "the last good one"
     trainer.save()
     (trainer.config.run_dir / "metrics.jsonl").write_text("")

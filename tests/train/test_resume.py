@@ -247,9 +247,6 @@ async def test_a_resumed_run_equals_one_left_alone(whole, tmp_path, setting, end
     if setting == "two ahead, in any order":
         return
     lines, *states, weights = left_by(second)
-    if ending == "a validation fails":
-        assert [row["step"] for row in lines if "validation" in row] == [0, 4], "it is not repeated"
-        expected[0][2] = {key: value for key, value in expected[0][2].items() if key in lines[2]}
     assert lines == expected[0] and states == list(expected[1:-1])
     assert all(equal(weights[name], expected[-1][name]) for name in weights)
 

@@ -25,7 +25,7 @@ async def test_checkpoints_hold_a_revision_and_old_ones_are_forgotten(tmp_path):
 
 
 async def test_what_others_did_meanwhile_is_told(tmp_path):
-    first = made(tmp_path / "run", "store")
+    first = made(tmp_path / "run", "store", checkpoint={"minutes": 0})
     killed(0, "update")(first)
     with pytest.raises(KilledError):
         await first.run()
@@ -33,7 +33,7 @@ async def test_what_others_did_meanwhile_is_told(tmp_path):
     other = ArtifactStore("q", path=tmp_path / "run.db")
     other.add("theirs")
     other.close()
-    second = made(tmp_path / "run", "store")
+    second = made(tmp_path / "run", "store", checkpoint={"minutes": 0})
     early(second)
     told = r"1 changes by other runs .*; delete .*stores.json to begin with the store as"
     with pytest.raises(ValueError, match=told):

@@ -108,6 +108,12 @@ class Arena(ArenaSetup):
             self._attempts.append(attempts_of(results, self.attempt_result))
         return self.build_training_batch(results)
 
+    def take_back_credit(self, state: dict[str, Any] | None) -> None:
+        """Undo the last :meth:`assign_credit_and_pack`: the credit rule gets its ``state`` before that call."""
+        self._attempts.clear()
+        if self.credit is not None and state:
+            self.credit.load_state_dict(state)
+
     def attempt_result(self, rollout: Rollout) -> tuple[float, float]:
         """Return the reward and the success (0 to 1) of an attempt at a store's artifact.
 

@@ -1,8 +1,9 @@
 """The table of commands and the parsing of their arguments.
 
 ``turnwise NAME ...`` imports ``turnwise/cli/commands/NAME.py`` and calls its ``run(options)``. A user's mistake prints
-one line on stderr and exits with 2. A run that fails (out of memory, no backend, a dead server) prints one line and
-exits with 1. ``--traceback`` shows where the error was raised. Ctrl-C exits with 130.
+one line on stderr and exits with 2. A run that fails (out of memory, no backend, a dead server, any error while it
+trains) prints one line and exits with 1. ``--traceback`` shows where the error was raised. Ctrl-C exits with 130;
+``turnwise train`` also with 143 after SIGTERM and 129 after SIGHUP, and with 75 if it lost its cluster.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 
 from turnwise.cli.commands.bench import find_benches
 from turnwise.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
+from turnwise.utils.errors import SavedNote
 from turnwise.utils.registry import did_you_mean
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
@@ -74,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error).strip() or type(error).__name__
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             message = f"{error.strerror}: {error.filename!r}"
-        print(f"turnwise: {message}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, USER_ERRORS) else EXIT_FAILED
+        notes = getattr(error, "__notes__", [])
+        print("\n".join([f"turnwise: {message}", *notes]), file=sys.stderr)
+        in_training = any(isinstance(note, SavedNote) for note in notes)
+        return EXIT_USAGE if isinstance(error, USER_ERRORS) and not in_training else EXIT_FAILED
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -17,6 +17,7 @@ from turnwise.cluster.placement import Kind, NoRoom, Role, shortage
 from turnwise.cluster.versions import compare
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.utils.signals import SIGNALS, TOGETHER
 
 TAIL = 50
 """Lines of a dead process's log that an error quotes."""
@@ -115,6 +116,7 @@ class Supervisor:
         }
         self._members = Members(epoch=self._last_epoch())
         self._stopping = False
+        self._signals: list[float] = []
         log = log_file(self.run_dir, "rank-0")
         self._shown = log.stat().st_size if log.is_file() else 0
 
@@ -126,7 +128,8 @@ class Supervisor:
         :class:`~turnwise.cluster.backend.ClusterLost` if the cluster is gone, or no longer has room.
         """
         (self.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._interrupt) for number in heard}
         try:
             self.backend.place([process.role for process in self._processes.values()], self.config.cluster.wait)
             self._first_hosts()
@@ -332,7 +335,7 @@ class Supervisor:
         first, deadline = self._ranks[0], time.monotonic() + LAST_WORDS
         with suppress(HostLost, ClusterLost):
             if first.host is not None and first.pid is not None:
-                first.host.signal(signal.SIGINT)
+                first.host.signal(signal.SIGTERM)
                 while time.monotonic() < deadline and self._running(first):
                     time.sleep(PAUSE)
 
@@ -340,15 +343,17 @@ class Supervisor:
         return process.pid is not None and self._problem(process) is None
 
     def _interrupt(self, number: int, frame: object) -> None:
-        """Let the first rank save and end, as after Ctrl-C. A second signal ends everything at once."""
-        if self._stopping:
-            raise KeyboardInterrupt
+        """Pass the signal on to the first rank, which saves and ends. A third one ends everything at once."""
+        first, now = self._ranks[0], time.monotonic()
+        if self._signals and now - self._signals[-1] < TOGETHER:
+            return
+        self._signals.append(now)
+        if len(self._signals) > 2 or first.host is None or first.pid is None:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if not self._stopping:
+            self.say(f"turnwise: {signal.Signals(number).name}: the run saves and stops; a third one ends it at once")
         self._stopping = True
-        self.say("turnwise: the run saves and stops; once more ends it at once")
-        first = self._ranks[0]
-        if first.host is None or first.pid is None:
-            raise KeyboardInterrupt
-        first.host.signal(signal.SIGINT)
+        first.host.signal(number)
 
     # -- what others see -----------------------------------------------------------------------------------------------
     def _join(self, process: _Process) -> None:

@@ -57,6 +57,7 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.run_folder import RunLock, refuse_buried
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling
+from turnwise.utils.signals import SIGNALS
 
 
 class TaskArena(Arena):
@@ -163,7 +164,7 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
         if config.steps == 0 and config.warm_start.steps == 0:
             log.note("steps = 0 and warm_start.steps = 0: nothing to train")
             return run
-        # Train, then evaluate unless Ctrl-C ended the run.
+        # Train, then evaluate unless a signal ended the run.
         log.note(f"{run.task.name}: training for {config.steps} steps in {config.run_dir}")
         progress = run.train()
         log.note(
@@ -186,7 +187,8 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
     policies = build_policies(config, models, _load_references(config, task, empty=True))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 saves after Ctrl-C, which takes all ranks
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # rank 0 saves after them, which takes all ranks
     shard(policies, config, mesh).follow()
 
 

@@ -31,6 +31,7 @@ class TrainerView(Protocol):
     client_metrics: ClientMetrics
     rollouts: RolloutQueue
     rng: np.random.Generator
+    unwritten: dict[str, float] | None
 
     @property
     def callbacks(self) -> Mapping[str, Callback]:

@@ -1,64 +1,158 @@
-"""Turns Ctrl-C into a request: the loop stops between stages, saves, and ends."""
+"""Turns SIGINT, SIGTERM and SIGHUP into a request: the loop stops between stages, saves, and ends.
+
+The exit code of a run that a signal ended is 128 plus its number: 130, 143, 129.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from turnwise.utils import signals
+from turnwise.utils.signals import SIGNALS
+
+PATIENCE = 10.0
+"""Seconds after SIGTERM or SIGHUP in which running stages may end by themselves. Schedulers kill 30 s after them."""
+
+LEAVE = 10.0
+"""Seconds that a cancelled task has to end before the loop goes on without it."""
+
+
+class StopNow(KeyboardInterrupt):
+    """Raised where the main thread is by the third signal."""
 
 
 class StopRequest:
-    """A flag that Ctrl-C sets. The first one asks the loop to stop, save and end; a second one interrupts at once."""
+    """A flag that a signal sets. The first signal asks the loop to stop, save and end.
+
+    Running stages may still end by themselves: until a second signal after SIGINT, for :data:`PATIENCE` seconds after
+    SIGTERM and SIGHUP. A third signal raises :class:`StopNow` at once.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
-        self._event: asyncio.Event | None = None
+        self.signal: signal.Signals | None = None
+        self._count, self._heard, self._deadline = 0, 0.0, float("inf")
+        self._asked: asyncio.Event | None = None
+        self._hurry: asyncio.Event | None = None
 
-    def request(self) -> None:
-        """Ask for a stop, from the event loop's thread."""
-        self.requested = True
-        if self._event is not None:
-            self._event.set()
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def request(self, number: int = signal.SIGINT) -> None:
+        """Ask for a stop as signal ``number`` does, from the event loop's thread."""
+        self._count_signal(number)
+        self._tell()
+
+    def _count_signal(self, number: int) -> bool:
+        """Count a signal, unless it belongs to the one before, and return True if it is the third."""
+        now = time.monotonic()
+        if self._count and now - self._heard < signals.TOGETHER:
+            return False
+        self._count, self._heard = self._count + 1, now
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            self._deadline = float("inf") if number == signal.SIGINT else now + PATIENCE
+        return self._count > 2
+
+    def _tell(self) -> None:
+        if self._asked is not None and self._hurry is not None:
+            self._asked.set()
+            if self._count > 1:
+                self._hurry.set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT inside the block. Outside the main thread this does nothing, as only the main thread can."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._event = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        """Handle :data:`SIGNALS` inside the block, but not those that this process ignores (``nohup``).
 
-        def heard(signum: int, frame: Any) -> None:
-            signal.signal(signal.SIGINT, previous)  # so that a second Ctrl-C interrupts
-            loop.call_soon_threadsafe(self.request)
-            self.requested = True
+        Outside the main thread only :meth:`request` asks for a stop, as no other thread may handle signals.
+        """
+        self._asked, self._hurry = asyncio.Event(), asyncio.Event()
+        loop, terminals = asyncio.get_running_loop(), [fd for fd in (1, 2) if _is_terminal(fd)]
+        before: dict[signal.Signals, Any] = {}
 
-        previous = signal.signal(signal.SIGINT, heard)
+        def heard(number: int, frame: Any) -> None:
+            third = self._count_signal(number)
+            if number == signal.SIGHUP:
+                _drop(terminals)
+            with suppress(RuntimeError):  # the loop is closed already
+                loop.call_soon_threadsafe(self._tell)
+            if third:
+                raise StopNow
+
+        if threading.current_thread() is threading.main_thread():
+            handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            before = {number: signal.signal(number, heard) for number in handled}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
-            self._event = None
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._asked = self._hurry = None
 
-    async def unless_requested(self, work: Any) -> Any:
-        """Return ``await work``, or cancel it and return ``None`` if a stop is requested first."""
+    async def unless_requested(self, work: Awaitable[Any], *, patient: bool = False) -> Any:
+        """Return ``await work``, or cancel it and return ``None`` if a stop is requested first.
+
+        ``patient`` work is not cancelled at once: it may end by itself until a second signal, or until
+        :data:`PATIENCE` is over.
+        """
         task = asyncio.ensure_future(work)
-        if self._event is None:
+        if self._asked is None or self._hurry is None:
             return await task
-        waiting = asyncio.ensure_future(self._event.wait())
+        asked, hurry = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(self._hurry.wait())
         try:
-            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return await task
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            return None
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if patient and not task.done():
+                left = max(0.0, self._deadline - time.monotonic())
+                until = None if left == float("inf") else left
+                await asyncio.wait({task, hurry}, timeout=until, return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
         finally:
-            if not task.done():
-                task.cancel()
-            waiting.cancel()
-            await asyncio.wait({waiting})  # no task is left behind
+            await leave([task, asked, hurry])
+
+
+async def leave(tasks: list[asyncio.Future[Any]]) -> None:
+    """Cancel ``tasks`` and wait until they have ended, at most :data:`LEAVE` seconds."""
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # asyncio warns of unread errors
+    if running := [task for task in tasks if not task.done()]:
+        await asyncio.wait(running, timeout=LEAVE)
+
+
+@contextmanager
+def no_exits(what: str) -> Iterator[None]:
+    """Turn what would end the process or a task, such as ``exit()``, into an error of the code that raised it.
+
+    A :class:`StopNow` and a cancellation from outside pass.
+    """
+    try:
+        yield
+    except StopNow:
+        raise
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"{what} raised {error!r}") from error
+
+
+def _is_terminal(descriptor: int) -> bool:
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
+
+
+def _drop(terminals: list[int]) -> None:
+    """Send to nowhere what is written to ``terminals``, which are gone: writing would fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in terminals:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -21,27 +21,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from turnwise.arena import Arena, EpisodeCheckpoints
+from turnwise.arena.dynamic_sampling import state_of
 from turnwise.arena.runtime.context import maybe_await
 from turnwise.samples.pack import drop_stale
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
-from turnwise.train.checkpoint.run_state import set_random_state
+from turnwise.train.checkpoint.run_state import (
+    generator_states,
+    random_state,
+    set_generator_states,
+    set_random_state,
+)
 from turnwise.train.config.schedule import policies_at
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
 from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
-from turnwise.train.interrupt import StopRequest
+from turnwise.train.interrupt import StopRequest, leave, no_exits
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.client_metrics import ClientMetrics
@@ -49,12 +57,13 @@ from turnwise.train.log.cluster_metrics import ClusterMetrics
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.step_metrics import staleness, summarize
 from turnwise.train.model.policy import Policy
-from turnwise.train.resume import new_queue, resume_run, rewound_state, save_run
+from turnwise.train.resume import keep_what_pickles, new_queue, resume_run, rewound_state, save_run
 from turnwise.train.rollout_queue import refuse_own_step
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
 from turnwise.train.validate import contradictions
 from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
+from turnwise.utils.errors import SavedNote, after
 from turnwise.utils.files import replace_text
 from turnwise.utils.heap import frozen_heap
 
@@ -140,26 +149,54 @@ class Trainer:
         self._stop = StopRequest()
         self.rollouts = new_queue(self)
         self._published: dict[str, int] = {}
+        self._saved_at = self._started = 0.0
+        self._before_step: _BeforeStep | None = None
+        self._unlogged: dict[str, float] | None = None
+        self.unwritten: dict[str, float] | None = None
 
     async def run(self) -> RunProgress:
-        """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success."""
+        """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success.
+
+        A step is whole once its update has ended on all policies. Whatever ends the run afterwards (an error, SIGINT,
+        SIGTERM, SIGHUP, a cancellation), the step is logged and saved, and then the error is raised.
+        """
         with self.lock, frozen_heap():
             await self._start()
             try:
-                with self.log, self._stop.listening():
-                    async with self.rollouts:
-                        await self.validate_start()
+                with self._stop.listening(), self.log:
+                    async with self.rollouts, self._saving():
+                        await self._stop.unless_requested(self.validate_missing(), patient=True)
                         while not self.finished():
                             batch = await self.next_batch()
                             if batch is None:
                                 break
                             metrics = await self.update(batch)
-                            await self.sync_weights()
-                            await self.record(batch, metrics)
-                        await self.stop_and_save(finish_running=self.config.loop.deterministic)
-            finally:
-                await maybe_await(self.arena.on_train_end())
+                            await self._stop.unless_requested(self._send_and_record(batch, metrics), patient=True)
+            except BaseException as error:
+                with after(error, "arena.on_train_end"):
+                    await maybe_await(self.arena.on_train_end())
+                raise
+            await maybe_await(self.arena.on_train_end())
         return self.progress
+
+    @asynccontextmanager
+    async def _saving(self) -> AsyncIterator[None]:
+        """Save the last whole step at the end of the block, also after an error."""
+        try:
+            with no_exits("the training loop"):
+                yield
+        except BaseException as error:
+            with after(error, "saving the last step"):
+                await self.stop_and_save(finish_running=False)
+                where = f"step {self.progress.step} is saved in {self.checkpoints}"
+                error.add_note(SavedNote(f"{where}; the same command goes on from it"))
+            raise
+        await self.stop_and_save(finish_running=self.config.loop.deterministic)
+
+    async def _send_and_record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
+        with no_exits(f"step {self.progress.step}"):
+            await self.sync_weights()
+            await self.record(batch, metrics)
 
     async def _start(self) -> None:
         """Resume or begin the run: write its config, send the weights to the client, and call the start hooks."""
@@ -168,31 +205,26 @@ class Trainer:
         saved_arena = resume_run(self)
         replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self.config))
         await self.sync_weights()
-        for callback in self.callbacks.values():
-            await callback.on_start(self)
+        self._saved_at = time.monotonic()
+        for name, callback in self.callbacks.items():
+            with no_exits(f"callback {name!r}"):
+                await callback.on_start(self)
         await maybe_await(self.arena.on_train_start())
         if saved_arena is not None:
             self.arena.load_state_dict(saved_arena)  # includes the effects of the hook's first call
 
     async def next_batch(self) -> TrainingBatch | None:
-        """Start the batches that may be sampled, and return the next one to train on; ``None`` after Ctrl-C.
-
-        If sampling or credit assignment fails, save a checkpoint of the last step first. The checkpoint keeps the
-        finished batches in front of the first unfinished one.
-        """
+        """Start the batches that may be sampled, and return the next one to train on; ``None`` after a signal."""
         self._started = time.perf_counter()
         self.cluster_metrics.begin()
         self.start_rollouts()
-        try:
-            results = await self._stop.unless_requested(self.rollouts.get_oldest())
-            if results is None:
-                return None
-            self._sampled = time.perf_counter()
-            batch = await self.run_off_event_loop(self.arena.assign_credit_and_pack, results)
-        except BaseException:
-            await self.stop_and_save(finish_running=False)
-            raise
+        results = await self._stop.unless_requested(self.rollouts.get_oldest())
+        if results is None:
+            return None
+        self._sampled = time.perf_counter()
+        self._before_step = _BeforeStep(state_of(self.arena.credit), random_state(self.rng), generator_states())
         self.rollouts.pop_oldest()
+        batch = await self.run_off_event_loop(self.arena.assign_credit_and_pack, results)
         versions = {name: policy.version for name, policy in self.policies.items()}
         batch.metrics |= staleness(results, versions)
         allowed = self.config.loop.max_staleness
@@ -208,15 +240,29 @@ class Trainer:
         self.rollouts.start_up_to(self.progress.step, until=self.config.steps, spare=spare)
 
     async def run_off_event_loop(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Return ``work(*arguments)``, computed in a thread if the event loop samples ahead in the meantime."""
-        return await asyncio.to_thread(work, *arguments) if self.rollouts.max_ahead else work(*arguments)
+        """Return ``work(*arguments)``, computed in a thread if the event loop samples ahead in the meantime.
+
+        The thread ends before this does, also after a cancellation: it may be changing weights.
+        """
+        if not self.rollouts.max_ahead:
+            return work(*arguments)
+        running = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
+        cancelled: asyncio.CancelledError | None = None
+        while not running.done():
+            try:
+                await asyncio.wait({running})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled from running.exception()
+        return running.result()
 
     async def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Train the policies on ``batch``."""
         return await self.run_off_event_loop(self.update_policies, batch)
 
     def update_policies(self, batch: TrainingBatch) -> dict[str, float]:
-        """Train each policy of the present phase on its own rows.
+        """Train each policy of the present phase on its own rows, and count the step, which is whole then.
 
         With several policies, each metric name starts with the policy's name.
         """
@@ -225,14 +271,27 @@ class Trainer:
         share = self.progress.token_share(self.config)
         updated = self.learner.update(batch, in_phase, share, self.rng, self.log.updates)
         metrics: dict[str, float] = {}
-        for name, measured in updated.metrics.items():
-            prefix = f"{name}/" if len(self.policies) > 1 else ""
-            metrics |= {prefix + key: value for key, value in measured.items()}
-            self.watch.updates(self.policies[name], measured)
-        self.watch.weights(updated.trained, updated.moved)
-        if self.kl_penalty is not None:
-            metrics |= self.kl_penalty.adapt()
+        try:
+            for name, measured in updated.metrics.items():
+                prefix = f"{name}/" if len(self.policies) > 1 else ""
+                metrics |= {prefix + key: value for key, value in measured.items()}
+                self.watch.updates(self.policies[name], measured)
+            self.watch.weights(updated.trained, updated.moved)
+            if self.kl_penalty is not None:
+                metrics |= self.kl_penalty.adapt()
+        finally:  # also if a warning can't be written
+            self.count_step(batch, metrics)
         return metrics
+
+    def count_step(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
+        """Count a step whose update has ended. From here on it is logged, with ``metrics``, and saved."""
+        self._before_step = None
+        self._unlogged = metrics
+        self.progress.step += 1
+        self.progress.episodes += int(batch.metrics["episodes"])
+        self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
+        metric = getattr(self.validation, "metric", None)
+        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes)
 
     async def sync_weights(self) -> None:
         """Send the weights of every policy that changed to the client.
@@ -257,16 +316,11 @@ class Trainer:
         await self.run_off_event_loop(partial(self.learner.send, base=base), policy.name, load)
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        """Count, validate, log and save the step. If the validation fails, the step is still logged and saved."""
-        # Count the step. The client has its weights, so the next batches may start.
+        """Validate, log and save the step. The client has its weights, so the next batches may start."""
         results, updated = self.arena.last_results, time.perf_counter()
-        self.progress.step += 1
-        self.progress.episodes += int(batch.metrics["episodes"])
-        self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         if self.rollouts.max_ahead and not self.config.loop.deterministic:
             self.start_rollouts()
-        # Collect the metrics of the batch, the timings and the callbacks.
-        metrics |= summarize(batch, results, getattr(self.validation, "metric", None), self.arena.episodes)
+        # Collect the timings, and the metrics of the callbacks.
         seconds = {"seconds_rollout": self._sampled - self._started, "seconds_update": updated - self._sampled}
         metrics |= {
             **seconds,
@@ -274,21 +328,27 @@ class Trainer:
             **self.client_metrics.take(),
             **self.cluster_metrics.take(seconds, waiting=len(self.rollouts.pending().batches)),
         }
-        for callback in self.callbacks.values():
-            metrics |= await callback.after_step(self, results)
-        # Validate, then log and save, even if the validation fails.
+        for name, callback in self.callbacks.items():
+            with no_exits(f"callback {name!r}"):
+                metrics |= await callback.after_step(self, results)
+        # Validate, log and save.
         every = self.config.eval.every
-        failed = True
+        if every and self.progress.step % every == 0:
+            metrics |= await self.validate()
+        self.log_step(metrics)
+        if self.checkpoint_due():
+            self.save()
+
+    def log_step(self, metrics: dict[str, float]) -> None:
+        """Log the counted step. A row that can't be written is kept in the checkpoint."""
+        self.progress.seconds += time.perf_counter() - self._started
+        metrics["total_sampled_tokens"] = self.progress.sampled_tokens
+        self._unlogged = None
         try:
-            if every and self.progress.step % every == 0:
-                metrics |= await self.validate()
-            failed = False
-        finally:
-            self.progress.seconds += time.perf_counter() - self._started
-            metrics["total_sampled_tokens"] = self.progress.sampled_tokens
-            self.log.step(self.progress.step, metrics, results)
-            if failed or self.progress.checkpoint_due(self.config):
-                self.save()
+            self.log.step(self.progress.step, metrics, self.arena.last_results)
+        except BaseException:
+            self.unwritten = {"step": self.progress.step, **metrics}
+            raise
 
     async def validate(self) -> dict[str, float]:
         """Measure success on the validation questions, and remember it for ``eval.target_success``."""
@@ -302,11 +362,19 @@ class Trainer:
         added = addition_metrics(score, additions).items()
         return {"validation": score.success, **{f"validation/{name}": value for name, value in added}}
 
-    async def validate_start(self) -> None:
-        """Log the first point of the learning curve, before any training."""
-        wanted = self.config.eval.every and self.progress.step == 0 and not self.progress.evaluations
-        if wanted and (measured := await self.validate()):
-            self.log.step(0, {**measured, "total_sampled_tokens": 0})
+    async def validate_missing(self) -> None:
+        """Make and log the validation of the present step, if it should have one: of the start, or a resumed one's.
+
+        The first one is the first point of the learning curve, before any training.
+        """
+        step, every = self.progress.step, self.config.eval.every
+        if not every or step % every or str(step) in self.progress.evaluations:
+            return
+        if measured := await self.validate():
+            if step:
+                self.log.add(step, measured)
+            else:
+                self.log.step(0, {**measured, "total_sampled_tokens": 0})
             if self.config.checkpoint.keep_best:
                 self.save()
 
@@ -320,13 +388,18 @@ class Trainer:
         return await evaluate(self.arena, chosen.requests, chosen.metric, sampling, samples=samples)
 
     def finished(self) -> bool:
-        """Return True if the run has reached a limit or Ctrl-C was pressed."""
+        """Return True if the run has reached a limit or a signal asked it to stop."""
         return self._stop.requested or self.progress.finished(self.config) is not None
 
     @property
     def interrupted(self) -> bool:
-        """Return True if Ctrl-C ended the run."""
+        """Return True if a signal ended the run."""
         return self._stop.requested
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that has ended without an error: 0, or 128 plus the signal that ended it."""
+        return 0 if self._stop.signal is None else 128 + self._stop.signal
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
     @property
@@ -336,23 +409,69 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of all trained and random state, unless this step has one."""
+        self._saved_at = time.monotonic()
         return save_run(self)
 
-    async def stop_and_save(self, *, finish_running: bool) -> None:
-        """Stop sampling and save. Running batches are discarded and sampled again after a resume.
+    def checkpoint_due(self) -> bool:
+        """Return True if this step is to be saved: by the config's steps, or by its clock.
 
-        With ``finish_running`` the loop first waits for the running batches, because a resumed run would sample them
-        with newer weights.
+        The clock saves early rather than late: if one more such step would pass ``checkpoint.minutes``.
+        """
+        limit, now = 60 * self.config.checkpoint.minutes, time.monotonic()
+        step = time.perf_counter() - self._started
+        return self.progress.checkpoint_due(self.config) or bool(limit and now + step - self._saved_at > limit)
+
+    async def stop_and_save(self, *, finish_running: bool) -> None:
+        """Stop sampling, log the last whole step if it isn't yet, and save it.
+
+        Running batches are discarded and sampled again after a resume. With ``finish_running`` the loop first waits for
+        them, because a resumed run would sample them with newer weights. A batch whose update failed goes back into the
+        queue. Raises ``RuntimeError`` if that update had changed weights that can't be restored.
         """
         if finish_running:
-            await self.rollouts.wait_idle()
+            await self._stop.unless_requested(self.rollouts.wait_idle(), patient=True)
             if (error := self.rollouts.failed_spare()) is not None:
                 self.log.note(f"a batch for the steps after {self.config.steps} failed, and is not kept: {error!r}")
-        before = await self.rollouts.cancel()
-        # Rewind the samplers to the state before the discarded batches.
-        if before is not None:
-            arena, generators = rewound_state(self, before)
-            self.arena.load_state_dict(arena)
-            set_random_state(self.rng, generators)
-        self.save()
-        self.learner.finish_saving()
+        if self._before_step is not None:
+            self._take_back(self._before_step)
+        before, running = self.rollouts.discard(keep_what_pickles(self))
+        try:
+            await leave(running)
+        finally:
+            # Rewind the samplers to the state before the discarded batches.
+            if before is not None:
+                arena, generators = rewound_state(self, before)
+                self.arena.load_state_dict(arena)
+                set_random_state(self.rng, generators)
+            try:
+                if self._unlogged is not None:
+                    self.log_step(self._unlogged)
+            finally:
+                for policy in self.policies.values() if self.learner.whole else ():
+                    policy.check_finite(f"after step {self.progress.step}, which is not saved")
+                self.save()
+                self.learner.finish_saving()
+
+    def _take_back(self, before: _BeforeStep) -> None:
+        """Return to the state before a step whose update failed. The learner has restored its policies."""
+        if self.learner.torn:
+            raise RuntimeError(
+                f"the update after step {self.progress.step} failed when it had changed weights, of which there is no "
+                f"copy. The same command goes on from the newest checkpoint under {self.checkpoints}"
+            )
+        self._before_step = None
+        self.rollouts.put_back()
+        self.arena.take_back_credit(before.credit)
+        ahead = self.rollouts.max_ahead > 0  # then episodes have drawn from the global generators since
+        now = random_state(self.rng)
+        set_random_state(self.rng, {**now, "trainer": before.random["trainer"]} if ahead else before.random)
+        set_generator_states(before.torch)
+
+
+@dataclass(frozen=True, slots=True)
+class _BeforeStep:
+    """State before credit and update of a step: of the credit rule, and of all random generators."""
+
+    credit: dict[str, Any] | None
+    random: dict[str, Any]
+    torch: dict[str, Tensor]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.checkpoint import (
     CheckpointError,
@@ -18,6 +20,7 @@ from turnwise.train.checkpoint.files import read_listed
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
 from turnwise.train.checkpoint.store_states import begin_stores, forget_old_states, name_run
+from turnwise.train.log.run_log import read_metrics
 from turnwise.train.rollout_queue import RolloutQueue
 from turnwise.train.run_folder import changes, refuse_buried
 from turnwise.types import GenerateResult
@@ -61,6 +64,13 @@ def save_run(trainer: TrainerView) -> Path:
     It includes finished batches that wait to be trained. Running batches will be sampled again.
     """
     pending = trainer.rollouts.pending()
+    try:
+        attachments = {QUEUE: _pickled(pending.batches)} if pending.batches else {}
+    except TypeError as error:
+        if trainer.config.loop.deterministic:
+            raise
+        pending = trainer.rollouts.pending(most=_tell_unkept(trainer, pending.batches, error))
+        attachments = {QUEUE: _pickled(pending.batches)} if pending.batches else {}
     arena, generators = sampler_state(trainer) if pending.before is None else rewound_state(trainer, pending.before)
     # Collect the state that goes into the manifest, and the checkpoints that must stay.
     callbacks = trainer.callbacks.values()
@@ -70,21 +80,58 @@ def save_run(trainer: TrainerView) -> Path:
         "random": generators,
         "callbacks": {callback.name: callback.state_dict() for callback in callbacks},
     }
-    best = trainer.progress.best_kept(trainer.config)
-    protected = [step for callback in callbacks for step in callback.protected_steps()]
+    if trainer.unwritten is not None:
+        state["unwritten"] = json.loads(json_line(trainer.unwritten))
     # Write the checkpoint, and prune stores by the oldest one that is left.
     saved = trainer.learner.save(
         trainer.checkpoints,
         trainer.progress.step,
         state,
-        keep=trainer.config.checkpoint.keep_last,
-        protect=protected if best is None else [best, *protected],
-        attachments={QUEUE: _pickled(pending.batches)} if pending.batches else {},
+        keep=1,
+        protect=_kept_steps(trainer),
+        attachments=attachments,
         links={name: file for callback in callbacks for name, file in callback.files().items()},
     )
     if complete := list_checkpoints(trainer.checkpoints):  # the first one may not be, yet
         forget_old_states(trainer.arena, complete[0])
     return saved
+
+
+def _kept_steps(trainer: TrainerView) -> set[int]:
+    """Return the steps whose checkpoints stay beside a new one of the present step.
+
+    These are the best, those that callbacks need, and the newest ``checkpoint.keep_last``. With ``checkpoint.every``,
+    one that was saved between its steps makes way for the next one.
+    """
+    config, step = trainer.config.checkpoint, trainer.progress.step
+    trainer.learner.finish_saving()  # or the last one may not be listed yet
+    found = {int(path.name.rpartition("_")[2]) for path in list_checkpoints(trainer.checkpoints)}
+    regular = sorted(each for each in found | {step} if each == step or not config.every or each % config.every == 0)
+    kept = {each for callback in trainer.callbacks.values() for each in callback.protected_steps()}
+    best = trainer.progress.best_kept(trainer.config)
+    return {*regular[-config.keep_last :], *kept, *([] if best is None else [best])}
+
+
+def keep_what_pickles(trainer: TrainerView) -> int | None:
+    """Return the place of the first finished batch that can't be pickled; ``None`` if all can be saved."""
+    batches = trainer.rollouts.pending().batches
+    try:
+        if batches:
+            _pickled(batches)
+    except TypeError as error:
+        return _tell_unkept(trainer, batches, error)
+    return None
+
+
+def _tell_unkept(trainer: TrainerView, batches: list[list[GenerateResult]], error: Exception) -> int:
+    """Tell that batches are not saved, as one of them can't be pickled, and return its place."""
+    trainer.log.note(f"{error}. They are not in the checkpoint, and a resumed run samples them again")
+    for place, batch in enumerate(batches):
+        try:
+            _pickled([batch])
+        except TypeError:
+            return place
+    return len(batches)
 
 
 def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
@@ -101,7 +148,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     if not found:
         begin_stores(trainer.arena, trainer.config.run_dir)
         trainer.log.rewind(-1)
-        if trainer.config.checkpoint.every:
+        if trainer.config.checkpoint.every or trainer.config.checkpoint.minutes:
             trainer.save()  # a kill before the first saved step then loses no more than any other kill
         return None
 
@@ -130,6 +177,10 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     # The first checkpoint of a run is older than its first validation, which will be logged again.
     from_start = trainer.progress.step == 0 and not trainer.progress.evaluations
     dropped = trainer.log.rewind(-1 if from_start else trainer.progress.step)
+    if unwritten := state.get("unwritten"):
+        row = {key: value for key, value in unwritten.items() if key != "step"}
+        if unwritten["step"] not in {row["step"] for row in read_metrics(trainer.config.run_dir)}:
+            trainer.log.step(unwritten["step"], row)
     again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
     trainer.log.note(f"resumed from {newest} (step {trainer.progress.step}){again}")
     for note in changes(trainer.config):

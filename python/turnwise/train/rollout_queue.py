@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from turnwise.arena import Arena
+from turnwise.train.interrupt import leave
 from turnwise.types import GenerateResult
 
 Results = list[GenerateResult]
@@ -86,6 +87,7 @@ class RolloutQueue:
         self._sample, self._snapshot = sample, snapshot
         self._next = first
         self._batches: list[_Batch] = []
+        self._popped: _Batch | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,9 +145,15 @@ class RolloutQueue:
         return oldest.result()
 
     def pop_oldest(self) -> None:
-        """Remove the oldest batch, which must be finished."""
+        """Remove the oldest batch, which must be finished. :meth:`put_back` undoes it."""
         assert self._batches and self._batches[0].finished, "there is no finished batch to remove"
-        del self._batches[0]
+        self._popped = self._batches.pop(0)
+
+    def put_back(self) -> None:
+        """Put the batch of the last :meth:`pop_oldest` back in front, as it was not trained."""
+        assert self._popped is not None, "no batch was removed, or it is back already"
+        self._batches.insert(0, self._popped)
+        self._popped = None
 
     async def wait_idle(self) -> None:
         """Wait until no batch runs. :meth:`get_oldest` raises the error of a failed one."""
@@ -162,20 +170,26 @@ class RolloutQueue:
         """Discard the first unfinished batch and all batches behind it, and wait until they have ended.
 
         Returns the sampler's state before them, or ``None`` if every batch is finished. Finished batches in front of
-        them stay.
+        them stay. Batches that don't end soon are left to themselves.
         """
-        place = self._first_running()
+        before, running = self.discard()
+        await leave(running)
+        return before
+
+    def discard(self, place: int | None = None) -> tuple[Any | None, list[asyncio.Future[Results]]]:
+        """Discard the batches from ``place`` on, by default from the first unfinished one.
+
+        Returns the sampler's state before them, and their tasks, which still run.
+        """
+        place = self._first_running() if place is None else place
         discarded = self._batches[place:]
-        for batch in discarded:
-            batch.results.cancel()
-        await asyncio.gather(*(batch.results for batch in discarded), return_exceptions=True)
         del self._batches[place:]
         self._next -= len(discarded)
-        return discarded[0].before if discarded else None
+        return (discarded[0].before if discarded else None), [batch.results for batch in discarded]
 
-    def pending(self) -> Pending:
-        """Return the part of the queue that a checkpoint taken now has to keep."""
-        place = self._first_running()
+    def pending(self, most: int | None = None) -> Pending:
+        """Return the part of the queue that a checkpoint taken now has to keep, with ``most`` finished batches."""
+        place = self._first_running() if most is None else most
         finished = [batch.results.result() for batch in self._batches[:place]]
         return Pending(finished, self._batches[place].before if place < len(self._batches) else None)
 

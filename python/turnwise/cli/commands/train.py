@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from turnwise.cli.options import EXIT_INTERRUPTED, EXIT_OK
+from turnwise.cli.options import EXIT_OK
 from turnwise.report import write_report
 from turnwise.run.build import follow_config, train_from_config
 from turnwise.run.checks import dry_run
@@ -14,9 +14,15 @@ from turnwise.tasks import task_type
 from turnwise.train.config.toml import raw_settings
 from turnwise.train.validate import read_config
 from turnwise.utils.registry import announce_code
+from turnwise.utils.signals import exit_on_signals
 
 
 def run(options: argparse.Namespace) -> int:
+    with exit_on_signals():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.cluster is not None:
         options.overrides |= {"cluster.backend": "ray", "cluster.address": options.cluster}
     imports = options.import_code or not options.dry_run
@@ -43,4 +49,4 @@ def run(options: argparse.Namespace) -> int:
         leave_ranks()
     if config.steps:
         print(f"report: {write_report(config.run_dir)}")
-    return EXIT_INTERRUPTED if trained.trainer.interrupted else EXIT_OK
+    return trained.trainer.exit_code

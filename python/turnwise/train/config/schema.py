@@ -52,10 +52,14 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints of the run."""
 
+    minutes: float = Field(default=10.0, ge=0)
+    """Most minutes of finished steps that a kill may lose; 0 saves by ``every`` alone."""
     every: int = Field(default=0, ge=0)
-    """Steps between two checkpoints; 0 saves at the end and on Ctrl-C only."""
+    """Also save after each this many steps; 0 saves by the clock alone. The end of a run, by an error or a signal too,
+    saves its last step in any case."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay."""
+    """Newest checkpoints that stay. With ``every`` these are those of its steps: one that was saved in between stays
+    until the next one."""
     keep_best: bool = False
     """Also keep the checkpoint of the best validation; needs ``eval.every``."""
     save_running_episodes: bool = False

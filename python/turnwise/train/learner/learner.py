@@ -42,6 +42,8 @@ class Learner(Protocol):
 
     whole: bool
     """Whether the policies' models have all their weights in this process."""
+    torn: bool
+    """Whether an update failed after it had changed weights that can't be restored, so that they belong to no step."""
 
     @property
     def policies(self) -> Mapping[str, Policy]:
@@ -60,7 +62,8 @@ class Learner(Protocol):
 
         ``run_share`` is the part of the run that is over by its sampled tokens (:meth:`Policy.follow_run`). ``rng``
         draws the minibatches. ``show(done, total)`` is called after each update. Raises ``FloatingPointError`` as
-        :func:`~turnwise.train.update.update.update_policy` does.
+        :func:`~turnwise.train.update.update.update_policy` does, and for weights that are not finite afterwards. After
+        an error the policies are as before, or ``torn`` is true.
         """
         ...
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from turnwise.train.checkpoint.checkpoint import load_checkpoint, load_learners, save_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import T, Updated, Weights
+from turnwise.train.learner.undo import Undo
 from turnwise.train.model.policy import Policy, fingerprints
 from turnwise.train.update.kl import reference_logprobs
 from turnwise.train.update.update import pass_over, update_policy
@@ -26,8 +27,24 @@ class LocalLearner:
     def __init__(self, policies: Mapping[str, Policy], config: TrainConfig) -> None:
         self.policies, self.config = dict(policies), config
         self.trained = self.policies  # here, and not by other processes
+        self.torn = False
 
     def update(
+        self,
+        batch: TrainingBatch,
+        phase: Collection[str],
+        run_share: float,
+        rng: np.random.Generator,
+        show: Callable[[int, int], None],
+    ) -> Updated:
+        undo = Undo(self.trained)
+        try:
+            return self._updated(batch, phase, run_share, rng, show)
+        except BaseException:
+            self.torn = not undo.restore()
+            raise
+
+    def _updated(
         self,
         batch: TrainingBatch,
         phase: Collection[str],
@@ -50,11 +67,17 @@ class LocalLearner:
         updated = Updated(metrics, frozenset(moved))
         idle = sorted(moved - updated.trained)
         assert not idle, f"an update changed the weights of {idle}, which didn't train"
+        for name in sorted(updated.trained):
+            self._check_finite(name)
         return updated
+
+    def _check_finite(self, name: str) -> None:
+        policy = self.policies[name]
+        policy.check_finite(f"at version {policy.version}, so it is not published")
 
     def send(self, name: str, receive: Callable[[Weights], T], *, base: bool = False) -> T:
         policy = self.policies[name]
-        policy.check_finite(f"at version {policy.version}, so it is not published")
+        self._check_finite(name)
         return receive(policy.all_weights() if base else policy.weights())
 
     def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:

@@ -98,7 +98,11 @@ class ParallelLearner(ShardedLearner):
             updated = LocalLearner.update(self, batch, phase, run_share, rng, show)
             return updated, {name: describe_progress(policy) for name, policy in self.trained.items()}
 
-        found = self._together(work)
+        try:
+            found = self._together(work)
+        except BaseException:
+            self.torn = True  # the other groups may have been updated
+            raise
         metrics = {name: each for updated, _ in found for name, each in updated.metrics.items()}
         for _, progress in found:
             for name in progress.keys() - self.trained.keys():

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -63,21 +65,30 @@ class RunLog:
         self.bars.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bars.stop()
-        for writer in self.writers:
-            writer.close()
+        _call_all([writer.close for writer in self.writers], error)
 
     def step(self, step: int, metrics: Mapping[str, float], results: Sequence[GenerateResult] = ()) -> None:
-        """Record one finished training step."""
-        for writer in self.writers:
-            writer.log(step, metrics)
+        """Record one finished training step. If one record fails, the others are still written, and then it raises."""
         chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
         failed = [result for result in results if result.rollout.error is not None][:_FAILED_PER_STEP]
         kept = {id(result) for result in chosen + failed}  # written in order, as sums in credit rules depend on it
-        rows = [{"step": step, **self._plain(result)} for result in results if id(result) in kept]
-        append_lines(self.folder / "rollouts.jsonl", rows)
+
+        def record_episodes() -> None:
+            rows = [{"step": step, **self._plain(result)} for result in results if id(result) in kept]
+            append_lines(self.folder / "rollouts.jsonl", rows)
+
+        _call_all([*(partial(writer.log, step, metrics) for writer in self.writers), record_episodes])
         self.bars.step(step, metrics)
+        if self.progress and "validation" in metrics:
+            self.note(curve_line(step, metrics))
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add ``metrics`` to a step that was logged without them."""
+        _call_all([partial(getattr(writer, "add", writer.log), step, metrics) for writer in self.writers])
         if self.progress and "validation" in metrics:
             self.note(curve_line(step, metrics))
 
@@ -122,6 +133,21 @@ class RunLog:
         if self.tokenizer is not None:
             _write_tokens(row, self.tokenizer)
         return row
+
+
+def _call_all(calls: Sequence[Callable[[], None]], first: BaseException | None = None) -> None:
+    """Make all ``calls``, also if one fails. Then the first error is raised, unless there was a ``first`` before."""
+    raised = None
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            if first is None:
+                first = raised = error
+            else:
+                first.add_note(f"then the log failed: {type(error).__name__}: {error}")
+    if raised is not None:
+        raise raised
 
 
 def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class MetricWriter(Protocol):
-    """A destination of metrics. The trainer calls ``rewind`` before the first ``log``."""
+    """A destination of metrics. The trainer calls ``rewind`` before the first ``log``.
+
+    A method ``add(step, metrics)`` gets the metrics that a step is given later; without it :meth:`log` does.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one finished step. Steps come in rising order."""
@@ -59,6 +62,11 @@ class JsonLines:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         append_lines(self.path, [{"step": step, **metrics}])
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add ``metrics`` to the row of ``step``."""
+        rows = [row | metrics if row["step"] == step else row for _, row in read_lines(self.path)]
+        replace_text(self.path, "".join(json_line(row) + "\n" for row in rows))
 
     def rewind(self, step: int) -> None:
         keep_steps(self.path, step)

@@ -54,6 +54,7 @@ class Policy:
         self.version = 0
         self.updates = 0
         self.skipped = 0  # updates in a row that were not finite
+        self.is_stepping = False  # an optimizer step has begun and not ended
         self.kl_coef: float | None = None  # the adaptive coefficient, once it has changed
         self.rate_scale = 1.0
         self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
@@ -163,11 +164,13 @@ class Policy:
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"policy {self.name!r}: gradient norm is {norm} at update {self.updates}")
+        self.is_stepping = True
         self.optimizer.step()
         self.masters.write()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         self.updates += 1
+        self.is_stepping = False
         return norm
 
     @property

@@ -382,7 +382,9 @@ class _ClusterTrainer(SimulatedTrainer):
         await self.ranks.train(sampled + prompts, self.progress.step + 1)
         self.trained_tokens.append(sampled)
         self.policy.version += 1
-        return {}
+        metrics: dict[str, float] = {}
+        self.count_step(batch, metrics)
+        return metrics
 
     async def send_weights(self, policy: Policy) -> None:
         self.cluster.set_stopped(True)

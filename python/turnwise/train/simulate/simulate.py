@@ -217,6 +217,9 @@ class SimulatedPolicy:
     def weights(self) -> Iterator[tuple[str, Any]]:
         return iter(())
 
+    def check_finite(self, when: str) -> None:
+        """Do nothing: there are no weights."""
+
 
 class SimulatedTrainer(Trainer):
     """The trainer, with updates and weight transfers that only take time, and no files except metrics."""
@@ -263,7 +266,9 @@ class SimulatedTrainer(Trainer):
         await asyncio.sleep(seconds)
         self.busy_seconds += seconds
         self.policy.version += 1
-        return {}
+        metrics: dict[str, float] = {}
+        self.count_step(batch, metrics)
+        return metrics
 
     async def run_off_event_loop(self, work: Callable[..., T], *arguments: Any) -> T:
         return work(*arguments)  # in a thread it would take real time

@@ -76,6 +76,7 @@ class TinkerLearner:
         self.kind = SERVERS[config.learner.tinker.server]
         self._numbers, self._run = itertools.count(), secrets.token_hex(4)
         self._confirmed = False
+        self.torn = False
 
     # -- updates -------------------------------------------------------------------------------------------------------
     def update(
@@ -87,6 +88,21 @@ class TinkerLearner:
         show: Callable[[int, int], None],
     ) -> Updated:
         """Train as :class:`Learner` says. Raises ``FloatingPointError`` at the first number that is not finite."""
+        before = {name: policy.updates for name, policy in self.policies.items()}
+        try:
+            return self._updated(batch, phase, run_share, rng, show)
+        except BaseException:
+            self.torn = any(policy.updates != before[name] for name, policy in self.policies.items())
+            raise
+
+    def _updated(
+        self,
+        batch: TrainingBatch,
+        phase: Collection[str],
+        run_share: float,
+        rng: np.random.Generator,
+        show: Callable[[int, int], None],
+    ) -> Updated:
         loss = Loss(self.config.loss, len(batch.actors))
         rates, parts = {}, {}
         for name, policy in self.policies.items():
