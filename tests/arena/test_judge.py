@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.arena import Judge, Rubric, read_choice, read_number
+from turnwise.arena import Judge, Rubric
 from turnwise.arena.rewards.judge import AnswerCache
 from turnwise.types import EpisodeRequest, ModelError, ModelResponse
 
@@ -141,13 +141,14 @@ async def test_the_cache_keeps_the_latest():
     assert [(await off.answer(client, "a", ask)).cached for _ in range(2)] == [False, False]
 
 
-def test_reading_answers():
-    assert read_number("3 of 10, so: -7.5") == -7.5
-    assert [read_choice(text) for text in ("A is long. Verdict: B", "[[A]]", "It is a tie.")] == [0.0, 1.0, 0.5]
-    with pytest.raises(ValueError, match="expected a number"):
-        read_number("no idea")
-    with pytest.raises(ValueError, match="expected A, B or tie"):
-        read_choice("ABBA")
+async def test_bounds_reach_the_reader(make_arena):
+    judge = Judge(low=0, high=1)
+    assert await judge.score("<8/10>", make_arena(lambda prompt, request: "8/10")) == 0.8
+    with pytest.raises(ValueError, match="expected a score within low=0 and high=1"):
+        await judge.score("?", make_arena(lambda prompt, request: "8"))
+    for options in ({"read": float, "high": 1}, {"low": 1, "high": 0}):
+        with pytest.raises(ValueError, match="high="):
+            Judge(**options)
 
 
 def test_options_are_checked_at_once_and_answers_are_greedy_by_default():

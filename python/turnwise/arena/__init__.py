@@ -9,10 +9,11 @@ from turnwise.arena.episode import Episode, SingleTurnEpisode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.rewards.invalid_action import InvalidActionError, parsing
-from turnwise.arena.rewards.judge import Judge, read_choice, read_number
+from turnwise.arena.rewards.judge import Judge
 from turnwise.arena.rewards.length_penalty import OverlongPenalty
 from turnwise.arena.rewards.mix import RewardMix, RewardParts
 from turnwise.arena.rewards.rubric import DropRolloutError, Rubric, Score
+from turnwise.arena.rewards.verdicts import read_choice, read_number
 from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.arena.runtime.privacy import private, reveal
 from turnwise.arena.runtime.private_text import LeakError

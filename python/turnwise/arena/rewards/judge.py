@@ -8,39 +8,17 @@ both orders and takes the mean.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+from turnwise.arena.rewards.verdicts import read_choice, read_number
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import derive_seed
 from turnwise.state import to_python
 from turnwise.types import InferenceClient, Messages, ModelResponse, Sampling
 from turnwise.types.protocols import ArenaForHooks
-
-
-def read_number(text: str) -> float:
-    """Return the last number in ``text``. Raises ``ValueError`` if there is none.
-
-    Example: ``read_number("Clear, but too long. Score: 7.5")`` is 7.5.
-    """
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
-    if not numbers:
-        raise ValueError(f"the judge said {text!r}: expected a number in it")
-    return float(numbers[-1])
-
-
-def read_choice(text: str) -> float:
-    """Return 1 if the last verdict in ``text`` is ``A``, 0 for ``B``, 0.5 for ``tie``. Raises ``ValueError`` if none.
-
-    Example: ``read_choice("Both are short, A is right. Verdict: A")`` is 1.
-    """
-    verdicts = re.findall(r"\b(A|B|[Tt]ie|TIE)\b", text)
-    if not verdicts:
-        raise ValueError(f"the judge said {text!r}: expected A, B or tie")
-    return {"A": 1.0, "B": 0.0}.get(verdicts[-1], 0.5)
 
 
 class AnswerCache:
@@ -93,14 +71,15 @@ class Judge:
 
     Example::
 
-        judge = Judge(policy="judge", max_tokens=16)
+        judge = Judge(low=0, high=10, policy="judge", max_tokens=16)
 
         async def clarity(completion, arena):
             return await judge.score(f"Rate from 0 to 10 how clear this is.\\n\\n{completion}", arena) / 10
 
         rubric = Rubric([clarity], on_error="drop")
 
-    ``read`` turns an answer into a number. ``policy`` names the weights that answer, for example a policy that a
+    ``read`` turns an answer into a number. Without it, ``low`` and ``high`` bound the score (:func:`read_number`), which
+    also says what ``8/10`` and ``80%`` mean. ``policy`` names the weights that answer, for example a policy that a
     ``RoutingClient`` sends to an ``OpenAIClient``. ``sampling`` overrides fields of the arena's sampling; the default
     is greedy. The judge keeps ``cache_size`` answers: it asks equal questions to equal weights only once, and derives
     their seed from their content. Each answer is a step of the episode that asked; ``step.info["cached"]`` marks cached
@@ -111,11 +90,17 @@ class Judge:
         self,
         read: Callable[[str], float] | None = None,
         *,
+        low: float | None = None,
+        high: float | None = None,
         policy: str = "default",
         cache_size: int = 4096,
         **sampling: Any,
     ) -> None:
-        self.read = read
+        if read is not None and (low, high) != (None, None):
+            raise ValueError(f"low={low!r}, high={high!r}: expected None with a read of your own")
+        if low is not None and high is not None and not low < high:
+            raise ValueError(f"low={low!r}, high={high!r}: expected low < high")
+        self.read, self.low, self.high = read, low, high
         self.policy = policy
         self.sampling = {"temperature": 0.0, **sampling}
         Sampling().with_(**self.sampling)  # report a wrong field or value now
@@ -131,7 +116,8 @@ class Judge:
 
     async def score(self, prompt: str | Messages, arena: ArenaForHooks) -> float:
         """Return the answer to ``prompt`` as a number, by ``read`` (default ``read_number``)."""
-        return (self.read or read_number)(await self.ask(prompt, arena))
+        answer = await self.ask(prompt, arena)
+        return read_number(answer, self.low, self.high) if self.read is None else self.read(answer)
 
     async def compare(
         self, prompt: Callable[[str, str], str | Messages], first: str, second: str, arena: ArenaForHooks

@@ -1,0 +1,303 @@
+"""Verdicts of judges are read as a person reads them, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.arena import read_choice, read_number
+
+NUMBERS = {
+    # one number
+    "8": 8,
+    "8.": 8,
+    "8.0": 8,
+    ".8": 0.8,
+    "Score: .8": 0.8,
+    "-2": -2,
+    "Score: −2": -2,
+    "Score:-2": -2,
+    "+1": 1,
+    "0": 0,
+    "1,000": 1000,
+    "1 000": 1000,
+    "12,345.5": 12345.5,
+    "Score: 1e-3": 0.001,
+    "1.5E2": 150,
+    "８": 8,
+    "I give it an 8.": 8,
+    "I'd say 7": 7,
+    "It deserves a 7 because it has 2 typos and 3 errors.": 7,
+    "about 8": 8,
+    # a denominator
+    "Score: 8/10": 8,
+    "8/10": 8,
+    "8 / 10": 8,
+    "10/10": 10,
+    "0/10": 0,
+    "7.5/10.0": 7.5,
+    "8 out of 10": 8,
+    "8 of 10": 8,
+    "score of 7.5 out of 10": 7.5,
+    "8 points out of 10": 8,
+    "8 (out of 10)": 8,
+    "[8/10]": 8,
+    "4/5 stars": 4,
+    "Total: 15/20": 15,
+    "10/10, would read again 3 times": 10,
+    "I'd rate this response 8/10.": 8,
+    "My score is 8 out of 10, for 2 reasons": 8,
+    # a label
+    "Clear, but too long. Score: 7.5": 7.5,
+    "Score: 7 (see rule 2)": 7,
+    "Score: 7, with 2 errors": 7,
+    "Score 8": 8,
+    "**Score: 4**": 4,
+    "**Score:** 4": 4,
+    "## Score\n\n8": 8,
+    "Score:\n8": 8,
+    "`8`": 8,
+    "Score = 8": 8,
+    "Score -> 8": 8,
+    "Score - 8": 8,
+    "Score: 8 - clear and short": 8,
+    "Score (1-10): 8": 8,
+    "Rating [0, 10]: 8": 8,
+    "| Score | 8 |": 8,
+    "My final score for clarity is 8": 8,
+    "The score I give it is a 7, not an 8": 7,
+    "Score: about 8": 8,
+    "Grade: 5 stars": 5,
+    "2 + 2 = 4 is right. Score: 9": 9,
+    "The answer 42 is right.\n\nScore: 1": 1,
+    "Score: 3. No, wait. Score: 4": 4,
+    "1. It is short.\n2. It is clear.\nScore: 3": 3,
+    "1) Clear.\n2) Long.\n\n7": 7,
+    "Rule 2 holds. Score: 7": 7,
+    "Clarity score: 7\nStyle score: 9\nOverall score: 8": 8,
+    "Clarity: 7. Overall: 8": 8,
+    "GPT-4 wrote it. 6": 6,
+    "2024-05-01: I give it a 7.": 7,
+    "At 10:30 it was clear: 7": 7,
+    "Read in 2023. Score: 6": 6,
+    "3 of 10, so: -7.5": -7.5,
+    "Score: 8 out of 10, confidence: 90%": 8,
+    # scales are no scores
+    "Score: 7.5 on a scale from 1 to 10": 7.5,
+    "On a scale of 1-10, 8": 8,
+    "8 (scale 1-10)": 8,
+    "8 on a 1-10 scale": 8,
+    "Score out of 10: 8": 8,
+    "Out of 10, I'd give it a 6": 6,
+    # markup
+    '{"score": 8}': 8,
+    '{"score": 8, "reason": "2 errors"}': 8,
+    '{"reason": "2 errors", "score": "8/10"}': 8,
+    "[[8]]": 8,
+    "Rating: [[5]]": 5,
+    "\\boxed{8}": 8,
+    "It is $\\boxed{\\text{8}}$": 8,
+    "<score>8</score>": 8,
+    "<score>\n8\n</score> of 2 texts": 8,
+    '```json\n{"rating": 6}\n```': 6,
+    "<think>10</think> 3": 3,
+    "Hm, 10? </think>3": 3,
+    "<think>10/10\n</think>\n\nScore: 2": 2,
+    # stars
+    "★★★★☆": 4,
+    "★★★★★": 5,
+    "⭐⭐⭐": 3,
+    "Score: ★★☆☆☆": 2,
+}
+
+NO_NUMBERS = [
+    "",
+    "no idea",
+    "N/A",
+    "Score: N/A",
+    "eight",
+    "Score: eight. 3 typos.",
+    "There are 3 errors.",
+    "see rule 2",
+    "<think>8",
+    "between 7-8",
+    "7-8",
+    "7–8",
+    "7 - 8",
+    "Score: 7-8",
+    "between 7 and 8",
+    "Score: between 7 and 8",
+    "7 to 8",
+    "7 or 8",
+    "7±1",
+    "7..8",
+    "Score: 7 or 8",
+    "7/10 - 8/10",
+    "Score: 7, 8",
+    "7, 8",
+    "7\n8",
+    "7+",
+    ">7",
+    "≥ 7",
+    "at least 7",
+    "less than 5",
+    "not 7",
+    "A: 7, B: 8",
+    "Clarity: 7, Style: 8",
+    "Clarity score: 7\nStyle score: 9",
+    "Score for A: 7. Score for B: 8",
+    '{"clarity": 7, "style": 8}',
+    "Score: 3+4",
+    "2 + 2 = 4",
+    "7,5",
+    "1.2.3",
+    "Score: 1.2.3",
+    "10:30",
+    "2024-05-01",
+    "12/10",
+    "7½",
+    "1.5 × 10^3",
+    "GPT-4",
+    "Q3",
+    "2nd",
+    "80%",
+    "Score: 8%",
+    "seven out of 10",
+    "Score: five out of 10",
+    "Score: 3 → 4",
+    "I give A 7 and B 8",
+    "★★☆ and ★★★",
+]
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_a_score_is_read(text: str) -> None:
+    assert read_number(text) == NUMBERS[text]
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the judge said"):
+        read_number(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "expected"),
+    [
+        ("8", 0, 10, 8),
+        ("10", 0, 10, 10),
+        ("11", 0, 10, None),
+        ("-1", 0, 10, None),
+        ("8/10", 0, 10, 8),
+        ("4/5", 0, 10, None),
+        ("8/10", 0, 1, 0.8),
+        ("0.8", 0, 1, 0.8),
+        ("80%", 0, 1, 0.8),
+        ("80%", 0, 100, 80),
+        ("1/1", 0, 1, 1),
+        ("★★★★☆", 1, 5, 4),
+        ("★★★★☆", 0, 10, None),
+        ("8/10", 9, None, None),
+        ("12", None, 10, None),
+    ],
+)
+def test_bounds_say_what_the_scale_is(text: str, low: float, high: float, expected: float | None) -> None:
+    if expected is None:
+        with pytest.raises(ValueError, match="expected a score"):
+            read_number(text, low, high)
+    else:
+        assert read_number(text, low, high) == expected
+
+
+CHOICES = {
+    "A": 1,
+    "B": 0,
+    "A.": 1,
+    "**B**": 0,
+    "(A)": 1,
+    "[[A]]": 1,
+    "[[B]]": 0,
+    "Answer A": 1,
+    "Response B": 0,
+    "b": 0,
+    "tie": 0.5,
+    "A is long. Verdict: B": 0,
+    "Verdict: B": 0,
+    "Winner: A": 1,
+    '{"winner": "B"}': 0,
+    "\\boxed{A}": 1,
+    "<verdict>B</verdict>": 0,
+    "The better answer is B.": 0,
+    "Final verdict: **A**": 1,
+    "Verdict: A because it is shorter": 1,
+    "Verdict: Response A": 1,
+    "B\n\nIt is shorter than A.": 0,
+    "A is clear, B is not.\n\nA": 1,
+    "A, because B is longer.": 1,
+    "Verdict: a tie": 0.5,
+    "A is better than B": 1,
+    "B is better than A": 0,
+    "A is worse than B": 0,
+    "B is much worse than A.": 1,
+    "A is clearly the best": 1,
+    "I prefer A over B.": 1,
+    "I would choose B over A": 0,
+    "I prefer B to A": 0,
+    "A wins": 1,
+    "B beats A": 0,
+    "A > B": 1,
+    "[[A>>B]]": 1,
+    "[[B>A]]": 0,
+    "[[A<B]]": 0,
+    "[[A=B]]": 0.5,
+    "Response A is better than Response B": 1,
+    "Assistant A's answer is better": 1,
+    "Both are short, A is right.": 1,
+    "A is right, B is wrong": 1,
+    "I'd say B.": 0,
+    "It's a tie": 0.5,
+    "It is a tie.": 0.5,
+    "Both are equally good": 0.5,
+    "Neither is better.": 0.5,
+    "[[Tie]]": 0.5,
+    "A is better in style, B is better in content. Verdict: tie": 0.5,
+    "<think>A</think> B": 0,
+    "Both are short, A is right. Verdict: A": 1,
+}
+
+NO_CHOICES = [
+    "",
+    "C",
+    "ABBA",
+    "A and B",
+    "A or B",
+    "A/B",
+    "Verdict: A or B",
+    "Verdict: A/B",
+    "Neither A nor B",
+    "A good answer",
+    "A: 7, B: 8",
+    "A is not better than B",
+    "I do not prefer A",
+    "It is not a tie",
+    "The winner is not A",
+    "A is better in style, B is better in tone",
+    "A is longer than B",
+    "Winner: A. Verdict: B",
+    "A. Short.\nB. Long.",
+    "<think>A",
+    "tie-breaker needed",
+    "A is slightly better, nearly a tie",
+    "Verdict: A good one",
+    "Is A better than B",
+]
+
+
+@pytest.mark.parametrize("text", CHOICES)
+def test_a_verdict_is_read(text: str) -> None:
+    assert read_choice(text) == CHOICES[text]
+
+
+@pytest.mark.parametrize("text", NO_CHOICES)
+def test_no_verdict_is_made_up(text: str) -> None:
+    with pytest.raises(ValueError, match="expected one verdict: A, B or tie"):
+        read_choice(text)
