@@ -45,7 +45,7 @@ def test_rows_of_one_actor_and_of_all_and_a_bad_byte(write, tmp_path):
     path.write_bytes(good)
     assert RowReader(["solver"]).read(path) == [Row("one\u2028two", "4", None, f"{path}:1")]
     path.write_bytes(good + b'{"prompt": "\xff", "completion": "4"}\n')
-    with pytest.raises(ConfigError, match=r"rows.jsonl:2: not JSON: .*can't decode byte 0xff"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: not UTF-8"):
         RowReader(["solver"]).read(path)
 
 

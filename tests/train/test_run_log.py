@@ -79,7 +79,7 @@ def test_rewind_drops_later_and_broken_lines(tmp_path):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b'{"step": 2, "re\xffward": 1}', "can't decode byte 0xff in position 15"),
+        (b'{"step": 2, "re\xffward": 1}', "not UTF-8 .invalid start byte at byte 15"),
         (b'{"step": 2, "rew', "Invalid control character"),
         (b"\0\0\0", "Expecting value"),
         (b'{"reward": 1}', "'step'"),

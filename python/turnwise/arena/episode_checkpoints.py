@@ -15,6 +15,7 @@ from turnwise.arena.recording.recorder import EpisodeRecorder
 from turnwise.arena.runtime.context import Beam, EpisodeContext
 from turnwise.types import EpisodeState
 from turnwise.utils.copies import dumps
+from turnwise.utils.json_lines import parse_json_line
 
 FORMAT = 6
 MANIFEST = "manifest.jsonl"
@@ -118,9 +119,9 @@ class EpisodeCheckpoints:
         """
         listed = set()
         with suppress(FileNotFoundError):
-            for line in (self.folder / MANIFEST).read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in (self.folder / MANIFEST).read_bytes().split(b"\n"):
                 with suppress(ValueError):  # a kill can cut a line short
-                    entry = json.loads(line)
+                    entry = parse_json_line(line)
                     listed |= {entry["sha256"]} if entry["file"] == name else set()
         return listed
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.train.log.cluster_metrics import TIME
+from turnwise.utils.json_lines import parse_json_line
 from turnwise.utils.shared_names import EVENTS, MEMBERS
 
 BEGINS = ("started", "restarted")
@@ -30,12 +31,15 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     events = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line:  # what follows the last end of a line
+            break
         try:
-            event = json.loads(line)
+            event = parse_json_line(line)
             events.append({**event, "time": float(event["time"]), "event": event["event"], "role": event["role"]})
         except (ValueError, KeyError, TypeError) as error:
-            if line.endswith(b"\n"):
+            if number < len(lines):
                 raise ValueError(
                     f"{path}, line {number}: expected a JSON object with time, event and role, got {line[:40]!r}"
                 ) from error

@@ -134,9 +134,9 @@ def _newest(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(size - _TAIL, 0))
-        lines = stream.read().splitlines(keepends=True)
-    whole = lines[1:] if size > _TAIL else lines
-    return [parse_line(line, path, place - len(whole)) for place, line in enumerate(whole) if line.endswith(b"\n")]
+        lines = stream.read().split(b"\n")
+    whole = lines[size > _TAIL : -1]
+    return [parse_line(line, path, place - len(whole)) for place, line in enumerate(whole)]
 
 
 def _usual(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, dict[str, float]]:

@@ -78,7 +78,7 @@ def test_questions_from_a_file_and_from_a_function(module: str, tmp_path: Path) 
     assert task.questions() == ['{"a": 2, "b": 1}', '"text"'], "each once, in one form"
     assert build_task(f"gateway:{module}:agent", {"questions": f"{module}:few"}).questions() == ['"a"', '"b"']
     path.write_text("{no json\n")
-    with pytest.raises(ValueError, match="line 1: no JSON"):
+    with pytest.raises(ValueError, match=":1: not JSON"):
         build_task(f"gateway:{module}:agent", {"questions": str(path)})
 
 

@@ -74,10 +74,10 @@ def test_files_are_read_a_passage_per_paragraph(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("{", r"q\.jsonl, line 1: expected JSON"),
-        ("[1]", "line 1: expected an object with the texts"),
-        ({"question": "Q?"}, "line 1: expected an object with the texts"),
-        ({"question": "Q?", "answer": 3}, "line 1: expected an object with the texts"),
+        ("{", r"q\.jsonl:1: not JSON"),
+        ("[1]", ":1: expected an object with the texts"),
+        ({"question": "Q?"}, ":1: expected an object with the texts"),
+        ({"question": "Q?", "answer": 3}, ":1: expected an object with the texts"),
         ({"question": "Q?", "answer": "A", "supports": "b"}, "supports='b': expected a list"),
         ({"question": "Q?", "answer": "A", "supports": ["c"]}, r"supports names \['c'\], of which no file is there"),
         ("", "expected at least one question"),

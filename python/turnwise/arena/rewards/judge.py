@@ -78,9 +78,9 @@ class Judge:
 
         rubric = Rubric([clarity], on_error="drop")
 
-    ``read`` turns an answer into a number. Without it, ``low`` and ``high`` bound the score (:func:`read_number`), which
-    also says what ``8/10`` and ``80%`` mean. ``policy`` names the weights that answer, for example a policy that a
-    ``RoutingClient`` sends to an ``OpenAIClient``. ``sampling`` overrides fields of the arena's sampling; the default
+    ``read`` turns an answer into a number. Without it, ``low`` and ``high`` bound the score (:func:`read_number`),
+    which also says what ``8/10`` and ``80%`` mean. ``policy`` names the weights that answer, for example a policy that
+    a ``RoutingClient`` sends to an ``OpenAIClient``. ``sampling`` overrides fields of the arena's sampling; the default
     is greedy. The judge keeps ``cache_size`` answers: it asks equal questions to equal weights only once, and derives
     their seed from their content. Each answer is a step of the episode that asked; ``step.info["cached"]`` marks cached
     ones. ``rollout.meta["group"]["asked"]`` of a group's first rollout keeps the calls of a top-level group function.

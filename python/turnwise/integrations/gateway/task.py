@@ -18,6 +18,7 @@ from turnwise.integrations.gateway.replay import ReplayedEpisode
 from turnwise.integrations.gateway.settings import settings_of
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.utils.json_lines import read_json_lines
 from turnwise.utils.registry import import_by_name
 
 PROCESS = "process"
@@ -132,12 +133,10 @@ def _questions(given: str, module: str, is_process: bool) -> list[str]:
         path = Path(given)
         if not path.is_file():
             raise ValueError(f"task_options.questions={given!r}: no such file")
-        found = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                found += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                raise ValueError(f"task_options.questions={given!r}: line {number}: no JSON: {error}") from None
+        try:
+            found = [question for _, question in read_json_lines(path)]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"task_options.questions={given!r}: {error}") from None
     else:
         where = given or f"{module}:questions"
         found = import_by_name({}, where, "task_options.questions")

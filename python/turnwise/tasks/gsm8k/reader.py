@@ -5,12 +5,13 @@ Example of a line: ``{"question": "2 apples at $3 each cost?", "answer": "2 * 3 
 
 from __future__ import annotations
 
-import json
 import re
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from turnwise.utils.json_lines import read_json_lines
 
 MARK = "####"
 
@@ -46,13 +47,11 @@ def read_questions(path: str | PathLike[str]) -> list[Question]:
     if not file.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no such file (looked in {Path.cwd()})")
     questions = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for place, record in read_json_lines(path):
         try:
-            questions.append(_read_record(_parsed(line)))
+            questions.append(_read_record(record))
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+            raise ValueError(f"{place}: {error}") from error
     if not questions:
         raise ValueError(f"{path}: expected at least one question")
     return questions
@@ -79,15 +78,6 @@ def read_dataset(name: str, subset: str | None, split: str) -> list[Question]:
     if not questions:
         raise ValueError(f"dataset {name!r}, {split}: expected at least one question")
     return questions
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
 
 
 def _read_record(record: Any) -> Question:

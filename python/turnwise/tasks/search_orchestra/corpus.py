@@ -6,13 +6,14 @@ The answer to ``"Which river runs by the town where Mira Tolen was born?"`` need
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+
+from turnwise.utils.json_lines import read_json_lines
 
 PEOPLE, TOWNS, PROVINCES = 2400, 48, 12
 MAX_HOPS = 3
@@ -54,7 +55,7 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
 
     A line of ``questions`` is JSON: ``{"question": "Where ...?", "answer": "Velmar", "supports": ["velmar"]}``.
     ``supports`` is optional and names the files that the answer needs. Raises ``FileNotFoundError`` without files, and
-    ``ValueError`` with the number of a wrong line.
+    ``ValueError`` with the file and number of a wrong line.
     """
     folder = Path(corpus)
     files = sorted(folder.rglob("*.txt"))
@@ -63,34 +64,27 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
     passages = [
         Passage(path.stem, " ".join(paragraph.split()))
         for path in files
-        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
+        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8-sig"))
         if paragraph.strip()
     ]
     # Read the questions, and check that the pages that they name exist.
     titles = {passage.title for passage in passages}
     asked: dict[str, Question] = {}
-    for number, line in enumerate(Path(questions).read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            question = _read_question(line, f"{questions}, line {number}")
-            if missing := set(question.supports) - titles:
-                raise ValueError(
-                    f"{questions}, line {number}: supports names {sorted(missing)}, of which no file is there"
-                )
-            asked[question.text] = question
+    for place, row in read_json_lines(questions):
+        question = _read_question(row, place)
+        if missing := set(question.supports) - titles:
+            raise ValueError(f"{place}: supports names {sorted(missing)}, of which no file is there")
+        asked[question.text] = question
     if not asked:
         raise ValueError(f"questions={str(questions)!r}: expected at least one question")
     return World(tuple(passages), asked)
 
 
-def _read_question(line: str, where: str) -> Question:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: expected JSON: {error}") from None
+def _read_question(row: Any, where: str) -> Question:
     if not isinstance(row, dict) or not all(
         isinstance(row.get(key), str) and row[key] for key in ("question", "answer")
     ):
-        raise ValueError(f"{where}: expected an object with the texts 'question' and 'answer', got {line[:80]!r}")
+        raise ValueError(f"{where}: expected an object with the texts 'question' and 'answer', got {str(row)[:80]!r}")
     supports = row.get("supports", [])
     if not isinstance(supports, list) or not all(isinstance(title, str) for title in supports):
         raise ValueError(f"{where}: supports={supports!r}: expected a list of file names without .txt")

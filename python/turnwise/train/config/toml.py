@@ -72,7 +72,7 @@ def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     if file.resolve() in before:
         raise ConfigError(f"config file {str(file)!r} extends itself: {' -> '.join(map(str, before))}")
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"config file {str(file)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from turnwise.train.config.schema import TrainConfig
+from turnwise.utils.json_lines import parse_json_line
 from turnwise.utils.shared_names import EVENTS
 
 TIME = "cluster/time"
@@ -95,7 +95,7 @@ class ClusterMetrics:
             stream.seek(self._read)
             whole = stream.read().rpartition(b"\n")
         self._read += len(whole[0] + whole[1])
-        return sum(json.loads(line)["event"] == "restarted" for line in whole[0].splitlines())
+        return sum(parse_json_line(line)["event"] == "restarted" for line in whole[0].split(b"\n") if line)
 
 
 def rss_peak() -> int:

@@ -16,6 +16,7 @@ from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.prometheus import Prometheus
 from turnwise.utils.files import replace_text, replacing
+from turnwise.utils.json_lines import parse_json_line
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -203,7 +204,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """Parse line ``number`` of the records in ``path``. Raises ``ValueError`` naming both."""
     try:
-        row: dict[str, Any] = json.loads(line.decode("utf-8"))
+        row: dict[str, Any] = parse_json_line(line)
         float(row["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(

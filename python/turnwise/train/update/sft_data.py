@@ -17,6 +17,7 @@ from turnwise.chat.messages import Tool
 from turnwise.chat.tools import tool_of
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
+from turnwise.utils.json_lines import read_json_lines
 
 NAME = "warm start"
 """Name of the actor and of the policy in a batch of demonstrations."""
@@ -84,13 +85,16 @@ class RowReader:
         """
         rows: list[Row] = []
         try:
-            lines = path.read_bytes().split(b"\n")
+            for place, data in read_json_lines(path):
+                if not isinstance(data, dict):
+                    raise ConfigError(f"{place}: expected a JSON object, got {json.dumps(data)[:40]!r}")
+                rows += self._rows_of(data, place)
         except OSError as error:
             raise ConfigError(f"config key 'warm_start.data' = {str(path)!r} can't be read: {error}") from None
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                place = f"{path}:{number}"
-                rows += self._rows_of(_parsed(line, place), place)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         if not rows:
             reasons = self.describe() or ", the file is empty"
             raise ConfigError(f"config key 'warm_start.data' = {str(path)!r}: no row to learn from{reasons}")
@@ -230,17 +234,6 @@ def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:
         actors=[NAME],
         policies=[NAME],
     )
-
-
-def _parsed(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        text = line.decode("utf-8")
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{place}: expected a JSON object, got {text[:40]!r}")
-    return data
 
 
 def _text(data: Mapping[str, Any], key: str, place: str) -> str:
