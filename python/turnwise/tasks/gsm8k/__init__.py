@@ -1,7 +1,7 @@
 """GSM8K's questions: their format, answers and splits, and the task of one solver alone.
 
 Read in this order: task, questions, reader.
-May import: types, arena, tasks.
+May import: types, utils, arena, tasks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Search by a team of a verifier, a searcher and an answerer, over a folder of text or a made-up world.
 
 Read in this order: team, corpus, index, prompts, demonstrations.
-May import: types, arena, tasks.
+May import: types, utils, arena, tasks.
 """
 
 from __future__ import annotations
