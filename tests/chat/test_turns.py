@@ -47,14 +47,15 @@ def test_a_turn_ends_with_the_templates_mark_the_models_and_the_tokenizers(famil
         return ChatRenderer(tokenizer) if kind == "plain" else chat_format(tokenizer, "template")
 
     tokenizer = family.tokenizer()
-    [close] = ids_of(tokenizer, family.close)
-    assert format().end_token_ids == [close]
+    closing = ids_of(tokenizer, *family.ends)
+    close = closing[-1]
+    assert format().end_token_ids == closing
     assert set(format().stop_token_ids) == {close, tokenizer.eos_token_id}
     other = ids_of(tokenizer, family.special[0])[0]
     for eos in (other, [close, other]):
         keep_ends(tokenizer, GenerationConfig(eos_token_id=eos))
         assert set(format().stop_token_ids) == {close, tokenizer.eos_token_id, other}
-        assert format().end_token_ids == [close]
+        assert format().end_token_ids == closing
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     assert format().end_token_ids == [tokenizer.eos_token_id], "a template without a mark"
 
@@ -74,6 +75,28 @@ def test_ids_of_other_vocabularies_end_no_turn() -> None:
     assert ChatRenderer(plain).stop_token_ids == (256,)
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_turn_that_calls_tools_may_close_with_a_mark_of_its_own(parallel: bool) -> None:
+    """As in gpt-oss and Llama 3.1. What closes a single call in it ends no turn."""
+    one = "" if parallel else "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+    template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.tool_calls %}" + one + "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>"
+        "<|next|>{% endfor %}<|call|>{% else %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    special = ["<|start|>", "<|return|>", "<|end|>", "<|call|>", "<|next|>", "<tool_call>", "</tool_call>"]
+    format = ChatFormat(byte_tokenizer("", special, [], None, template))
+    returned, end, called = ids_of(format.tokenizer, "<|return|>", "<|end|>", "<|call|>")
+    assert format.stop_token_ids == (returned, end, called) and format.end_token_ids == [end]
+    prompt, answer = format.prompt_ids([U("x")]), call("a")
+    sampled = [*format.encode("yo"), called]
+    longer = format.extend(prompt, sampled, [result("a")], (), answer)
+    assert longer is not None
+    assert format.tokenizer.decode(longer).endswith("yo<|call|><|start|>tool\nof a<|end|><|start|>assistant\n")
+
+
 class Talk(MultiTurnEpisode):
     episode_type, actors, max_turns = "talk", ("solver",), 2
     rubric = Rubric([lambda completion: float(completion == "4")])
@@ -89,7 +112,7 @@ class Talk(MultiTurnEpisode):
 async def test_a_plain_episode_stops_at_each_of_them_and_keeps_it(family: Family, end: str) -> None:
     tokenizer = family.tokenizer()
     keep_ends(tokenizer, GenerationConfig(eos_token_id=ids_of(tokenizer, family.special[0])))
-    name = {"close": family.close, "eos": tokenizer.eos_token}.get(end, family.special[0])
+    name = {"close": family.ends[-1], "eos": tokenizer.eos_token}.get(end, family.special[0])
     [stop] = ids_of(tokenizer, name)
     said = [*tokenizer.encode("4", add_special_tokens=False), stop]
     client = ScriptedClient(lambda request: Reply(token_ids=[*said, *tokenizer.encode("junk")]), tokenizer=tokenizer)
@@ -123,7 +146,8 @@ def test_the_warm_start_teaches_the_templates_end(family: Family) -> None:
         begun = [*taught.prompt_token_ids, *taught.completion_token_ids]
         written, expected = (tokenizer.decode(ids).replace(" ", "") for ids in (begun, whole))
         assert expected.startswith(written)
-        assert taught.completion_token_ids[-1:] == ids_of(tokenizer, family.close)
+        closing = ids_of(tokenizer, *family.ends)
+        assert taught.completion_token_ids[-len(closing) :] == closing
 
 
 # -- turnwise's own tokenizer ------------------------------------------------------------------------------------------
@@ -137,6 +161,10 @@ def test_a_copy_is_made_once_and_again_for_another_state() -> None:
     assert own_copy(tokenizer).chat_template == "{{ messages[0].content }}" and own_copy(tokenizer) is not copied
     plain = ByteTokenizer()
     assert own_copy(plain) is plain
+    tokenizer.handle = threading.Lock()  # type: ignore[attr-defined]
+    tokenizer.chat_template = None
+    with pytest.warns(UserWarning, match=r"tokenizer: \w+ can't be copied \(TypeError: .*cuts prompts"):
+        assert own_copy(tokenizer) is tokenizer
 
 
 async def test_what_users_do_with_the_tokenizer_changes_no_prompt(family: Family) -> None:
@@ -234,6 +262,20 @@ def test_system_messages_go_where_the_template_takes_them(
         assert text(format, plain_messages(chat, ends_with_answer=True)) == shown, "the gateway's way"
 
 
+def test_templates_that_take_only_lists_of_parts() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' %}"
+        "{{ part.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = byte_tokenizer("", ["<|im_start|>", "<|endoftext|>", "<|im_end|>"], [], None, template)
+    chat = [{"role": role, "content": [{"type": "text", "text": role}]} for role in ("system", "system", "user")]
+    for given in (chat[1:], [*chat[1:], chat[0]]):
+        shown = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
+        assert text(ChatRenderer(tokenizer), given) == shown
+    assert ChatRenderer(tokenizer).end_token_ids == ids_of(tokenizer, "<|im_end|>")
+    assert text(ChatRenderer(tokenizer), chat).startswith("<|im_start|>system\nsystem\n\nsystem<|im_end|>")
+
+
 def test_an_actor_s_system_prompt_stays_out_if_a_developer_speaks_first() -> None:
     arena = Arena(ScriptedClient([]))
     arena.add_actor(Actor("solver", "Be brief."))
@@ -247,9 +289,11 @@ def test_a_chat_goes_on_behind_its_tokens_with_a_later_system_message(family: Fa
     prompt = format.prompt_ids([U("hi")])
     sampled = [*tokenizer.encode("yo", add_special_tokens=False), *format.end_token_ids]
     longer = format.extend(prompt, sampled, [S("go"), U("so")])
-    whole = format.prompt_ids([U("hi"), A("yo"), S("go"), U("so")])
+    whole = tokenizer.decode(format.prompt_ids([U("hi"), A("yo"), S("go"), U("so")])).replace(" ", "")
     assert longer is not None and longer[: len(prompt) + len(sampled)] == [*prompt, *sampled]
-    assert tokenizer.decode(longer).replace(" ", "") == tokenizer.decode(whole).replace(" ", "")
+    for cut in range(len(format.end_token_ids) + 1):  # a turn that was cut off gets the closing tokens that it lacks
+        ids = format.extend(prompt, sampled[: len(sampled) - cut], [S("go"), U("so")])
+        assert ids is not None and tokenizer.decode(ids).replace(" ", "") == whole
 
 
 # -- results of tools --------------------------------------------------------------------------------------------------

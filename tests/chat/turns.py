@@ -19,13 +19,18 @@ _ALTERNATE = (
 
 @dataclass(frozen=True)
 class Family:
-    """A family: its template, its special tokens with the end of sequence as the second, and its closing token."""
+    """A family: its template, its special tokens with the end of sequence as the second, and its closing tokens."""
 
     template: str
     special: tuple[str, ...]
     close: str
     takes_first: bool = True
     takes_later: bool = True
+
+    @property
+    def ends(self) -> list[str]:
+        """The closing tokens one by one."""
+        return self.close.replace("><", ">\n<").split("\n")
 
     def tokenizer(self) -> Any:
         return byte_tokenizer("", list(self.special), [], self.special[0], self.template)
@@ -71,6 +76,19 @@ FAMILIES = {
         "<|im_end|>",
         takes_first=False,
         takes_later=False,
+    ),
+    "cohere": Family(
+        "{% for m in messages %}<|START|><|{{ m.role | upper }}|>{{ m.content }}"
+        "{% if m.role == 'assistant' %}<|END_RESPONSE|>{% endif %}<|END|>{% endfor %}"
+        "{% if add_generation_prompt %}<|START|><|ASSISTANT|>{% endif %}",
+        ("<bos>", "<|END|>", "<|START|>", "<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>", "<|END_RESPONSE|>"),
+        "<|END_RESPONSE|><|END|>",
+    ),
+    "phi4": Family(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}",
+        ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        "<|end|>",
     ),
     "phi": Family(
         "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"

@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from turnwise.chat.messages import ChatError, Tool, results_in_order, tool_names, well_formed_texts
-from turnwise.chat.render import EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
+from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
 from turnwise.chat.tokenizers import TokenBytes, ends_of
 from turnwise.types import Message, Messages
 
@@ -85,17 +86,18 @@ class ChatFormat(ChatEncoder):
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a sampled turn, each once.
 
-        They are the tokenizer's end of sequence, the token with which the template closes an assistant's turn, and
-        those of the model's ``generation_config`` (:func:`~turnwise.chat.tokenizers.keep_ends`).
+        They are the tokenizer's end of sequence, the tokens with which the template closes an assistant's turn and one
+        that calls tools, and those of the model's ``generation_config``
+        (:func:`~turnwise.chat.tokenizers.keep_ends`).
         """
-        known = (self.tokenizer.eos_token_id, self._close, *ends_of(self.tokenizer))
+        known = (self.tokenizer.eos_token_id, self._close, self._call_close, *ends_of(self.tokenizer))
         return tuple(dict.fromkeys(token for token in known if token is not None))
 
     @cached_property
     def end_token_ids(self) -> list[int]:
-        """The token that ends a written turn: the template's closing token, else the end of sequence; or none."""
-        known = (self._close, self.tokenizer.eos_token_id, *self.stop_token_ids)
-        return [token for token in known if token is not None][:1]
+        """The tokens that end a written turn: the template's closing ones, else the end of sequence; or none."""
+        known = (self.tokenizer.eos_token_id, *self.stop_token_ids)
+        return self._closing or [token for token in known if token is not None][:1]
 
     @cached_property
     def visible_ends(self) -> dict[int, str]:
@@ -127,9 +129,11 @@ class ChatFormat(ChatEncoder):
         tail = self._tail(self._following(new, answer), tools, answer)
         if tail is None or any(message["role"] == "assistant" for message in new):
             return None
-        close = self._close
-        closed = bool(completion) and completion[-1] in self.stop_token_ids
-        return [*prompt, *completion, *([] if closed or close is None else [close]), *tail]
+        close, seen = self._closing, list(completion)
+        if not seen or seen[-1] not in self.stop_token_ids:  # cut off, perhaps amid several closing tokens
+            there = next((n for n in range(len(close) - 1, 0, -1) if seen[-n:] == close[:n]), 0)
+            seen += close[there:]
+        return [*prompt, *seen, *tail]
 
     def _following(self, new: Messages, answer: Message | None) -> Messages:
         """Return ``new`` as it follows ``answer``: results in the order of their calls, system messages folded."""
@@ -151,23 +155,70 @@ class ChatFormat(ChatEncoder):
                 after = self._ids([*begun, *new], tools)
             except Exception:  # a template may raise anything for a chat that it doesn't expect
                 return None
-            end = len(before) - before[::-1].index(close) if close in before else 0
+            ends = [place for place, token in enumerate(before, 1) if token in (close, self._call_close)]
+            end = ends[-1] if ends else 0
             if not end or after[:end] != before[:end]:
                 return None
             tails.append(after[end:])
         return tails[0] if tails[0] == tails[1] else None
 
-    @cached_property
+    @property
     def _close(self) -> int | None:
-        """The first control token that the template writes after an assistant's text; ``None`` if there is none."""
-        chats = ([{"role": "user", "content": "x"}, {"role": "assistant", "content": text}] for text in ("x", "yz 1"))
+        """The last of the closing tokens; ``None`` if there is none."""
+        return self._closing[-1] if self._closing else None
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        """The control tokens in a row that the template writes behind an assistant's text, at the end and in a chat.
+
+        At the end some templates write a further token. Where a last turn is closed by another token than earlier
+        ones, its first control token counts.
+        """
+        marks = self._closing_marks
+        for content in CONTENTS:
+            ask = {"role": "user", "content": content("x")}
+            last = [[ask, {"role": "assistant", "content": content(text)}] for text in ("x", "yz 1")]
+            ends, within = self._written_after(*last), self._written_after(*([*chat, ask] for chat in last))
+            pairs = takewhile(lambda pair: pair[0] == pair[1], zip(ends, within, strict=False))
+            both = dropwhile(lambda token: token not in marks, [token for token, _ in pairs])
+            closing = list(takewhile(marks.__contains__, both)) or [token for token in ends if token in marks][:1]
+            if closing:
+                return closing
+        return []
+
+    @cached_property
+    def _call_close(self) -> int | None:
+        """The last control token of a turn that calls tools, if it closes the turn and not a call in it."""
+
+        def chat(*places: str) -> Messages:
+            calls = [
+                {"id": f"call_{n}", "type": "function", "function": {"name": "look", "arguments": {"at": at}}}
+                for n, at in enumerate(places)
+            ]
+            return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+        written = reversed(self._written_after(chat("x"), chat("yz 1"), [EXAMPLE_TOOL]))
+        last = next((token for token in written if token in self._closing_marks), None)
         try:
-            first, second = (self.prompt_ids(chat, add_generation_prompt=False)[::-1] for chat in chats)
-        except Exception:  # as above
-            return None
-        same = next((place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
-        marks = {*self.control.values(), self.tokenizer.eos_token_id}
-        return next((token for token in reversed(first[:same]) if token in marks), None)
+            one, two = (self._ids(calls, [EXAMPLE_TOOL], False).count(last) for calls in (chat("x"), chat("x", "x")))
+        except Exception:  # a template may take only one call
+            return last
+        return last if one == two else None
+
+    @cached_property
+    def _closing_marks(self) -> set[int | None]:
+        """The tokens that may close a turn."""
+        known = {index for spelling, index in self.control.items() if spelling not in MARKS}
+        return {*known, self.tokenizer.eos_token_id}
+
+    def _written_after(self, first: Messages, second: Messages, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return what the template writes behind the text in which two chats differ."""
+        try:
+            one, other = (self._ids(chat, tools, False)[::-1] for chat in (first, second))
+        except Exception:  # a template may raise anything for a chat that it doesn't expect
+            return []
+        same = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+        return one[:same][::-1]
 
     # -- completions ---------------------------------------------------------------------------------------------------
     def check_tools(self, tools: Sequence[Tool]) -> None:

@@ -181,7 +181,7 @@ def fold_systems(messages: Messages, *, first: bool, later: bool, begun: bool = 
         folded.append({**messages[0], "role": "system"})
     elif first and lead:
         texts = [text_of(message.get("content"), f"messages[{place}]") for place, message in enumerate(messages[:lead])]
-        folded.append({"role": "system", "content": "\n\n".join(text for text in texts if text)})
+        folded.append(_said("system", [text for text in texts if text], messages))
     for place, message in enumerate(messages):
         if roles[place] and place < lead and first:
             continue
@@ -205,7 +205,14 @@ def _end_with(messages: Messages, texts: Sequence[str]) -> None:
     if texts and messages and messages[-1]["role"] == "user":
         messages[-1] = _with_texts(messages[-1], after=texts)
     elif texts:
-        messages.append({"role": "user", "content": "\n\n".join(texts)})
+        messages.append(_said("user", texts, messages))
+
+
+def _said(role: str, texts: Sequence[str], chat: Messages) -> Message:
+    """Return a message of paragraphs, with the kind of content that ``chat`` has: a text or a list of parts."""
+    text = "\n\n".join(texts)
+    has_parts = any(isinstance(message.get("content"), list) for message in chat)
+    return {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
 
 
 def _with_texts(message: Message, before: Sequence[str] = (), after: Sequence[str] = ()) -> Message:

@@ -29,6 +29,9 @@ EXAMPLE_CHAT: Messages = [
 ]
 """A harmless chat that contains every mark of a template: roles, reasoning, a tool, a call and its result."""
 
+CONTENTS: tuple[Callable[[str], Any], ...] = (str, lambda text: [{"type": "text", "text": text}])
+"""A text as the content of a message. Templates of models that see images may take only the second form."""
+
 # While a template renders, a control token in a text is replaced by a stand-in: a private-use character between two
 # others. A text that already contains a stand-in becomes the control token's spelling as text, which is harmless too.
 _OPEN, _FIRST, _CLOSE = "\U000f0000", 0xF0100, "\U000f0001"
@@ -143,14 +146,19 @@ class ChatEncoder:
     def _shows_system(self, *roles: str) -> bool:
         """True if the template takes a chat of these roles, and the text of the last system message is in it."""
         last = len(roles) - 1 - roles[::-1].index("system")
-        found = []
-        for text in ("x", "yz 1"):
-            chat = [{"role": role, "content": text if place == last else "x"} for place, role in enumerate(roles)]
+
+        def shown(content: Callable[[str], Any], text: str) -> list[int]:
+            texts = [text if place == last else "x" for place in range(len(roles))]
+            chat = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=True)]
+            return self.render(self.tokenizer, chat)
+
+        for content in CONTENTS:
             try:
-                found.append(self.render(self.tokenizer, chat))
+                if shown(content, "x") != shown(content, "yz 1"):
+                    return True
             except Exception:  # a template may raise anything for a chat that it doesn't take
-                return False
-        return found[0] != found[1]
+                continue
+        return False
 
     # -- the tokenizer's control tokens --------------------------------------------------------------------------------
     @cached_property

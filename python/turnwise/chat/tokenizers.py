@@ -27,7 +27,15 @@ def own_copy(tokenizer: Any) -> Any:
     known = _COPIES.get(key)
     if known is not None and known[0]() is tokenizer and known[1] == state:
         return known[2]
-    copied = copy.deepcopy(tokenizer)
+    try:
+        copied = copy.deepcopy(tokenizer)
+    except Exception as error:  # a tokenizer with code of its own may raise anything
+        warnings.warn(
+            f"tokenizer: {type(tokenizer).__name__} can't be copied ({type(error).__name__}: {error}), so code that "
+            "truncates with it cuts prompts",
+            stacklevel=2,
+        )
+        return tokenizer
     backend = getattr(copied, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()

@@ -113,11 +113,13 @@ async def score_policy(arena: Arena, game: SolvedGame, sampling: Sampling | None
     view, decisions = arena.evaluation(sampling), game.decisions()
     places = [(row, column) for row, one in enumerate(decisions) for column, action in enumerate(one.actions) if action]
     prepared = [view.prepare(one.seat, one.messages)[1] for one in decisions]
-    encode = arena.plain_format(None).encode
+    format = arena.plain_format(None)
     scored: list[tuple[int, int, list[int]]] = []
     for row, column in places:
-        reply, stops = encode(f"[{decisions[row].actions[column]}]"), prepared[row].sampling.stop_token_ids
-        scored += [(row, column, [*reply, end]) for end in stops] or [(row, column, reply)]
+        reply, stops = format.encode(f"[{decisions[row].actions[column]}]"), prepared[row].sampling.stop_token_ids
+        written = format.end_token_ids  # several tokens, of which the last one stops
+        ends = [written if written[-1:] == [stop] else [stop] for stop in stops] or [[]]
+        scored += [(row, column, [*reply, *end]) for end in ends]
     requests: list[ModelRequest] = [_plain(prepared[row]) for row, _, _ in scored]
     table = np.zeros((len(decisions), len(decisions[0].actions) + 1))
     found = await arena.client.score(requests, [ids for _, _, ids in scored])
