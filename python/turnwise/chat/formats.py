@@ -199,6 +199,8 @@ class ChatFormat(ChatEncoder):
 
         written = reversed(self._written_after(chat("x"), chat("yz 1"), [EXAMPLE_TOOL]))
         last = next((token for token in written if token in self._closing_marks), None)
+        if last is None:
+            return None
         try:
             one, two = (self._ids(calls, [EXAMPLE_TOOL], False).count(last) for calls in (chat("x"), chat("x", "x")))
         except Exception:  # a template may take only one call
