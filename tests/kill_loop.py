@@ -214,7 +214,7 @@ def untimed(value: Any) -> Any:
         return [untimed(item) for item in value]
     if not isinstance(value, dict):
         return value
-    timed = ("second", "inference/", "cluster/")
+    timed = ("second", "inference/", "cluster/", "user_code/")
     return {key: untimed(item) for key, item in value.items() if not any(part in key for part in timed)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from turnwise.tasks.kuhn_poker.game import KuhnRules
 from turnwise.tasks.sudoku.team import SudokuEpisode
 from turnwise.train.validate import read_config
 
+from .arena.test_episode_checkpoints import kill
 from .test_run import SMALL, config_of
 from .trained import Trained, rows_of
 
@@ -82,10 +84,6 @@ def test_proposer_solver_with_nested_episodes_and_a_store(tmp_path):
     assert all(any("read" in event[2] for event in row["replay"]["events"] if len(event) > 2) for row in rows)
 
 
-class KilledError(BaseException):
-    """Nothing catches it, as nothing catches a kill."""
-
-
 @pytest.mark.slow
 def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch):
     settings = {
@@ -101,11 +99,11 @@ def test_a_run_that_was_killed_in_the_middle_of_its_trees(tmp_path, monkeypatch)
     async def until_killed(requests):
         asked.extend(requests)
         if len(asked) > 21:
-            raise KilledError
+            kill()
         return await generate(requests)
 
     monkeypatch.setattr(client, "generate", until_killed)
-    with pytest.raises(KilledError):
+    with pytest.raises(asyncio.CancelledError):
         run.train()
     assert len(recorded(tmp_path)) == 2 and len(list((tmp_path / "episodes").iterdir())) > 0
     train_from_config(config_of(tmp_path, **settings))

@@ -124,7 +124,7 @@ def rows_of(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 def lines_of(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """What a run wrote to a file, without timings."""
-    timed = re.compile(r"seconds_|.*_seconds?$|.*inference/")  # an actor may be the "second"
+    timed = re.compile(r"(hook_)?seconds[_/]|user_code/|.*_seconds?$|.*inference/")  # an actor may be the "second"
     return [{key: value for key, value in row.items() if not timed.match(key)} for row in rows_of(run_dir, name)]
 
 

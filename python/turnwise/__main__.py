@@ -1,8 +1,6 @@
 """``python -m turnwise`` is the command line."""
 
-import sys
-
-from turnwise.cli.main import main
+from turnwise.cli.main import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -242,14 +242,3 @@ def test_a_client_that_breaks_fails_the_episode(make_arena):
     arena = make_arena(lambda prompt, request: ConnectionError("refused"), failure_threshold=1.0, episodes=[Guess()])
     [result] = run(arena, guess())
     assert "ModelError: ConnectionError in the inference client: refused" in result.rollout.error
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_interrupts_get_through(make_arena, error):
-    class Interrupt(Guess):
-        def get_prompt(self, artifact):
-            raise error
-
-    arena = make_arena(failure_threshold=1.0, episodes=[Interrupt()])
-    with pytest.raises(error):
-        run(arena, guess())

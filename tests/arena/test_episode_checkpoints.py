@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import threading
+from typing import NoReturn
 
 import pytest
 
@@ -16,8 +17,11 @@ from turnwise.state import ForkableMixin, to_python
 from turnwise.types import EpisodeRequest
 
 
-class KilledError(BaseException):
-    """Nothing in the arena catches it, as nothing catches a kill."""
+def kill() -> NoReturn:
+    """Cancel everything at once, as nothing in the arena could go on after a kill."""
+    for task in asyncio.all_tasks():
+        task.cancel()
+    raise asyncio.CancelledError
 
 
 class World(ForkableMixin):
@@ -84,7 +88,7 @@ def killed_after(calls, answer=lambda prompt, request: str((request.sampling.see
 
     def reply(prompt, request):
         if next(made) >= calls:
-            raise KilledError
+            kill()
         return answer(prompt, request)
 
     return reply
@@ -113,7 +117,7 @@ def test_a_killed_run_resumes_in_the_middle_of_a_tree(make_arena, tmp_path, call
         assert {step.info.get("selected_by") for step in expected[0].rollout.steps} == {None, "best", "draw"}
     first = arena_of(killed_after(calls))
     first.episode_checkpoints = EpisodeCheckpoints(tmp_path)
-    with pytest.raises(KilledError):
+    with pytest.raises(asyncio.CancelledError):
         play(first)
     second = arena_of()
     second.episode_checkpoints = EpisodeCheckpoints(tmp_path)
@@ -150,7 +154,7 @@ def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path)
         arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
         return arena
 
-    with pytest.raises(KilledError):
+    with pytest.raises(asyncio.CancelledError):
         play(all_right(kill_at=100))  # of 72 in each draw
     resumed = all_right(kill_at=10**6)
     results = play(resumed)

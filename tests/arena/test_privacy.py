@@ -21,7 +21,7 @@ from turnwise.arena import (
 from turnwise.arena.runtime.privacy import check_batch
 from turnwise.types import EpisodeRequest, Rollout
 
-from .test_episode_checkpoints import KilledError, killed_after
+from .test_episode_checkpoints import killed_after
 
 SEED = random.SystemRandom().randrange(2**32)
 NAMES = ("ann", "bob", "cat", "dan")
@@ -377,7 +377,7 @@ def test_marks_survive_a_kill(make_arena, tmp_path):
             arena.add_episode(kind(rounds=2))
             try:
                 [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
-            except KilledError:
+            except asyncio.CancelledError:
                 continue
             assert len(arena.client.requests) == 2, "resumed, not begun again"
             return result

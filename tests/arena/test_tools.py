@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from turnwise.arena import Arena, BatchFailedError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
-from turnwise.chat.tools import MAX_RESULT, answer_of, by_name, tool_of
+from turnwise.arena.runtime.tool_rounds import answer_of
+from turnwise.chat.tools import by_name, tool_of
 from turnwise.credit import ATGRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest
@@ -99,7 +100,7 @@ def test_errors_are_answers() -> None:
 
     arena = arena_of([call("fail", text="no ") + call("add", a=1) + call("add", a=1, b="x"), "done"], fail, add)
     contents = [message["content"] for message in play(arena).rollout.steps[1].prompt[-3:]]
-    assert contents[0].startswith("error: LookupError: no no") and len(contents[0]) == MAX_RESULT + 1
+    assert contents[0].startswith("error: LookupError: no no") and len(contents[0]) == 2001
     assert contents[1].startswith("error: TypeError:") and contents[2].startswith("error: TypeError:")
 
 
@@ -119,8 +120,11 @@ async def test_a_tool_has_a_deadline() -> None:
     async def hang() -> None:
         await asyncio.Event().wait()
 
-    assert await answer_of(hang, 0.05) == "error: TimeoutError: no answer within 0.05 s"
-    assert await answer_of(lambda: {"a": [1]}, 1) == '{"a": [1]}'
+    assert (
+        await answer_of("hang", hang, Actor("solver", tool_timeout=0.05))
+        == "error: TimeoutError: no answer within 0.05 s"
+    )
+    assert await answer_of("look", lambda: {"a": [1]}, Actor("solver")) == '{"a": [1]}'
 
 
 def test_schemas() -> None:

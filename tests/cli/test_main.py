@@ -162,9 +162,9 @@ def test_the_code_that_a_config_names_is_told_before_it_is_imported(
     assert 'rule = "own_rule_of_cli:Rule"' in found
     config = str(run / "config.toml")
     for words in (["train", "--dry-run", "--import-code", config], ["eval", config], ["credit", str(run)]):
-        with pytest.raises(SystemExit):
-            cli.main(words)
+        assert cli.main(words) == EXIT_FAILED
         found = capsys.readouterr()
+        assert "code of the user ended the command by exit(9)" in found.err
         assert told.format("is imported") in found.err and "imported" in found.out
         sys.modules.pop("own_rule_of_cli", None)
 

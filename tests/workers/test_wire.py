@@ -66,6 +66,7 @@ async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     writer.write(wire.HELLO + bytes(wire.NONCE))
     proof = await reader.readexactly(2 * wire.NONCE)
     writer.write(proof[wire.NONCE :])
+    writer.close()  # the server waits for it, from Python 3.12.1 on
 
 
 async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

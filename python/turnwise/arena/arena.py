@@ -22,7 +22,7 @@ from turnwise.arena.runtime.concurrency import (
     gather_or_cancel,
     run_limited,
 )
-from turnwise.arena.runtime.context import EpisodeContext, current_context, maybe_await
+from turnwise.arena.runtime.context import EpisodeContext, current_context
 from turnwise.arena.runtime.model_call import (
     PendingCall,
     client_errors,
@@ -34,6 +34,7 @@ from turnwise.arena.runtime.model_call import (
 )
 from turnwise.arena.runtime.privacy import check_batch, check_prompt
 from turnwise.arena.runtime.rng import derive_seed, rng_state, set_rng_state
+from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stores.outcomes import attempts_of, mean_reward, record_attempts
 from turnwise.samples import pack as rows
@@ -92,7 +93,7 @@ class Arena(ArenaSetup):
         if self.episode_checkpoints is not None:
             self.episode_checkpoints.drop_before(self.started)
         self.record_attempts()
-        requests = await maybe_await(self.get_batch())
+        requests = await hook(self.get_batch)
         if self.filters.dynamic_sampling_rounds:
             return await sample_until_full(self, requests, on_requests_fixed)
         if self.opponent_assignment is not None:
@@ -291,11 +292,11 @@ class Arena(ArenaSetup):
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[Self]:
         """Call both hooks around a block: ``async with arena.training():``. The second one also runs after an error."""
-        await maybe_await(self.on_train_start())
+        await hook(self.on_train_start)
         try:
             yield self
         finally:
-            await maybe_await(self.on_train_end())
+            await hook(self.on_train_end)
 
     def evaluation(self, sampling: Sampling | None = None) -> Self:
         """Return a view for evaluation: no tree, no store writes, no baseline updates, no filtering.

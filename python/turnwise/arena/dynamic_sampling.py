@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from turnwise.arena.runtime.context import maybe_await
+from turnwise.arena.runtime.user_code import hook
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
 from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Step
@@ -44,7 +44,7 @@ async def sample_until_full(
         if len(informative) >= wanted:
             on_requests_fixed()
             break
-        requests = await maybe_await(arena.get_batch())
+        requests = await hook(arena.get_batch)
     # Questions outside the quota stay in the results, and do not train.
     kept, over_quota = set(informative[:wanted]), set(informative[wanted:])
     for top in results:

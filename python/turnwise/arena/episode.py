@@ -13,8 +13,9 @@ from turnwise.arena.rewards.leaves import finalize_steps, score_leaves, score_st
 from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.rubric import Rubric
 from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
-from turnwise.arena.runtime.context import EpisodeContext, make_forkable, maybe_await, require_context
+from turnwise.arena.runtime.context import EpisodeContext, make_forkable, require_context
 from turnwise.arena.runtime.tool_rounds import call_with_tools
+from turnwise.arena.runtime.user_code import hook, watched
 from turnwise.arena.stores.store import ArtifactStore
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
 from turnwise.types.protocols import ArenaForHooks
@@ -50,6 +51,8 @@ class Episode(ABC):
     """Reward of a completion that is not a valid action, see :class:`~turnwise.arena.InvalidActionError`."""
     mix: RewardMix = RewardMix()
     """Mix of the rewards, where the arena's ``reward`` (``[reward]`` of a config) sets nothing else."""
+    blocking: bool = False
+    """True if plain hooks wait or compute for long: they then run in threads, and hold up no other episode."""
     reads_earlier_batches: bool = False
     """True if other episodes of the same batch don't matter to what the episode reads of stores. A run whose workers
     play episodes refuses reads that may depend on them."""
@@ -61,6 +64,14 @@ class Episode(ABC):
     def get_extras(self, state: EpisodeState) -> Any:
         """Return the part of the final state that reward functions may see, as a dict. Sync or async."""
         return {}
+
+    def close(self, state: EpisodeState) -> Any:  # noqa: B027 - most episodes hold nothing
+        """Free what ``state`` holds outside of this process, such as a browser or a game's server. Sync or async.
+
+        Called once for each state that was played, however the episode ends: also after an error, a time limit or a
+        cancellation, and for the branches of a tree. Errors are counted as ``close_errors/<type>``. Under a tree,
+        ``state.data`` may be the copy of a fork that used nothing.
+        """
 
     def get_continuation(self, state: EpisodeState, rollout: Rollout) -> Any:
         """Return the requests to run next. Called when this episode is over and scored. Sync or async.
@@ -137,7 +148,9 @@ class Episode(ABC):
         rollout = context.rollout
         make_forkable(context.state)
         try:
-            state = await self.rollout(arena, rollout.artifact, context.state)
+            playing = self.rollout(arena, rollout.artifact, context.state)
+            is_ours = type(self).rollout.__module__.startswith("turnwise.")
+            state = await (playing if is_ours else watched(playing, self.rollout))
         except InvalidActionError as error:
             state = self._failed(context, error, arena)
         if not isinstance(state, EpisodeState):
@@ -162,9 +175,7 @@ class Episode(ABC):
         elif not self.rubric.is_grouped:  # group functions have not added their rewards yet
             check_rewarded(rollout)
         if failed_step(state) is None:
-            context.continuations = _checked(
-                await maybe_await(self.get_continuation(state, rollout)), type(self).__name__
-            )
+            context.continuations = _checked(await hook(self.get_continuation, state, rollout), type(self).__name__)
         return context.result()
 
     def _failed(self, context: EpisodeContext, error: InvalidActionError, arena: ArenaForHooks) -> EpisodeState:
@@ -217,8 +228,8 @@ class SingleTurnEpisode(Episode):
 
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
-        state.current_actor = await maybe_await(self.get_initial_actor()) or _only_actor(arena)
-        await self.call_model(state.current_actor, await maybe_await(self.get_prompt(artifact)), arena)
+        state.current_actor = await hook(self.get_initial_actor) or _only_actor(arena)
+        await self.call_model(state.current_actor, await hook(self.get_prompt, artifact), arena)
         state.done = True
         return state
 

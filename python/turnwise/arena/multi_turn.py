@@ -12,9 +12,10 @@ from turnwise.arena.episode import Episode
 from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
 from turnwise.arena.rewards.mix import RewardMix, as_parts
 from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
-from turnwise.arena.runtime.context import make_forkable, maybe_await, require_context
+from turnwise.arena.runtime.context import make_forkable, require_context
 from turnwise.arena.runtime.private_text import MIN_HIDDEN_WORDS, hidden_parts
 from turnwise.arena.runtime.tool_rounds import ROUND, share_reward
+from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.trees.sampler import TreeSampler
 from turnwise.arena.trees.search import TreeSearch
 from turnwise.types import EpisodeState, Messages, Step
@@ -171,7 +172,7 @@ class MultiTurnEpisode(Episode, ABC):
     # -- how it runs ---------------------------------------------------------------------------------------------------
     async def transcript(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
         """Build the default chat of ``state.current_actor``, see :meth:`build_messages`."""
-        opening = await maybe_await(self.get_prompt(artifact))
+        opening = await hook(self.get_prompt, artifact)
         messages: Messages = []
         if isinstance(opening, str):
             _say(messages, "user", opening)
@@ -183,10 +184,10 @@ class MultiTurnEpisode(Episode, ABC):
             if step.actor_id == state.current_actor:
                 messages.append({"role": "assistant", "content": step.completion})
             else:
-                shown = await maybe_await(self.public_to(step.completion, str(step.actor_id), state.current_actor))
+                shown = await hook(self.public_to, step.completion, str(step.actor_id), state.current_actor)
                 _say(messages, "user", None if shown is None else f"{step.actor_id}: {shown}")
             _say(messages, "user", step.info["env_response"])
-        observation = await maybe_await(self.get_observation(state, arena, artifact))
+        observation = await hook(self.get_observation, state, arena, artifact)
         if observation and observation.strip():
             require_context().private.add(observation, [state.current_actor], observation=True)
         _say(messages, "user", observation)
@@ -200,11 +201,11 @@ class MultiTurnEpisode(Episode, ABC):
         checkpoints = None if arena.is_evaluation else arena.episode_checkpoints
         left = checkpoints.load(context) if checkpoints is not None else None
         if left is None:
-            await maybe_await(self.setup(state, arena, artifact))
+            await hook(self.setup, state, arena, artifact)
         else:
             state = left
         make_forkable(state)
-        state.current_actor = state.current_actor or await maybe_await(self.get_initial_actor())
+        state.current_actor = state.current_actor or await hook(self.get_initial_actor)
         if self.sampler is not None and not arena.is_evaluation:
             del state, left  # the tree search frees data of losing branches, so hold no reference to it here
             search = TreeSearch(self, self.sampler, arena, artifact, context)
@@ -220,7 +221,7 @@ class MultiTurnEpisode(Episode, ABC):
 
         # Without a tree: one action after another, saved after each.
         while not state.done:
-            messages = await maybe_await(self.build_messages(state, arena, artifact))
+            messages = await hook(self.build_messages, state, arena, artifact)
             if messages is not None:
                 await self.take_action(state, messages, arena, artifact)
             ended = await self.pass_on(state, arena, artifact, skipped=messages is None)
@@ -235,7 +236,7 @@ class MultiTurnEpisode(Episode, ABC):
     ) -> Step:
         """Make one model call, get the environment's answer and the action's reward. Changes ``state``."""
         mix: RewardMix = arena.mix_of(require_context().rollout.episode_type)
-        before = await maybe_await(self.team_value(state, arena, artifact)) if mix.difference else 0.0
+        before = await hook(self.team_value, state, arena, artifact) if mix.difference else 0.0
         handed = await self._present_answer(state, arena, artifact)
         begun = len(state.trajectory)
         await self.call_model(state.current_actor, messages, arena)
@@ -246,14 +247,14 @@ class MultiTurnEpisode(Episode, ABC):
         # The key "env_response" marks an action of this loop. Tool calls made inside a hook lack it, so the transcript
         # leaves them out.
         try:
-            step.info["env_response"] = await maybe_await(self.env_response(state, arena, artifact)) or ""
+            step.info["env_response"] = await hook(self.env_response, state, arena, artifact) or ""
             state.last_completion_text = step.completion
             where = f"{type(self).__name__}.reward_parts for actor {state.current_actor!r}"
-            earned: Any = as_parts(await maybe_await(self.reward_parts(state, arena, artifact)), where)
+            earned: Any = as_parts(await hook(self.reward_parts, state, arena, artifact), where)
             if earned is None:
                 where = f"{type(self).__name__}.step_reward for actor {state.current_actor!r}"
-                earned = await maybe_await(self.step_reward(state, arena, artifact))
-            after = await maybe_await(self.team_value(state, arena, artifact)) if mix.difference else 0.0
+                earned = await hook(self.step_reward, state, arena, artifact)
+            after = await hook(self.team_value, state, arena, artifact) if mix.difference else 0.0
         except InvalidActionError as error:
             step.info["env_response"] = ""
             fail_step(step, error, self.invalid_reward - mix.invalid_cost)
@@ -277,15 +278,13 @@ class MultiTurnEpisode(Episode, ABC):
         """Return a copy of the present answer and its right parts; ``None`` if there is none, or in training."""
         if not arena.is_evaluation:
             return None
-        found = await maybe_await(self.team_answer(state, arena, artifact))
+        found = await hook(self.team_answer, state, arena, artifact)
         return plain_answer(found, f"{type(self).__name__}.team_answer")
 
     async def _mark_hidden(self, step: Step) -> None:
         """Mark the hidden parts of a completion as private, and let each actor read the parts that it was shown."""
         actor = str(step.actor_id)
-        heard = {
-            to: await maybe_await(self.public_to(step.completion, actor, to)) or "" for to in self.actors if to != actor
-        }
+        heard = {to: await hook(self.public_to, step.completion, actor, to) or "" for to in self.actors if to != actor}
         texts = require_context().private
         for shown in heard.values():
             for part in hidden_parts(step.completion, shown):
@@ -302,10 +301,10 @@ class MultiTurnEpisode(Episode, ABC):
         state.acted = (*state.acted, state.current_actor)
         # A skip changes nothing, and before the first action ``is_done`` may have no data to read.
         if not skipped:
-            state.done = bool(state.done or await maybe_await(self.is_done(state, arena, artifact)))
+            state.done = bool(state.done or await hook(self.is_done, state, arena, artifact))
         if state.done:
             return "done" if failed_step(state) is None else INVALID
-        following = await maybe_await(self.next_actor(state, arena, artifact))
+        following = await hook(self.next_actor, state, arena, artifact)
         if following in state.acted:
             state.turn, state.acted = state.turn + 1, ()
         if state.turn >= self.max_turns:

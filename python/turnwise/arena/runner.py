@@ -16,6 +16,7 @@ from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
 from turnwise.arena.runtime.rng import LazyRandom, derive_seed
+from turnwise.arena.runtime.user_code import close_episode, contained
 from turnwise.types import (
     ContextLengthError,
     EpisodeRequest,
@@ -154,11 +155,13 @@ async def _run_with_retries(
     """
     attempt, result = 0, None
     following: list[Continuation] = []
+    episode = arena.episodes[request.episode_type]
     while True:
         try:
             with use_context(context):
                 async with recorded_timeout(context, context.deadline):
-                    result = await arena.episodes[request.episode_type].generate(arena)
+                    with contained(f"episode {request.episode_type!r}"):
+                        result = await episode.generate(arena)
             # Checks that fail here fail the attempt, except a leak, which stops the batch.
             following = _create_continuations(arena, context)
             if arena.check_private:
@@ -171,6 +174,8 @@ async def _run_with_retries(
         except Exception as error:
             text, result, following = context.explain(error), None, []
             final = isinstance(error, ModelError) and not isinstance(error, ContextLengthError)
+        finally:
+            await close_episode(episode, context)
         # Try again with a fresh context, unless no attempt or no time is left.
         if final or attempt == arena.retries or context.out_of_time():
             break

@@ -16,6 +16,7 @@ from turnwise.arena.rewards.mix import RewardMix, check_keys
 from turnwise.arena.runtime.concurrency import EpisodeCounter, PrioritySemaphore
 from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.runtime.user_code import not_counted
 from turnwise.arena.stores.outcomes import Attempt
 from turnwise.arena.stores.store import ArtifactStore
 from turnwise.chat.formats import ChatFormat, ChatRenderer
@@ -143,7 +144,8 @@ class ArenaSetup:
         options = (template_kwargs or {}) if actor is None else actor.chat_template_kwargs
         key = (renderer, repr(sorted(options.items())))
         if key not in self._formats:
-            self._formats[key] = chat_format(self._own_tokenizer, renderer, options)
+            with not_counted():
+                self._formats[key] = chat_format(self._own_tokenizer, renderer, options)
         return self._formats[key]
 
     def plain_format(self, actor: Actor | None) -> ChatFormat:

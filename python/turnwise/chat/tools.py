@@ -1,18 +1,12 @@
-"""Tools as Python functions: their schema for the model, and their answers as text."""
+"""Tools as Python functions: their schema for the model."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from turnwise.chat.messages import Tool
-
-MAX_RESULT = 2000
-"""Characters of a tool's answer that the model sees."""
 
 
 def tool_of(tool: Callable[..., Any] | Mapping[str, Any]) -> Tool:
@@ -68,20 +62,3 @@ def by_name(tools: Sequence[Callable[..., Any] | Mapping[str, Any]]) -> dict[str
             raise ValueError(f"tools: two are called {name!r}: expected different names")
         found[name] = None if isinstance(tool, Mapping) else tool
     return found
-
-
-async def answer_of(call: Callable[[], Any], timeout: float) -> str:
-    """Return the answer of ``call()`` as text for the model. An exception becomes ``"error: <type>: <text>"``.
-
-    A plain function runs in a thread, which is abandoned after ``timeout`` seconds.
-    """
-    try:
-        async with asyncio.timeout(timeout):
-            found = await asyncio.to_thread(call)
-            found = await found if inspect.isawaitable(found) else found
-        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-    except TimeoutError:
-        text = f"error: TimeoutError: no answer within {timeout:g} s"
-    except Exception as error:  # whatever a tool raises is its answer
-        text = f"error: {type(error).__name__}: {error}"
-    return text if len(text) <= MAX_RESULT else text[:MAX_RESULT] + "…"

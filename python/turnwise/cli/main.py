@@ -21,6 +21,7 @@ from turnwise.cli.commands.bench import find_benches
 from turnwise.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
 from turnwise.utils.errors import SavedNote
 from turnwise.utils.registry import did_you_mean
+from turnwise.utils.threads import end_process
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 """Errors that a user's mistake raises."""
@@ -61,7 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = parse(arguments)
-        code = importlib.import_module(f"turnwise.cli.commands.{options.command}").run(options)
+        command = importlib.import_module(f"turnwise.cli.commands.{options.command}")
+        try:
+            code = command.run(options)
+        except SystemExit as error:  # of code that a config names: it must not look like success
+            if error.code in EXIT_BY_SIGNAL:
+                raise
+            raise RuntimeError(f"code of the user ended the command by exit({error.code!r})") from error
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -80,6 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join([f"turnwise: {message}", *notes]), file=sys.stderr)
         in_training = any(isinstance(note, SavedNote) for note in notes)
         return EXIT_USAGE if isinstance(error, USER_ERRORS) and not in_training else EXIT_FAILED
+
+
+def entry() -> NoReturn:
+    """Run ``turnwise``, and end the process also if user code left threads behind."""
+    end_process(main())
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.inference.common.base import GatedClient, gather_all, policy_of
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.types import ContextLengthError, FinishReason, ModelRequest, ModelResponse
+from turnwise.utils.threads import to_thread
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -93,7 +93,7 @@ class OpenAIClient(GatedClient):
     async def close(self) -> None:
         """Fail all waiting and running requests, and end the connections. May be called again."""
         self._closed = True
-        await asyncio.to_thread(self._endpoint.close)
+        await to_thread(self._endpoint.close)
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         self.version(request.policy)

@@ -16,7 +16,7 @@ AROUND = 8
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
-_META_OF_THE_BATCH = ("draw", "drop_reason")
+_META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps")
 _STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
 """Fields that belong to the batch, or that the code compares separately."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -127,6 +128,11 @@ class Replayer:
 
     def timeout(self, context: EpisodeContext, when: float | None) -> AbstractAsyncContextManager[Any]:
         return asyncio.timeout_at(None) if when is None else _ReplayedTimeout(self, context.next_record_key())
+
+    @contextlib.asynccontextmanager
+    async def limit(self, context: EpisodeContext, seconds: float) -> AsyncIterator[None]:
+        async with _ReplayedTimeout(self, context.next_record_key()):
+            yield None
 
     def finish_episode(self, context: EpisodeContext) -> None:
         drawn, place = context.lazy_rng.state_marker(), context.record_key

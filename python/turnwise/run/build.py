@@ -5,7 +5,6 @@ Read :func:`build_run` to see how the rooms fit together; your own script can do
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -58,6 +57,7 @@ from turnwise.train.model.loading import (
 from turnwise.train.run_folder import RunLock, refuse_buried
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling
 from turnwise.utils.signals import SIGNALS
+from turnwise.utils.threads import run_to_end
 
 
 class TaskArena(Arena):
@@ -100,8 +100,8 @@ class Run:
         with self.trainer.lock:
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
             if begins and (asked := starting_questions(self.config, self.task)):
-                asyncio.run(refuse_hopeless(self.trainer, asked, self.task.success_metric))
-            progress = asyncio.run(self.trainer.run())
+                run_to_end(refuse_hopeless(self.trainer, asked, self.task.success_metric))
+            progress = run_to_end(self.trainer.run())
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
@@ -119,13 +119,13 @@ class Run:
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
         """Evaluate success on the held-out questions with the trainer's present weights, by default greedily."""
-        return asyncio.run(self._evaluate(sampling, samples, []))[0]
+        return run_to_end(self._evaluate(sampling, samples, []))[0]
 
     def ablate(
         self, ablations: Sequence[Ablation], sampling: Sampling | None = None, *, samples: int = 1
     ) -> tuple[Evaluation, list[Addition]]:
         """Evaluate as :meth:`evaluate` does, and without each actor of ``ablations`` and with it alone."""
-        return asyncio.run(self._evaluate(sampling, samples, ablations))
+        return run_to_end(self._evaluate(sampling, samples, ablations))
 
     async def _evaluate(
         self, sampling: Sampling | None, samples: int, ablations: Sequence[Ablation]
@@ -136,7 +136,7 @@ class Run:
 
     def close(self) -> None:
         """Free the client's resources, such as its engines. Nothing can be sampled or trained afterwards."""
-        asyncio.run(self._close())
+        run_to_end(self._close())
         self.trainer.learner.stop()
 
     async def _close(self) -> None:

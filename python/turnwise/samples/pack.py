@@ -329,7 +329,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     ``episodes``, ``episodes/failed``, ``episodes/retried`` (number of retries), ``sampled_tokens`` (all of them,
     trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
     ``metric/<name>`` over episodes without an error; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
-    share of calls that reached their token limit, over all calls; ``ended/max_turns``, the share of finished multi-turn
+    share of calls that reached their token limit, over all calls; sums of what went wrong in episodes, such as
+    ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``ended/max_turns``, the share of finished multi-turn
     episodes that ended at ``max_turns``; with an overlong penalty, ``overlong_penalty/<actor>`` and
     ``raw_reward/<actor>``, the reward before the penalty; with ``reward.difference``, ``team_difference/<actor>``, the
     mean change of the team's value by an action.
@@ -337,8 +338,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     # Rewards and metrics of episodes without an error.
     rollouts = [result.rollout for top in results for result in top.walk()]
     errors, metas, rewards, metrics = read_attributes(rollouts, ("error", "meta", "rewards", "metrics"))
-    lost, groups, attempts, raw_rewards, ended = read_items(
-        metas, {"lost_tokens": 0, "group": {}, "attempt": 0, "raw_rewards": None, "ended": None}
+    lost, groups, attempts, raw_rewards, ended, mishaps = read_items(
+        metas, {"lost_tokens": 0, "group": {}, "attempt": 0, "raw_rewards": None, "ended": None, "mishaps": None}
     )
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for kind, column in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
@@ -377,6 +378,9 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     }
     if played_out:
         counts["playout_tokens"] = played_out
+    for counted in filter(None, mishaps):
+        for name, count in counted.items():
+            counts[name] = counts.get(name, 0) + count
     if ends := [how for how, error in zip(ended, errors, strict=True) if how is not None and error is None]:
         counts["ended/max_turns"] = ends.count("max_turns") / len(ends)
     return counts | {f"{kind}/{name}": float(np.mean(values)) for kind in MEANS for name, values in means[kind].items()}

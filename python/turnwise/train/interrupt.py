@@ -126,23 +126,6 @@ async def leave(tasks: list[asyncio.Future[Any]]) -> None:
         await asyncio.wait(running, timeout=LEAVE)
 
 
-@contextmanager
-def no_exits(what: str) -> Iterator[None]:
-    """Turn what would end the process or a task, such as ``exit()``, into an error of the code that raised it.
-
-    A :class:`StopNow` and a cancellation from outside pass.
-    """
-    try:
-        yield
-    except StopNow:
-        raise
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        raise RuntimeError(f"{what} raised {error!r}") from error
-
-
 def _is_terminal(descriptor: int) -> bool:
     try:
         return os.isatty(descriptor)

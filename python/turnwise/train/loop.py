@@ -33,7 +33,7 @@ from torch import Tensor
 
 from turnwise.arena import Arena, EpisodeCheckpoints
 from turnwise.arena.dynamic_sampling import state_of
-from turnwise.arena.runtime.context import maybe_await
+from turnwise.arena.runtime.user_code import contained, hook, take_counts
 from turnwise.samples.pack import drop_stale
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
@@ -49,7 +49,7 @@ from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
 from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
-from turnwise.train.interrupt import StopRequest, leave, no_exits
+from turnwise.train.interrupt import StopRequest, leave
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.client_metrics import ClientMetrics
@@ -66,6 +66,7 @@ from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
 from turnwise.utils.errors import SavedNote, after
 from turnwise.utils.files import replace_text
 from turnwise.utils.heap import frozen_heap
+from turnwise.utils.threads import begin
 
 T = TypeVar("T")
 
@@ -174,16 +175,16 @@ class Trainer:
                             await self._stop.unless_requested(self._send_and_record(batch, metrics), patient=True)
             except BaseException as error:
                 with after(error, "arena.on_train_end"):
-                    await maybe_await(self.arena.on_train_end())
+                    await hook(self.arena.on_train_end)
                 raise
-            await maybe_await(self.arena.on_train_end())
+            await hook(self.arena.on_train_end)
         return self.progress
 
     @asynccontextmanager
     async def _saving(self) -> AsyncIterator[None]:
         """Save the last whole step at the end of the block, also after an error."""
         try:
-            with no_exits("the training loop"):
+            with contained("the training loop"):
                 yield
         except BaseException as error:
             with after(error, "saving the last step"):
@@ -194,7 +195,7 @@ class Trainer:
         await self.stop_and_save(finish_running=self.config.loop.deterministic)
 
     async def _send_and_record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        with no_exits(f"step {self.progress.step}"):
+        with contained(f"step {self.progress.step}"):
             await self.sync_weights()
             await self.record(batch, metrics)
 
@@ -207,9 +208,9 @@ class Trainer:
         await self.sync_weights()
         self._saved_at = time.monotonic()
         for name, callback in self.callbacks.items():
-            with no_exits(f"callback {name!r}"):
+            with contained(f"callback {name!r}"):
                 await callback.on_start(self)
-        await maybe_await(self.arena.on_train_start())
+        await hook(self.arena.on_train_start)
         if saved_arena is not None:
             self.arena.load_state_dict(saved_arena)  # includes the effects of the hook's first call
 
@@ -246,7 +247,7 @@ class Trainer:
         """
         if not self.rollouts.max_ahead:
             return work(*arguments)
-        running = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
+        running = begin(work, *arguments)
         cancelled: asyncio.CancelledError | None = None
         while not running.done():
             try:
@@ -325,11 +326,12 @@ class Trainer:
         metrics |= {
             **seconds,
             "tokens_per_second": batch.metrics["sampled_tokens"] / (updated - self._started),
+            **take_counts(),
             **self.client_metrics.take(),
             **self.cluster_metrics.take(seconds, waiting=len(self.rollouts.pending().batches)),
         }
         for name, callback in self.callbacks.items():
-            with no_exits(f"callback {name!r}"):
+            with contained(f"callback {name!r}"):
                 metrics |= await callback.after_step(self, results)
         # Validate, log and save.
         every = self.config.eval.every

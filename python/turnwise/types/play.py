@@ -20,9 +20,10 @@ class Actor:
     ``max_tokens`` and ``sampling`` override the arena's defaults for this actor. ``max_concurrency`` limits its
     concurrent model calls, in addition to the arena's own limit; ``None`` sets no such limit.
 
-    ``tools`` are functions that it may call, or JSON schemas for :meth:`Episode.run_tool`. In each turn it gets at most
-    ``max_tool_rounds`` answers of tools, each within ``tool_timeout`` seconds. ``chat_template_kwargs`` go to the chat
-    template, such as ``{"enable_thinking": False}``.
+    ``tools`` are functions that it may call, or JSON schemas for :meth:`Episode.run_tool`. In each turn it gets the
+    results of at most ``max_tool_rounds`` answers. Of one answer at most ``max_tool_calls`` calls run, each for at most
+    ``tool_timeout`` seconds, and of each result the model sees ``max_tool_result`` characters.
+    ``chat_template_kwargs`` go to the chat template, such as ``{"enable_thinking": False}``.
 
     Example: ``Actor("solver", system_prompt="Solve the problem.", policy="default", max_tokens=256)``
     """
@@ -35,11 +36,13 @@ class Actor:
     max_concurrency: int | None = None
     tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
     max_tool_rounds: int = 8
+    max_tool_calls: int = 32
+    max_tool_result: int = 2000
     tool_timeout: float = 60.0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_tool_rounds", "tool_timeout"):
+        for name in ("max_tool_rounds", "max_tool_calls", "max_tool_result", "tool_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Actor.{name}={getattr(self, name)!r} of actor {self.id!r}: expected a number > 0")
         if self.max_concurrency is not None and self.max_concurrency < 1:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from turnwise.arena import Arena, ArtifactStore
 from turnwise.inference.common.http import LoopThread
+from turnwise.utils.threads import to_thread
 from turnwise.workers.engines import WorkerClient
 from turnwise.workers.messages import (
     ALIVE,
@@ -94,7 +95,7 @@ class Listener:
             self._announce(address)
             await asyncio.Event().wait()
         finally:
-            await asyncio.to_thread(thread.stop)
+            await to_thread(thread.stop)
 
     async def _listen(self) -> str:
         server = await asyncio.start_server(self._connected, self._host, self._port, limit=2**20)

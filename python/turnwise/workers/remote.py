@@ -20,6 +20,7 @@ from turnwise.arena.runtime.concurrency import FailureBudget
 from turnwise.arena.runtime.context import EpisodeContext
 from turnwise.inference.common.http import LoopThread
 from turnwise.types import EpisodeRequest, GenerateResult
+from turnwise.utils.threads import to_thread
 from turnwise.workers.link import LOOK_SECONDS, Call, Group, Link, fail
 from turnwise.workers.members import Members, by_number
 from turnwise.workers.messages import (
@@ -159,7 +160,7 @@ class RemoteWorkers:
         if not self._closed:
             self._closed = True
             self._thread.call(self._end)
-            await asyncio.to_thread(self._thread.stop)
+            await to_thread(self._thread.stop)
 
     def playing(self) -> list[str]:
         """The names of the workers that can play now."""

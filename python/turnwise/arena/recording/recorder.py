@@ -11,9 +11,10 @@ time limit that ran out, and the state of each episode's generator at its end. A
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 from turnwise.arena.recording.lossless_json import encode
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.model_call import to_step
+from turnwise.arena.runtime.user_code import CallTimeoutError
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Messages, ModelRequest, ModelResponse, Step
 
 T = TypeVar("T")
@@ -107,6 +109,15 @@ class EpisodeRecorder:
 
     def timeout(self, context: EpisodeContext, when: float | None) -> AbstractAsyncContextManager[Any]:
         return asyncio.timeout_at(None) if when is None else _RecordedTimeout(self, context.next_record_key(), when)
+
+    @contextlib.asynccontextmanager
+    async def limit(self, context: EpisodeContext, seconds: float) -> AsyncIterator[float]:
+        key = context.next_record_key()
+        try:
+            yield seconds
+        except CallTimeoutError:
+            self.events.append((EXPIRED, key))
+            raise
 
     def finish_episode(self, context: EpisodeContext) -> None:
         self.events.append((ENDED, (context.record_key, context.lazy_rng.state_marker())))

@@ -11,8 +11,9 @@ from turnwise.arena.rewards.mix import add_differences
 from turnwise.arena.rewards.rubric import Rubric, Score
 from turnwise.arena.rewards.token_rewards import keep_tokens
 from turnwise.arena.runtime.concurrency import gather_or_cancel
-from turnwise.arena.runtime.context import EpisodeContext, maybe_await, use_context
-from turnwise.state import prune, to_python
+from turnwise.arena.runtime.context import EpisodeContext, use_context
+from turnwise.arena.runtime.user_code import hook
+from turnwise.state import to_python
 from turnwise.types import EpisodeState, GenerateResult, Rollout, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -24,6 +25,8 @@ class ScoredEpisode(Protocol):
     def rubric(self) -> Rubric: ...
 
     def get_extras(self, state: EpisodeState) -> Any: ...
+
+    def close(self, state: EpisodeState) -> Any: ...
 
 
 def finalize_steps(state: EpisodeState, rollout: Rollout, children: Sequence[GenerateResult]) -> None:
@@ -58,7 +61,7 @@ async def score_state(episode: ScoredEpisode, arena: ArenaForHooks, rollout: Rol
         actors = {step.actor_id for step in rollout.steps} - {None}
         zeros = {f"{name}/{actor}": 0.0 for name in episode.rubric.names for actor in sorted(map(str, actors))}
         return Score({str(failed.actor_id): float(failed.reward or 0.0)}, zeros)
-    rollout.extras = to_python(dict(await maybe_await(episode.get_extras(state)) or {}))
+    rollout.extras = to_python(dict(await hook(episode.get_extras, state) or {}))
     score = await episode.rubric.score(rollout, arena, state)
     add_differences(score.rewards, state.trajectory, arena.mix_of(rollout.episode_type).difference)
     return score
@@ -97,9 +100,7 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
         keep_tokens(scope.rollout, score.token_rewards)
 
     # Free the states of the other ends, and keep the results.
-    for number, end in enumerate(ends):
-        if number != (own or 0):
-            prune(end.state.data)
+    context.forked += [end.state for number, end in enumerate(ends) if number != (own or 0)]
     rollout.extras = scored[own or 0][1]
     rollout.meta["ends"] = [
         {

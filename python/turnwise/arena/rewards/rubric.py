@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from turnwise.arena.rewards.invalid_action import InvalidActionError
 from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.token_rewards import add_tokens, check_reward, is_by_token, reward_of, settle_steps
+from turnwise.arena.runtime import user_code
 from turnwise.arena.runtime.concurrency import gather_or_cancel
-from turnwise.arena.runtime.context import current_context, maybe_await, use_context
+from turnwise.arena.runtime.context import current_context, use_context
 from turnwise.arena.runtime.private_text import LeakError
-from turnwise.arena.runtime.recording_hooks import recorded_timeout
+from turnwise.arena.runtime.recording_hooks import recorded_limit
+from turnwise.arena.runtime.user_code import contained, count_error, hook
 from turnwise.types import EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 
@@ -91,7 +93,8 @@ class Rubric:
     ``on_error`` sets the effect of an exception, or of a ``timeout`` in seconds for each function: ``"raise"`` fails
     the episode, ``"zero"`` counts as reward 0, ``"drop"`` keeps the rollout out of the batch, ``"retry"`` tries twice
     more and then fails. An InvalidActionError gives its reward instead. A NaN or infinite reward always fails the
-    episode. With a ``timeout``, plain functions run in a thread, which is abandoned when the time is up.
+    episode. Errors are counted as ``reward_errors/<function>``. With a ``timeout`` or ``blocking``, plain functions run
+    in threads: set one of them for functions that wait or compute for long. A call is abandoned when its time is up.
 
     A function gets the arguments that it names, see ``ARGUMENTS``. A function of two arguments with other names gets
     the rollout and the arena, in this order. A function that names ``rollouts`` is a group function: it runs after the
@@ -121,6 +124,7 @@ class Rubric:
         on_error: str = "raise",
         timeout: float | None = None,
         *,
+        blocking: bool = False,
         own: Collection[RewardFunction] = (),
         valid: Collection[RewardFunction] = (),
     ) -> None:
@@ -136,7 +140,7 @@ class Rubric:
             raise ValueError(f"on_error={on_error!r}: expected one of {sorted(ON_ERROR)}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0, or None")
-        self.timeout = timeout
+        self.timeout, self.blocking = timeout, blocking
 
         # Read which arguments each function wants, and separate the group functions.
         self.names = _unique_names(self.funcs)
@@ -252,14 +256,19 @@ class Rubric:
         arguments = {parameter: available[name] for parameter, name in self._arguments[index].items()}
 
         async def call() -> Any:
-            if self.timeout is None:
-                return await maybe_await(func(**arguments))
-            when = asyncio.get_running_loop().time() + self.timeout
-            async with recorded_timeout(current_context(), when):
-                if inspect.iscoroutinefunction(func):
-                    return await func(**arguments)
-                return await maybe_await(await asyncio.to_thread(func, **arguments))
+            try:
+                if self.timeout is None:
+                    with contained(f"reward function {name!r}"):
+                        return await hook(work, blocking=self.blocking)
+                async with recorded_limit(current_context(), self.timeout) as limit:
+                    return await user_code.call("reward", work, limit=limit, name=name)
+            except (DropRolloutError, LeakError, InvalidActionError):
+                raise
+            except Exception as error:
+                count_error("reward", name, error)
+                raise
 
+        name, work = self.names[index], partial(func, **arguments)
         try:
             return await call()
         except (DropRolloutError, LeakError):

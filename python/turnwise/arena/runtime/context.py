@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import random
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -93,6 +92,8 @@ class EpisodeContext:
     """Paths of a tree-sampled episode that are still being played."""
     ends: list[Beam] = field(default_factory=list)
     """Finished paths of a tree-sampled episode that has several."""
+    forked: list[EpisodeState] = field(default_factory=list)
+    """Earlier states of a tree, to close when the episode ends."""
 
     @property
     def rng(self) -> random.Random:
@@ -308,6 +309,10 @@ class Recorder(Protocol):
         """Return a context manager like ``asyncio.timeout_at(when)``."""
         ...
 
+    def limit(self, context: EpisodeContext, seconds: float) -> AbstractAsyncContextManager[float | None]:
+        """Return a context manager that yields the time limit of a call, ``None`` in a replay."""
+        ...
+
     def finish_episode(self, context: EpisodeContext) -> None:
         """End one attempt at an episode, after its rewards are known."""
         ...
@@ -337,16 +342,6 @@ def use_context(context: EpisodeContext) -> Iterator[EpisodeContext]:
         yield context
     finally:
         _current.reset(token)
-
-
-_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, list, dict})
-
-
-async def maybe_await(value: Any) -> Any:
-    """Return ``value``, awaited if it is awaitable, because hooks may be ``def`` or ``async def``."""
-    if type(value) in _PLAIN_TYPES:  # nearly all hooks return one of these, and ``isawaitable`` is slow
-        return value
-    return await value if inspect.isawaitable(value) else value
 
 
 def make_forkable(state: EpisodeState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -83,3 +84,13 @@ def recorded_timeout(context: EpisodeContext | None, when: float | None) -> Abst
     if context is None or context.recorder is None:
         return asyncio.timeout_at(when)
     return context.recorder.timeout(context, when)
+
+
+def recorded_limit(context: EpisodeContext | None, seconds: float) -> AbstractAsyncContextManager[float | None]:
+    """Yield the time limit of a call of user code, which the block raises ``CallTimeoutError`` for.
+
+    A replay has no limit; it cancels the block where time ran out in the record.
+    """
+    if context is None or context.recorder is None:
+        return contextlib.nullcontext(seconds)
+    return context.recorder.limit(context, seconds)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +13,20 @@ from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.model_call import to_messages
 from turnwise.arena.runtime.recording_hooks import record_input
+from turnwise.arena.runtime.user_code import (
+    CallTimeoutError,
+    UserCodeError,
+    call,
+    count,
+    count_error,
+    error_text,
+    is_async,
+    not_counted,
+)
 from turnwise.chat.continuation import Conversations
-from turnwise.chat.formats import ChatFormat, ToolCall
+from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
 from turnwise.chat.messages import plain_messages
-from turnwise.chat.tools import answer_of, by_name, tool_of
+from turnwise.chat.tools import by_name, tool_of
 from turnwise.types import Actor, Messages, ModelResponse, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -37,8 +50,9 @@ async def call_with_tools(
     The results of one answer's calls come in the order of the calls. After ``max_tool_rounds`` results, the actor
     answers once more, and calls in that answer stay text. A later prompt extends the sampled tokens.
     """
-    functions, tools = by_name(actor.tools), [tool_of(tool) for tool in actor.tools]
-    format.check_tools(tools)
+    with not_counted():
+        functions, tools = by_name(actor.tools), [tool_of(tool) for tool in actor.tools]
+        format.check_tools(tools)
     messages = plain_messages(to_messages(prompt, actor), ends_with_answer=True)
     chats, context = Conversations(format), current_context()
     turn = None if context is None else context.state.turn
@@ -62,12 +76,19 @@ async def call_with_tools(
         calls = parsed.good_calls
         if not calls:
             return response
+        # Of more calls than an answer may make, one gets the reason. The others stay text.
+        surplus = len(calls) - actor.max_tool_calls
+        if surplus > 0:
+            count("tool_calls_not_run", surplus)
+            parsed, calls = _shortened(parsed, actor.max_tool_calls + 1), calls[: actor.max_tool_calls + 1]
         names = [f"call_{number}_{place}" for place in range(len(calls))]
         answer = parsed.message(names)
         chats.add(messages, tools, asked.ids, format.cut(response.completion_token_ids), answer)
-        results = await gather_or_cancel(
-            [_result(call, functions[call.name], run_tool, actor.tool_timeout) for call in calls]
-        )
+        run = calls[: actor.max_tool_calls]
+        results = await gather_or_cancel([_result(one, functions[one.name], run_tool, actor) for one in run])
+        if surplus > 0:
+            limit = f"an answer may call {actor.max_tool_calls} tools"
+            results.append(f"error: {limit}: {surplus} further calls were not run")
         messages = [
             *messages,
             answer,
@@ -85,11 +106,44 @@ def share_reward(last: Step, earlier: Sequence[Step]) -> None:
         step.reward = last.reward
 
 
-async def _result(call: ToolCall, function: Callable[..., Any] | None, run_tool: RunTool, timeout: float) -> str:
+async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
+    """Return the answer of ``work()`` as text for the model. An exception becomes ``"error: <type>: <text>"``.
+
+    An answer of more than ``actor.max_tool_result`` characters is cut, and ends with "…".
+    """
+
+    def answered() -> Any:
+        found = work()
+        return found if inspect.isawaitable(found) else _text_of(found)
+
+    try:
+        text = await call("tool", work if is_async(work) else answered, limit=actor.tool_timeout, name=name)
+        if not isinstance(text, str):  # of an ``async def``
+            text = await call("tool", partial(_text_of, text), limit=actor.tool_timeout, name=name)
+    except Exception as error:  # whatever a tool raises is its answer
+        count_error("tool", name, error)
+        cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+        text = f"error: {error_text(cause)}"
+        if isinstance(error, CallTimeoutError):
+            text = f"error: TimeoutError: no answer within {actor.tool_timeout:g} s"
+    return text if len(text) <= actor.max_tool_result else text[: actor.max_tool_result] + "…"
+
+
+def _text_of(found: Any) -> str:
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+
+async def _result(call: ToolCall, function: Callable[..., Any] | None, run_tool: RunTool, actor: Actor) -> str:
     """Return the result of one call, recorded for replays."""
 
     async def ask(name: str, arguments: dict[str, Any]) -> str:
-        run = partial(run_tool, name, arguments) if function is None else partial(function, **arguments)
-        return await answer_of(run, timeout)
+        work = partial(run_tool, name, arguments) if function is None else partial(function, **arguments)
+        return await answer_of(name, work, actor)
 
     return await record_input("tool", ask, call.name, call.arguments)
+
+
+def _shortened(parsed: ParsedCompletion, count: int) -> ParsedCompletion:
+    """Return ``parsed`` with its first ``count`` good calls alone."""
+    good = [place for place, one in enumerate(parsed.calls) if one.status == OK]
+    return replace(parsed, calls=parsed.calls[: good[count - 1] + 1])

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from turnwise.arena.runtime.concurrency import gather_or_cancel
-from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, maybe_await, use_context
+from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, use_context
 from turnwise.arena.runtime.privacy import check_path
 from turnwise.arena.runtime.rng import derive_seed
 from turnwise.arena.runtime.tool_rounds import ROUND
+from turnwise.arena.runtime.user_code import close_state, hook, is_own
 from turnwise.arena.trees.sampler import BRANCH_SCORES, TreeSampler, call_selector, draw_share, select_branches
 from turnwise.arena.trees.value import BranchingEpisode, StateToValue, ValueEstimator
 from turnwise.state import prune
@@ -102,6 +103,7 @@ class TreeSearch:
         self.estimator = ValueEstimator(episode, arena, artifact, context, sampler.playouts)
         self._num_moved = len(context.steps)
         self._open_scopes: list[EpisodeContext] = []
+        self._lost: list[EpisodeState] = []
         if sampler.has_many_leaves and episode.rubric.is_grouped:
             raise ValueError(
                 f"{type(episode).__name__}.rubric has group functions, which compare rollouts, and beam_width > 1 or "
@@ -128,13 +130,15 @@ class TreeSearch:
         # The episode's own context comes first, because its steps are already in its list.
         own_first = sorted(actions, key=lambda action: action.scopes != [self.root])
         taken = [branch for action in own_first for branch in self._collect_branches(action)]
-        self._open_scopes = []
         taken.sort(key=lambda branch: (branch.step.branch, self.beams.index(branch.beam)))
         await self._estimate(taken)
 
         self._drop_failed([(action.beam, action.error) for action in actions if action.error is not None])
         self._select_survivors(taken)
+        self._open_scopes = []
+        await self._free_lost()
         await self._each([beam for beam in self.beams if not beam.ended], self._pass_on)
+        await self._free_lost()
         self.root.beams = self.beams
         if all(beam.context is not self.root for beam in self.beams):
             self.root.state = self.beams[0].state  # the old state was pruned with its beam's branches
@@ -168,13 +172,16 @@ class TreeSearch:
         """Move all records to the episode after a failure. The sampled tokens are counted, but never train."""
         for context in (self.root, *(beam.context for beam in self.beams), *self._open_scopes):
             self._move_records(context, None)
+            if context.state is not self.root.state:
+                self.root.forked.append(context.state)
+        self.root.forked += self._lost
 
     # -- acting --------------------------------------------------------------------------------------------------------
     async def _build_prompts(self) -> list[PendingAction]:
         """Return the next action of each beam that takes one. The other beams skip this turn."""
 
         async def prompt(beam: Beam) -> Any:
-            return await maybe_await(self.episode.build_messages(beam.state, self.arena, self.artifact))
+            return await hook(self.episode.build_messages, beam.state, self.arena, self.artifact)
 
         prompts = await self._each([beam for beam in self.beams if not beam.ended], prompt)
         for beam, messages in prompts:
@@ -190,6 +197,8 @@ class TreeSearch:
             return action
         action.node = self.root.next_node()
         make_forkable(beam.state)  # a hook may have replaced the data
+        if not is_own(self.episode.close):
+            self.root.forked.append(beam.state)  # its forks copy what they use, so it can't be closed before they end
         for index, fork in enumerate(beam.state.fork(count)):
             scope = self.root.branch(f"n{self.root.nodes - 1}b{index}", fork)
             scope.lazy_rng, scope.private = own.lazy_rng.fork(), own.private.copy()
@@ -282,9 +291,9 @@ class TreeSearch:
             if branch not in selected:
                 if self.arena.check_private and self.sampler.has_many_leaves:
                     check_path(self.root, branch.scope.private, [*branch.beam.steps, *branch.steps])
-                _discard(branch.scope, branch.steps)
+                self._discard(branch.scope, branch.steps)
         for beam in self.beams:
-            if id(beam) in done - reused:
+            if id(beam) in done - reused and is_own(self.episode.close):
                 prune(beam.state.data)
         self.beams = kept + new_beams
 
@@ -319,7 +328,13 @@ class TreeSearch:
         for beam, error in failed:
             # The path has no end, so the rubric gives no reward to steps that have none.
             _exclude([step for step in beam.steps if step.reward is None and id(step) not in going_on], error)
-            prune(beam.state.data)
+            self._lost.append(beam.state)
+
+    async def _free_lost(self) -> None:
+        """Close the states of lost branches and beams, and free their data."""
+        while self._lost:
+            await close_state(self.episode, self._lost[-1])
+            prune(self._lost.pop().data)
 
     def _best(self) -> int:
         if self.sampler.select is None or len(self.beams) == 1:
@@ -347,13 +362,19 @@ class TreeSearch:
                 taken.append(Branch(beam, scope, outcome, steps, children))
             elif action.node is not None:
                 _exclude(steps, outcome)
-                _discard(scope, steps)
+                self._discard(scope, steps)
             elif len(self.beams) > 1:
                 _exclude(steps, outcome)
         if action.node is not None:
             _count(self.root, "tree/branches", len(action.scopes))
             _count(self.root, "tree/failed_branches", len(action.scopes) - len(taken))
         return taken
+
+    def _discard(self, scope: EpisodeContext, steps: Sequence[Step]) -> None:
+        """Let go of a branch that does not go on."""
+        self._lost.append(scope.state)
+        for step in steps:
+            step.selected = False
 
     def _collect_beam(self, beam: Beam) -> tuple[list[Step], list[GenerateResult]]:
         """Append to ``beam`` the records of its own context since the last call. Return them."""
@@ -388,13 +409,6 @@ def _exclude(steps: Sequence[Step], error: ModelError | None) -> None:
     for step in steps:
         step.trainable = False
         step.info["error"] = f"{type(error).__name__}: {error}"
-
-
-def _discard(scope: EpisodeContext, steps: Sequence[Step]) -> None:
-    """Free the data of a branch that does not go on."""
-    prune(scope.state.data)
-    for step in steps:
-        step.selected = False
 
 
 def _count(context: EpisodeContext, name: str, amount: int) -> None:

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from turnwise.arena.rewards.leaves import ScoredEpisode, score_leaf, scratch_rollout
 from turnwise.arena.runtime.concurrency import gather_or_cancel
-from turnwise.arena.runtime.context import EpisodeContext, maybe_await, use_context
+from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.rng import LazyRandom, derive_seed
+from turnwise.arena.runtime.user_code import close_state, hook
 from turnwise.state import prune
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
@@ -82,14 +83,15 @@ class ValueEstimator:
                 self._count([begun], asked=self.count, ended=0)
                 return []
         if begun.state.done:
-            ended = await self._play(position, begun)
+            end = await self._play(position, begun)
             self._count([begun], asked=0, ended=0)
-            return [] if ended is None else [ended]
+            return [] if end is None else [end]
         scopes = [self._scope(position, f"{position.name}m{number}", begun) for number in range(self.count)]
-        prune(begun.state.data)
-        played = [
-            one for one in await gather_or_cancel(self._play(position, scope) for scope in scopes) if one is not None
-        ]
+        try:
+            ended = await gather_or_cancel(self._play(position, scope) for scope in scopes)
+        finally:
+            self.root.forked.append(begun.state)
+        played = [one for one in ended if one is not None]
         self._count([begun, *scopes], asked=self.count, ended=len(played))
         return played
 
@@ -106,7 +108,7 @@ class ValueEstimator:
         try:
             with use_context(scope):
                 while not state.done:
-                    messages = await maybe_await(episode.build_messages(state, self.arena, self.artifact))
+                    messages = await hook(episode.build_messages, state, self.arena, self.artifact)
                     if messages is not None:
                         await episode.take_action(state, messages, self.arena, self.artifact)
                     await episode.pass_on(state, self.arena, self.artifact, skipped=messages is None)
@@ -116,6 +118,7 @@ class ValueEstimator:
         except ModelError:
             return None
         finally:
+            await close_state(episode, state)
             prune(state.data)
         if score.dropped is not None:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import secrets
 import signal
 import sys
@@ -26,6 +27,7 @@ from turnwise.train.log.run_log import RunLog
 from turnwise.train.validate import read_config
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import announce_code
+from turnwise.utils.threads import run_to_end
 
 OF_MODEL = {
     "engine": "vllm", "dummy_weights": False, "adapters": [], "adapter_slots": 0, "adapter_rank": 16,
@@ -79,7 +81,7 @@ def serve_run(options: argparse.Namespace) -> int:
     loaded, chosen = load_run(config, options.checkpoint, log)
     with closing(loaded):
         say(f"loaded {'the starting weights' if chosen is None else chosen}")
-        asyncio.run(_serve(loaded, key, options))
+        run_to_end(_serve(loaded, key, options))
     return EXIT_OK
 
 
@@ -137,7 +139,7 @@ def serve_until_stopped(settings: ServeSettings) -> None:
         say(f"the key that clients need is in {server.key_file}; clients of this user on this host find it there")
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with server:
+        with contextlib.suppress(SystemExit), server:
             server.wait()
     finally:
         for number, handler in before.items():

@@ -38,6 +38,7 @@ from turnwise.train.run_folder import refuse_own_arena
 from turnwise.train.validate import load_config
 from turnwise.types import ModelError, ModelRequest, ModelResponse
 from turnwise.utils.registry import announce_code_of_run, did_you_mean
+from turnwise.utils.threads import run_to_end
 
 ALL = "all"
 """Name for every checkpoint of a run, including the members of its league."""
@@ -114,7 +115,7 @@ def play_tournament(
     runs = [build_run(config, warm=False) for config in configs]
     try:
         hall = Hall(runs, played, entrants)
-        payoffs = asyncio.run(_round_robin(hall, played, entrants, games))
+        payoffs = run_to_end(_round_robin(hall, played, entrants, games))
     finally:
         for run in runs:
             run.close()

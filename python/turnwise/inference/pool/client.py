@@ -23,6 +23,7 @@ from turnwise.inference.pool.engine import EngineFailed, Limits, PoolEngine, Pub
 from turnwise.inference.pool.router import PrefixRouter, Router
 from turnwise.inference.weights.load import collect_weights
 from turnwise.types import InferenceClient, ModelError, ModelRequest, ModelResponse
+from turnwise.utils.threads import to_thread
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
 """Seconds until a failed engine is looked at again, or a request goes to it again: the first time, and at most."""
@@ -148,7 +149,7 @@ class PoolClient(GatedClient):
         try:
             await asyncio.wrap_future(self._thread.submit(self._end()))
         finally:
-            await asyncio.to_thread(self._thread.stop)
+            await to_thread(self._thread.stop)
 
     # -- engines that come and go --------------------------------------------------------------------------------------
     def join(self, name: str, client: InferenceClient) -> None:

@@ -38,6 +38,7 @@ from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer,
 from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.inference.weights.wire import LOOPBACK, address_towards
 from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
+from turnwise.utils.threads import to_thread
 
 
 @dataclass(slots=True)
@@ -176,7 +177,7 @@ class VLLMServerClient(GatedClient):
     async def close(self) -> None:
         """Fail all waiting and running requests, and end the connections, not the server. May be called again."""
         self._closed = True
-        await asyncio.to_thread(self._endpoint.close)
+        await to_thread(self._endpoint.close)
         self._transfer.close()
         for held in self._policies.values():
             if held.adapter is not None:
@@ -302,7 +303,7 @@ class VLLMServerClient(GatedClient):
         async with self._lock:
             await self._connect()
             if base:
-                self._handle = await asyncio.to_thread(self._transfer.send, base)
+                self._handle = await to_thread(self._transfer.send, base)
             known = self._synced and self._unusable is None and await self._server.has_our_weights()
             adapters = {} if known else self._adapters()
             if held.adapter is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import tempfile
 import weakref
@@ -23,6 +22,7 @@ from turnwise.inference.server.settings import ServeSettings
 from turnwise.inference.vllm.installed import vllm_or_raise
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.types import Tokenizer
+from turnwise.utils.threads import to_thread
 
 DEAD_AFTER = 30.0
 """Seconds without an answer after which a server must prove its health, or its requests are sent again."""
@@ -111,7 +111,7 @@ class VLLMClient(RoutingClient):
         try:
             await super().close()
         finally:
-            await asyncio.to_thread(self._stop_servers)
+            await to_thread(self._stop_servers)
 
     def _stop_servers(self) -> None:
         self._end.detach()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.vllm.lora import Adapter
 from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.types import ContextLengthError
+from turnwise.utils.threads import to_thread
 
 GENERATE = "/inference/v1/generate"
 
@@ -146,7 +146,7 @@ class RemoteServer:
                 await self._call_worker("turnwise_reload", dict(handle))
             for adapter, weights in adapters.values():
                 if weights:
-                    await asyncio.to_thread(adapter.write, weights)
+                    await to_thread(adapter.write, weights)
                 await self._put_adapter(adapter)
             await self._clear_cache()
             self.sent[label] = dict(versions)

@@ -25,6 +25,7 @@ from turnwise.inference.common.http import Endpoint
 from turnwise.inference.common.keys import key_file, key_from_environment, read_key, write_key
 from turnwise.inference.server.settings import ServeSettings, server_command
 from turnwise.utils.processes import end_group, has_ended, how_it_ended
+from turnwise.utils.threads import to_thread
 
 SERVER_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens the endpoints that pause, load weights and resume
@@ -234,12 +235,12 @@ async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
     Example: ``async with serving("Qwen/Qwen3-0.6B", kv_cache_gb=4) as server: print(server.url)``
     """
     server = Server(ServeSettings(**{"port": 0, **settings, "model": str(model)}))
-    starting = asyncio.create_task(asyncio.to_thread(server.start))
+    starting = asyncio.create_task(to_thread(server.start))
     try:
         await asyncio.shield(starting)
         yield server
     finally:
-        await asyncio.to_thread(server.stop)
+        await to_thread(server.stop)
         with suppress(ServerFailed):
             await starting
 

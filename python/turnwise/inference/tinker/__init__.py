@@ -1,5 +1,5 @@
 """Samples with a server of the Tinker API: Tinker's own service, or SkyRL.
 
 Read in this order: server, client.
-May import: types, chat, inference.common.
+May import: types, utils, chat, inference.common.
 """

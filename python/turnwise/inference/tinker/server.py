@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.types import ModelError
+from turnwise.utils.threads import to_thread
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """Address of the hosted service."""
@@ -113,7 +114,7 @@ class TinkerServer:
         pending = asyncio.wrap_future(_plain(future))
         try:
             while not (await asyncio.wait({pending}, timeout=POLL))[0]:
-                await asyncio.to_thread(self._still_there, began)
+                await to_thread(self._still_there, began)
         except BaseException:
             pending.cancel()
             raise

@@ -1,5 +1,5 @@
 """Serves a transformers model in a process of its own, with the routes of a vLLM server and turnwise's worker.
 
 Read in this order: engine, routes, launch.
-May import: types, inference.common, inference.weights, inference.local, inference.vllm, inference.server.
+May import: types, utils, inference.common, inference.weights, inference.local, inference.vllm, inference.server.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from turnwise.inference.vllm.worker import COMPARED
 from turnwise.inference.weights.load import copy_weights
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase, peft_or_raise
 from turnwise.inference.weights.sync import open_weights
+from turnwise.utils.threads import to_thread
 
 
 class UnknownModelError(ValueError):
@@ -101,7 +101,7 @@ class Engine(TransformersClient):
     async def hold_back(self, keep: bool) -> None:
         """Compute no token until :meth:`go_on`. Running batches stop where they are (``keep``), or end first."""
         if keep and not self._held:
-            await asyncio.to_thread(self._busy.__enter__)
+            await to_thread(self._busy.__enter__)
             self._held = True
         elif not keep:
             self._release()  # a batch that stands still would never end

@@ -13,6 +13,7 @@ from turnwise.inference.server.launch import REMOTE, RPC, Admission
 from turnwise.inference.transformers_server.engine import Engine, UnknownModelError
 from turnwise.inference.weights.weight_block import TransferError
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
+from turnwise.utils.threads import to_thread
 
 MOST_BYTES = 2**26
 """The most bytes of a request: prompts of several million tokens."""
@@ -126,17 +127,17 @@ class Routes:
         return {"success": True}  # keys and values last as long as their batch
 
     async def update_weight_version(self, request: web.Request, body: Any) -> Any:
-        await asyncio.to_thread(self._engine.set_label, _text(body, "new_version"))
+        await to_thread(self._engine.set_label, _text(body, "new_version"))
         return {"success": True}
 
     async def load_lora_adapter(self, request: web.Request, body: Any) -> Any:
         name, path = _text(body, "lora_name"), Path(_text(body, "lora_path"))
-        await asyncio.to_thread(self._engine.load_adapter, name, path)
+        await to_thread(self._engine.load_adapter, name, path)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload_lora_adapter(self, request: web.Request, body: Any) -> Any:
         name = _text(body, "lora_name")
-        await asyncio.to_thread(self._engine.unload_adapter, name)
+        await to_thread(self._engine.unload_adapter, name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def collective_rpc(self, request: web.Request, body: Any) -> Any:
@@ -145,7 +146,7 @@ class Routes:
             raise PermissionError(f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
         if not isinstance(arguments, list):
             raise ValueError(f"args={arguments!r}: expected a list")
-        return {"results": [await asyncio.to_thread(self._called, method, *arguments)]}
+        return {"results": [await to_thread(self._called, method, *arguments)]}
 
     def _called(self, method: str, *arguments: Any) -> Any:
         if method == "turnwise_describe":

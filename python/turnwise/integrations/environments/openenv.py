@@ -75,7 +75,6 @@ class OpenEnvGame(Game):
     """
 
     options: OpenEnvOptions
-    is_blocking = True
     ways = (Replays(),)
 
     def __init__(self, options: OpenEnvOptions) -> None:

@@ -48,6 +48,7 @@ class OpenSpielGame(Game):
     An illegal move costs 1.5 times the worst payoff, so that no legal move is worse.
     """
 
+    is_blocking = False
     ways = (Copies(), Replays())
 
     def __init__(self, options: ForeignOptions) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from pydantic import Field
 
 from turnwise.arena import Episode, InvalidActionError, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.rewards.invalid_action import parsing
+from turnwise.arena.runtime.user_code import call
 from turnwise.integrations.environments.base.play import named_function, require
 from turnwise.integrations.environments.scoring import LockedScorer, PlainScorer, Scorer
 from turnwise.tasks import Demonstration, Player, Split, TaskOptions
@@ -73,7 +74,7 @@ class ReasoningGymEpisode(SingleTurnEpisode):
         """``answer``, its ``score``, 1.0 for a success as ``solved``, and why it ``failed``, if it did."""
         step = state.trajectory[-1]
         answer, failed = self._answer(step.completion)
-        found, reason = await asyncio.to_thread(self.scorer.score, int(state.data["index"]), answer)
+        found, reason = await call("reward", partial(self.scorer.score, int(state.data["index"]), answer))
         return {
             "answer": answer,
             "score": found,

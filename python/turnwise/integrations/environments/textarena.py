@@ -103,6 +103,7 @@ class TextArenaGame(Game):
     """
 
     options: TextArenaOptions
+    is_blocking = False  # it draws from the global random generators
     ways = (Replays(),)
 
     def __init__(self, options: TextArenaOptions) -> None:

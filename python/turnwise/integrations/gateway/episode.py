@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.runtime.context import require_context
+from turnwise.arena.runtime.user_code import CallTimeoutError, call, name_of
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.session import Model, Session
 from turnwise.state import to_python
@@ -54,14 +54,7 @@ class GatewayEpisode(Episode):
         state = context.state if state is None else state
         context.state = state
         async with self.gateway.session(self.actors, arena) as session:
-            try:
-                async with asyncio.timeout(self.timeout) as limit:
-                    result = await self.run_agent(to_python(artifact), session)
-            except TimeoutError as error:
-                if not limit.expired():  # the agent's own
-                    raise
-                notes = "".join(f"; {note}" for note in getattr(error.__cause__, "__notes__", ()))
-                raise TimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
+            result = await self.run_agent(to_python(artifact), session)
         state.data["result"] = context.without_secrets(result)
         if self._reports:
             called = session.called()
@@ -71,7 +64,7 @@ class GatewayEpisode(Episode):
 
     @abstractmethod
     async def run_agent(self, question: Any, session: Session) -> Any:
-        """Run the agent and return its result."""
+        """Run the agent for at most ``timeout`` seconds, and return its result. Raises ``CallTimeoutError``."""
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         found = to_python(state.data)
@@ -82,8 +75,8 @@ class GatewayEpisode(Episode):
 class AgentEpisode(GatewayEpisode):
     """Played by ``agent(question, models)``, a function or its name ``"module:function"``; it imports no turnwise.
 
-    An ``async def`` runs in the arena's event loop. A ``def`` runs in a thread; past its timeout its calls are refused,
-    and the thread ends when it next calls a model.
+    An ``async def`` runs in the arena's event loop. A ``def`` runs in a thread. Past its timeout an agent is abandoned:
+    its result counts no more, and its calls are refused.
 
     Example::
 
@@ -105,18 +98,18 @@ class AgentEpisode(GatewayEpisode):
             raise TypeError(
                 f"agent={agent!r}: expected a function of the question and the models, or 'module:function'"
             )
-        self.episode_type = agent if isinstance(agent, str) else getattr(agent, "__name__", "agent")
+        self.episode_type = agent if isinstance(agent, str) else name_of(self.agent)
 
     async def run_agent(self, question: Any, session: Session) -> Any:
-        return await call_agent(self.agent, question, session.models)
+        return await call_agent(self.agent, question, session.models, self.timeout)
 
 
-async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model]) -> Any:
-    """Run an agent: an ``async def`` here, a ``def`` in a thread."""
-    if inspect.iscoroutinefunction(agent):
-        return await agent(question, models)
-    found = await asyncio.to_thread(agent, question, models)
-    return await found if inspect.isawaitable(found) else found
+async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model], timeout: float | None = None) -> Any:
+    """Run an agent: an ``async def`` here, a ``def`` in a thread. Raises ``CallTimeoutError``."""
+    try:
+        return await call("agent", partial(agent, question, models), limit=timeout)
+    except CallTimeoutError as error:
+        raise CallTimeoutError(f"the agent took longer than timeout={timeout:g} s ({error})") from None
 
 
 def rewards_of(result: Any, actors: Sequence[str], called: Sequence[str]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.arena.runtime.user_code import CallTimeoutError
 from turnwise.integrations.gateway import supervisor
 from turnwise.integrations.gateway.episode import GatewayEpisode
 from turnwise.integrations.gateway.gateway import Gateway
@@ -79,9 +80,16 @@ class ProcessEpisode(GatewayEpisode):
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._limit)
-        async with self._slots[1]:
+        async with self._slots[1]:  # the clock begins when the process does
             with tempfile.TemporaryDirectory(prefix="turnwise-agent-", ignore_cleanup_errors=True) as folder:
-                return await self._run(question, session, Path(folder))
+                try:
+                    async with asyncio.timeout(self.timeout) as limit:
+                        return await self._run(question, session, Path(folder))
+                except TimeoutError as error:
+                    if not limit.expired():
+                        raise
+                    notes = "".join(f"; {note}" for note in getattr(error.__cause__, "__notes__", ()))
+                    raise CallTimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
 
     async def _run(self, question: Any, session: Session, root: Path) -> Any:
         folder, private = root / "work", root / "turnwise"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from turnwise.integrations.gateway.task import GatewayTask
 from turnwise.tasks.base import held_out
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.threads import run_to_end
 
 NO_KEY = "none"
 
@@ -68,4 +68,4 @@ def evaluate_remotely(
         arena.add_episode(episode)
     asked: Any = task  # a protocol's attributes can't be class variables
     requests = held_out(asked, "eval", questions)
-    return asyncio.run(evaluate(arena, requests, task.success_metric, samples=samples, concurrency=parallel))
+    return run_to_end(evaluate(arena, requests, task.success_metric, samples=samples, concurrency=parallel))

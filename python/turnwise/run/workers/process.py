@@ -21,6 +21,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import Problems
 from turnwise.train.model.loading import check_models
 from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.threads import run_to_end
 from turnwise.workers.engines import WorkerClient
 from turnwise.workers.listen import Listener
 from turnwise.workers.messages import Engines, Setup
@@ -101,4 +102,4 @@ def play_until_stopped(
         with suppress(asyncio.CancelledError):
             await Listener(run, host, port, key, announce=announce, say=say).serve()
 
-    asyncio.run(serve())
+    run_to_end(serve())

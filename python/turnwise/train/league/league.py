@@ -7,7 +7,6 @@ as not trainable, and its name differs from all policies of the trainer.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -24,6 +23,7 @@ from turnwise.train.league.pool import LIVE, Member, OpponentSlots, Pool, slot_n
 from turnwise.train.league.ratings import bradley_terry
 from turnwise.train.learner.learner import Learner
 from turnwise.types import EpisodeRequest, GenerateResult
+from turnwise.utils.threads import to_thread
 
 MARK = "league"
 """Key in a league rollout's ``meta``, with the member (its step), the seat of the live policies, and the match."""
@@ -141,7 +141,7 @@ class League(Callback):
     async def _hold(self, slot: int, member: Member) -> None:
         """Load ``member`` into ``slot``; in a thread if other batches may run, because the client waits for them."""
         if self.groups > 1:
-            await asyncio.to_thread(self.slots.hold, slot, member, self.pool)
+            await to_thread(self.slots.hold, slot, member, self.pool)
         else:
             self.slots.hold(slot, member, self.pool)
 

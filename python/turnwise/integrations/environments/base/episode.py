@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from turnwise.arena import InvalidActionError, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
+from turnwise.arena.runtime.user_code import hook
 from turnwise.integrations.environments.base.forks import RunningPlay
 from turnwise.integrations.environments.base.play import Game, View
 from turnwise.integrations.environments.base.texts import with_moves
@@ -78,6 +78,10 @@ class ForeignEpisode(MultiTurnEpisode):
     def next_actor(self, state: EpisodeState, arena: Any, artifact: Any) -> str:
         return state.data["play"].view.actor
 
+    async def close(self, state: EpisodeState) -> None:
+        if (play := state.data.get("play")) is not None:
+            await self._run(play.close)
+
     def rewards(self, state: EpisodeState) -> dict[str, float]:
         """Return the sum of each actor's rewards so far, with what an illegal move cost and earned."""
         paid = dict(state.data["play"].view.rewards)
@@ -112,8 +116,8 @@ class ForeignEpisode(MultiTurnEpisode):
         }
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the environment, in a thread if it waits for a server."""
-        return await asyncio.to_thread(function, *arguments) if self.game.is_blocking else function(*arguments)
+        """Call the environment, in a thread unless it computes at once."""
+        return await hook(function, *arguments, blocking=self.game.is_blocking)
 
     async def _act(self, state: EpisodeState, text: str) -> bool:
         """Let the acting actor answer with ``text``. Return False for an illegal move.

@@ -64,7 +64,11 @@ class RunningPlay:
     @classmethod
     def start(cls, game: Game, seed: int) -> RunningPlay:
         play = game.start(seed)
-        return cls(game, seed, (), [play.look()], play)
+        try:
+            return cls(game, seed, (), [play.look()], play)
+        except BaseException:
+            play.close()
+            raise
 
     @property
     def view(self) -> View:

@@ -83,8 +83,8 @@ class Game(ABC):
     """Reward that an illegal move loses, unless ``options.invalid_cost`` is set."""
     is_competitive: bool = False
     """The actors play against each other."""
-    is_blocking: bool = False
-    """Calls wait for a server, so they run in a thread."""
+    is_blocking: bool = True
+    """Calls may take long, so they run in threads: one call of a play at a time, each in any thread."""
     ways: tuple[Way, ...] = ()
     """Ways to fork a play, the cheapest first; :func:`choose_way` takes the first one that is proved."""
     unforkable: str = ""

@@ -1,0 +1,149 @@
+"""Threads and event loops that end: each call begins at once, and none of them keeps the process from ending."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+IDLE_SECONDS = 10.0
+"""Seconds after which a thread without work ends."""
+END_SECONDS = 5.0
+"""Seconds that cancelled tasks get to end when an event loop does."""
+
+_busy: set[threading.Thread] = set()
+_Work = tuple[Future[Any], Callable[[], Any]]
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Runs each call in an idle thread, or else in a new one. So a call that hangs holds up no other.
+
+    Its base has a fixed number of threads, and Python waits for them all before it ends. An event loop takes nothing
+    else as its own executor.
+
+    Example: ``await asyncio.get_running_loop().run_in_executor(DaemonThreads("tools"), work)``
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1)
+        self.name = name
+        self._idle: list[queue.SimpleQueue[_Work]] = []
+        self._started = 0
+        os.register_at_fork(after_in_child=self._idle.clear)  # a forked process has none of the threads
+
+    def submit(self, function: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        work = (future, lambda: function(*arguments, **options))
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            inbox = queue.SimpleQueue()
+            self._started += 1
+            name = f"turnwise-{self.name}-{self._started}"
+            threading.Thread(target=self._work, args=(inbox,), name=name, daemon=True).start()
+        inbox.put(work)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do nothing: idle threads end by themselves, and others hold up nothing."""
+
+    def _work(self, inbox: queue.SimpleQueue[_Work]) -> None:
+        while True:
+            try:
+                future, call = inbox.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                try:
+                    self._idle.remove(inbox)
+                except ValueError:  # a call was given to this thread in this moment
+                    continue
+                return
+            if future.set_running_or_notify_cancel():
+                _busy.add(threading.current_thread())
+                try:
+                    found = call()
+                except BaseException as error:  # the caller of the future gets it
+                    future.set_exception(error)
+                else:
+                    future.set_result(found)
+                    del found
+                _busy.discard(threading.current_thread())
+            del future, call
+            self._idle.append(inbox)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process with exit code ``code``, whatever threads still run. One line on stderr names them."""
+    stray = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    until = time.monotonic() + END_SECONDS
+    for thread in stray:
+        thread.join(max(until - time.monotonic(), 0.0))
+    left = Counter(thread.name for thread in (*stray, *tuple(_busy)) if thread.is_alive())
+    if not left:
+        sys.exit(code)
+    told = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in sorted(left.items()))
+    print(f"turnwise: ended, and left behind what still runs: {told}", file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+_own = DaemonThreads("own")
+
+
+def begin(function: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> asyncio.Future[T]:
+    """Begin ``function(*arguments, **options)`` in a thread that no code of users can take."""
+    context = contextvars.copy_context()
+    call: Callable[[], T] = lambda: context.run(function, *arguments, **options)  # noqa: E731
+    return asyncio.get_running_loop().run_in_executor(_own, call)
+
+
+async def to_thread(function: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> T:
+    """Return ``function(*arguments, **options)``, computed in a thread that no code of users can take.
+
+    Like ``asyncio.to_thread``, whose threads are few, and shared with all that runs in the event loop.
+    """
+    return await begin(function, *arguments, **options)
+
+
+def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` in a new event loop, as ``asyncio.run`` does, and return its result.
+
+    It ends within seconds whatever tasks and threads do: those that go on are left behind, with a warning.
+    """
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    loop.set_default_executor(DaemonThreads("default"))  # of code that calls ``asyncio.to_thread``
+    try:
+        return runner.run(main)
+    finally:
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            _, left = loop.run_until_complete(asyncio.wait(tasks, timeout=END_SECONDS))
+            for task in left:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+            if left:
+                names = ", ".join(sorted({task.get_name() for task in left}))
+                warnings.warn(f"{names}: cancelled, but goes on, and is left behind", stacklevel=2)
+        else:
+            left = set()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        if not left:
+            runner.close()
+        else:  # which would wait for them
+            asyncio.set_event_loop(None)
+            loop.close()

@@ -1,0 +1,536 @@
+"""What code of users does stays its own affair: calls that hang, block, exit, or open what nobody closes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena.runtime import user_code
+from turnwise.arena.runtime.user_code import CallTimeoutError, UserCodeError, call, contained, hook
+from turnwise.credit import GRPOCredit
+from turnwise.inference import ScriptedClient
+from turnwise.integrations.gateway import AgentEpisode, Gateway
+from turnwise.types import Actor, EpisodeRequest, EpisodeState, GenerateResult
+from turnwise.utils.threads import run_to_end
+
+CALL = '<tool_call>{{"name": "{}", "arguments": {{}}}}</tool_call>'
+
+
+def slept(seconds: float) -> float:
+    time.sleep(seconds)
+    return 1.0
+
+
+class Custom(BaseException):
+    """As the panics of Rust code are."""
+
+
+def leave() -> None:
+    exit()
+
+
+def cancel() -> None:
+    raise asyncio.CancelledError
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def custom() -> None:
+    raise Custom("no text")
+
+
+def generator_exit() -> None:
+    raise GeneratorExit
+
+
+def stop() -> None:
+    next(iter(()))
+
+
+def grouped() -> None:
+    raise BaseExceptionGroup("two", [SystemExit(3), ValueError("x")])
+
+
+EXITS = [leave, cancel, interrupt, custom, generator_exit, stop, grouped]
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test hears its own warnings."""
+    monkeypatch.setattr(user_code, "_told", set())
+
+
+def arena_of(episode: Any, reply: Any = "4", tools: Any = (), **settings: Any) -> Arena:
+    client = ScriptedClient(reply if callable(reply) else lambda request: reply)
+    arena = Arena(client, credit=GRPOCredit(), failure_threshold=1.0)
+    arena.add_actor(Actor("solver", tools=tools, **settings))
+    arena.add_episode(episode)
+    return arena
+
+
+def play(arena: Arena, count: int = 3) -> list[GenerateResult]:
+    requests = [EpisodeRequest(next(iter(arena.episodes)), number) for number in range(count)]
+    return run_to_end(arena.generate_rollouts(requests))
+
+
+def game(base: type = MultiTurnEpisode, **hooks: Any) -> Any:
+    """An episode of one turn with ``hooks``; a hook gets the artifact alone."""
+    made = {name: (lambda self, *given, do=do: do(given[-1])) for name, do in hooks.items() if callable(do)}
+    settings = {name: value for name, value in hooks.items() if not callable(value)}
+    plain = {"episode_type": "game", "actors": ("solver",), "max_turns": 1, "rubric": Rubric([lambda: 1.0])}
+    return type(
+        "Game", (base,), {**plain, "get_prompt": lambda self, artifact: f"question {artifact}", **settings, **made}
+    )()
+
+
+def asked(request: Any) -> str:
+    """Episode 0 calls its tool, others answer."""
+    return CALL.format("run") if request.messages[-1]["content"] == "question 0" else "4"
+
+
+def of_first(act: Any) -> Any:
+    return lambda artifact: act() if artifact == 0 else None
+
+
+def playing(act: Any) -> Any:
+    class Own(SingleTurnEpisode):
+        episode_type, rubric = "own", Rubric([lambda: 1.0])
+
+        def get_prompt(self, artifact: Any) -> str:
+            return "go"
+
+        async def rollout(self, arena: Any, artifact: Any, state: Any = None) -> Any:
+            of_first(act)(artifact)
+            return await super().rollout(arena, artifact, state)
+
+    return Own()
+
+
+def tool(act: Any) -> Any:
+    def run() -> str:
+        """Run."""
+        act()
+        return "done"
+
+    return run
+
+
+def in_a_task(act: Any) -> Any:
+    async def agent(question: Any, models: Any) -> float:
+        async def inner() -> None:
+            act()
+
+        if question == 0:
+            await asyncio.create_task(inner())
+        return 1.0
+
+    return agent
+
+
+def agent(question: Any, models: Any, act: Any) -> float:
+    if question == 0:
+        act()
+    return 1.0
+
+
+async def async_agent(question: Any, models: Any, act: Any) -> float:
+    return agent(question, models, act)
+
+
+PLACES = {
+    "hook": lambda act: arena_of(game(env_response=of_first(act))),
+    "hook in a thread": lambda act: arena_of(game(env_response=of_first(act), blocking=True)),
+    "rollout": lambda act: arena_of(playing(act)),
+    "reward": lambda act: arena_of(
+        game(rubric=Rubric([lambda rollout, arena: of_first(act)(rollout.artifact) or 1.0]))
+    ),
+    "reward with a timeout": lambda act: arena_of(
+        game(rubric=Rubric([lambda rollout, arena: of_first(act)(rollout.artifact) or 1.0], timeout=5.0))
+    ),
+    "extras": lambda act: arena_of(
+        game(get_extras=lambda state: act() if state.trajectory[0].prompt[-1]["content"][-1] == "0" else {})
+    ),
+    "agent": lambda act: arena_of(AgentEpisode(partial(agent, act=act), Gateway(), actors=["solver"])),
+    "async agent": lambda act: arena_of(AgentEpisode(partial(async_agent, act=act), Gateway(), actors=["solver"])),
+    "task of an agent": lambda act: arena_of(AgentEpisode(in_a_task(act), Gateway(), actors=["solver"])),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("act", EXITS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_ends_a_process_ends_its_episode_alone(place: str, act: Any) -> None:
+    results = play(PLACES[place](act))
+    assert [result.rollout.error is None for result in results] == [False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("act", EXITS)
+def test_in_a_tool_it_is_the_answer(act: Any) -> None:
+    results = play(arena_of(game(SingleTurnEpisode), asked, [tool(act)]))
+    told = results[0].rollout.steps[1].prompt[-1]["content"]
+    assert told.startswith("error: ") and results[0].rollout.meta["mishaps"] == {"tool_errors/run": 1}
+    assert all(result.rollout.error is None for result in results)
+    assert "mishaps" not in results[1].rollout.meta
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_cancellation_from_outside_gets_through() -> None:
+    async def main() -> None:
+        playing = asyncio.create_task(
+            arena_of(game(env_response=lambda artifact: asyncio.sleep(60))).generate_rollouts(
+                [EpisodeRequest("game", 0)]
+            )
+        )
+        await asyncio.sleep(0.05)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(main())
+
+
+def test_ctrl_c_gets_through() -> None:
+    def pressed() -> None:
+        import signal
+
+        handler: Any = signal.getsignal(signal.SIGINT)
+        handler(signal.SIGINT, None)
+        handler(signal.SIGINT, None)  # the second one interrupts what runs
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(
+            arena_of(game(env_response=lambda artifact: pressed())).generate_rollouts([EpisodeRequest("game", 0)])
+        )
+
+
+# ---- what hangs ------------------------------------------------------------------------------------------------------
+class Hang:
+    """Calls that wait until the test ends."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def __call__(self) -> str:
+        """Wait."""
+        self.released.wait(60)
+        return "late"
+
+
+@pytest.fixture
+def hang() -> Any:
+    one = Hang()
+    yield one
+    one.released.set()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_calls_that_hang_hold_up_no_other(hang: Hang) -> None:
+    """300 abandoned calls, and then a quick one of each kind."""
+
+    async def main() -> list[Any]:
+        many = [call(kind, hang, limit=0.02) for kind in user_code.THREADS for _ in range(80)]
+        ended = await asyncio.gather(*many, return_exceptions=True)
+        assert all(isinstance(one, CallTimeoutError) for one in ended)
+        return await asyncio.gather(*(call(kind, lambda: 4, limit=5.0) for kind in user_code.THREADS))
+
+    began = time.monotonic()
+    user_code.take_counts()
+    assert run_to_end(main()) == [4] * len(user_code.THREADS)
+    assert time.monotonic() - began < 30, "nothing waits for the calls that hang"
+    counts = user_code.take_counts()
+    assert counts["user_code/abandoned"] == 80 * len(user_code.THREADS) and counts["user_code/waiting"] > 0
+
+
+async def test_a_function_that_always_hangs_is_called_no_more(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "MOST_HANGING", 2)
+    for _ in range(2):
+        with pytest.raises(CallTimeoutError, match=r"longer than 0\.01 s"):
+            await call("tool", hang, limit=0.01, name="stuck")
+    with pytest.raises(CallTimeoutError, match="tool 'stuck' is not called: 2 of its calls"):
+        await call("tool", hang, limit=0.01, name="stuck")
+    assert await call("tool", lambda: 4, limit=5.0, name="other") == 4
+    hang.released.set()
+    for _ in range(500):
+        if not user_code._hanging["tool", "stuck"]:
+            break
+        await asyncio.sleep(0.01)
+    assert await call("tool", hang, limit=5.0, name="stuck") == "late"
+
+
+async def test_the_limit_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(user_code.THREADS, "agent", 2)
+    user_code._gates.clear()
+    ended = await asyncio.gather(*(call("agent", lambda: slept(0.1), limit=0.35) for _ in range(12)))
+    assert ended == [1.0] * 12, "the last one waits 0.5 s for a thread"
+
+
+async def test_an_episode_takes_some_threads_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many calls of one episode, few run at once; those of others don't wait for them."""
+    running = most = 0
+    lock = threading.Lock()
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running, most = running + 1, max(most, running + 1)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+
+    monkeypatch.setattr(
+        user_code, "current_context", lambda: type("Context", (), {"rollout": type("R", (), {"id": "e1"})})
+    )
+    await asyncio.gather(*(call("tool", work) for _ in range(30)))
+    assert most == user_code.THREADS_OF_EPISODE
+
+
+async def test_time_in_which_others_hold_the_loop_does_not_count() -> None:
+    """A call of 20 ms with a limit of 100 ms, and a hook that holds the loop for 300 ms."""
+
+    async def quick() -> int:
+        for _ in range(4):
+            await asyncio.sleep(0.005)
+        return 4
+
+    async def blocks() -> None:
+        await asyncio.sleep(0.004)
+        await hook(time.sleep, 0.3)
+
+    with pytest.warns(RuntimeWarning, match="'sleep' blocked the event loop for 0.3 s"):
+        found = await asyncio.gather(call("tool", quick, limit=0.1), call("tool", lambda: 5, limit=0.1), blocks())
+    assert found[:2] == [4, 5]
+
+
+async def test_what_swallows_its_cancellation_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "GRACE", 0.05)
+    going = asyncio.Event()
+
+    async def stubborn() -> str:
+        while not going.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await going.wait()
+        return "success"
+
+    with (
+        pytest.warns(RuntimeWarning, match="agent 'stubborn' was cancelled and goes on"),
+        pytest.raises(CallTimeoutError),
+    ):
+        await call("agent", stubborn, limit=0.05)
+    going.set()
+
+
+def test_an_event_loop_ends_whatever_its_tasks_do(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.utils.threads.END_SECONDS", 0.1)
+
+    async def stubborn() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def main() -> int:
+        left = [asyncio.create_task(stubborn(), name="stubborn"), asyncio.create_task(asyncio.to_thread(hang))]
+        await asyncio.sleep(0.05)
+        return 2 * len(left)
+
+    with pytest.warns(UserWarning, match="stubborn: cancelled, but goes on"):
+        assert run_to_end(main()) == 4
+
+
+# ---- what blocks the event loop --------------------------------------------------------------------------------------
+async def sleeps(given: Any) -> None:
+    time.sleep(0.15)
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        ({"env_response": lambda given: time.sleep(0.15)}, "of 'game'"),
+        ({"env_response": sleeps}, "of 'game'"),
+        ({"rubric": Rubric([lambda: slept(0.15)])}, "'<lambda>'"),
+    ],
+)
+def test_a_hook_that_holds_the_loop_is_named_once(made: Any, named: str) -> None:
+    with pytest.warns(RuntimeWarning, match="blocked the event loop for 0.[1-9] s") as heard:
+        play(arena_of(game(**made)))
+    [told] = [str(one.message) for one in heard if "blocked" in str(one.message)]
+    assert named in told and "blocking = True" in told
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"env_response": lambda given: time.sleep(0.15), "blocking": True},
+        {"rubric": Rubric([lambda: slept(0.15)], blocking=True)},
+    ],
+)
+def test_blocking_ones_run_in_threads(made: Any, recwarn: pytest.WarningsRecorder) -> None:
+    user_code.take_counts()
+    play(arena_of(game(**made)))
+    assert not [one for one in recwarn if "blocked" in str(one.message)]
+    assert "hook_seconds/env_response" not in user_code.take_counts()
+
+
+def test_seconds_of_hooks_are_metrics(recwarn: pytest.WarningsRecorder) -> None:
+    class Slow(MultiTurnEpisode):
+        episode_type, actors, max_turns, rubric = "slow", ("solver",), 1, Rubric([lambda: 1.0])
+
+        def get_prompt(self, artifact: Any) -> str:
+            time.sleep(0.02)
+            return "go"
+
+    user_code.take_counts()
+    play(arena_of(Slow()))
+    assert user_code.take_counts()["hook_seconds/get_prompt"] >= 0.06
+
+
+# ---- what fails ------------------------------------------------------------------------------------------------------
+def test_errors_are_sums_of_the_batch_and_told_once() -> None:
+    def broken() -> float:
+        raise ValueError("no such number")
+
+    arena = arena_of(
+        game(SingleTurnEpisode, rubric=Rubric([broken], on_error="zero")),
+        lambda r: CALL.format("run") if len(r.messages) == 1 else "4",
+        [tool(stop)],
+    )
+    arena.source = lambda: [EpisodeRequest("game", number, group_id="q") for number in range(4)]
+    with pytest.warns(RuntimeWarning) as heard:
+        batch = asyncio.run(arena.step())
+    assert {name: value for name, value in batch.metrics.items() if "errors" in name} == {
+        "tool_errors/run": 4,
+        "reward_errors/broken": 4,
+    }
+    told = [str(one.message) for one in heard if "failed" in str(one.message)]
+    assert len(told) == 2 and any(
+        "'broken' failed, and is counted as reward_errors/broken: ValueError: no such" in one for one in told
+    )
+
+
+def test_an_error_whose_text_fails() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def act() -> None:
+        raise Silent
+
+    with pytest.warns(RuntimeWarning, match="tool_errors/run"):
+        results = play(arena_of(game(SingleTurnEpisode), asked, [tool(act)]))
+    assert results[0].rollout.steps[1].prompt[-1]["content"] == "error: Silent: <its text raised RuntimeError>"
+
+
+@pytest.mark.parametrize("of", ["text", "object", "async"])
+def test_a_large_result_is_cut(of: str) -> None:
+    def run() -> Any:
+        """Run."""
+        return "x" * 10**7 if of == "text" else {"a": "x" * 10**7}
+
+    async def run_async() -> Any:
+        """Run."""
+        return run()
+
+    run_async.__name__ = "run"
+    results = play(arena_of(game(SingleTurnEpisode), asked, [run_async if of == "async" else run], max_tool_result=50))
+    told = results[0].rollout.steps[1].prompt[-1]["content"]
+    assert len(told) == 51 and told.endswith("x…")
+
+
+def test_an_answer_calls_a_limited_number_of_tools() -> None:
+    done: list[int] = []
+    reply = lambda request: CALL.format("run") * 300 if len(request.messages) == 1 else "4"  # noqa: E731
+    [result] = play(
+        arena_of(game(SingleTurnEpisode), reply, [tool(lambda: done.append(1))], max_tool_calls=3, max_tokens=10**6), 1
+    )
+    results = [message["content"] for message in result.rollout.steps[1].prompt if message["role"] == "tool"]
+    assert (
+        results == ["done"] * 3 + ["error: an answer may call 3 tools: 297 further calls were not run"]
+        and len(done) == 3
+    )
+    assert result.rollout.meta["mishaps"] == {"tool_calls_not_run": 297}
+
+
+@pytest.mark.parametrize("name", ["max_tool_calls", "max_tool_result", "tool_timeout"])
+def test_limits_of_tools_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Actor.{name}=0 of actor 'a'"):
+        Actor("a", **{name: 0})  # type: ignore[arg-type]
+
+
+# ---- what is left open -----------------------------------------------------------------------------------------------
+class Opened:
+    """What an episode holds; copies of forks are further ones."""
+
+    opened, closed = 0, 0
+
+    def __init__(self) -> None:
+        type(self).opened += 1
+        self.is_open = True
+
+    def __deepcopy__(self, memo: Any) -> Opened:
+        return Opened()
+
+    def close(self) -> None:
+        assert self.is_open
+        self.is_open = False
+        type(self).closed += 1
+
+
+class Holding(MultiTurnEpisode):
+    episode_type, actors, max_turns, rubric = "holding", ("solver",), 3, Rubric([lambda: 1.0])
+
+    def __init__(self, ends: str = "done", **options: Any) -> None:
+        super().__init__(**options)
+        self.ends = ends
+
+    def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
+        state.data["held"] = Opened()
+        if self.ends == "setup":
+            raise ValueError("no setup")
+
+    def get_prompt(self, artifact: Any) -> str:
+        return "go"
+
+    def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> Any:
+        assert state.data["held"].is_open
+        if self.ends == "error" and state.turn == 1:
+            raise ValueError("no response")
+        return asyncio.sleep(60) if self.ends == "deadline" and state.turn == 1 else None
+
+    def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
+        return 1.0
+
+    def close(self, state: EpisodeState) -> None:
+        state.data["held"].close()
+
+
+@pytest.mark.parametrize("tree", [None, {}, {"beam_width": 2}, {"select": "none"}, {"playouts": 2}], ids=json.dumps)
+@pytest.mark.parametrize("ends", ["done", "setup", "error", "deadline", "retried"])
+def test_what_an_episode_opened_is_closed(tree: Any, ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Opened.opened = Opened.closed = 0
+    sampler = None if tree is None else TreeSampler(3, **tree)
+    arena = arena_of(Holding("error" if ends == "retried" else ends, sampler=sampler))
+    arena.retries = int(ends == "retried")
+    timeout = 0.2 if ends == "deadline" else None
+    run_to_end(arena.generate_rollouts([EpisodeRequest("holding", 1, timeout=timeout)]))
+    assert Opened.opened == Opened.closed > 0
+
+
+def test_an_error_of_close_harms_nothing() -> None:
+    def broken(state: Any) -> None:
+        raise ValueError("already gone")
+
+    with pytest.warns(RuntimeWarning, match="close_errors/game: ValueError: already gone"):
+        [result] = play(arena_of(game(close=broken)), 1)
+    assert result.rollout.error is None and result.rollout.meta["mishaps"] == {"close_errors/game": 1}
+    with pytest.raises(UserCodeError, match="callback 'plot' raised SystemExit"), contained("callback 'plot'"):
+        leave()
