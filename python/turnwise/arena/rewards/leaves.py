@@ -12,8 +12,8 @@ from turnwise.arena.rewards.rubric import Rubric, Score
 from turnwise.arena.rewards.token_rewards import keep_tokens
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import EpisodeContext, use_context
-from turnwise.arena.runtime.user_code import hook
-from turnwise.state import to_python
+from turnwise.arena.runtime.user_code import close_state, hook
+from turnwise.state import prune, to_python
 from turnwise.types import EpisodeState, GenerateResult, Rollout, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -87,6 +87,9 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
         scope.rollout = scratch_rollout(rollout, end.steps)
         scopes.append(scope)
 
+    others = [end.state for number, end in enumerate(ends) if number != (own or 0)]
+    context.forked += others
+
     # Score all ends. Their judge calls become steps of the episode, even after a failure.
     try:
         scored = await gather_or_cancel(
@@ -100,7 +103,10 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
         keep_tokens(scope.rollout, score.token_rewards)
 
     # Free the states of the other ends, and keep the results.
-    context.forked += [end.state for number, end in enumerate(ends) if number != (own or 0)]
+    del context.forked[len(context.forked) - len(others) :]
+    for state in others:
+        await close_state(episode, state)
+        prune(state.data)
     rollout.extras = scored[own or 0][1]
     rollout.meta["ends"] = [
         {
