@@ -129,7 +129,7 @@ def cancel():
 FAULTS = {
     "error": raises(ZeroDivisionError, "no"),
     "disk": raises(OSError, errno.ENOSPC, "No space left on device"),
-    "exit": raises(SystemExit, 0, seen=RuntimeError, text=r"raised SystemExit(0)"),
+    "exit": raises(SystemExit, 0, seen=RuntimeError, text=r"raised SystemExit: 0"),
     "interrupt": raises(KeyboardInterrupt, seen=RuntimeError, text="raised KeyboardInterrupt"),
     "own cancellation": raises(asyncio.CancelledError, seen=RuntimeError, text="raised CancelledError"),
     "cancelled": Act(cancel, asyncio.CancelledError),

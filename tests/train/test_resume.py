@@ -21,7 +21,7 @@ from .conftest import letters_trainer
 STEPS = 5
 
 
-class KilledError(BaseException):
+class KilledError(Exception):
     """Nothing catches it, as nothing catches a kill."""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from turnwise.cli.commands.bench import find_benches
-from turnwise.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
+from turnwise.cli.options import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
 from turnwise.utils.errors import SavedNote
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.threads import end_process
@@ -91,7 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """Run ``turnwise``, and end the process also if user code left threads behind."""
-    end_process(main())
+    try:
+        code = main()
+    except SystemExit as error:  # of argparse, or a signal
+        code = error.code if isinstance(error.code, int) else EXIT_FAILED
+    end_process(code)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

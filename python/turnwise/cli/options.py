@@ -6,7 +6,10 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from turnwise.utils.signals import SIGNALS
+
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_BY_SIGNAL = frozenset(128 + number for number in SIGNALS)
 
 
 def split_overrides(arguments: Iterable[str], known: set[str]) -> tuple[list[str], dict[str, str]]:
