@@ -15,7 +15,7 @@ from turnwise.arena.recording.recorder import EpisodeRecorder
 from turnwise.arena.runtime.context import Beam, EpisodeContext
 from turnwise.types import EpisodeState
 from turnwise.utils.copies import dumps
-from turnwise.utils.json_lines import parse_json_line
+from turnwise.utils.files import parse_json_line
 
 FORMAT = 6
 MANIFEST = "manifest.jsonl"

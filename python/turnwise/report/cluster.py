@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.train.log.cluster_metrics import TIME
-from turnwise.utils.json_lines import parse_json_line
+from turnwise.utils.files import parse_json_line
 from turnwise.utils.shared_names import EVENTS, MEMBERS
 
 BEGINS = ("started", "restarted")

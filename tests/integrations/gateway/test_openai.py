@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import aiohttp
 import pytest
 
 from turnwise.credit import ATGRPOCredit
@@ -192,3 +193,34 @@ def test_items_of_responses_in_both_forms():
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
         "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+# -- proxies -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def proxy(monkeypatch):
+    """A proxy that nothing answers at, as on clusters that have one for the world outside."""
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://user:secret@127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")  # set, so that the test undoes what the gateway adds
+
+
+def test_agents_reach_the_gateway_past_a_proxy(proxy):
+    assert asked(Chat, ["4"], {}).seen[0].choices[0].message.content == "4"
+
+
+def test_a_client_from_before_the_gateway_is_told_of_the_proxy(proxy):
+    async def agent(seen, models):
+        model = models["solver"]
+        async with aiohttp.ClientSession(proxy="http://127.0.0.1:9") as http:
+            await http.post(f"{model.base_url}/chat/completions", json={})
+
+    played = play(agent, ["4"], fails=True)
+    assert "ClientProxyConnectionError" in played.error
+    assert "HTTP_PROXY, http_proxy: set, and no request came" in played.error
+    assert "secret" not in played.error
+
+    async def broken(seen, models):
+        raise KeyError("question")
+
+    assert "HTTP_PROXY" not in play(broken, ["4"], fails=True).error

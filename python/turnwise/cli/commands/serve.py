@@ -17,8 +17,9 @@ from rich.console import Console
 
 from turnwise.cli.options import EXIT_OK, parse_pairs
 from turnwise.inference.common.keys import key_file, key_from_environment, write_key
+from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.inference.server.server import Server
-from turnwise.inference.server.settings import LOOPBACK, ServeSettings
+from turnwise.inference.server.settings import ServeSettings
 from turnwise.run.build import Run
 from turnwise.run.load import load_run
 from turnwise.tasks import task_type

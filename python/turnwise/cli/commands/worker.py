@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     os.dup2(2, 1)
 
     from turnwise.inference.common.keys import checked_key
-    from turnwise.inference.server.settings import LOOPBACK
+    from turnwise.inference.common.proxies import LOOPBACK
     from turnwise.run.workers.process import WorkerRun, play_until_stopped
     from turnwise.tasks import task_type
     from turnwise.train.config.toml import raw_settings

@@ -13,8 +13,6 @@ from typing import Any, Literal
 from turnwise.inference.common.http import aiohttp_or_raise
 from turnwise.inference.common.keys import key_from_environment
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 RESERVED = {
     "api_key", "async_scheduling", "enable_lora", "enable_prompt_tokens_details", "enable_scale_out",
     "generation_config", "host", "kv_cache_memory_bytes", "logprobs_mode", "lora_modules", "max_lora_rank",

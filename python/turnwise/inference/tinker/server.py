@@ -14,9 +14,11 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
+from turnwise.inference.common.proxies import bypass_proxies, is_loopback
 from turnwise.types import ModelError
 from turnwise.utils.threads import to_thread
 
@@ -54,6 +56,8 @@ class TinkerServer:
     def __init__(self, url: str | None, key: str, *, timeout: float = 1800.0, patience: float = 60.0) -> None:
         self.url, self.timeout, self.patience = (url or HOSTED).rstrip("/"), timeout, patience
         self._tinker = tinker_or_raise()
+        if is_loopback(urlsplit(self.url).hostname or ""):
+            bypass_proxies(self.url)
         self._lock = threading.Lock()
         self._looked = self._seen = time.monotonic()
         if (problem := self._unreachable()) is not None:

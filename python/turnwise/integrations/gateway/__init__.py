@@ -1,7 +1,7 @@
 """A gateway: agents of any framework call models by a base URL, and their calls become token-exact training samples.
 
 Read in this order: settings, session, server, gateway, episode, process, supervisor, replay, task, remote, standing.
-May import: types, utils, state, chat, arena, tasks, inference, train.
+May import: types, utils, state, chat, arena, tasks, inference, inference.common, train.
 """
 
 from turnwise.integrations.gateway.episode import AgentEpisode

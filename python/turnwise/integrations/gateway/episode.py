@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
+from urllib.parse import urlsplit
 
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, call, name_of
+from turnwise.inference.common.proxies import proxy_variables
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.session import Model, Session
 from turnwise.state import to_python
@@ -54,7 +56,16 @@ class GatewayEpisode(Episode):
         state = context.state if state is None else state
         context.state = state
         async with self.gateway.session(self.actors, arena) as session:
-            result = await self.run_agent(to_python(artifact), session)
+            try:
+                result = await self.run_agent(to_python(artifact), session)
+            except Exception as error:
+                if (proxies := proxy_variables()) and not session.calls and _failed_to_connect(error):
+                    host = urlsplit(session.url).hostname
+                    error.add_note(
+                        f"{', '.join(proxies)}: set, and no request came to the gateway. Make the agent's client when "
+                        f"the agent runs, or start the run with {host} in NO_PROXY"
+                    )
+                raise
         state.data["result"] = context.without_secrets(result)
         if self._reports:
             called = session.called()
@@ -102,6 +113,16 @@ class AgentEpisode(GatewayEpisode):
 
     async def run_agent(self, question: Any, session: Session) -> Any:
         return await call_agent(self.agent, question, session.models, self.timeout)
+
+
+def _failed_to_connect(error: BaseException | None) -> bool:
+    """True if the names of ``error`` or of what caused it speak of a connection."""
+    words = ("Connect", "Proxy", "HTTP", "Timeout", "URLError", "Status")
+    while error is not None:
+        if any(word in kind.__name__ for kind in type(error).__mro__ for word in words):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model], timeout: float | None = None) -> Any:

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from turnwise.inference.common.proxies import LOOPBACK, bypass_proxies
 from turnwise.integrations.gateway.session import Session
-from turnwise.integrations.gateway.settings import LOOPBACK, GatewaySettings
+from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.types.protocols import ArenaForHooks
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Gateway:
             await before
         server = Server(self.settings, self.sessions, self.ended)
         await server.start()
+        bypass_proxies(server.url)
         return server
 
     async def _close(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena.runtime.user_code import CallTimeoutError
+from turnwise.inference.common.proxies import bypass_proxies
 from turnwise.integrations.gateway import supervisor
 from turnwise.integrations.gateway.episode import GatewayEpisode
 from turnwise.integrations.gateway.gateway import Gateway
@@ -122,7 +123,7 @@ class ProcessEpisode(GatewayEpisode):
         # One actor has its own URL; with several, the model's name selects the actor, and any of their keys opens.
         first = next(iter(session.models.values()))
         root = f"{session.url}/{first.name}" if len(session.models) == 1 else session.url
-        return {
+        environment = {
             # "python" is the trainer's own, in whose environment the agent's packages are.
             "PATH": os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))),
             "LANG": os.environ.get("LANG", "C.UTF-8"),
@@ -136,6 +137,8 @@ class ProcessEpisode(GatewayEpisode):
             "TURNWISE_RESULT": str(private / "result.json"),
             **self.env,
         }
+        bypass_proxies(session.url, environment)
+        return environment
 
     async def _supervised(self, folder: Path, environment: Mapping[str, str], session: Session) -> tuple[int, str]:
         """Run the command to its end. Return its exit code, and its last lines of output."""

@@ -18,8 +18,9 @@ from aiohttp import web
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
+from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.integrations.gateway.session import Call, Seat, Session
-from turnwise.integrations.gateway.settings import LOOPBACK, GatewaySettings
+from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
 from turnwise.integrations.gateway.wire.ask import Ask
 from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over, unauthorized, unsupported

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from turnwise.utils.registry import did_you_mean
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:

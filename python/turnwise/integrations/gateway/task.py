@@ -18,7 +18,7 @@ from turnwise.integrations.gateway.replay import ReplayedEpisode
 from turnwise.integrations.gateway.settings import settings_of
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
-from turnwise.utils.json_lines import read_json_lines
+from turnwise.utils.files import read_json_lines
 from turnwise.utils.registry import import_by_name
 
 PROCESS = "process"

@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from turnwise.utils.json_lines import read_json_lines
+from turnwise.utils.files import read_json_lines
 
 MARK = "####"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from turnwise.utils.json_lines import read_json_lines
+from turnwise.utils.files import read_json_lines
 
 PEOPLE, TOWNS, PROVINCES = 2400, 48, 12
 MAX_HOPS = 3

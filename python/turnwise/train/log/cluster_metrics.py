@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from turnwise.train.config.schema import TrainConfig
-from turnwise.utils.json_lines import parse_json_line
+from turnwise.utils.files import parse_json_line
 from turnwise.utils.shared_names import EVENTS
 
 TIME = "cluster/time"

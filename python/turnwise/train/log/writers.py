@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.prometheus import Prometheus
-from turnwise.utils.files import replace_text, replacing
-from turnwise.utils.json_lines import parse_json_line
+from turnwise.utils.files import parse_json_line, replace_text, replacing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -17,7 +17,7 @@ from turnwise.chat.messages import Tool
 from turnwise.chat.tools import tool_of
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
-from turnwise.utils.json_lines import read_json_lines
+from turnwise.utils.files import read_json_lines
 
 NAME = "warm start"
 """Name of the actor and of the policy in a batch of demonstrations."""
