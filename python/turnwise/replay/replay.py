@@ -114,7 +114,7 @@ async def _replay(config: TrainConfig, record: Record, until: int | None, swaps:
     async with contextlib.AsyncExitStack() as held:
         live = await LivePolicies.open(config, swaps, record, held) if swaps else None
         sample = None if live is None else live.sample
-        playback = Replayer(record, arena.tokenizer, until=until, live=sample, swapped=list(swaps))
+        playback = Replayer(record, arena.plain_format(None).tokenizer, until=until, live=sample, swapped=list(swaps))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, DeadlockDetectingLoop)
         loop.on_idle = playback.idle

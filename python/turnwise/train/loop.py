@@ -126,7 +126,7 @@ class Trainer:
 
         # Logs and metrics.
         self.log = log or RunLog.from_config(config)
-        self.log.tokenizer = self.log.tokenizer or arena.tokenizer
+        self.log.tokenizer = self.log.tokenizer or arena.plain_format(None).tokenizer
         arena.episode_counter.show = self.log.rollouts
         self.client_metrics = ClientMetrics(arena.client)
         self.cluster_metrics = ClusterMetrics(config, arena.client)
