@@ -273,7 +273,7 @@ class Arena(ArenaSetup):
         stops, ends = sampling.get("stop_token_ids", settings.stop_token_ids), format.stop_token_ids
         sampling["stop_token_ids"] = (*stops, *[end for end in ends if end not in stops]) if stops else ends
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
-        sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, f"actor {actor_id!r}")
+        sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, actor_id)
         if sampling.get("seed", settings.seed) is None:
             sampling["seed"] = self._call_seed(current_context())
         policy = policy or playing(actor)

@@ -8,16 +8,33 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step, leave_out_unpaid
+from turnwise.arena.rewards.invalid_action import (
+    CONTEXT,
+    INVALID,
+    InvalidActionError,
+    fail_step,
+    failed_step,
+    leave_out_unpaid,
+)
 from turnwise.arena.rewards.leaves import finalize_steps, score_leaves, score_state
 from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.rubric import Rubric
 from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
-from turnwise.arena.runtime.context import EpisodeContext, make_forkable, require_context
+from turnwise.arena.runtime.context import EpisodeContext, current_context, make_forkable, require_context
+from turnwise.arena.runtime.model_call import to_messages
 from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.runtime.user_code import hook, watched
 from turnwise.arena.stores.store import ArtifactStore
-from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Messages, ModelResponse, Rollout
+from turnwise.types import (
+    ContextLengthError,
+    EpisodeRequest,
+    EpisodeState,
+    GenerateResult,
+    Messages,
+    ModelError,
+    ModelResponse,
+    Rollout,
+)
 from turnwise.types.protocols import ArenaForHooks
 
 
@@ -53,6 +70,12 @@ class Episode(ABC):
     """Mix of the rewards, where the arena's ``reward`` (``[reward]`` of a config) sets nothing else."""
     blocking: bool = False
     """True if plain hooks wait or compute for long: they then run in threads, and hold up no other episode."""
+    on_context: Any = "end"
+    """What happens when an actor's next prompt leaves no room in the context.
+
+    ``"end"``: the episode ends there, with ``rollout.meta["ended"] = "context"``. Its answers are scored and train.
+    ``"fail"``: the episode fails. A method ``on_context(state, arena, artifact, messages)``, sync or async, returns a
+    shorter chat, with which the actor is asked once more; ``None`` ends the episode. One without any answer fails."""
     reads_earlier_batches: bool = False
     """True if other episodes of the same batch don't matter to what the episode reads of stores. A run whose workers
     play episodes refuses reads that may depend on them."""
@@ -108,10 +131,17 @@ class Episode(ABC):
 
         An actor with tools is asked until it calls no more of them. Each of its answers is a step of the same turn, and
         the last one is returned.
+
+        Raises ``ContextLengthError`` for a prompt that is too long. The episode ends there if ``rollout`` doesn't catch
+        it; see ``on_context``.
         """
         actor = None if actor_id is None else arena.actors.get(actor_id)
         if actor is None or not actor.tools:
-            return await arena.call_model(actor_id, prompt, **options)
+            try:
+                return await arena.call_model(actor_id, prompt, **options)
+            except ContextLengthError as error:
+                shorter = await self._shorten(prompt, error, arena)
+            return await arena.call_model(actor_id, shorter, **options)
         schemas = [tool for tool in actor.tools if isinstance(tool, Mapping)]
         if schemas and type(self).run_tool is Episode.run_tool:
             raise ValueError(
@@ -122,8 +152,36 @@ class Episode(ABC):
         def run_tool(name: str, arguments: dict[str, Any]) -> Any:
             return self.run_tool(name, arguments, context.state, arena, context.rollout.artifact)
 
-        ask = partial(arena.call_model, **options)
-        return await call_with_tools(arena, actor, prompt, arena.chat_format(actor), run_tool, ask)
+        ask, begun = partial(arena.call_model, **options), len(context.state.trajectory)
+        try:
+            return await call_with_tools(arena, actor, prompt, arena.chat_format(actor), run_tool, ask)
+        except ContextLengthError as error:
+            if len(context.state.trajectory) > begun:  # it was no opening prompt, but the results of tools
+                raise
+            shorter = await self._shorten(prompt, error, arena)
+        return await call_with_tools(arena, actor, shorter, arena.chat_format(actor), run_tool, ask)
+
+    async def _shorten(self, prompt: str | Messages, error: ContextLengthError, arena: ArenaForHooks) -> str | Messages:
+        """Return the chat that ``on_context`` gives instead of ``prompt``. Raise ``error`` if it gives none."""
+        context = current_context()
+        if context is None or error.actor_id is None or not callable(self.on_context):
+            raise error
+        messages = to_messages(prompt, None)
+        shorter: str | Messages | None = await hook(
+            self.on_context, context.state, arena, context.rollout.artifact, messages
+        )
+        if shorter is None:
+            raise error
+        return shorter
+
+    def ends_at_context(self, state: EpisodeState, error: ModelError) -> bool:
+        """Return True if ``error`` ends the episode in ``state``: an actor's prompt is too long, and one has acted."""
+        return (
+            isinstance(error, ContextLengthError)
+            and error.actor_id is not None
+            and self.on_context != "fail"
+            and any(step.actor_id is not None for step in state.trajectory)
+        )
 
     def run_tool(
         self, name: str, arguments: dict[str, Any], state: EpisodeState, arena: ArenaForHooks, artifact: Any
@@ -153,6 +211,11 @@ class Episode(ABC):
             state = await (playing if is_ours else watched(playing, self.rollout))
         except InvalidActionError as error:
             state = self._failed(context, error, arena)
+        except ContextLengthError as error:
+            if not self.ends_at_context(context.state, error):
+                raise
+            state, rollout.meta["ended"] = context.state, CONTEXT
+            state.done = True
         if not isinstance(state, EpisodeState):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
@@ -256,4 +319,9 @@ def check_episode(name: str, episode: Any) -> None:
         raise ValueError(
             f"episode {name!r} ({type(episode).__name__}) has no rubric: rubric={rubric!r}, expected a Rubric. "
             "Set `rubric = Rubric([...])` on the class"
+        )
+    if not callable(episode.on_context) and episode.on_context not in ("end", "fail"):
+        raise ValueError(
+            f"episode {name!r}: {type(episode).__name__}.on_context={episode.on_context!r}: expected "
+            "'end', 'fail', or a method on_context(state, arena, artifact, messages)"
         )

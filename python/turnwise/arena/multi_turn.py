@@ -9,7 +9,14 @@ from typing import Any
 
 from turnwise.arena.answers import contribution_of, plain_answer
 from turnwise.arena.episode import Episode
-from turnwise.arena.rewards.invalid_action import INVALID, InvalidActionError, fail_step, failed_step
+from turnwise.arena.rewards.invalid_action import (
+    CONTEXT,
+    INVALID,
+    InvalidActionError,
+    fail_step,
+    failed_step,
+    outgrown_step,
+)
 from turnwise.arena.rewards.mix import RewardMix, as_parts
 from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
 from turnwise.arena.runtime.context import make_forkable, require_context
@@ -18,7 +25,7 @@ from turnwise.arena.runtime.tool_rounds import ROUND, share_reward
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.trees.sampler import TreeSampler
 from turnwise.arena.trees.search import TreeSearch
-from turnwise.types import EpisodeState, Messages, Step
+from turnwise.types import ContextLengthError, EpisodeState, Messages, Step
 from turnwise.types.protocols import ArenaForHooks
 
 
@@ -215,8 +222,10 @@ class MultiTurnEpisode(Episode, ABC):
                     if checkpoints is not None:
                         checkpoints.save(context, context.state)
                 return search.finish()
-            except BaseException:
+            except BaseException as error:
                 search.abandon()
+                if isinstance(error, ContextLengthError):
+                    error.actor_id = None  # the tree has let go of the state in which the episode could end
                 raise
 
         # Without a tree: one action after another, saved after each.
@@ -239,9 +248,18 @@ class MultiTurnEpisode(Episode, ABC):
         before = await hook(self.team_value, state, arena, artifact) if mix.difference else 0.0
         handed = await self._present_answer(state, arena, artifact)
         begun = len(state.trajectory)
-        await self.call_model(state.current_actor, messages, arena)
-        step = state.trajectory[-1]
-        rounds = [earlier for earlier in state.trajectory[begun:-1] if ROUND in earlier.info]
+        try:
+            await self.call_model(state.current_actor, messages, arena)
+            step = state.trajectory[-1]
+        except ContextLengthError as error:
+            # If it is the results of tools that don't fit, the answer that asked for them is the turn's last: its calls
+            # stay text, as after the last round.
+            asked = [each for each in state.trajectory[begun:] if ROUND in each.info]
+            if not asked or not self.ends_at_context(state, error):
+                raise
+            step = asked[-1]
+            step.info[CONTEXT] = str(error)
+        rounds = [each for each in state.trajectory[begun:] if ROUND in each.info and each is not step]
         if arena.check_private:
             await self._mark_hidden(step)
         # The key "env_response" marks an action of this loop. Tool calls made inside a hook lack it, so the transcript
@@ -296,14 +314,17 @@ class MultiTurnEpisode(Episode, ABC):
     async def pass_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any, *, skipped: bool) -> str:
         """Set the actor after ``state.current_actor``. Return how the episode ended, or ``""`` if it goes on.
 
-        The ends are ``"done"``, ``"invalid_action"`` and ``"max_turns"``, so that rewards can tell them apart.
+        The ends are ``"done"``, ``"invalid_action"``, ``"context"`` and ``"max_turns"``, so that rewards can tell them
+        apart.
         """
         state.acted = (*state.acted, state.current_actor)
+        outgrown = outgrown_step(state) is not None
+        state.done = state.done or outgrown
         # A skip changes nothing, and before the first action ``is_done`` may have no data to read.
         if not skipped:
             state.done = bool(state.done or await hook(self.is_done, state, arena, artifact))
         if state.done:
-            return "done" if failed_step(state) is None else INVALID
+            return INVALID if failed_step(state) is not None else CONTEXT if outgrown else "done"
         following = await hook(self.next_actor, state, arena, artifact)
         if following in state.acted:
             state.turn, state.acted = state.turn + 1, ()

@@ -331,7 +331,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     ``metric/<name>`` over episodes without an error; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
     share of calls that reached their token limit, over all calls; sums of what went wrong in episodes, such as
     ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``ended/max_turns``, the share of finished multi-turn
-    episodes that ended at ``max_turns``; with an overlong penalty, ``overlong_penalty/<actor>`` and
+    episodes that ended at ``max_turns``; ``ended/context``, the share of all finished ones that outgrew their context;
+    with an overlong penalty, ``overlong_penalty/<actor>`` and
     ``raw_reward/<actor>``, the reward before the penalty; with ``reward.difference``, ``team_difference/<actor>``, the
     mean change of the team's value by an action.
     """
@@ -383,4 +384,5 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
             counts[name] = counts.get(name, 0) + count
     if ends := [how for how, error in zip(ended, errors, strict=True) if how is not None and error is None]:
         counts["ended/max_turns"] = ends.count("max_turns") / len(ends)
+        counts["ended/context"] = ends.count("context") / errors.count(None)
     return counts | {f"{kind}/{name}": float(np.mean(values)) for kind in MEANS for name, values in means[kind].items()}

@@ -107,7 +107,9 @@ class ModelError(RuntimeError):
 
 
 class ContextLengthError(ModelError):
-    """The prompt leaves no room in the model's context."""
+    """The prompt leaves no room in the model's context. ``actor_id`` is the actor that was asked, ``None`` a judge."""
+
+    actor_id: str | None = None
 
 
 @runtime_checkable

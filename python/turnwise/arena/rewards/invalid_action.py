@@ -12,6 +12,10 @@ from contextlib import contextmanager
 from turnwise.arena.rewards.token_rewards import set_reward
 from turnwise.types import EpisodeState, Rollout, Step
 
+CONTEXT = "context"
+"""Value of ``meta["ended"]`` if the next prompt left no room in the context. Also the key of ``step.info`` for the
+reason, in an answer whose tools' results left none."""
+
 INVALID = "invalid_action"
 """Key of ``step.info`` for the reason why a completion is invalid, and value of ``meta["ended"]`` for such an end."""
 
@@ -72,12 +76,23 @@ def failed_step(state: EpisodeState) -> Step | None:
     return next((step for step in reversed(state.trajectory) if INVALID in step.info), None)
 
 
+def outgrown_step(state: EpisodeState) -> Step | None:
+    """Return the step whose tools' results outgrew the context in ``state``; ``None`` if there is none."""
+    return next((step for step in reversed(state.trajectory) if CONTEXT in step.info), None)
+
+
 def leave_out_unpaid(rollout: Rollout) -> None:
-    """Exclude steps without a reward from training if another actor's invalid action ended the episode."""
+    """Exclude steps without a reward from training if the episode ended early: at its context, or by another actor's
+    invalid action."""
     ends = rollout.meta.get("ends")
     for step in rollout.steps:
         led_to = [rollout.meta] if ends is None else [ends[number] for number in step.info.get("ends", ())]
         paid = step.reward is not None or step.actor_id in rollout.rewards_of(step)
-        if step.trainable and not paid and {end.get("ended") for end in led_to} == {INVALID}:
+        how = {end.get("ended") for end in led_to}
+        if step.trainable and not paid and how and how <= {INVALID, CONTEXT}:
             step.trainable = False
-            step.info["error"] = "another actor's text was no action, which ended the episode"
+            step.info["error"] = (
+                "the next prompt left no room in the context, which ended the episode before this was rewarded"
+                if CONTEXT in how
+                else "another actor's text was no action, which ended the episode"
+            )

@@ -57,9 +57,15 @@ class PendingCall:
         """Return the response that a replay has for this call; ``None`` if it must be sampled."""
         if self.context is None or self.context.recorder is None or self.recorded is None:
             return None
-        return await self.context.recorder.replayed(self.recorded)
+        try:
+            return await self.context.recorder.replayed(self.recorded)
+        except ContextLengthError as error:
+            error.actor_id = self.actor_id
+            raise
 
     def fail(self, error: Exception) -> None:
+        if isinstance(error, ContextLengthError):
+            error.actor_id = self.actor_id
         if self.context is not None and self.context.recorder is not None and self.recorded is not None:
             self.context.recorder.finish_call(self.recorded, error)
 
@@ -176,15 +182,17 @@ class PromptCache:
         return list(known)
 
 
-def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, who: str) -> int:
+def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, actor_id: str | None) -> int:
     """Return how many tokens may be sampled. Raises ``ContextLengthError`` if the prompt leaves no room."""
     if max_context is None:
         return max_tokens
     if prompt_tokens > max_context - 1:
-        raise ContextLengthError(
-            f"the prompt of {who} has {prompt_tokens} tokens, and max_context={max_context} leaves no room for a "
-            f"completion: at most {max_context - 1} fit"
+        error = ContextLengthError(
+            f"the prompt of actor {actor_id!r} has {prompt_tokens} tokens, and max_context={max_context} leaves no "
+            f"room for a completion: at most {max_context - 1} fit"
         )
+        error.actor_id = actor_id
+        raise error
     return min(max_tokens, max_context - prompt_tokens)
 
 

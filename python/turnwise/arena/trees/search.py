@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from turnwise.arena.rewards.invalid_action import CONTEXT
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, use_context
 from turnwise.arena.runtime.privacy import check_path
@@ -39,10 +40,14 @@ class PendingAction:
     """One context per branch, or the beam's own if the action does not branch."""
     outcomes: list[Step | ModelError] = field(default_factory=list)
     """Each branch's step, or the error of its model call."""
+    outgrown: bool = False
+    """The prompt leaves no room in the context, so the beam ends before the action."""
 
     @property
     def error(self) -> ModelError | None:
         """The first error, if every branch failed."""
+        if self.outgrown:
+            return None
         errors = [outcome for outcome in self.outcomes if isinstance(outcome, ModelError)]
         return errors[0] if len(errors) == len(self.outcomes) else None
 
@@ -126,6 +131,8 @@ class TreeSearch:
         outcomes = await _gather([self._act(action, scope) for action, scope in work])
         for (action, _), outcome in zip(work, outcomes, strict=True):
             action.outcomes.append(outcome)
+        for action in actions:
+            self._end_if_outgrown(action)
 
         # The episode's own context comes first, because its steps are already in its list.
         own_first = sorted(actions, key=lambda action: action.scopes != [self.root])
@@ -212,6 +219,13 @@ class TreeSearch:
                 return await self.episode.take_action(scope.state, action.messages, self.arena, self.artifact)
             except ModelError as error:
                 return error
+
+    def _end_if_outgrown(self, action: PendingAction) -> None:
+        """End the beam of ``action`` if its prompt is too long: then no branch has acted."""
+        beam, error = action.beam, action.error
+        acted = any(step is not None for scope in action.scopes if scope is not beam.context for step in scope.steps)
+        if error is not None and not acted and self.episode.ends_at_context(beam.state, error):
+            action.outgrown, beam.ended, beam.state.done = True, CONTEXT, True
 
     async def _pass_on(self, beam: Beam) -> None:
         beam.ended = await self.episode.pass_on(beam.state, self.arena, self.artifact, skipped=beam.skipped)
@@ -365,7 +379,7 @@ class TreeSearch:
                 self._discard(scope, steps)
             elif len(self.beams) > 1:
                 _exclude(steps, outcome)
-        if action.node is not None:
+        if action.node is not None and not action.outgrown:
             _count(self.root, "tree/branches", len(action.scopes))
             _count(self.root, "tree/failed_branches", len(action.scopes) - len(taken))
         return taken

@@ -38,6 +38,8 @@ class BranchingEpisode(ScoredEpisode, Protocol):
 
     async def pass_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any, *, skipped: bool) -> str: ...
 
+    def ends_at_context(self, state: EpisodeState, error: ModelError) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateToValue:
@@ -109,8 +111,14 @@ class ValueEstimator:
             with use_context(scope):
                 while not state.done:
                     messages = await hook(episode.build_messages, state, self.arena, self.artifact)
-                    if messages is not None:
-                        await episode.take_action(state, messages, self.arena, self.artifact)
+                    try:
+                        if messages is not None:
+                            await episode.take_action(state, messages, self.arena, self.artifact)
+                    except ModelError as error:
+                        if not episode.ends_at_context(state, error):
+                            raise
+                        state.done = True
+                        break
                     await episode.pass_on(state, self.arena, self.artifact, skipped=messages is None)
             own = [step for step in scope.steps if step is not None]
             scope.rollout.steps += own
