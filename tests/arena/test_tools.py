@@ -83,6 +83,33 @@ def test_a_call_its_result_and_the_answer() -> None:
     assert result.rewards == {"solver": 1.0} and all(step.trainable for step in result.rollout.steps)
 
 
+@pytest.mark.parametrize("tools", [(), (add,)], ids=["plain", "tools"])
+def test_system_messages_and_earlier_results_are_shown_alike_with_and_without_tools(tools: tuple[Any, ...]) -> None:
+    made = [
+        {"id": name, "type": "function", "function": {"name": "add", "arguments": {"a": n, "b": 1}}}
+        for n, name in enumerate("xy")
+    ]
+    chat = [
+        {"role": "developer", "content": "Count."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "0 + 1, 1 + 1"},
+        {"role": "assistant", "content": "", "tool_calls": made},
+        {"role": "tool", "content": "2", "tool_call_id": "y"},
+        {"role": "tool", "content": "1", "tool_call_id": "x"},
+        {"role": "system", "content": "Now answer."},
+        {"role": "user", "content": "So?"},
+    ]
+    arena = arena_of(["4"], *tools)
+    results = asyncio.run(arena.generate_rollouts([EpisodeRequest("sum", chat)]))
+    [step] = results[0].rollout.steps
+    shown = arena.tokenizer.decode(step.prompt_token_ids, skip_special_tokens=False)
+    assert "<|im_start|>system\nCount.\n\nBe kind.<|im_end|>" in shown
+    assert "<|im_start|>tool\n1<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>system\nNow answer." in shown
+    wrong = [*chat[:5], *chat[6:]]
+    with pytest.raises(BatchFailedError, match=r"tool_calls: no result for \['x'\]"):
+        asyncio.run(arena_of(["4"], *tools).generate_rollouts([EpisodeRequest("sum", wrong)]))
+
+
 def test_calls_of_one_answer_run_together_and_answer_in_their_order() -> None:
     arena = arena_of([call("slow_add", a=1, b=1) + call("slow_add", a=9, b=1), "done"], slow_add)
     steps = play(arena).rollout.steps

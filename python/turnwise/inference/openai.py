@@ -23,8 +23,9 @@ class OpenAIClient(GatedClient):
     - ``server``: the base URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key and timeout.
     - ``models``: a model's name, which serves the policy ``"default"``, or names of models by policy.
     - ``chat``: sends the request's messages, which an arena sets. Else the client decodes the prompt with ``tokenizer``
-      (a Hugging Face one) and sends it to the older completions endpoint. In both cases a zero-width space breaks up
-      control tokens in the text of messages, so that the server can't read them as its own.
+      (a Hugging Face one) and sends it to the older completions endpoint, with the texts of the tokens that end a turn
+      as stop strings. In both cases a zero-width space breaks up control tokens in the text of messages, so that the
+      server can't read them as its own.
     - ``options``: further fields of every request. ``None`` leaves a field out:
       ``{"max_tokens": None, "max_completion_tokens": 2000}``.
 
