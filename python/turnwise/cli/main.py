@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from turnwise.cli.commands.bench import find_benches
 from turnwise.cli.options import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
-from turnwise.utils.errors import SavedNote
 from turnwise.utils.registry import did_you_mean
+from turnwise.utils.signals import SavedNote
 from turnwise.utils.threads import end_process
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)

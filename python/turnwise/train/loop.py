@@ -63,9 +63,9 @@ from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
 from turnwise.train.validate import contradictions
 from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
-from turnwise.utils.errors import SavedNote, after
 from turnwise.utils.files import replace_text
 from turnwise.utils.heap import frozen_heap
+from turnwise.utils.signals import SavedNote, after
 from turnwise.utils.threads import begin
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal."""
+"""How a process ends: by Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal, or by an error with notes."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ def exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class SavedNote(str):
+    """A note of an error that ended a run while it trained: where the run is saved."""
+
+    __slots__ = ()
+
+
+@contextmanager
+def after(error: BaseException, what: str) -> Iterator[None]:
+    """In the handling of ``error``, keep it the one that is raised: an error of ``what`` becomes a note of it."""
+    try:
+        yield
+    except BaseException as second:
+        error.add_note(f"then {what} failed: {type(second).__name__}: {second}")

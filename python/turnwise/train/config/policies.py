@@ -47,8 +47,7 @@ class PolicyConfig(Section):
     path: str = "tiny"
     """Folder or Hugging Face Hub name of the model; ``tiny`` builds a random model of about 1M parameters."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type that computes. A full model that trains in bfloat16 has float32 weights beside it, which updates move;
-    float16 only serves frozen policies."""
+    """Data type that computes. A whole bfloat16 model trains float32 weights beside it; float16 is for frozen ones."""
     trainable: bool = True
     """Update this policy."""
     gradient_checkpointing: bool = False
