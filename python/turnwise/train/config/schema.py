@@ -55,11 +55,9 @@ class CheckpointConfig(Section):
     minutes: float = Field(default=10.0, ge=0)
     """Most minutes of finished steps that a kill may lose; 0 saves by ``every`` alone."""
     every: int = Field(default=0, ge=0)
-    """Also save after each this many steps; 0 saves by the clock alone. The end of a run, by an error or a signal too,
-    saves its last step in any case."""
+    """Also save after this many steps; 0 saves by the clock, and at the end of the run, whatever ends it."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay. With ``every`` these are those of its steps: one that was saved in between stays
-    until the next one."""
+    """Newest checkpoints that stay; with ``every`` those of its steps, and one saved in between until the next."""
     keep_best: bool = False
     """Also keep the checkpoint of the best validation; needs ``eval.every``."""
     save_running_episodes: bool = False
