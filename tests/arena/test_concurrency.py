@@ -7,7 +7,15 @@ import asyncio
 import pytest
 
 from turnwise.arena import BatchFailedError
-from turnwise.arena.runtime.concurrency import EpisodeCounter, FailureBudget, PrioritySemaphore, gather_or_cancel
+from turnwise.arena.runtime.concurrency import (
+    AnswerLimit,
+    EpisodeCounter,
+    FailureBudget,
+    PrioritySemaphore,
+    gather_or_cancel,
+)
+from turnwise.train.simulate.virtual_clock import run_virtually
+from turnwise.types import ModelError
 
 
 def test_waiting_calls_are_served_in_order_then_first_come():
@@ -75,6 +83,32 @@ def test_the_failure_after_the_last_allowed_one_raises(total, threshold, allowed
     if allowed < total:
         with pytest.raises(BatchFailedError, match=f"{allowed + 1} of {total} episodes failed.*\n.*traceback 0"):
             failures.add("traceback 0")
+
+
+def test_a_client_that_answers_nothing_fails_its_calls_and_a_long_queue_is_no_hang():
+    """On a clock that jumps: answers of 60 s each, and one engine that never answers."""
+    limit, ended = AnswerLimit(100), {}
+
+    async def call(name, policy, seconds):
+        began = asyncio.get_running_loop().time()
+        try:
+            async with limit.waiting(policy):
+                await asyncio.sleep(seconds)
+            ended[name] = "answered"
+        except ModelError as error:
+            ended[name] = str(error).partition(" (")[0], asyncio.get_running_loop().time() - began
+
+    async def main():
+        queue = [call(f"{place}", "busy", 60 * place) for place in range(1, 6)]
+        await asyncio.gather(*queue, call("alone", "hung", 9999), call("last", "busy", 9999))
+        limit.seconds = 0
+        await call("unlimited", "hung", 9999)
+
+    run_virtually(main())
+    told = "the client answered no call of policy {} for 100 s"
+    assert ended.pop("alone") == (told.format("'hung'"), 100)
+    assert ended.pop("last") == (told.format("'busy'"), 400)
+    assert ended == dict.fromkeys(["1", "2", "3", "4", "5", "unlimited"], "answered")
 
 
 def test_a_budget_needs_a_slot():

@@ -274,6 +274,23 @@ async def test_what_hangs_after_a_signal_is_left(make_trainer, whole, monkeypatc
     await goes_on_as(make_trainer, whole)
 
 
+async def test_a_hung_engine_ends_the_run_and_loses_no_step(make_trainer, whole):
+    trainer = made(make_trainer, "run")
+    trainer.arena.answers.seconds = 0.2
+    generate = trainer.arena.client.generate
+
+    async def hangs(requests):
+        if trainer.progress.step == AT:
+            await asyncio.Event().wait()
+        return await generate(requests)
+
+    trainer.arena.client.generate = hangs
+    with pytest.raises(BatchFailedError, match=r"answered no call of policy 'default' for 0\.2 s \(rollout\.answer_"):
+        await asyncio.wait_for(trainer.run(), 30)
+    assert steps_of(trainer)[-1] == trainer.progress.step == AT
+    await goes_on_as(make_trainer, whole)
+
+
 def test_signals_at_once_count_as_one_and_the_third_raises(monkeypatch):
     stop = StopRequest()
 

@@ -245,7 +245,8 @@ class Arena(ArenaSetup):
         order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
         quota = self.quotas.get(actor_id)
         # The actor's own slot first: a call that waits for it must not hold one that other actors could use.
-        async with contextlib.nullcontext() if quota is None else quota.slot(order), self.budget.slot(order):
+        own = contextlib.nullcontext() if quota is None else quota.slot(order)
+        async with own, self.budget.slot(order), self.answers.waiting(request.policy):
             with client_errors():
                 responses = await self.client.generate([request])
         return only_response(request, responses)

@@ -13,7 +13,7 @@ from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.rewards.length_penalty import OverlongPenalty
 from turnwise.arena.rewards.mix import RewardMix, check_keys
-from turnwise.arena.runtime.concurrency import EpisodeCounter, PrioritySemaphore
+from turnwise.arena.runtime.concurrency import AnswerLimit, EpisodeCounter, PrioritySemaphore
 from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.arena.runtime.rng import derive_seed
 from turnwise.arena.runtime.user_code import not_counted
@@ -60,6 +60,7 @@ class ArenaSetup:
         reward: Mapping[str, Any] | None = None,
         overlong: OverlongPenalty | None = None,
         check_private: bool = False,
+        answer_timeout: float = 1800.0,
     ) -> None:
         check_settings(failure_threshold, retries, max_context)
         self.tokenizer, self.credit = tokenizer_and_credit(
@@ -111,6 +112,8 @@ class ArenaSetup:
 
         # Limits, counters and caches.
         self.episode_counter = EpisodeCounter()
+        self.answers = AnswerLimit(answer_timeout)
+        """Limit of the seconds in which the client answers none of the calls that wait for it."""
         self.budget = PrioritySemaphore(max_concurrency)
         """Limit of concurrent model calls over the whole tree of episodes."""
         self.quotas: dict[str | None, PrioritySemaphore] = {}

@@ -299,6 +299,7 @@ def arena_for_client(
         reward=config.reward.of_mix(),
         overlong=OverlongPenalty(*overlong) if overlong[0] else None,
         check_private=rollout.check_private,
+        answer_timeout=rollout.answer_timeout,
         task=task,
         rollout=rollout,
     )

@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
+
+from turnwise.types import ModelError
 
 T = TypeVar("T")
 Order = tuple[int, ...]
@@ -101,6 +103,49 @@ class Slot:
 
     async def __aexit__(self, *failure: object) -> None:
         self._budget.release()
+
+
+class AnswerLimit:
+    """Ends calls of a client that has answered none of a policy's calls for ``seconds``, as a hung engine does.
+
+    Each answer gives the calls that still wait ``seconds`` more, so a long queue in the client is no hang. 0 sets no
+    limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds >= 0:
+            raise ValueError(f"answer_timeout={seconds!r}: expected seconds >= 0; 0 sets no limit")
+        self.seconds = seconds
+        self._latest: dict[str, float] = {}
+
+    @contextlib.asynccontextmanager
+    async def waiting(self, policy: str) -> AsyncIterator[None]:
+        """Limit the wait for one answer of ``policy`` to the block. Raises ``ModelError``."""
+        loop = asyncio.get_running_loop()
+        begun, timer = loop.time(), None
+
+        def look() -> None:
+            nonlocal timer
+            due = max(begun, self._latest.get(policy, 0.0)) + self.seconds
+            if loop.time() < due:
+                timer = loop.call_at(due, look)
+            else:
+                limit.reschedule(loop.time())
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                if self.seconds:
+                    timer = loop.call_later(self.seconds, look)
+                yield
+        except TimeoutError as error:
+            raise ModelError(
+                f"the client answered no call of policy {policy!r} for {self.seconds:g} s (rollout.answer_timeout). Is "
+                "its engine hung? If answers take so long, allow more"
+            ) from error
+        finally:
+            if timer is not None:
+                timer.cancel()
+        self._latest[policy] = loop.time()
 
 
 async def gather_or_cancel(

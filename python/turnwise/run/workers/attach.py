@@ -23,7 +23,7 @@ from turnwise.workers.remote import RemoteWorkers
 DECIDES = ("task", "task_options", "gateway", "seed", "policy_sharing", "actors", "policies", "reward", "filter")
 """Sections and keys of a config that decide an episode, besides those of :data:`ROLLOUT`."""
 
-ROLLOUT = ("branches", "tree", "temperature", "max_tokens", "timeout", "check_private")
+ROLLOUT = ("branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private")
 """Keys of ``[rollout]`` that decide an episode."""
 
 

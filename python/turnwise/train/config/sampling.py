@@ -80,6 +80,8 @@ class PlayLimits(Section):
     """Most model calls at the same time of single actors, by their names."""
     timeout: float | None = Field(default=None, gt=0)
     """Seconds that an episode may take; by default no limit."""
+    answer_timeout: float = Field(default=1800.0, ge=0)
+    """Seconds without any answer of the engine after which the calls that wait for one fail; 0 sets no limit."""
     failure_threshold: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's episodes that may fail before the run stops."""
 

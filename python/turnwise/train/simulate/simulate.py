@@ -247,6 +247,7 @@ class SimulatedTrainer(Trainer):
             sampling=Sampling(max_tokens=latency.max_tokens),
             max_concurrency=max_concurrency,
             seed=config.seed,
+            answer_timeout=0.0,
         )
         arena.add_actor(Actor("player"))
         arena.add_episode(Turns(turns))
