@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
 from turnwise.arena import Arena, BatchFailedError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.runtime.tool_rounds import answer_of
-from turnwise.chat.tools import by_name, tool_of
+from turnwise.chat.tools import by_name, schemas, tool_of
 from turnwise.credit import ATGRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest
@@ -163,8 +165,58 @@ def test_schemas() -> None:
     assert by_name([add, given]) == {"add": add, "look": None}
     with pytest.raises(ValueError, match="two are called 'add'"):
         by_name([add, add])
+    with pytest.raises(ValueError, match="two are called 'look'"):
+        by_name([given, given])
     with pytest.raises(TypeError, match="expected a function or a JSON schema"):
         tool_of(3)  # type: ignore[arg-type]
+
+
+@dataclass
+class Library:
+    """Look words up.
+
+    Args:
+        word: The word.
+    """
+
+    words: dict[str, str]
+
+    def __call__(self, word: str) -> str:
+        return self.words[word]
+
+    def find(self, word: str, case: bool = True) -> str:
+        """Find a word.
+
+        Args:
+            word: The word.
+            case: Whether its case counts.
+        """
+        return self.words[word if case else word.lower()]
+
+
+def test_partials_methods_and_objects_are_tools_named_by_what_they_wrap() -> None:
+    library = Library({"tea": "a drink"})
+    tools = [
+        partial(add, b=2),
+        partial(add, 3),
+        partial(partial(add), b=4),
+        library.find,
+        library,
+        partial(library.find, case=False),
+    ]
+    functions = by_name(tools)
+    assert list(functions) == ["add", "add_2", "add_3", "find", "Library", "find_2"]
+    found = [schema["function"]["parameters"] for schema in schemas(tools)]
+    assert [list(one["properties"]) for one in found] == [["a"], ["b"], ["a"], ["word", "case"], ["word"], ["word"]]
+    assert [one.get("required", []) for one in found] == [["a"], ["b"], ["a"], ["word"], ["word"], ["word"]]
+    assert schemas([library])[0]["function"]["description"] == "Look words up."
+    assert functions["add"](a=5) == 7 and functions["add_2"](b=1) == 4 and functions["find_2"](word="TEA") == "a drink"
+
+
+def test_a_partial_answers_its_calls() -> None:
+    arena = arena_of([call("add_2", a=1), "4"], partial(add, b=2), partial(add, b=3))
+    assert play(arena).rollout.rewards == {"solver": 1.0}
+    assert "<tool_response>\n4\n</tool_response>" in prompts(arena)[1]
 
 
 def test_a_tool_without_hints_is_an_error_at_the_start() -> None:

@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from turnwise.utils.registry import build_with_options, code_in, did_you_mean, import_by_name, import_class
+from turnwise.utils.registry import (
+    build_with_options,
+    code_in,
+    did_you_mean,
+    import_by_name,
+    import_class,
+    name_of,
+    unique_names,
+)
 
 KNOWN = {"grpo": int, "rloo": float}
 
@@ -107,3 +117,24 @@ def test_options_are_held_against_the_signature():
         build_with_options(lambda needed: needed, {}, "x.options")
     with pytest.raises(ValueError, match="neither a class nor a function"):
         build_with_options(3.14, {}, "x.options")
+
+
+def test_functions_are_named_by_what_they_wrap():
+    class Contains:
+        def __call__(self, completion):
+            return 1.0
+
+        def score(self, completion):
+            return 1.0
+
+    def contains(completion, word):
+        return 1.0
+
+    twice = partial(partial(contains, word="a"), word="b")
+    assert [name_of(one) for one in (contains, twice, Contains(), Contains, partial(Contains()), lambda: 0)] == [
+        *("contains", "contains", "Contains", "Contains", "Contains", "lambda"),
+    ]
+    assert name_of(Contains().score) == name_of(partial(Contains().score)) == "score"
+    assert unique_names([contains, twice, contains, lambda: 0, lambda: 1], ["lambda"]) == [
+        *("contains", "contains_2", "contains_3", "lambda_2", "lambda_3"),
+    ]

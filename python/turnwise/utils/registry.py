@@ -9,6 +9,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -130,14 +131,39 @@ def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> An
         raise ValueError(f"config key {key!r} = {dict(options)!r}: {error}") from error
 
 
+def unwrapped(function: Any) -> Any:
+    """Return what ``functools.partial`` objects wrap."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of what a partial wraps; of a callable object, its class's name.
+
+    Example: ``name_of(partial(contains, word="tea"))`` is ``"contains"``.
+    """
+    function = unwrapped(function)
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+
+
+def unique_names(functions: Iterable[Any], taken: Iterable[str] = ()) -> list[str]:
+    """Return the names of ``functions``, different from each other and from ``taken``: ``contains``, ``contains_2``."""
+    found, names = set(taken), []
+    for base in map(name_of, functions):
+        numbered = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+        name = next(name for name in numbered if name not in found)
+        found.add(name)
+        names.append(name)
+    return names
+
+
 def option_types(factory: Any) -> dict[str, Any]:
     """Return the annotation of each option of ``factory``, by name.
 
     ``Any`` stands for a missing annotation, and for one that only a type checker can read.
     """
-    made = factory
-    while isinstance(made, functools.partial):
-        made = made.func
+    made = unwrapped(factory)
     modules = [sys.modules.get(kind.__module__) for kind in getattr(made, "__mro__", (made,))]
 
     def read(annotation: Any) -> Any:

@@ -20,6 +20,7 @@ from turnwise.arena.runtime.recording_hooks import recorded_limit
 from turnwise.arena.runtime.user_code import contained, count_error, hook
 from turnwise.types import EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.registry import unique_names
 
 ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state")
 """Arguments that a reward function may take. ``completion`` is the text of the last selected action, "" if no actor
@@ -143,7 +144,7 @@ class Rubric:
         self.timeout, self.blocking = timeout, blocking
 
         # Read which arguments each function wants, and separate the group functions.
-        self.names = _unique_names(self.funcs)
+        self.names = unique_names(self.funcs)
         self._arguments = [_wanted_arguments(func, name) for func, name in zip(self.funcs, self.names, strict=True)]
         grouped = [index for index, wanted in enumerate(self._arguments) if "rollouts" in wanted.values()]
         self._grouped = grouped
@@ -317,17 +318,6 @@ def _by_place(parameters: Mapping[str, inspect.Parameter], offered: Sequence[str
     if len(asked) != 2 or (len(own) < 2 and not all(name.startswith("_") for name in own)):
         return {}
     return {name: place for name, place in zip(asked, ("rollout", "arena"), strict=True) if name in own}
-
-
-def _unique_names(funcs: Sequence[RewardFunction]) -> list[str]:
-    names: list[str] = []
-    for func in funcs:
-        base = str(getattr(func, "__name__", type(func).__name__)).strip("<>")
-        name, number = base, 2
-        while name in names:
-            name, number = f"{base}_{number}", number + 1
-        names.append(name)
-    return names
 
 
 def _actors_of(rollout: Rollout) -> list[str]:

@@ -26,7 +26,7 @@ from turnwise.arena.runtime.user_code import (
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
 from turnwise.chat.messages import plain_messages
-from turnwise.chat.tools import by_name, tool_of
+from turnwise.chat.tools import by_name, schemas
 from turnwise.types import Actor, Messages, ModelResponse, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -51,7 +51,7 @@ async def call_with_tools(
     answers once more, and calls in that answer stay text. A later prompt extends the sampled tokens.
     """
     with not_counted():
-        functions, tools = by_name(actor.tools), [tool_of(tool) for tool in actor.tools]
+        functions, tools = by_name(actor.tools), schemas(actor.tools)
         format.check_tools(tools)
     messages = plain_messages(to_messages(prompt, actor), ends_with_answer=True)
     chats, context = Conversations(format), current_context()

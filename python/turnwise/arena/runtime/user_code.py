@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 
 from turnwise.arena.runtime.context import EpisodeContext, current_context, use_context
 from turnwise.types import EpisodeState
+from turnwise.utils.registry import name_of
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import DaemonThreads
 
@@ -105,13 +106,6 @@ def error_text(error: BaseException) -> str:
     except BaseException as second:  # code of the user, too
         text = f"<its text raised {type(second).__name__}>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def name_of(function: Any) -> str:
-    """Return the name of a function, or of what a partial or a callable object wraps."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_async(function: Any) -> bool:

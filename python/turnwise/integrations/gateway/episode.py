@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.runtime.context import require_context
-from turnwise.arena.runtime.user_code import CallTimeoutError, call, name_of
+from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.session import Model, Session
 from turnwise.state import to_python
 from turnwise.types import EpisodeState
 from turnwise.types.protocols import ArenaForHooks
-from turnwise.utils.registry import import_by_name
+from turnwise.utils.registry import import_by_name, name_of
 
 Agent = Callable[[Any, Mapping[str, Model]], Awaitable[Any] | Any]
 """``agent(question, models)``: anyone's code, ``async def`` or ``def``. It returns its reward or its result."""

@@ -19,6 +19,7 @@ from turnwise.integrations.gateway.wire.errors import unsupported
 from turnwise.state import to_python
 from turnwise.types import EpisodeState, Messages, ModelResponse
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.registry import name_of
 
 
 class ReplayError(RuntimeError):
@@ -116,7 +117,7 @@ class ReplayedEpisode(MultiTurnEpisode):
         self.agent, self.gateway, self.actors, self.timeout = agent, gateway, list(actors), timeout
         self._reports = rubric is None
         self.rubric = Rubric([reported_reward]) if rubric is None else rubric
-        self.episode_type = getattr(agent, "__name__", "agent")
+        self.episode_type = name_of(agent)
 
     async def setup(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> None:
         state.data["record"] = ()

@@ -14,7 +14,7 @@ import numpy as np
 from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.messages import Tool
-from turnwise.chat.tools import tool_of
+from turnwise.chat.tools import schemas
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
 from turnwise.utils.files import read_json_lines
@@ -158,7 +158,7 @@ def _format_of(tokenizer: Any, actor: Actor) -> tuple[ChatFormat, list[Tool]]:
     """Return the chat format of ``actor``, and the schemas of its tools."""
     if not actor.tools:
         return ChatRenderer(tokenizer, actor.chat_template_kwargs), []
-    return chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs), [tool_of(tool) for tool in actor.tools]
+    return chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs), schemas(actor.tools)
 
 
 def tokenize(
