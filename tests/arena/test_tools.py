@@ -216,7 +216,13 @@ def test_partials_methods_and_objects_are_tools_named_by_what_they_wrap() -> Non
 def test_a_partial_answers_its_calls() -> None:
     arena = arena_of([call("add_2", a=1), "4"], partial(add, b=2), partial(add, b=3))
     assert play(arena).rollout.rewards == {"solver": 1.0}
-    assert "<tool_response>\n4\n</tool_response>" in prompts(arena)[1]
+    assert "<|im_start|>tool\n4<|im_end|>" in prompts(arena)[1]
+
+
+def test_a_model_can_not_replace_what_a_partial_binds() -> None:
+    arena = arena_of([call("add", a=1, b=5), "4"], partial(add, b=3))
+    play(arena)
+    assert "error: TypeError: unexpected arguments: b" in prompts(arena)[1]
 
 
 def test_a_tool_without_hints_is_an_error_at_the_start() -> None:

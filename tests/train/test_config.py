@@ -175,6 +175,32 @@ def test_what_changed_since_a_run_began_and_files_that_can_not_be_read(tmp_path)
         load_config(written(tmp_path, "task = "))
 
 
+@pytest.mark.parametrize(
+    "table", ["task_options", "gateway", "credit.options", "rollout.vllm.engine_args", "health.signals.s.actions"]
+)
+def test_options_that_are_null_survive_the_written_file(tmp_path, table):
+    """``--task_options.subset null`` ended in a TOML error."""
+    options = {"b": None, "c.d e": {'f"': None, "-": [1, None, {"g": None, "h": [[None], 2]}]}, "empty": {"i": None}}
+    config = read_config(None, {f"{table}.a": options})
+    path = written(tmp_path, to_toml(config))
+    assert read_config(path) == config == TrainConfig.model_validate(tomllib.loads(path.read_text()))
+    assert differences(path, config) == []
+    # The keys stand beside their tables, and later settings replace them.
+    (tmp_path / "above.toml").write_text(f'extends = "run.toml"\n[{table}.a]\nb = 3\n')
+    for changed in (read_config(tmp_path / "above.toml"), read_config(path, {f"{table}.a.b": 3})):
+        assert changed == read_config(None, {f"{table}.a": {**options, "b": 3}})
+    assert read_config(None, {f"{table}.a": {"b": None}}) == read_config(
+        written(tmp_path, f'unset = ["{table}.a.b"]\n')
+    )
+
+
+@pytest.mark.parametrize("keys", ["3", "[3]", '["a b"]', '["seed.x"]', '["task_options.l.9"]', '[""]'])
+def test_what_is_unset_is_a_key(tmp_path, keys):
+    path = written(tmp_path, f"seed = 1\nunset = {keys}\n[task_options]\nl = [1]\n")
+    with pytest.raises(ConfigError, match=r"unset.*expected"):
+        read_config(path)
+
+
 def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [

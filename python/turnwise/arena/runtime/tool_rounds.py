@@ -137,10 +137,16 @@ async def _result(call: ToolCall, function: Callable[..., Any] | None, run_tool:
     """Return the result of one call, recorded for replays."""
 
     async def ask(name: str, arguments: dict[str, Any]) -> str:
-        work = partial(run_tool, name, arguments) if function is None else partial(function, **arguments)
-        return await answer_of(name, work, actor)
+        if function is None:
+            return await answer_of(name, partial(run_tool, name, arguments), actor)
+        taken = set(function.keywords) & set(arguments) if isinstance(function, partial) else set()
+        return await answer_of(name, partial(_refused, taken) if taken else partial(function, **arguments), actor)
 
     return await record_input("tool", ask, call.name, call.arguments)
+
+
+def _refused(names: set[str]) -> None:
+    raise TypeError(f"unexpected arguments: {', '.join(sorted(names))}")
 
 
 def _shortened(parsed: ParsedCompletion, count: int) -> ParsedCompletion:

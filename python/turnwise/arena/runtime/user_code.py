@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 
 from turnwise.arena.runtime.context import EpisodeContext, current_context, use_context
 from turnwise.types import EpisodeState
-from turnwise.utils.registry import name_of
+from turnwise.utils.registry import name_of, unwrapped
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import DaemonThreads
 
@@ -110,8 +110,7 @@ def error_text(error: BaseException) -> str:
 
 def is_async(function: Any) -> bool:
     """Tell whether ``function`` is an ``async def``, or an object or partial that calls one."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -243,9 +242,7 @@ def _count_held(function: Callable[..., Any], before: float, begun: float) -> No
     name = name_of(function)
     _seconds[name] += seconds
     if seconds >= BLOCKED:
-        while isinstance(function, functools.partial):
-            function = function.func
-        of = getattr(function, "__self__", None)
+        of = getattr(unwrapped(function), "__self__", None)
         owner = "" if of is None or inspect.ismodule(of) else getattr(of, "episode_type", type(of).__name__)
         warn_once(
             ("blocked", name, owner),

@@ -7,9 +7,8 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-import tomli_w
-
 from turnwise.cluster.launch.checks import check_size, job_name
+from turnwise.train.config import nulls
 from turnwise.train.config.schema import TrainConfig
 
 RUNS = Path("/runs")
@@ -115,7 +114,7 @@ def rayjob(
     each = max(gpus_per_node, 1)
     parts = {
         "NAME": job_name(config, LONGEST_NAME),
-        "CONFIG": _text(tomli_w.dumps(placed.model_dump(mode="json", exclude_none=True, exclude_defaults=True))),
+        "CONFIG": _text(nulls.dumps(placed.model_dump(mode="json", exclude_none=True, exclude_defaults=True))),
         "ENTRYPOINT": f"turnwise train {CONFIG} --cluster auto",
         "RAY": json.dumps(_ray_version()),
         "WORKERS": str(workers),

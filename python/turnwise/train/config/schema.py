@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from turnwise.train.config import nulls
 from turnwise.train.config.base import Section
 from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.learner import LearnerConfig
@@ -179,3 +180,8 @@ class TrainConfig(Section):
         names = OptimizerConfig.model_fields
         shared = {name: getattr(self.update, name) for name in names}
         return OptimizerConfig.model_validate({**shared, **self.policies[policy].optimizer})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_nulls(cls, data: Any) -> Any:
+        return nulls.restore(data) if isinstance(data, dict) else data

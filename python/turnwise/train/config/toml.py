@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from turnwise.train.config import nulls
 from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.utils.registry import did_you_mean
@@ -79,6 +79,10 @@ def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"config file {str(file)!r} can't be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {str(file)!r} is not valid TOML: {error}") from None
+    try:
+        data = nulls.restore(data)
+    except ValueError as error:
+        raise ConfigError(f"config file {str(file)!r}: {error}") from None
     parent = data.pop(EXTENDS, None)
     if parent is None:
         return data
@@ -142,7 +146,7 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 def to_toml(config: TrainConfig) -> str:
     """Return the resolved configuration as TOML; ``load_config`` reads it back to an equal one."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return nulls.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def differences(file: Path, config: TrainConfig) -> list[str]:
@@ -151,10 +155,10 @@ def differences(file: Path, config: TrainConfig) -> list[str]:
     The list is empty if the file is missing or is not TOML.
     """
     try:
-        before = _leaves(tomllib.loads(file.read_text(encoding="utf-8")))
+        before = _leaves(nulls.restore(tomllib.loads(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError):
         return []
-    now = _leaves(tomllib.loads(to_toml(config)))
+    now = _leaves(nulls.restore(tomllib.loads(to_toml(config))))
     keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     return [f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}" for key in keys]
 
