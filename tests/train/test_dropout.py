@@ -60,7 +60,7 @@ def measured(model: nn.Module, batch, *, dropout: bool = False, layout: str = "a
     """The metrics of one update on log-probs of the same weights, and the weights after it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        update = UpdateConfig(lr=1e-3, num_minibatches=1)
+        update = UpdateConfig(lr=1e-3, micro_batch_tokens=4096)
         policy = Policy("solver", model, update, total_steps=9, dropout=dropout, layout=layout)
     batch = replace(batch, policies=["solver"])
     own = old_logprobs(policy, batch, np.arange(len(batch)), update).numpy()

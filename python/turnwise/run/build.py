@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.arena import Arena, Filters, OverlongPenalty
+from turnwise.inference.common.sizes import shortest_context
 from turnwise.run.checks import (
     build_credit,
     check_config,
@@ -265,7 +266,7 @@ def build_arena(
     config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, models: dict[str, Any]
 ) -> Arena:
     """Build an arena with the task's actors and episodes, and the run's client."""
-    context = min(model.config.max_position_embeddings for model in models.values())
+    context = shortest_context(model.config for model in models.values())
     return arena_for_client(build_client(config, tokenizer, models), config, task, actors, tokenizer, context)
 
 

@@ -15,6 +15,7 @@ from turnwise.credit import build_rule
 from turnwise.run.ablations import ablations_of
 from turnwise.run.clients import check_client
 from turnwise.run.clusters.settings import cluster_problems
+from turnwise.run.models.ask import describe_models
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.selfplay import Measure, check_selfplay
 from turnwise.run.tinker.checks import check_tinker, is_remote
@@ -97,7 +98,9 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
 
 
 def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
-    """Describe a run of ``config`` as TOML, with the policy of each actor. It doesn't read any model.
+    """Describe a run of ``config`` as TOML, with its models and the policy of each actor.
+
+    It reads the configs of models on this machine, and tries small ones (:func:`~turnwise.run.models.ask.ask_models`).
 
     The function imports user code that ``config`` names. Without ``import_code`` it returns such a config with a
     comment, and checks no more than its keys. Raises :class:`ConfigError` with a line for each problem.
@@ -110,7 +113,11 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     task = task_of(config)
     resolved, actors = resolve_config(config, task, problems)
     problems.raise_any()
-    told = [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
+    with problems.gathered():
+        models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
+    problems.raise_any()
+    told = [f"# {line}\n" for line in models]
+    told += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
     for name, episode in episodes_of(config, task).items():
         mix = mix_of(episode, config.reward.of_mix())
         told.append(f"# rewards of episode {name!r}: {mix}\n")

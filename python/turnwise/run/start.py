@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from turnwise.inference.common.sizes import context_length
 from turnwise.tasks import Task
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
@@ -52,7 +53,7 @@ def run_warm_start(
             log.note(f"warm start of {warmed}: no row is of its actors, so it starts as it is")
             continue
         model = models[names[0]]
-        fit = fitting(tokenizer, own, model.config.max_position_embeddings, log.note, actors)
+        fit = fitting(tokenizer, own, context_length(model.config), log.note, actors)
         shown = _Shown(log, config.warm_start.steps, names, records)
         done = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=shown.step, on_check=shown.check)
         log.note(f"warm start of {warmed}: {describe(done)}")

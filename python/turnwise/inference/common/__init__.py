@@ -1,5 +1,5 @@
-"""Parts that every client uses: lifetime, checks of requests, HTTP, proxies, API keys, the last MLP, recomputed layers.
+"""Parts that every client uses: lifetime, checks, HTTP, proxies, keys, last MLP, recomputed layers, models' sizes.
 
-Read in this order: base, http, proxies, keys, last_mlp, recompute.
+Read in this order: base, http, proxies, keys, last_mlp, recompute, sizes.
 May import: types, chat.
 """

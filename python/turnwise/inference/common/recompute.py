@@ -5,13 +5,16 @@ The checkpointing of ``transformers`` only works in training mode, in which drop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+_off: list[bool] = []
 
 
 def recompute_layers(model: nn.Module, context: Callable[[], Any] = noop_context_fn) -> None:
@@ -40,8 +43,18 @@ def recomputes(model: nn.Module) -> bool:
     return own or bool(getattr(model, "is_gradient_checkpointing", False))
 
 
+@contextmanager
+def without_recomputing() -> Iterator[None]:
+    """Inside ``with``, layers keep their activations."""
+    _off.append(True)
+    try:
+        yield
+    finally:
+        _off.pop()
+
+
 def _run(layer: nn.Module, context: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
     run = partial(type(layer).forward, layer)
-    if not torch.is_grad_enabled():
+    if _off or not torch.is_grad_enabled():
         return run(*args, **kwargs)
     return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)

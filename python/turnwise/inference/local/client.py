@@ -24,6 +24,7 @@ from turnwise.inference.common.base import (
     stop_check,
     stop_token_ids,
 )
+from turnwise.inference.common.sizes import vocabulary_size
 from turnwise.inference.local.decode import (
     Completion,
     ScoredSequence,
@@ -33,7 +34,7 @@ from turnwise.inference.local.decode import (
     completion_logprobs,
     length_batches,
 )
-from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_model, sampling_mode
+from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_models, sampling_mode
 from turnwise.inference.weights.load import copy_weights
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
 
@@ -80,7 +81,8 @@ class TransformersClient(ClientBase):
     Collects the requests of many coroutines until the event loop is idle, then runs them in one worker thread, policy
     by policy. Equal prompts are prefilled once. A request's tokens depend on its prompt, its sampling settings, its
     seed and the weights, not on the rest of the batch (up to float rounding). Log-probabilities are those of
-    ``log_softmax(logits / temperature)`` before top-p and top-k.
+    ``log_softmax(logits / temperature)`` before top-p and top-k. A model whose cache fails a trial passes each whole
+    sequence through for every token, and a warning says so.
 
     - ``policies``: one model, which is then policy ``"default"``, or models by policy name. Adapters over one shared
       base use one copy of it.
@@ -123,7 +125,7 @@ class TransformersClient(ClientBase):
         self.shares_weights = share
         self._in_flight = in_flight
         held = models if share else copy_models(models)
-        self._policies = {name: load_model(model, share, device) for name, model in held.items()}
+        self._policies = load_models(held, share, device)
         self._seeds = np.random.default_rng(seed)
         self._stats = BatchStats()
         self._waiting: list[_PendingRequest] = []
@@ -229,7 +231,7 @@ class TransformersClient(ClientBase):
     # -- requests -----------------------------------------------------------------------------------------------------
     def _row(self, request: ModelRequest) -> SequenceSpec:
         held, sampling = policy_of(self._policies, request.policy), request.sampling
-        limit = completion_limit(request, held.model.get_input_embeddings().num_embeddings, held.context_length)
+        limit = completion_limit(request, vocabulary_size(held.model), held.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SequenceSpec(
             tuple(request.prompt_token_ids),
@@ -244,7 +246,7 @@ class TransformersClient(ClientBase):
         held = policy_of(self._policies, request.policy)
         whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
         room = None if held.context_length is None else held.context_length + 1  # no new token needs room
-        completion_limit(whole, held.model.get_input_embeddings().num_embeddings, room)
+        completion_limit(whole, vocabulary_size(held.model), room)
         if not completion:
             raise ValueError("completions: expected at least one token in each, to be scored")
         return ScoredSequence(tuple(request.prompt_token_ids), tuple(completion), request.sampling.temperature)
@@ -314,6 +316,7 @@ class TransformersClient(ClientBase):
                 device=held.model.get_input_embeddings().weight.device,
                 abandoned=lambda: [place for place, job in enumerate(jobs) if job.abandoned],
                 forward_lock=each or nullcontext(held.version),
+                cached=held.cached,
             )
             responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
             self._count(jobs, completions, work, time.perf_counter() - began)
@@ -322,7 +325,8 @@ class TransformersClient(ClientBase):
     def _score(self, policy: str, rows: Sequence[ScoredSequence]) -> list[list[float]]:
         held = self._policies[policy]
         with self._busy, sampling_mode(held.model, self.shares_weights):
-            return completion_logprobs(held.model, rows, held.model.get_input_embeddings().weight.device)
+            device = held.model.get_input_embeddings().weight.device
+            return completion_logprobs(held.model, rows, device, cached=held.cached)
 
     def _response(self, job: _PendingRequest, completion: Completion) -> ModelResponse:
         ids = completion.token_ids

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from turnwise.inference.common.last_mlp import last_mlp_at
-from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, make_decoder
+from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Uncached, make_decoder
 from turnwise.inference.local.sampling import RowSampler
 from turnwise.inference.weights.lora import activated
 from turnwise.types import FinishReason, Sampling
@@ -72,12 +72,14 @@ def complete(
     device: torch.device,
     abandoned: Callable[[], Sequence[int]] = tuple,
     forward_lock: AbstractContextManager[int] | None = None,
+    *,
+    cached: bool = True,
 ) -> tuple[list[Completion], Work]:
     """Complete ``rows`` with ``model`` in evaluation mode. Returns the completions in order.
 
     After each token, ``abandoned()`` returns the rows without a caller; they stop with ``"abort"``. Each forward pass
     enters ``forward_lock``, which returns the version of the weights. The weights may change between two passes. The
-    second result counts the computed positions.
+    second result counts the computed positions. Without ``cached`` each token passes its whole sequence through.
     """
     forward_lock = forward_lock or nullcontext(0)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
@@ -85,8 +87,13 @@ def complete(
     index = torch.tensor([place[row.prompt] for row in rows], device=device)
     with forward_lock as version:
         prefix = _common_prefix(prompts) if model.config.model_type in SHARED_PREFIX_MODELS else 0
-        logits, cache, mask = _prefill(model, prompts, prefix, device)
-    decoder = make_decoder(model, cache, mask, index, prefix)
+        decoder: Decoder
+        if cached:
+            logits, cache, mask = _prefill(model, prompts, prefix, device)
+            decoder = make_decoder(model, cache, mask, index, prefix)
+        else:
+            decoder = Uncached(model, prompts, index)
+            logits = decoder.next_logits()
     drawn = _decode(decoder, rows, logits[index], version, abandoned, forward_lock)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
     return _completions(rows, drawn), Work(prefilled, drawn.decoded)
@@ -259,6 +266,37 @@ def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion
     return completions
 
 
+# -- the trial ---------------------------------------------------------------------------------------------------------
+def obstacle_to_cache(model: Any) -> str:
+    """Return why ``model`` can't be decoded with a cache; an empty string if it can.
+
+    Two prompts of unequal lengths are decoded by two tokens and compared with whole passes. In between one splits.
+    """
+    if model.config.model_type in SHARED_PREFIX_MODELS:
+        return ""  # the tests cover these
+    weight = model.get_input_embeddings().weight
+    ids = [(place * 7919 + 1) % len(weight) for place in range(16)]
+    prompts, index = [tuple(ids[:7]), tuple(ids[7:11])], torch.arange(2, device=weight.device)
+    whole = Uncached(model, prompts, index)
+    try:
+        logits, cache, mask = _prefill(model, prompts, 0, weight.device)
+        decoder = make_decoder(model, cache, mask, index)
+        pairs = [(logits, whole.next_logits())]
+        for step, rows in enumerate(([0, 1], [0, 0, 1])):
+            kept = torch.tensor(rows, device=weight.device)
+            tokens = torch.tensor(ids[11 + 2 * step :][: len(rows)], device=weight.device)
+            positions = torch.tensor([(7, 4)[row] + step for row in rows], device=weight.device)
+            for each in (decoder, whole):
+                each.keep(kept)
+            pairs.append((decoder.step(tokens, positions), whole.step(tokens, positions)))
+    except Exception as error:  # models raise errors of any type; the caller reports the text
+        return f"a pass with a cache fails: {type(error).__name__}: {error}"
+    off = max(float((got - expected).float().norm() / expected.float().norm()) for got, expected in pairs)
+    if off <= (1e-3 if weight.dtype.itemsize >= 4 else 0.1):
+        return ""
+    return f"passes with a cache come out otherwise, by {off:.2g} of their norm"
+
+
 # -- scores ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
@@ -272,22 +310,23 @@ class ScoredSequence:
         return len(self.prompt) + len(self.completion)
 
 
-def completion_logprobs(model: Any, rows: Sequence[ScoredSequence], device: torch.device) -> list[list[float]]:
+def completion_logprobs(
+    model: Any, rows: Sequence[ScoredSequence], device: torch.device, *, cached: bool = True
+) -> list[list[float]]:
     """Compute the float32 log-probability of each completion token, in the order of ``rows``.
 
-    Each row must fit into the model's context.
+    Each row must fit into the model's context. A model that can't be ``cached`` may know no padding, and takes the rows
+    one by one.
     """
+    if not cached and len(rows) > 1:
+        return [completion_logprobs(model, [row], device, cached=False)[0] for row in rows]
     width, kept = max(map(len, rows)), max(len(row.completion) for row in rows) + 1
     ids = torch.tensor([[0] * (width - len(row)) + [*row.prompt, *row.completion] for row in rows], device=device)
     pads = torch.tensor([width - len(row) for row in rows], device=device)
     columns = torch.arange(width, device=device)
-    output = model(
-        input_ids=ids,
-        attention_mask=(columns >= pads[:, None]).long() if bool(pads.any()) else None,
-        position_ids=(columns - pads[:, None]).clamp(min=0),
-        use_cache=False,
-        logits_to_keep=kept,
-    )
+    placed = {} if not cached else {"position_ids": (columns - pads[:, None]).clamp(min=0), "logits_to_keep": kept}
+    mask = (columns >= pads[:, None]).long() if bool(pads.any()) else None
+    output = model(input_ids=ids, use_cache=False, **placed, **({} if mask is None else {"attention_mask": mask}))
     # The logits in column c - 1 predict the token in column c, so the last column is not needed.
     temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
     logprobs = torch.log_softmax(output.logits[:, -kept:-1].float() / temperatures[:, None, None], dim=-1)

@@ -6,7 +6,7 @@ A node is a distinct prefix, which one row or several continue (``decode``).
 ``Paths`` writes new tokens behind the prompts, and each node has the places of its own ones; a kernel in C++ reads
 them there. Elsewhere ``SharedPrefix`` multiplies the queries of all siblings with their prompt's keys at once, and
 writes new tokens into a small buffer per row. ``Repeated`` serves all models that these were not tested on: it repeats
-the library's own cache for each row.
+the library's own cache for each row. ``Uncached`` serves those that have no such cache.
 
 Legend: ``R`` nodes, ``G`` groups of at most ``W`` siblings, ``U`` prompts, ``H`` query heads, ``K`` key-value heads,
 ``P`` prompt columns, ``S`` new tokens so far, ``D`` head size, ``V`` vocabulary, ``M`` places.
@@ -14,7 +14,7 @@ Legend: ``R`` nodes, ``G`` groups of at most ``W`` siblings, ``U`` prompts, ``H`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -83,6 +83,41 @@ class Repeated:
         self.size = len(rows)
         self._cache.batch_select_indices(rows)
         self._mask = None if self._mask is None else self._mask[rows]
+
+
+class Uncached:
+    """Passes each whole sequence through the model for every token, for models whose cache fails a trial.
+
+    Only sequences of equal length share a pass, as such models may know no padding.
+    """
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], index: Tensor) -> None:
+        self._model, self.nodes = model, index
+        self._sequences = [list(prompt) for prompt in prompts]
+
+    @property
+    def size(self) -> int:
+        return len(self._sequences)
+
+    def next_logits(self) -> Tensor:
+        """Return the next token's logits ``[R, V]``."""
+        same: dict[int, list[int]] = {}
+        for row, sequence in enumerate(self._sequences):
+            same.setdefault(len(sequence), []).append(row)
+        parts = []
+        for rows in same.values():
+            ids = torch.tensor([self._sequences[row] for row in rows], device=self.nodes.device)
+            parts.append(self._model(input_ids=ids, use_cache=False).logits[:, -1])
+        places = torch.tensor([row for rows in same.values() for row in rows], device=self.nodes.device)
+        return torch.cat(parts)[places.argsort()]
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        for sequence, token in zip(self._sequences, tokens.tolist(), strict=True):
+            sequence.append(token)
+        return self.next_logits()
+
+    def keep(self, rows: Tensor) -> None:
+        self._sequences = [list(self._sequences[row]) for row in rows.tolist()]
 
 
 class Paths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.inference.common.sizes import context_length
+from turnwise.inference.local.decode import obstacle_to_cache
 from turnwise.inference.weights.lora import AdaptedModel
 
 
@@ -43,6 +46,8 @@ class LoadedModel:
     model: Any
     version: int
     context_length: int | None
+    cached: bool = True
+    """Whether earlier tokens stay in a cache between two passes."""
 
 
 class ForwardLock:
@@ -67,13 +72,28 @@ def copy_models(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def load_model(model: nn.Module, share: bool, device: torch.device | str | None) -> LoadedModel:
-    """Prepare ``model`` for a client, on ``device`` if given. A copy (not ``share``) records no gradients."""
-    held = model if share else model.requires_grad_(False).eval()
-    if device is not None:
-        held = held.to(device)
-    config = held.config.get_text_config()  # type: ignore[operator, union-attr]
-    return LoadedModel(held, version=0, context_length=getattr(config, "max_position_embeddings", None))
+def load_models(
+    models: Mapping[str, nn.Module], share: bool, device: torch.device | str | None
+) -> dict[str, LoadedModel]:
+    """Prepare ``models`` for a client, on ``device`` if given. Copies (not ``share``) record no gradients.
+
+    A trial of each model, or shared base, finds out if it can be cached. Warns of one that can't.
+    """
+    found: dict[int, str] = {}
+    loaded = {}
+    for name, model in models.items():
+        held: Any = model if share else model.requires_grad_(False).eval()
+        if device is not None:
+            held = held.to(device)
+        lm = held.shared.model if isinstance(held, AdaptedModel) else held
+        if id(lm) not in found:
+            with sampling_mode(held, share):
+                found[id(lm)] = why = obstacle_to_cache(held)
+            if why:
+                text = f"{type(lm).__name__}: each token passes the whole sequence through the model, as {why}"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
+        loaded[name] = LoadedModel(held, 0, context_length(held.config), cached=not found[id(lm)])
+    return loaded
 
 
 @contextmanager

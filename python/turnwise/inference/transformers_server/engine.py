@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from turnwise.inference.local.client import TransformersClient
-from turnwise.inference.local.models import load_model
+from turnwise.inference.local.models import load_models
 from turnwise.inference.server.remote import START_LABEL
 from turnwise.inference.vllm.worker import COMPARED
 from turnwise.inference.weights.load import copy_weights
@@ -163,7 +163,7 @@ class Engine(TransformersClient):
                 raise
             self._loads += 1
             self._adapters[name] = _Loaded(self._loads, model, fixed)
-            self._policies[name] = load_model(model, share=True, device=None)
+            self._policies |= load_models({name: model}, share=True, device=None)
             self._policies[name].version = len(self.labels) - 1
             self._dropped.discard(name)
 

@@ -7,6 +7,8 @@ are only the adapter's. So an optimizer, a checkpoint or a weight update takes i
 
 from __future__ import annotations
 
+import copy
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 
 _BASE_LAYER = ".base_layer."
 """The part of a name that peft adds for a wrapped layer. The names of the base's weights leave it out."""
+
+_OF_EXPERTS = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
+"""Names that peft takes for those of fused experts."""
+
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Types of models whose kernel reads some of its weights itself."""
 
 
 def peft_or_raise() -> Any:
@@ -48,6 +56,7 @@ class SharedBase:
         self.configs: dict[str, LoraConfig] = {}
         self._layers: list[Any] = []
         self._added = 0
+        self._linear: list[str] = []
 
     def add_adapter(self, name: str, config: LoraConfig, seed: int) -> AdaptedModel:
         """Add an adapter in float32, and return the base with it. Its ``B`` is 0, so it has no effect yet.
@@ -61,6 +70,10 @@ class SharedBase:
         # peft's adapter names become parts of parameter names, where a policy's name may be invalid ("a.b").
         key = f"adapter{self._added}"
         self._added += 1
+        if config.target_modules == "all-linear":
+            self._linear = self._linear or _linear_layers(self.model)
+            config = copy.copy(config)
+            config.target_modules = list(self._linear)
         device = self.model.get_input_embeddings().weight.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -69,7 +82,7 @@ class SharedBase:
         self.model.requires_grad_(False)  # each policy decides what it trains
         self.configs[name] = config
         self._layers = [module for module in self.model.modules() if hasattr(module, "adapter_layer_names")]
-        self._refuse_tied(config)
+        self._refuse_unmergeable(config)
         adapted = AdaptedModel(self, name, key)
         adapted.float_parameters()
         self.model.eval()  # peft's new modules start in training mode, whatever mode the model has
@@ -136,8 +149,14 @@ class SharedBase:
         self.activate(key, training)
         yield
 
-    def _refuse_tied(self, config: LoraConfig) -> None:
-        """Raise ``ValueError`` for an adapter on one use of a tied weight, as it has no merged form."""
+    def _refuse_unmergeable(self, config: LoraConfig) -> None:
+        """Raise ``ValueError`` for an adapter on one use of a tied weight, or on experts, which has no merged form."""
+        for layer in self._layers:
+            if not hasattr(layer.get_base_layer(), "weight") or hasattr(layer, "parameter_name"):
+                raise ValueError(
+                    f"target_modules={config.target_modules!r}: a {type(layer.get_base_layer()).__name__} is no linear "
+                    "layer; name layers of the attention"
+                )
         uses = Counter(id(tensor) for tensor in self.weights().values())
         if any(uses[id(layer.get_base_layer().weight)] > 1 for layer in self._layers):
             raise ValueError(
@@ -218,6 +237,34 @@ def _adapter_tree(model: nn.Module, key: str) -> nn.Module:
                     node = node.get_submodule(part)
                 setattr(node, kind, parts[key])
     return root
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Name the linear layers of a causal LM's decoder, by their last names where these tell them apart.
+
+    Routers and fused experts of a mixture are no plain linear layers. peft takes the names of a mixture's dense MLPs
+    for those of experts, and Mamba's kernel reads ``out_proj`` and ``dt_proj`` itself: these are left out.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()}
+    fused = any(
+        parameter.ndim == 3 for module in decoder.modules() if type(module).__name__.endswith("Experts")
+        for parameter in module.parameters(recurse=False)
+    )  # fmt: skip
+    left_out = (_OF_EXPERTS if fused else set()) | (
+        {"out_proj", "dt_proj"} if model.config.model_type in _MAMBA else set()
+    )
+    wanted, others = {}, set()
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        linear = isinstance(module, nn.Linear | Conv1D) and not re.search("Router|Gate", type(module).__name__)
+        if linear and id(module) in inside and module is not head and name not in left_out:
+            wanted[path] = name
+        else:
+            others.add(name)
+    return sorted({path if name in others else name for path, name in wanted.items()})
 
 
 def _as_list(key: str | None) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from turnwise.inference import TinkerClient
+from turnwise.inference.common.sizes import context_length
 from turnwise.inference.tinker.server import TinkerServerError
 from turnwise.run.tinker.checks import ITS_OWN, base_model, connect
 from turnwise.train.config.schedule import steps_in_training
@@ -26,7 +27,7 @@ class Remote(NamedTuple):
 
     learner: TinkerLearner
     client: InferenceClient
-    context_length: int
+    context_length: int | None
 
 
 def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
@@ -53,7 +54,7 @@ def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
     }
     base = server.sampler(base_model=name_there) if config.loss.kl.coef else None
     learner = TinkerLearner(policies, adapters, config, name_there, base)
-    context = int(model.max_position_embeddings)
+    context = context_length(model)
     client = TinkerClient(
         server, tokenizer, policies, vocabulary=model.vocab_size, context_length=context, seed=config.seed
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from turnwise.train.config.base import Section
 from turnwise.train.config.policies import OptimizerConfig
@@ -72,11 +72,18 @@ class UpdateConfig(OptimizerConfig):
     """Passes over each batch."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens of one forward pass; the gradient does not depend on it."""
+    micro_batch_tokens: Literal["auto"] | int = "auto"
+    """Most tokens of one forward pass, ``auto`` by the machine's memory; it changes gradients by rounding alone."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Denominator of the ratio: the sampler's log-probs, or the trainer's before its first update of the batch."""
     sequence_layout: Literal["auto", "trie", "packed", "padded"] = "auto"
     """Rows in the forward pass: ``trie`` shares prefixes; ``auto`` tries trie, packed and padded, in this order."""
     max_nonfinite_updates: int = Field(default=3, ge=0)
     """Most non-finite updates in a row that are skipped; one more stops the run."""
+
+    @field_validator("micro_batch_tokens")
+    @classmethod
+    def _at_least_one(cls, value: Any) -> Any:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("expected auto, or a number of at least 1")
+        return value

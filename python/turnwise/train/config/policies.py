@@ -19,7 +19,7 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input in updates; needs the policy's ``dropout = true``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Modules that get an adapter: every linear layer but the head, or a list of names."""
+    """Modules that get an adapter: every linear layer but the head and a mixture's experts, or a list of names."""
 
 
 class OptimizerConfig(Section):

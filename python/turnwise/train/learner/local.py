@@ -81,7 +81,8 @@ class LocalLearner:
         return receive(policy.all_weights() if base else policy.weights())
 
     def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:
-        return reference_logprobs(self.policies[name], batch, self.config.update.micro_batch_tokens)
+        policy = self.policies[name]
+        return reference_logprobs(policy, batch, policy.micro_batch_tokens(self.config.update.micro_batch_tokens))
 
     def scale_rate(self, name: str, factor: float) -> None:
         self.policies[name].scale_rate(factor)

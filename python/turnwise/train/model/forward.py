@@ -17,20 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.inference.common.last_mlp import last_mlp_at
-from turnwise.inference.common.recompute import recomputes
+from turnwise.inference.common.recompute import recomputes, without_recomputing
+from turnwise.inference.common.sizes import context_length, vocabulary_size
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
-from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad
-from turnwise.train.model.support import (
-    causal_lm,
-    obstacle_to_dropout,
-    obstacle_to_fusing,
-    obstacle_to_packing,
-    obstacle_to_trees,
-    softcap_of,
-    stream_inputs,
-    trims_last_mlp,
-)
+from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad, trial
+from turnwise.train.model.support import causal_lm, facts_of, in_mode, softcap_of, stream_inputs
 
 Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropies [n]
 
@@ -81,26 +73,30 @@ class Forward:
         self.model = model
         self.fused = self.packed = self.trims = False
         self.trie_share = 0.0
+        self._bytes_per_token: float | None = None
         lm, wanted = self.lm, LAYOUTS[layout]
         if lm.get_input_embeddings().weight.is_meta:
             return
-        if dropout and (why := obstacle_to_dropout(lm)):
-            raise ValueError(f"dropout=True: {type(lm).__name__} can't have it, as {why}")
-        why_logits = obstacle_to_fusing(lm)
-        why_padded = obstacle_to_packing(lm) if wanted.stream else ""
-        why_twice = why_padded or (obstacle_to_trees(lm, dropout) if wanted.trie_share else "")
-        if wanted.must and (why := why_twice):
-            raise ValueError(f"layout={layout!r}: {type(lm).__name__} can't have it, as {why}")
+        facts = facts_of(model, stream=wanted.stream, shared=wanted.trie_share > 0, dropout=dropout)
+        why_logits, why_padded = facts.why_logits, facts.why_padded if wanted.stream else ""
+        why_twice = why_padded or (facts.why_unshared if wanted.trie_share else "")
+        if wanted.must and why_twice:
+            raise ValueError(f"layout={layout!r}: {facts.kind} can't have it, as {why_twice}")
         self.fused, self.packed = not why_logits, wanted.stream and not why_padded
         self.trie_share = 0.0 if why_twice else wanted.trie_share
-        self.trims = self.fused and self.packed and trims_last_mlp(lm)
+        self.trims = facts.trims_last_mlp
+        if facts.unread:
+            text = f"no pass runs {len(facts.unread)} layers with the adapter, such as {facts.unread[0]!r}"
+            warnings.warn(f"{facts.kind}: {text}, so it does not train there", RuntimeWarning, stacklevel=2)
         for way, why in (("log-probs are read from logits", why_logits), ("rows are padded", why_padded)):
             if why:
-                warnings.warn(f"{type(lm).__name__}: {way}, as {why}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{facts.kind}: {way}, as {why}", RuntimeWarning, stacklevel=2)
 
     def findings(self) -> dict[str, Any]:
         """Return what the tests found, for a process with the same model."""
         tested = {name: getattr(self, name) for name in ("fused", "packed", "trims", "trie_share")}
+        if not self.lm.get_input_embeddings().weight.is_meta:
+            tested["_bytes_per_token"] = self.bytes_per_token()
         return {**tested, "attention": self.lm.config._attn_implementation}
 
     def adopt(self, findings: dict[str, Any]) -> None:
@@ -110,6 +106,37 @@ class Forward:
             setattr(self, name, value)
         if self.lm.config._attn_implementation != attention:
             self.lm.set_attn_implementation(attention)
+
+    def bytes_per_token(self) -> float:
+        """Return the bytes of activations that a pass keeps for its backward pass, per token.
+
+        They are counted in a pass of two short rows, so the number depends on the model alone. Of layers that recompute
+        one at a time counts in full.
+        """
+        if self._bytes_per_token is None:
+            kept = self._kept()
+            if recomputes(self.lm):
+                with without_recomputing():
+                    kept += self._kept() / max(1, self.lm.config.get_text_config().num_hidden_layers)
+            self._bytes_per_token = kept
+        return self._bytes_per_token
+
+    def _kept(self) -> float:
+        lm = self.lm
+        length = min(32, context_length(lm.config) or 32)
+        weights = {weight.untyped_storage().data_ptr() for weight in lm.parameters()}
+        tensors: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            tensors[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        micro = trial(vocabulary_size(lm), length, lm.get_input_embeddings().weight.device)
+        with in_mode(lm), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = self(micro, entropy=True)
+        del result
+        held = sum(x.untyped_storage().nbytes() for place, x in tensors.items() if place not in weights)
+        return held / (2 * length)
 
     @property
     def lm(self) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from turnwise.train.model.prefix_tree import PrefixTree, ranges
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.types import TrainingBatch
+from turnwise.utils.memory import is_out_of_memory
 
 _PADDING = 1.25  # most places per token in a block of padded rows
 
@@ -194,6 +196,52 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         temperatures_B=torch.from_numpy(batch.temperatures[rows]),
         actor_ids_B=torch.from_numpy(batch.actor_index[rows]),
     )
+
+
+def trial(vocabulary: int, length: int, device: torch.device) -> MicroBatch:
+    """Make two rows of ``length`` tokens, whose second halves are read."""
+    count, half = 2 * length, length // 2
+    ids = torch.arange(1, count + 1) * 7919 % vocabulary
+    row = torch.arange(2).repeat_interleave(half)
+    token = torch.cat([torch.arange(start + length - half, start + length) for start in (0, length)])
+    blank = torch.zeros(2 * half)
+    return MicroBatch(
+        token_ids_T=ids,
+        position_ids_T=torch.arange(length).repeat(2),
+        lengths=(length, length),
+        tree=None,
+        source_N=token - 1,
+        row_N=row,
+        token_N=token,
+        cu_seqlens=torch.tensor([0, half, 2 * half]),
+        targets_N=ids[token],
+        rollout_logprobs_N=blank,
+        mask_N=blank,
+        advantages_B=torch.zeros(2),
+        temperatures_B=torch.ones(2),
+        actor_ids_B=torch.zeros(2, dtype=torch.int64),
+    ).to(device)
+
+
+@contextmanager
+def names_what_is_too_long(micro: MicroBatch) -> Iterator[None]:
+    """Say in an error of the memory which rows didn't fit, and what would make them fit.
+
+    Raises ``MemoryError``, or torch's ``OutOfMemoryError`` as it came.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else MemoryError
+        longest = max(micro.lengths)
+        many = "lower update.micro_batch_tokens, or " if len(micro.lengths) > 1 else ""
+        raise kind(
+            f"a micro-batch of {micro.num_tokens} tokens doesn't fit the memory; its longest row has {longest}: {many}"
+            "set gradient_checkpointing, or limit rows with rollout.max_tokens. More ranks shard the weights, but no "
+            f"row: torch's context parallelism doesn't take packed rows or tries ({error})"
+        ) from error
 
 
 def smallest(micros: Sequence[MicroBatch]) -> MicroBatch:

@@ -18,10 +18,18 @@ from turnwise.inference.weights.weight_block import storage_key
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.master_weights import MasterWeights
-from turnwise.train.model.micro_batch import MicroBatch, micro_batches, smallest
+from turnwise.train.model.micro_batch import MicroBatch, micro_batches, names_what_is_too_long, smallest
 from turnwise.train.model.ranks import ALONE, Alone
 from turnwise.train.model.support import causal_lm, drops_out
 from turnwise.types import TrainingBatch
+from turnwise.utils.memory import memory_capacity
+
+_SHARES = {"cuda": 0.5, "cpu": 0.25}
+"""Share of the memory beside weights and optimizer that activations may take; a CPU's has other users, too."""
+_BACKWARD = 2.0
+"""Peak of a backward pass over the activations that it reads."""
+_FEWEST, _MOST = 7, 14
+"""Exponents of the smallest and the largest automatic micro-batch."""
 
 
 class Policy:
@@ -57,6 +65,8 @@ class Policy:
         self.is_stepping = False  # an optimizer step has begun and not ended
         self.kl_coef: float | None = None  # the adaptive coefficient, once it has changed
         self.rate_scale = 1.0
+        self._auto_tokens: int | None = None  # tokens of a micro-batch, once chosen
+        self._halved = False
         self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
         self.max_grad_norm = config.max_grad_norm
         self.ranks = ALONE  # the processes that hold its shards
@@ -139,6 +149,50 @@ class Policy:
             micros = micro_batches(batch, rows, min(fewer, max_tokens), trie_share=trie_share, blocks=blocks)
         return micros
 
+    def micro_batch_tokens(self, configured: int | str) -> int:
+        """Return the most tokens of a micro-batch: ``configured``, or for ``"auto"`` what this machine's memory holds.
+
+        ``"auto"`` is a power of two up to 16,384. It depends on the model and on the machine's whole memory, not on
+        what is free at the moment, and a checkpoint keeps it: so equal runs have equal bits.
+        """
+        if not isinstance(configured, int):
+            if self._auto_tokens is None:
+                self._auto_tokens = min(self.ranks.gather([self._fitting_tokens()]))
+            configured = self._auto_tokens
+        return max(1, configured // 2) if self._halved else configured
+
+    def halve_micro_batches(self, micros: Sequence[MicroBatch]) -> bool:
+        """Drop the gradient of an update of ``micros`` after an error of the memory, and halve them from now on.
+
+        Return False if that can't help: they are halved already, have one row each, or other ranks wait in their pass.
+        """
+        if self._halved or self.ranks.size > 1 or all(len(micro.lengths) == 1 for micro in micros):
+            return False
+        self.discard_gradient()
+        self._halved = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        warnings.warn(
+            f"policy {self.name!r}: memory ran out in a micro-batch of {max(m.num_tokens for m in micros)} tokens, so "
+            "update.micro_batch_tokens is halved for the rest of the run; set it to a smaller number",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+
+    def _fitting_tokens(self) -> int:
+        """Return a power of two of tokens whose activations take a share of the memory beside weights and AdamW."""
+        if self.device.type == "cuda":
+            memory, share = float(torch.cuda.get_device_properties(self.device).total_memory), _SHARES["cuda"]
+        else:  # the ranks of a machine share its memory
+            memory, share = memory_capacity() / self.ranks.size, _SHARES["cpu"]
+        lm = causal_lm(self.model if self.base is None else self.base.model)
+        held = sum(parameter.numel() * parameter.element_size() for parameter in lm.parameters())
+        held += sum(parameter.numel() * 16 for parameter in self.trained_parameters() if self.trainable)
+        room = share * max(0.0, memory - held / self.ranks.size)
+        tokens = room / (_BACKWARD * self.forward.bytes_per_token())
+        return int(2 ** np.clip(np.floor(np.log2(max(tokens, 1.0))), _FEWEST, _MOST))
+
     def over_stream(self, length: int, micros: Sequence[MicroBatch], read: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Return ``read`` of all ``micros`` as values per token of the batch's stream ``[length]``; 0 for the others.
 
@@ -147,7 +201,8 @@ class Policy:
         found: Tensor | None = None
         for place in self.ranks.places(len(micros)):
             micro = (smallest(micros) if place is None else micros[place]).to(self.device)
-            values = read(micro)
+            with names_what_is_too_long(micro):
+                values = read(micro)
             found = values.new_zeros(length) if found is None else found
             if place is not None:
                 found[micro.token_N] = values
@@ -213,11 +268,13 @@ class Policy:
 
     def extra_state(self) -> dict[str, Any]:
         """Return the JSON-serialisable state that a checkpoint keeps in addition to weights and optimizer."""
-        return {"skipped": self.skipped, "kl_coef": self.kl_coef, "rate_scale": self.rate_scale}
+        state = {"skipped": self.skipped, "kl_coef": self.kl_coef, "rate_scale": self.rate_scale}
+        return {**state, "auto_tokens": self._auto_tokens, "halved": self._halved}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`extra_state`."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
+        self._auto_tokens, self._halved = state.get("auto_tokens"), state.get("halved", False)
         if self.optimizer is not None:
             self.scale_rate(state["rate_scale"] / self.rate_scale)
 

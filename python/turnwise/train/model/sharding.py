@@ -40,6 +40,7 @@ class ShardedForward:
     def __init__(self, root: Root, read: Forward) -> None:
         self.root, self.read = root, read
         self.packed, self.trie_share = read.packed, read.trie_share
+        self.bytes_per_token = read.bytes_per_token
 
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
         found: Result = self.root(self.read, micro, entropy)

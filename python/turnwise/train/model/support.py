@@ -1,4 +1,5 @@
-"""Checks what a model supports: using its LM head alone, packing rows into one stream, sharing prefixes in a trie.
+"""Asks a model what it is: its sizes, what it drops out, and what it supports: using its LM head alone, packing rows
+into one stream, sharing prefixes in a trie.
 
 Models differ around their layers (caps and scales on logits, windows, recurrent states), and no common attribute tells.
 So each check runs a few tokens both ways, once, and compares the results.
@@ -7,8 +8,9 @@ So each check runs a few tokens both ways, once, and compares the results.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from turnwise.inference.common.last_mlp import last_mlp_at
-from turnwise.inference.weights.lora import AdaptedModel
+from turnwise.inference.common.sizes import context_length, vocabulary_size
+from turnwise.inference.weights.lora import AdaptedModel, activated
 from turnwise.train.model.packed_attention import NotPackable, Packing
 from turnwise.train.model.prefix_tree_attention import ATTENTION, PrefixTreeMask
 
@@ -39,6 +42,92 @@ def causal_lm(model: nn.Module) -> Any:
     if not (hasattr(base, "get_decoder") and hasattr(base, "get_output_embeddings")):
         raise TypeError(f"model is a {type(model).__name__}: expected a Hugging Face causal LM")
     return base
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a causal LM is, by its config and by trials of a few tokens in the mode that trains.
+
+    Reasons are empty where there is no obstacle.
+    """
+
+    kind: str
+    """The name of its class."""
+    parameters: int
+    """Number of weights without adapters; tied ones count once."""
+    context_length: int | None
+    """Most tokens of a sequence; ``None`` without a limit."""
+    vocabulary: int
+    """Tokens that it embeds."""
+    drops: Mapping[str, float]
+    """What training mode drops out (:func:`drops_out`)."""
+    why_logits: str = ""
+    """Why its head can't be used alone."""
+    why_padded: str = ""
+    """Why rows can't follow one another in a stream."""
+    why_unshared: str = ""
+    """Why rows can't share prefixes."""
+    trims_last_mlp: bool = False
+    """Whether the last MLP may run at some places alone."""
+    unread: tuple[str, ...] = ()
+    """Layers with the adapter that no pass runs, so that it doesn't train there."""
+
+
+def facts_of(
+    model: nn.Module, *, tried: bool = True, stream: bool = True, shared: bool = True, dropout: bool = False
+) -> ModelFacts:
+    """Ask ``model``, if ``dropout`` also in training mode. ``tried=False`` leaves out trials.
+
+    ``stream`` and ``shared`` say whether rows are wanted in a stream and as a trie: what isn't wanted isn't tried. Sets
+    the model's attention if rows can share a stream. Raises ``ValueError`` if ``dropout`` fails, for an adapter that no
+    pass runs, and for a model that changes its weights in a pass.
+    """
+    lm = causal_lm(activated(model))
+    facts = ModelFacts(
+        type(lm).__name__,
+        sum(parameter.numel() for name, parameter in lm.named_parameters() if "lora_" not in name),
+        context_length(lm.config),
+        vocabulary_size(lm),
+        drops_out(model),
+    )
+    if not tried:
+        return facts
+    if dropout and (why := obstacle_to_dropout(lm)):
+        raise ValueError(f"dropout=True: {facts.kind} can't have it, as {why}")
+    before = [parameter._version for parameter in lm.parameters()]
+    why_logits, why_padded = obstacle_to_fusing(lm), obstacle_to_packing(lm) if stream else "padded rows are wanted"
+    why_unshared = why_padded or (obstacle_to_trees(lm, dropout) if shared else "no trie is wanted")
+    trims = not why_logits and not why_padded and trims_last_mlp(lm)
+    if [parameter._version for parameter in lm.parameters()] != before:
+        raise ValueError(f"model: {facts.kind} changes its own weights in a pass")  # RWKV rescales them
+    return replace(
+        facts,
+        why_logits=why_logits,
+        why_padded=why_padded,
+        why_unshared=why_unshared,
+        trims_last_mlp=trims,
+        unread=_unread(model, lm) if isinstance(model, AdaptedModel) else (),
+    )
+
+
+def _unread(model: AdaptedModel, lm: Any) -> tuple[str, ...]:
+    """Return the layers with the adapter of ``model`` that no pass runs. Raises ``ValueError`` if these are all."""
+    own = {
+        path: module
+        for path, module in lm.named_modules()
+        if any(model.key in getattr(module, kind) for kind in getattr(module, "adapter_layer_names", ()))
+    }
+    run: set[int] = set()
+    hooks = [module.register_forward_pre_hook(lambda module, _: run.add(id(module))) for module in own.values()]
+    try:
+        with in_mode(lm):
+            lm(input_ids=_tokens(lm), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if own and not run:
+        raise ValueError(f"target_modules: {type(lm).__name__} runs none of them, such as {next(iter(own))!r}")
+    return tuple(path for path, module in own.items() if id(module) not in run)
 
 
 def drops_out(model: nn.Module) -> dict[str, float]:
@@ -70,7 +159,7 @@ def drops_out(model: nn.Module) -> dict[str, float]:
 def obstacle_to_dropout(lm: Any) -> str:
     """Return why ``lm`` can't run in training mode; an empty string if it can."""
     try:
-        with _trial(lm, training=True):
+        with in_mode(lm, training=True):
             lm.get_decoder()(input_ids=_tokens(lm), use_cache=False)
     except Exception as error:  # models raise errors of any type; the caller reports the text
         return f"training mode fails: {type(error).__name__}: {error}"
@@ -95,7 +184,7 @@ def obstacle_to_fusing(lm: Any) -> str:
         head.register_forward_hook(lambda _, args, out: seen.update(read=args[0], logits=out)),
     ]
     try:
-        with _trial(lm):
+        with in_mode(lm):
             logits = lm(input_ids=_tokens(lm), use_cache=False).logits
     finally:
         for hook in hooks:
@@ -122,7 +211,7 @@ def trims_last_mlp(lm: Any) -> bool:
     """Return True if the last layer has an MLP that :func:`last_mlp_at` can run at some places of a stream alone."""
     decoder, tokens = lm.get_decoder(), _tokens(lm)
     read = torch.tensor([3, 10], device=tokens.device)
-    with _trial(lm):
+    with in_mode(lm):
         whole = decoder(input_ids=tokens, use_cache=False).last_hidden_state[0, read]
         try:
             with last_mlp_at(decoder, read):
@@ -174,10 +263,10 @@ def obstacle_to_trees(lm: Any, dropout: bool = False) -> str:
     tree = PrefixTreeMask([0, 4, 7, 11], [11, 7, 11])
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7], device=tokens_T.device)
     inputs = stream_inputs(lm, positions, (), tree)
-    with _trial(lm):
+    with in_mode(lm):
         try:
             if dropout:
-                with _trial(lm, training=True):
+                with in_mode(lm, training=True):
                     decoder(input_ids=tokens_T[None], use_cache=False, **inputs)
                 tree.windows.clear()
             shared = decoder(input_ids=tokens_T[None], use_cache=False, **inputs).last_hidden_state[0]
@@ -196,7 +285,7 @@ def _packing_fails(lm: Any) -> str:
     decoder, tokens = lm.get_decoder(), _tokens(lm)
     positions = torch.cat([torch.arange(length) for length in _LENGTHS]).to(tokens.device)
     inputs = stream_inputs(lm, positions, _LENGTHS)
-    with _trial(lm):
+    with in_mode(lm):
         alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in tokens.split(_LENGTHS, dim=1)]
         try:
             packed = decoder(input_ids=tokens, use_cache=False, **inputs).last_hidden_state[0]
@@ -239,7 +328,7 @@ def _tokens(lm: Any) -> Tensor:
 
 
 @contextmanager
-def _trial(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+def in_mode(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Run the block in one mode without gradients, then restore every module's mode and the random generators."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)

@@ -178,14 +178,14 @@ def tokenize(
 def fitting(
     tokenizer: Any,
     rows: Sequence[Row],
-    max_context: int,
+    max_context: int | None,
     note: Callable[[str], None] = lambda line: None,
     actors: Sequence[Actor] = (),
 ) -> list[Demonstration]:
     """Tokenize ``rows``, and leave out those longer than ``max_context`` tokens; ``note`` gets a line about these.
 
-    A row of one of ``actors`` is rendered as that actor's calls are, with its tools. Raises :class:`ConfigError` if no
-    row fits.
+    ``max_context=None`` leaves out none. A row of one of ``actors`` is rendered as that actor's calls are, with its
+    tools. Raises :class:`ConfigError` if no row fits.
     """
     plain = ChatRenderer(tokenizer)
     formats: dict[str | None, Any] = {actor.id: _format_of(tokenizer, actor) for actor in actors}
@@ -196,7 +196,7 @@ def fitting(
         prompt = every[-1].prompt_token_ids if same else None
         format, tools = formats.get(row.actor, (plain, []))
         every.append(tokenize(format, row, prompt, tools))
-    fit = [demonstration for demonstration in every if len(demonstration) <= max_context]
+    fit = [demonstration for demonstration in every if max_context is None or len(demonstration) <= max_context]
     if len(fit) == len(every):
         return fit
     longest = max(range(len(every)), key=lambda i: len(every[i]))

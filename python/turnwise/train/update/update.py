@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
-from turnwise.train.model.micro_batch import MicroBatch, minibatches, smallest
+from turnwise.train.model.micro_batch import MicroBatch, minibatches, names_what_is_too_long, smallest
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.ranks import Alone
 from turnwise.train.update.kl import adapted, coefficient
 from turnwise.train.update.loss import Loss
 from turnwise.types import TrainingBatch
+from turnwise.utils.memory import is_out_of_memory
 
 
 def update_policy(
@@ -45,9 +45,7 @@ def update_policy(
     policy.model.train(policy.dropout)  # without dropout the first ratio is 1, as the sampler has none
     parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)]
     for done, part in enumerate(parts, start=1):
-        micros = [micro.to(policy.device) for micro in policy.cut(batch, part, update.micro_batch_tokens)]
-        olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
-        accumulate(policy, micros, olds, loss, log)
+        micros = _accumulate_part(policy, batch, part, update, recomputed, loss, log)
         log.join(policy.ranks)
         if (norm := step_or_skip(policy, batch, micros, log, update.max_nonfinite_updates)) is None:
             log.skip_step()
@@ -62,6 +60,30 @@ def update_policy(
         metrics["kl_coef"] = loss.kl_coef
         policy.kl_coef = adapted(loss.kl_coef, metrics["kl"], len(rows), loss_config.kl)
     return metrics
+
+
+def _accumulate_part(
+    policy: Policy,
+    batch: TrainingBatch,
+    part: np.ndarray,
+    update: UpdateConfig,
+    recomputed: Tensor | None,
+    loss: Loss,
+    log: UpdateLog,
+) -> list[MicroBatch]:
+    """Accumulate the gradient of the rows ``part``, and return its micro-batches; smaller ones if memory ran out."""
+    while True:
+        cut = policy.cut(batch, part, policy.micro_batch_tokens(update.micro_batch_tokens))
+        try:
+            micros = [micro.to(policy.device) for micro in cut]
+            olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
+            accumulate(policy, micros, olds, loss, log)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or not policy.halve_micro_batches(cut):
+                raise
+            log.current = []
+        else:
+            return micros
 
 
 def pass_over(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: np.random.Generator) -> None:
@@ -88,21 +110,6 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
             out = loss(logprobs_N, micro, olds[place], ref_N, normalizer, **how)
             out.loss.backward()
         log.add_micro(out, micro, logprobs_N.detach())
-
-
-@contextmanager
-def names_what_is_too_long(micro: MicroBatch) -> Iterator[None]:
-    """Say in an error of the GPU's memory which rows didn't fit, and what would make them fit."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        longest = max(micro.lengths)
-        many = "lower update.micro_batch_tokens, or " if len(micro.lengths) > 1 else ""
-        raise torch.OutOfMemoryError(
-            f"a micro-batch of {micro.num_tokens} tokens doesn't fit the GPU; its longest row has {longest}: {many}set "
-            "gradient_checkpointing, or limit rows with rollout.max_tokens. More ranks shard the weights, but no row: "
-            f"torch's context parallelism doesn't take packed rows or tries ({error})"
-        ) from error
 
 
 @torch.no_grad()
@@ -169,7 +176,7 @@ def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update:
     """Return the trainer's log-probs before the first update, one per token of the batch's stream; 0 for tokens that
     have none."""
     policy.model.eval()  # as in the sampler
-    micros = policy.cut(batch, rows, update.micro_batch_tokens)
+    micros = policy.cut(batch, rows, policy.micro_batch_tokens(update.micro_batch_tokens))
     return policy.over_stream(len(batch.token_ids), micros, policy.logprobs)
 
 

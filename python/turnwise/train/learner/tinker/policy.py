@@ -33,6 +33,7 @@ class RemotePolicy(Policy):
         self.version = self.updates = self.skipped = 0
         self.kl_coef, self.rate_scale, self.run_share = None, 1.0, 0.0
         self.max_grad_norm = config.max_grad_norm
+        self._auto_tokens, self._halved = None, False
         self.ranks = ALONE
         self.model: Any = None
         self.reference = nn.Identity() if with_reference else None

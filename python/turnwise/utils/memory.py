@@ -1,0 +1,33 @@
+"""Memory of this machine: how much a process can have, and which errors say that it is used up."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_TOLD = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "not enough memory")
+
+
+def memory_capacity() -> float:
+    """Return the most bytes that this process can have: all memory, or the limit of its container or of ``ulimit``.
+
+    What other processes hold does not count, so the number is the same at every start.
+    """
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for path in _CGROUPS:
+        with suppress(OSError, ValueError):  # "max" is no number
+            limits.append(float(Path(path).read_text(encoding="ascii")))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(float(soft))
+    return min(limits)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of an allocator: Python's, C++'s, or torch's on a CPU or GPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(told in str(error).lower() for told in _TOLD)
