@@ -319,22 +319,6 @@ COMMANDS: dict[str, Command] = {
             argument("--restarts", "restarts after crashes in a row (default: 5)", type=int, default=5),
         ),
     ),
-    "launch": Command(
-        "Print a Slurm script or a KubeRay job that starts a Ray cluster and trains on it; submit nothing.",
-        (
-            argument("system", "slurm or kuberay", choices=("slurm", "kuberay")),
-            CONFIG,
-            argument("--nodes", "slurm: nodes of the job (default: 1)", type=int, metavar="N"),
-            argument("--workers", "kuberay: nodes beside the head (default: 1)", type=int, metavar="N"),
-            argument("--gpus-per-node", "GPUs of each node (default: 8)", type=int, default=8, metavar="N"),
-            argument("--time", "slurm: time limit (default: 24:00:00)", metavar="HH:MM:SS"),
-            argument("--partition", "slurm: partition (default: that of the cluster)", metavar="P"),
-            argument("--image", "kuberay: container image with turnwise, its requirements and Ray", metavar="I"),
-            argument("--claim", "kuberay: volume claim for runs, which all nodes mount (default: turnwise-runs)",
-                     metavar="NAME"),
-        ),
-        overrides=True,
-    ),
     "worker": Command(
         "Play episodes of a run for the process of its loop, which has the same TURNWISE_CLUSTER_KEY.",
         (
