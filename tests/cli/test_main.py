@@ -17,6 +17,7 @@ from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_FAILED, EXIT_OK, EXIT_USAGE, parse_pairs, split_overrides
 from turnwise.train.config.schema import TrainConfig
 from turnwise.types import ModelError
+from turnwise.utils.signals import SavedNote
 
 
 def test_parse() -> None:
@@ -72,6 +73,12 @@ def add_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], No
     return add
 
 
+def saved(error: Exception) -> Exception:
+    """Make the error of a run that trained already."""
+    error.add_note(SavedNote("step 3 is saved"))
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -83,6 +90,7 @@ def add_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], No
         (RuntimeError(), 1, "turnwise: RuntimeError"),
         (FloatingPointError("the gradient norm is nan"), 1, "turnwise: the gradient norm is nan"),
         (KeyboardInterrupt(), 130, "turnwise: interrupted"),
+        (saved(ValueError("not a step")), 1, "turnwise: not a step\nstep 3 is saved"),
     ],
 )
 def test_errors_are_one_line(

@@ -149,7 +149,7 @@ def refuse_buried(config: TrainConfig, tell: Callable[[str], None] | None = None
         raise ConfigError(
             f"config key 'run_dir' = {str(folder)!r}: {' and '.join(held)} hold the records of a run, and there is no "
             f"checkpoint under {folder / 'checkpoints'} to go on from. Choose another run_dir, bring the checkpoints "
-            "back, or move the records away to begin again (checkpoint.every saves while a run goes on)"
+            "back, or move the records away to begin again (checkpoint.minutes saves while a run goes on)"
         )
 
 
