@@ -199,7 +199,7 @@ async def test_a_whole_step_is_saved_and_the_run_goes_on(make_trainer, whole, pl
         error = BatchFailedError if place == "sampling" else act.error
         with pytest.raises(error, match=re.escape(act.text) or None) as raised:
             await task
-        assert any(f"step {AT} is saved" in note for note in raised.value.__notes__)
+        assert any(f"goes on from step {AT}, which is saved in" in note for note in raised.value.__notes__)
     assert steps_of(trainer)[-1] == trainer.progress.step == AT
     assert lines_of(trainer.config.run_dir)[-1]["step"] == (AT - 1 if place == "metrics file" else AT)
     await goes_on_as(make_trainer, whole)
@@ -229,7 +229,9 @@ async def test_an_update_that_can_not_be_taken_back_is_not_saved(make_trainer, w
     PLACES["second update"](trainer, FAULTS["error"])
     with pytest.raises(ZeroDivisionError) as raised:
         await trainer.run()
-    assert "the update after step 1 failed when it had changed weights" in raised.value.__notes__[-1]
+    why, where = raised.value.__notes__
+    assert "the update after step 1 failed when it had changed weights" in why
+    assert "goes on from the newest checkpoint in" in where
     assert steps_of(trainer) == [0]
     await goes_on_as(make_trainer, whole)
 
@@ -248,6 +250,7 @@ async def test_the_first_error_is_raised_whatever_fails_after_it(make_trainer):
         await trainer.run()
     assert [note.partition(": ")[0] for note in raised.value.__notes__] == [
         "then saving the last step failed",
+        f"the same command goes on from the newest checkpoint in {trainer.checkpoints}",
         "then the log failed",
         "then arena.on_train_end failed",
     ]

@@ -187,10 +187,11 @@ class Trainer:
             with contained("the training loop"):
                 yield
         except BaseException as error:
+            saved = "the newest checkpoint"
             with after(error, "saving the last step"):
                 await self.stop_and_save(finish_running=False)
-                where = f"step {self.progress.step} is saved in {self.checkpoints}"
-                error.add_note(SavedNote(f"{where}; the same command goes on from it"))
+                saved = f"step {self.progress.step}, which is saved"
+            error.add_note(SavedNote(f"the same command goes on from {saved} in {self.checkpoints}"))
             raise
         await self.stop_and_save(finish_running=self.config.loop.deterministic)
 

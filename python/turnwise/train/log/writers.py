@@ -65,7 +65,7 @@ class JsonLines:
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add ``metrics`` to the row of ``step``."""
-        rows = [row | metrics if row["step"] == step else row for _, row in read_lines(self.path)]
+        rows = [{**row, **(metrics if row["step"] == step else {})} for _, row in read_lines(self.path)]
         replace_text(self.path, "".join(json_line(row) + "\n" for row in rows))
 
     def rewind(self, step: int) -> None:
