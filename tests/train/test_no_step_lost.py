@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 
 import pytest
 
@@ -274,6 +275,25 @@ async def test_what_hangs_after_a_signal_is_left(make_trainer, whole, monkeypatc
     await asyncio.wait_for(trainer.run(), 30)
     assert (trainer.exit_code, steps_of(trainer)[-1]) == (128 + number, AT)
     assert "validation" not in lines_of(trainer.config.run_dir)[-1]
+    await goes_on_as(make_trainer, whole)
+
+
+@pytest.mark.parametrize("place", ["callback", "send"])
+async def test_what_blocks_the_event_loop_after_sigterm_is_interrupted(make_trainer, whole, monkeypatch, place):
+    monkeypatch.setattr(interrupt, "PATIENCE", 0.2)
+    monkeypatch.setattr(interrupt, "BLOCKED", 0.1)
+    monkeypatch.setattr(signals, "TOGETHER", 0.05)
+    trainer = made(make_trainer, "run")
+
+    def block():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    PLACES[place](trainer, Act(block))
+    began = time.monotonic()
+    await trainer.run()
+    assert time.monotonic() - began < 30 and trainer.exit_code == 143
+    assert steps_of(trainer)[-1] == trainer.progress.step == AT
     await goes_on_as(make_trainer, whole)
 
 

@@ -24,20 +24,26 @@ LEAVE = 10.0
 """Seconds that a cancelled task has to end before the loop goes on without it."""
 
 
+BLOCKED = 2.0
+"""Seconds without a turn of the event loop after which code that runs past :data:`PATIENCE` is interrupted."""
+
+
 class StopNow(KeyboardInterrupt):
-    """Raised where the main thread is by the third signal."""
+    """Raised where the main thread is: by the third signal, and if it still blocks after :data:`PATIENCE`."""
 
 
 class StopRequest:
     """A flag that a signal sets. The first signal asks the loop to stop, save and end.
 
     Running stages may still end by themselves: until a second signal after SIGINT, for :data:`PATIENCE` seconds after
-    SIGTERM and SIGHUP. A third signal raises :class:`StopNow` at once.
+    SIGTERM and SIGHUP. Code that blocks the event loop for longer than that gets a :class:`StopNow`, unless it is
+    :meth:`undisturbed`. A third signal raises one at once.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._count, self._heard, self._deadline = 0, 0.0, float("inf")
+        self._undisturbed, self._forced = 0, False
         self._asked: asyncio.Event | None = None
         self._hurry: asyncio.Event | None = None
 
@@ -68,6 +74,28 @@ class StopRequest:
                 self._hurry.set()
 
     @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let the block end by itself, whatever the patience, unless a third signal comes."""
+        self._undisturbed += 1
+        try:
+            yield
+        finally:
+            self._undisturbed -= 1
+
+    def _force(self, loop: asyncio.AbstractEventLoop, main: int, asked: threading.Event, over: threading.Event) -> None:
+        """Interrupt the thread ``main`` if it blocks ``loop`` when the patience after a signal is over."""
+        asked.wait()
+        while not over.wait(max(0.05, min(1.0, self._deadline - time.monotonic()))):
+            if time.monotonic() < self._deadline or self._undisturbed:
+                continue
+            turned = threading.Event()
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(turned.set)
+            if not turned.wait(BLOCKED) and not over.is_set() and not self._undisturbed and self.signal is not None:
+                self._forced = True
+                signal.pthread_kill(main, self.signal)
+
+    @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle :data:`SIGNALS` inside the block, but not those that this process ignores (``nohup``).
 
@@ -76,22 +104,28 @@ class StopRequest:
         self._asked, self._hurry = asyncio.Event(), asyncio.Event()
         loop, terminals = asyncio.get_running_loop(), [fd for fd in (1, 2) if _is_terminal(fd)]
         before: dict[signal.Signals, Any] = {}
+        asked, over = threading.Event(), threading.Event()
 
         def heard(number: int, frame: Any) -> None:
-            third = self._count_signal(number)
+            now, self._forced = self._count_signal(number) or (self._forced and not self._undisturbed), False
+            asked.set()
             if number == signal.SIGHUP:
                 _drop(terminals)
             with suppress(RuntimeError):  # the loop is closed already
                 loop.call_soon_threadsafe(self._tell)
-            if third:
+            if now:
                 raise StopNow
 
         if threading.current_thread() is threading.main_thread():
             handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             before = {number: signal.signal(number, heard) for number in handled}
+            args = (loop, threading.get_ident(), asked, over)
+            threading.Thread(target=self._force, args=args, name="turnwise-signals", daemon=True).start()
         try:
             yield
         finally:
+            over.set()
+            asked.set()
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._asked = self._hurry = None

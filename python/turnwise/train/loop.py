@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
 from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.health.watch import Watch
-from turnwise.train.interrupt import StopRequest, leave
+from turnwise.train.interrupt import StopNow, StopRequest, leave
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.client_metrics import ClientMetrics
@@ -186,6 +186,9 @@ class Trainer:
         try:
             with contained("the training loop"):
                 yield
+        except StopNow:  # what blocked was interrupted, so that the run can end as after other signals
+            await self.stop_and_save(finish_running=False)
+            return
         except BaseException as error:
             saved = "the newest checkpoint"
             with after(error, "saving the last step"):
@@ -196,7 +199,7 @@ class Trainer:
         await self.stop_and_save(finish_running=self.config.loop.deterministic)
 
     async def _send_and_record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        with contained(f"step {self.progress.step}"):
+        with suppress(StopNow), contained(f"step {self.progress.step}"):
             await self.sync_weights()
             await self.record(batch, metrics)
 
@@ -261,7 +264,8 @@ class Trainer:
 
     async def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Train the policies on ``batch``."""
-        return await self.run_off_event_loop(self.update_policies, batch)
+        with self._stop.undisturbed():
+            return await self.run_off_event_loop(self.update_policies, batch)
 
     def update_policies(self, batch: TrainingBatch) -> dict[str, float]:
         """Train each policy of the present phase on its own rows, and count the step, which is whole then.
@@ -413,7 +417,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of all trained and random state, unless this step has one."""
         self._saved_at = time.monotonic()
-        return save_run(self)
+        with self._stop.undisturbed():
+            return save_run(self)
 
     def checkpoint_due(self) -> bool:
         """Return True if this step is to be saved: by the config's steps, or by its clock.
@@ -452,8 +457,9 @@ class Trainer:
             finally:
                 for policy in self.policies.values() if self.learner.whole else ():
                     policy.check_finite(f"after step {self.progress.step}, which is not saved")
-                self.save()
-                self.learner.finish_saving()
+                with self._stop.undisturbed():
+                    self.save()
+                    self.learner.finish_saving()
 
     def _take_back(self, before: _BeforeStep) -> None:
         """Return to the state before a step whose update failed. The learner has restored its policies."""
