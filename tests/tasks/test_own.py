@@ -183,6 +183,53 @@ def test_a_metric_that_the_rubric_does_not_make_is_refused_before_models_are_loa
             start(config_from_dict({"task": "own_talk_unmeasured:TalkTask", "run_dir": str(tmp_path / "run")}))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"talk": Talk(', '"talks": Talk(', "questions are of episode 'talk', .*did you mean 'talks'"),
+        ('"cid": "You', '"cit": "You', "episode 'talk': the task has no actor 'cid'; did you mean 'cit'"),
+        ('actors = ("ann", "bob", "cid")', "", "Talk.actors is empty: expected the ids of the actors"),
+        ("Talk(sampler=tree)", "Talk", "episode 'talk': got the class Talk, expected an Episode object"),
+        ("rubric = Rubric([vowels])", "", r"episode 'talk' \(Talk\) has no rubric"),
+        ("Talk(sampler=tree)", "Ask()", "the episode names no actor, and the arena has .'ann', 'bob', 'cid'"),
+        ('"talk": Talk(sampler=tree)', '"talk": Talk(), "ask": Named()', "episode 'ask': the task has no actor 'dan'"),
+        ("players = {}", "def requests(self, *given):\n"
+         "        return [replace(one, episode_type='x') for one in super().requests(*given)]",
+         "its questions are of episode 'x', which episodes"),
+        ("players = {}", "actors = [Actor(name) for name in ('ann', 'ann', 'bob', 'cid')]",
+         "actor id 'ann' is already registered"),
+        ("players = {}", "actors = [Actor(name, tools=[lambda a: a]) for name in ('ann', 'bob', 'cid')]",
+         "tools: lambda has no schema"),
+        ("words: int = 60", "words: int = 20", "'rollout.prompts_per_step' = 40: n=40: the train split of"),
+    ],
+)  # fmt: skip
+def test_names_that_do_not_fit_are_refused_by_a_dry_run(module, tmp_path, old, new, told):
+    """They failed after the training had begun."""
+    more = """
+from dataclasses import replace
+from turnwise import Actor, SingleTurnEpisode
+
+
+class Ask(SingleTurnEpisode):
+    rubric = Rubric([vowels])
+    get_prompt = str
+
+
+class Named(Ask):
+    actor = "dan"
+
+
+class TalkTask"""
+    source = MODULE.replace(old, new).replace("\nclass TalkTask", more)
+    assert source.count(new)
+    name = f"own_talk_{abs(hash((old, new)))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    prompts = {"rollout": {"prompts_per_step": 40}} if "prompts" in told else {}
+    with pytest.raises(ConfigError, match=told) as raised:
+        dry_run(config_from_dict({"task": f"{name}:TalkTask", "run_dir": str(tmp_path / "run"), **prompts}))
+    assert len(set(lines := str(raised.value).splitlines())) == len(lines)
+
+
 def test_the_command_line_trains_evaluates_credits_replays_and_lets_it_play(module, tmp_path, capsys):
     settings = {
         "task": "own_talk:TalkTask", "run_dir": "runs/talk", "steps": 2, "threads": 1,

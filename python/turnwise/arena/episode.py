@@ -291,19 +291,18 @@ class SingleTurnEpisode(Episode):
 
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
-        state.current_actor = await hook(self.get_initial_actor) or _only_actor(arena)
+        state.current_actor = await hook(self.get_initial_actor) or only_actor(list(arena.actors))
         await self.call_model(state.current_actor, await hook(self.get_prompt, artifact), arena)
         state.done = True
         return state
 
 
-def _only_actor(arena: ArenaForHooks) -> str:
-    """Return the default actor: the arena's only actor, or the one called "solver" in any case."""
-    names = list(arena.actors)
+def only_actor(names: Sequence[str]) -> str:
+    """Return the default of the arena's actors: the only one, or the one called "solver" in any case."""
     found = names if len(names) == 1 else [name for name in names if name.lower() == "solver"]
     if len(found) == 1:
         return found[0]
-    raise ValueError(f"the episode names no actor, and the arena has {names}: set `actor` on the episode's class")
+    raise ValueError(f"the episode names no actor, and the arena has {list(names)}: set `actor` on the episode's class")
 
 
 def check_episode(name: str, episode: Any) -> None:

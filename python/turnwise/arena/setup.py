@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,11 +161,7 @@ class ArenaSetup:
 
     # -- registration --------------------------------------------------------------------------------------------------
     def add_actor(self, actor: Actor) -> Actor:
-        if not isinstance(actor, Actor):
-            raise TypeError(f"actor={actor!r}: expected an Actor")
-        if actor.id in self.actors:
-            raise ValueError(f"actor id {actor.id!r} is already registered; choose another id")
-        by_name(actor.tools)  # a tool without a schema is an error at the start
+        check_actor(actor, self.actors)
         self.actors[actor.id] = actor
         if actor.max_concurrency is not None:
             self.quotas[actor.id] = PrioritySemaphore(actor.max_concurrency)
@@ -216,6 +212,15 @@ class ArenaSetup:
     def policies(self) -> list[str]:
         """Names of the policies behind the actors, in order of appearance."""
         return list(dict.fromkeys(actor.policy for actor in self.actors.values()))
+
+
+def check_actor(actor: Actor, others: Collection[str]) -> None:
+    """Raise unless ``actor`` can be registered beside ``others``: its id is new, and its tools have schemas."""
+    if not isinstance(actor, Actor):
+        raise TypeError(f"actor={actor!r}: expected an Actor")
+    if actor.id in others:
+        raise ValueError(f"actor id {actor.id!r} is already registered; choose another id")
+    by_name(actor.tools)
 
 
 def mix_of(episode: Episode, reward: Mapping[str, Any]) -> RewardMix:

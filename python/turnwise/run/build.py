@@ -17,6 +17,7 @@ from turnwise.inference.common.sizes import shortest_context
 from turnwise.run.checks import (
     build_credit,
     check_config,
+    check_questions,
     episodes_of,
     eval_sets,
     exploitability_of,
@@ -99,6 +100,7 @@ class Run:
         A run that begins is refused if its policy never succeeds (``train.health.start``).
         """
         with self.trainer.lock:
+            check_questions(self.config, self.task)
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
             if begins and (asked := starting_questions(self.config, self.task)):
                 run_to_end(refuse_hopeless(self.trainer, asked, self.task.success_metric))

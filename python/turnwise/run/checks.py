@@ -21,7 +21,7 @@ from turnwise.run.selfplay import Measure, check_selfplay
 from turnwise.run.tinker.checks import check_tinker, is_remote
 from turnwise.run.tree_settings import sampler_of, tree_problem
 from turnwise.tasks import Task, build_task
-from turnwise.tasks.base import check_success_metric, held_out
+from turnwise.tasks.base import held_out, task_problems
 from turnwise.train.config.sampling import DEFAULT_CREDIT, RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
@@ -112,6 +112,8 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     problems = Problems()
     task = task_of(config)
     resolved, actors = resolve_config(config, task, problems)
+    with problems.gathered():
+        check_questions(config, task)
     problems.raise_any()
     with problems.gathered():
         models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
@@ -143,16 +145,27 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
         asked = [held_out(task, "eval", n), held_out(task, "validation", n) if config.eval.every else []]
     except ValueError as error:
         raise ConfigError(f"config key 'eval.num_prompts' = {n or 'unset'}: {error}") from None
-    try:
-        check_success_metric(task, task.episodes(), asked[0])
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    if problems := task_problems(task, task.episodes(), [*asked[0], *asked[1]]):
+        raise ConfigError("\n".join(problems))
     try:
         ablations = ablations_of(task) if config.eval.ablate else []
     except ValueError as error:
         raise ConfigError(f"config key 'eval.ablate' = true: {error}") from None
     held, validation = asked
     return EvalSet(held, task.success_metric), EvalSet(validation, task.success_metric, ablations)
+
+
+def check_questions(config: TrainConfig, task: Task) -> None:
+    """Raise :class:`ConfigError` if the task can't ask the training questions of a step."""
+    if not config.steps:
+        return
+    questions = config.rollout.prompts_per_step
+    try:
+        asked = task.requests(1, questions, 1)
+    except ValueError as error:
+        raise ConfigError(f"config key 'rollout.prompts_per_step' = {questions}: {error}") from None
+    if problems := task_problems(task, task.episodes(), asked, measured=False):
+        raise ConfigError("\n".join(problems))
 
 
 def seats_of(task: Task) -> Sequence[str]:

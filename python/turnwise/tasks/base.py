@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from turnwise.arena import Episode, Rubric, TreeSampler
+from turnwise.arena import Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena.episode import check_episode, only_actor
+from turnwise.arena.setup import check_actor
 from turnwise.types import Actor, EpisodeRequest, Message, Messages
 from turnwise.utils.registry import did_you_mean
 
@@ -158,20 +161,63 @@ def with_team(task: T, actors: Sequence[str], *, needed: str) -> T:
     return made
 
 
-def check_success_metric(task: Task, episodes: Mapping[str, Episode], requests: Sequence[EpisodeRequest]) -> None:
-    """Raise ``ValueError`` if no reward function of the rubric that scores ``requests`` makes the task's metric.
+def task_problems(
+    task: Task, episodes: Mapping[str, Episode], requests: Sequence[EpisodeRequest], *, measured: bool = True
+) -> list[str]:
+    """List what would stop ``requests`` in play: names of actors and episodes that don't fit together.
 
-    The actor that the metric names is not checked, as it appears only in play. A rubric with its own ``score`` passes,
-    as it may make any metric.
+    If the requests are ``measured``, the task's metric is one that their rubric makes. The actor that the metric names
+    is not checked, as it appears only in play. A rubric with its own ``score`` passes, as it may make any metric.
     """
+    problems: list[str] = []
+    actors: list[str] = []
+    for actor in task.actors:
+        with _gathered(problems):
+            check_actor(actor, actors)
+            actors.append(actor.id)
+    # Each episode is registered under its name, and its actors are the task's.
+    for name, episode in episodes.items():
+        with _gathered(problems):
+            check_episode(name, episode)
+            problems += [
+                f"episode {name!r}: the task has no actor {actor!r}; {did_you_mean(actor, actors)}"
+                for actor in _actors_of(episode, actors)
+                if actor not in actors
+            ]
+    # Each question is played by an episode, and the rubric of held-out ones makes the metric.
     function = task.success_metric.partition("/")[0]
     for kind in dict.fromkeys(request.episode_type for request in requests):
-        rubric = getattr(episodes.get(kind), "rubric", None)
-        if type(rubric) is Rubric and function not in rubric.names:
-            raise ValueError(
-                f"task {task.name!r}: success_metric={task.success_metric!r}: the rubric of episode {kind!r} has no "
-                f"function {function!r}; {did_you_mean(function, rubric.names)}"
+        if kind not in episodes:
+            told = f"its questions are of episode {kind!r}, which episodes() lacks"
+            problems.append(f"{told}; {did_you_mean(kind, episodes)}")
+            continue
+        rubric = getattr(episodes[kind], "rubric", None)
+        if measured and type(rubric) is Rubric and function not in rubric.names:
+            problems.append(
+                f"success_metric={task.success_metric!r}: the rubric of episode {kind!r} has no function {function!r}; "
+                f"{did_you_mean(function, rubric.names)}"
             )
+    return [f"task {task.name!r}: {problem}" for problem in problems]
+
+
+def _actors_of(episode: Episode, known: Sequence[str]) -> Sequence[str]:
+    """Return the actors that ``episode`` names. Raises ``ValueError`` if it has to name one and does not."""
+    named = getattr(episode, "actor", "") or getattr(episode, "actors", None) or ()
+    made: Any = type(episode)
+    kinds: tuple[Any, ...] = SingleTurnEpisode, MultiTurnEpisode
+    for kind in kinds:
+        if not named and made.rollout is kind.rollout and made.get_initial_actor is kind.get_initial_actor:
+            return [only_actor(known) if kind is SingleTurnEpisode else made.get_initial_actor(episode)]
+    return [named] if isinstance(named, str) else [each for each in named if isinstance(each, str)]
+
+
+@contextmanager
+def _gathered(problems: list[str]) -> Iterator[None]:
+    """Add the ``ValueError`` or ``TypeError`` of the block to ``problems``."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        problems.append(str(error))
 
 
 def check_demonstrations(actors: Sequence[str], quality: float) -> None:

@@ -43,7 +43,7 @@ class Problems:
     def raise_any(self) -> None:
         """Raise one :class:`ConfigError` with all collected lines, if there are any."""
         if self.lines:
-            raise ConfigError("\n".join(self.lines))
+            raise ConfigError("\n".join(dict.fromkeys(self.lines)))
 
 
 def raw_settings(
