@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.train.eval.evaluate import compare, evaluate
+from turnwise.train.eval.evaluate import Evaluation, compare, describe, evaluate
+from turnwise.train.eval.statistics import estimate
 
 
 async def test_greedy_evaluation(make_trainer):
@@ -18,7 +19,7 @@ async def test_greedy_evaluation(make_trainer):
     # Unknown metric and nothing to average.
     with pytest.raises(ValueError, match=r"metric='succes': expected one of .*success/first"):
         await evaluate(trainer.arena, trainer.validation.requests, "succes")
-    with pytest.raises(ValueError, match="evaluation of 0 episodes"):
+    with pytest.raises(ValueError, match="requests is empty: expected at least one question"):
         await evaluate(trainer.arena, [], "success")
     # Every metric and each actor's reward has an interval, and only the same questions compare.
     assert {name for name in found.estimates if not name.startswith("reward/")} == set(found.metrics)
@@ -30,6 +31,19 @@ async def test_greedy_evaluation(make_trainer):
     other = await evaluate(trainer.arena, trainer.validation.requests[:1], trainer.validation.metric)
     with pytest.raises(ValueError, match="asked different questions"):
         compare(found, other)
+
+
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        (estimate([0.5]), "success 50.0% (95% interval 5.5%–94.5%, 1 question)"),
+        (estimate([2.0]), "success 200.0% (1 question: no 95% interval)"),
+        (estimate([0.0, 1.0]), "success 50.0% (95% interval 9.5%–90.5%, 2 questions)"),
+    ],
+)
+def test_one_question_has_an_interval_or_none(at, told):
+    """It was printed as −inf%."""
+    assert describe(Evaluation(at.mean, at.low, at.high, at.count, 0, 0, {})) == told
 
 
 async def test_a_failed_episode_counts_as_no_success(make_trainer):

@@ -46,7 +46,15 @@ def test_the_samples_of_one_question_are_one_trial():
     assert (together.low, together.high) == (0.0, 1.0) and np.mean(np.array(means) == 0.0) > 0.025
     assert alone.high - alone.low < 0.2
     assert estimate([1.0] * 6, [0, 0, 1, 1, 2, 2]).low == wilson(1.0, 3)[0], "three trials, not six, and no width of 0"
-    assert estimate([0.5, 0.7], ["q", "q"]).high == math.inf, "one question bounds nothing"
+    assert estimate([0.5, 2.0], ["q", "q"]).high == math.inf, "one question bounds nothing"
+    # Of one question with values in 0 to 1, Wilson's interval of one trial; it was infinite.
+    found = estimate([0.25, 0.75], ["q", "q"])
+    assert (found.low, found.high, found.method) == (*wilson(0.5, 1), "wilson")
+    assert (found.low, found.high) == pytest.approx((0.0546, 0.9454), abs=1e-4)  # 0.5 -+ z/2 * (1 + z^2)^-0.5
+    at = paired_difference([1.0, 1.0], [0.0, 1.0], ["q", "q"]).difference
+    assert (at.mean, at.low, at.high) == (0.5, *(2 * bound - 1 for bound in wilson(0.75, 1)))
+    assert paired_difference([3.0], [1.0]).difference.high == math.inf
+    assert wilson(0.0, 0) == (0.0, 1.0), "no trial excludes anything"
     # Sizes of clusters weigh.
     found = estimate([1.0, 3.0, 5.0, 9.0], ["a", "a", "a", "b"])
     assert found.mean == 4.5 and (found.low, found.high) == (3.0, 9.0)

@@ -222,6 +222,8 @@ def _ablated(addition: Addition) -> list[str]:
 
 
 def _interval(at: Estimate, *, percent: bool = False) -> str:
+    if not math.isfinite(at.low + at.high):
+        return "no 95% interval"
     form = "{:.1%}" if percent else "{:.4g}"
     return f"95% interval {form.format(at.low)} to {form.format(at.high)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -47,10 +48,11 @@ def describe(result: Evaluation) -> str:
     """Return a line such as ``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
     failed = f", {result.failed} failed" if result.failed else ""
     each = f", {result.samples} samples of each" if result.samples > 1 else ""
-    return (
-        f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, "
-        f"{result.episodes // result.samples} questions{each}{failed})"
-    )
+    count = result.episodes // result.samples
+    questions = f"{count} question{'s' * (count != 1)}{each}{failed}"
+    if not math.isfinite(result.low + result.high):
+        return f"success {result.success:.1%} ({questions}: no 95% interval)"
+    return f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, {questions})"
 
 
 async def evaluate(
@@ -66,8 +68,10 @@ async def evaluate(
 
     Each request runs ``samples`` times, at most ``concurrency`` at once. Seeds come from the requests, so two policies
     are compared with equal seeds. Episodes with the same ``group_id`` are not independent, so intervals are over
-    groups. Raises ``ValueError`` if no episode finishes, or none has ``metric``.
+    groups. Raises ``ValueError`` without requests, if no episode finishes, or if none has ``metric``.
     """
+    if not requests:
+        raise ValueError("requests is empty: expected at least one question")
     if samples < 1:
         raise ValueError(f"samples={samples!r}: expected at least 1")
     # Play the requests, and check that there is something to measure.

@@ -32,7 +32,9 @@ class Estimate:
 
 
 def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Return Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927)."""
+    """Return Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927); of none, 0 to 1."""
+    if not n:
+        return 0.0, 1.0
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     # At 0 and 1 one bound is exactly the share; rounding would miss it.
@@ -45,7 +47,9 @@ def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None
 
     Zeros and ones get Wilson's interval if each cluster has one value, or if all are equal (with the clusters as
     trials). Other values get the percentile bootstrap over clusters (B. Efron and R. Tibshirani, An Introduction to the
-    Bootstrap, 1993, chapter 13); its bounds are infinite for a single cluster. Raises ``ValueError`` for no values.
+    Bootstrap, 1993, chapter 13). A single cluster of values in 0 to 1 counts as one trial of Wilson's interval, as no
+    distribution there varies more; of other values its bounds are infinite. Raises ``ValueError`` for no
+    values.
     """
     if not len(values):
         raise ValueError("values is empty: expected at least one")
@@ -54,6 +58,9 @@ def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None
     mean, is_share = float(data.mean()), bool(np.isin(data, (0.0, 1.0)).all())
     if is_share and (len(sums) == len(data) or mean in (0.0, 1.0)):
         low, high = wilson(mean, len(sums))
+        return Estimate(mean, low, high, len(data), "wilson")
+    if len(sums) == 1 and ((data >= 0) & (data <= 1)).all():
+        low, high = wilson(mean, 1)
         return Estimate(mean, low, high, len(data), "wilson")
     low, high = _bootstrap(sums, sizes)
     return Estimate(mean, low, high, len(data), "bootstrap")
@@ -101,7 +108,8 @@ def paired_difference(
 ) -> PairedDifference:
     """Compare two measurements of the same questions, value by value.
 
-    The interval is a paired bootstrap, which draws whole clusters of differences. The test is McNemar's exact one if
+    The interval is a paired bootstrap, which draws whole clusters of differences; for a single cluster see
+    :func:`estimate`. The test is McNemar's exact one if
     all values are 0 or 1, one per cluster (Q. McNemar, Psychometrika 12, 1947); else a permutation test that flips the
     sign of whole clusters (R. A. Fisher, The Design of Experiments, 1935, section 21). Raises ``ValueError`` for
     unequal lengths or no values.
@@ -111,7 +119,10 @@ def paired_difference(
     one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     sums, sizes = _by_cluster(one - other, clusters)
     low, high = _bootstrap(sums, sizes)
-    difference = Estimate(float((one - other).mean()), low, high, len(one), "paired bootstrap")
+    method = "paired bootstrap"
+    if len(sums) == 1 and ((one >= 0) & (one <= 1) & (other >= 0) & (other <= 1)).all():
+        method, (low, high) = "wilson", (2 * bound - 1 for bound in wilson((float((one - other).mean()) + 1) / 2, 1))
+    difference = Estimate(float((one - other).mean()), low, high, len(one), method)
     better, worse = int((sums > 0).sum()), int((sums < 0).sum())
     if len(sums) == len(one) and np.isin(np.concatenate([one, other]), (0.0, 1.0)).all():
         return PairedDifference(difference, mcnemar(better, worse), "McNemar, exact", better, worse)

@@ -77,7 +77,7 @@ class Record:
     def share_interval(self) -> tuple[float, float]:
         """Return the 95% interval of the share: Wilson's score with each match as one trial. It is wide enough for any
         results between 0 and 1."""
-        return wilson(min(max(self.mean_share(), 0.0), 1.0), self.matches) if self.matches else (0.0, 1.0)
+        return wilson(min(max(self.mean_share(), 0.0), 1.0), self.matches)
 
     def mean_payoff(self) -> float:
         return self.payoff / self.matches if self.matches else 0.0
