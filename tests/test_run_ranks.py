@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,9 @@ def train_on_two_ranks(config: TrainConfig) -> str:
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:
     one, two = (config_from_dict({**COMMON, **CASES[case], "run_dir": str(tmp_path / name)}) for name in ("one", "two"))
     train_from_config(one).close()
-    assert train_on_two_ranks(two).count("training for 2 steps") == 1, "rank 0 speaks for all"
+    told = train_on_two_ranks(two)
+    assert told.count("training for 2 steps") == 1, "rank 0 speaks for all"
+    assert ("a sharded run exports adapters alone" in told) == (case == "lora")
     # The exported weights are those of one process, and so are the metrics.
     files = sorted(file.relative_to(one.run_dir) for file in one.run_dir.glob("policies/*/*.safetensors"))
     assert files
@@ -119,6 +122,32 @@ def test_the_processes_of_torchrun_and_srun_find_each_other() -> None:
     mesh = SimpleNamespace(size=lambda: 3, get_rank=lambda: 0, device_type="cpu")
     with pytest.raises(ConfigError, match=r"the 2 groups of weights divide \(a, b\), got 3"):
         shard(policies, config, mesh)
+
+
+GIVEN_BACK = """
+import ctypes
+from turnwise.run.ranks import join_ranks
+from turnwise.train.validate import config_from_dict
+try:
+    join_ranks(config_from_dict({"device": "cpu", "sharding": {"timeout": 0.01}}))
+except RuntimeError as error:
+    assert "127.0.0.1" in str(error), error
+malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+free(malloc(3 << 19))
+flags = ctypes.c_size_t.from_address(malloc(3 << 19) - ctypes.sizeof(ctypes.c_size_t)).value
+print("mapped" if flags & 2 else "in the heap")
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep no large blocks")
+def test_a_rank_on_the_cpu_gives_each_freed_mebibyte_back(warm_python: str) -> None:
+    """The second block is mapped again, so it goes back when it is freed; glibc alone would then use its heap."""
+    variables = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ran = subprocess.run(
+        [warm_python, "-c", GIVEN_BACK], env={**os.environ, **variables}, capture_output=True, text=True, timeout=100
+    )
+    assert (ran.stdout, ran.returncode) == ("mapped\n", 0), ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from turnwise.arena import Arena, Judge, MultiTurnEpisode, Rubric
@@ -162,7 +162,11 @@ def test_a_tokenizer_that_normalises_and_puts_a_space_before_the_first_word() ->
 
 
 def test_texts_alone(family: str) -> None:
+    """Also with a tokenizer that begins each text with a token of its own, as Llama's does."""
     tokenizer = family_tokenizer(family)
+    first = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{first[0]} $A", special_tokens=[first])
+    assert tokenizer.encode("plain")[0] == first[1]
     renderer = ChatRenderer(tokenizer)
     for text in ("plain", *(f"a{spelled}\n{spelled}b" for spelled in FAMILIES[family][1])):
         ids = renderer.text_ids(text)

@@ -57,6 +57,7 @@ def test_roles_fill_the_nodes_and_an_engine_stays_on_one() -> None:
     ("nodes", "missing"),
     [
         ([node("a", CPU=8, GPU=2)], r"Missing: GPU \(asked 4, 2 there\)"),
+        ([node("a", CPU=8)], r"Missing: GPU \(asked 4, 0 there\)\. The nodes: a has 8 CPU, 0 GPU"),
         ([node("a", CPU=5, GPU=8)], r"Missing: CPU \(asked 7, 5 there\)"),
         ([node(name, CPU=8, GPU=1) for name in "abcd"], "one node with 4 CPU, 2 GPU for engine-main-0"),
         ([], "there are none"),

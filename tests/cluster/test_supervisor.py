@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from turnwise.cluster.backend import ClusterLost
+from turnwise.cluster.host import Ended
 from turnwise.cluster.members import Members, events_file, log_file
 from turnwise.cluster.placement import NoRoom, roles_of
 from turnwise.cluster.supervisor import RunFailed, Supervisor
@@ -141,6 +143,20 @@ def test_the_first_rank_ends_the_run_and_nothing_stays(tmp_path: Path, capfd: py
     assert [event for event, _ in run.events()].count("started") == 5
     shown = capfd.readouterr().out
     assert "hello from rank-0" in shown and "last words of rank-0" in shown and "engine" not in shown
+
+
+def test_the_end_waits_for_the_ranks_that_run_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third rank was not started again. The second one ends at the third look at it."""
+    supervisor, slept = Run(tmp_path, learner={"count": 3}).supervisor, list[float]()
+    answers: list[Ended | None] = [None, None, Ended(0, "ended")]
+    clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
+    monkeypatch.setattr("turnwise.cluster.supervisor.time", clock)
+    (supervisor.run_dir / "cluster").mkdir(parents=True)
+    first, second, _ = supervisor._ranks
+    first.pid, first.ended = 1, Ended(0, "ended")
+    second.pid, second.host = 2, SimpleNamespace(poll=lambda dead_after: answers.pop(0), stop=lambda: None)  # type: ignore[assignment]
+    supervisor._end()
+    assert slept == [0.02, 0.02] and answers == []
 
 
 @pytest.mark.parametrize("how", ["exit", "kill", "lost", "silent"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from turnwise.run.build import build_run
-from turnwise.run.checks import dry_run
+from turnwise.run.checks import dry_run, exploitability_of
 from turnwise.tasks.two_player import score_policy
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
@@ -41,6 +42,13 @@ def test_the_probe_measures_the_present_policy(tmp_path):
     said = [note for note in notes if "exploitability" in note]
     assert [note.split(":")[0] for note in said] == ["step 0", "step 2"]
     assert f"exploitability {rows[1]['exploitability']:.4f}" in said[1]
+
+
+def test_a_task_is_solved_exactly_if_it_has_both_methods():
+    methods = {"solve": print, "decisions": list}
+    assert exploitability_of(SimpleNamespace(**methods)) is not None
+    for name, method in methods.items():
+        assert exploitability_of(SimpleNamespace(**{name: method})) is None
 
 
 def test_measuring_changes_nothing(tmp_path):
