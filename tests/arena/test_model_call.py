@@ -8,8 +8,9 @@ from collections import UserDict
 import numpy as np
 import pytest
 
-from turnwise.arena.runtime.model_call import PromptCache, well_formed
+from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.chat import ChatRenderer
+from turnwise.chat.messages import well_formed_texts
 from turnwise.types import Actor, ModelError, Sampling
 
 
@@ -127,5 +128,5 @@ def test_the_policy_is_the_actors_unless_the_call_says_otherwise(make_arena):
     ],
 )
 def test_text_that_no_tokenizer_can_encode_is_mended(text, told):
-    assert well_formed(text) == told
+    assert well_formed_texts(text) == told
     assert told.encode().decode() == told

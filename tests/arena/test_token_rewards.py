@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from turnwise import GRPOCredit
 from turnwise.arena import MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.rewards.token_rewards import set_reward
-from turnwise.types import EpisodeRequest, Step
+from turnwise.types import EpisodeRequest, Rollout, Step
 
 from .helpers import said
 from .replaying import play as play_again
@@ -191,6 +193,24 @@ def test_a_sum_is_exact_to_double_and_numbers_stay_numbers():
     assert (step.reward, step.info) == (2.0, {})
 
 
+NUMBERS = [
+    True, np.bool_(True), 1, np.int64(1), np.float32(1), np.array(1.0), Decimal(1), Fraction(1), torch.tensor(1),
+    torch.tensor(True), torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0, requires_grad=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=lambda value: f"{type(value).__name__}-{value}")
+def test_every_kind_of_number_is_a_reward_and_becomes_a_float(value):
+    set_reward(step := step_of(), value, "here")
+    by_hand = Rollout("r", "chat", None, steps=[step_of()])
+    by_hand.steps[0].reward = value
+    rubric = Rubric([lambda: value, lambda: {"a": value}])
+    scored = asyncio.run(rubric.score(by_hand))
+    [grouped] = asyncio.run(Rubric([lambda rollouts: value]).score_group([by_hand]))
+    found = [step.reward, by_hand.steps[0].reward, *scored.metrics.values(), *grouped.metrics.values()]
+    assert found == [1.0] * 5 and {type(each) for each in found} == {float}
+
+
 @pytest.mark.parametrize(
     ("value", "info", "error", "said"),
     [
@@ -204,6 +224,13 @@ def test_a_sum_is_exact_to_double_and_numbers_stay_numbers():
         ([1e308, 1e308, 0.0], {}, ValueError, "here, the sum over its tokens: the reward is inf"),
         ("123", {}, TypeError, "here: got '123', expected a number"),
         ({1, 2, 3}, {}, TypeError, "expected a number"),
+        (1j, {}, TypeError, "here: got 1j, expected a number"),
+        (bytearray(b"1"), {}, TypeError, "expected a number"),
+        (torch.empty((), device="meta"), {}, TypeError, "expected a number"),
+        (10**400, {}, ValueError, "here: the reward is too large"),
+        (Fraction(10**400), {}, ValueError, "here: the reward is too large"),
+        (Decimal("NaN"), {}, ValueError, "here: the reward is nan"),
+        (Decimal("sNaN"), {}, TypeError, "expected a number"),
         ([1.0, 2.0, 3.0], {"loss_mask": [1, 0]}, ValueError, "here: loss_mask has 2 entries, .* each of 3 tokens"),
     ],
 )

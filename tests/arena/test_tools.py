@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from turnwise.arena import Arena, BatchFailedError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
@@ -223,6 +224,67 @@ def test_a_model_can_not_replace_what_a_partial_binds() -> None:
     arena = arena_of([call("add", a=1, b=5), "4"], partial(add, b=3))
     play(arena)
     assert "error: TypeError: unexpected arguments: b" in prompts(arena)[1]
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+class Word(str):
+    def isascii(self) -> bool:
+        raise RuntimeError("no letters")
+
+
+LOOP: list[Any] = [1]
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("\ud800 and \ud83d\ude00", "\ufffd and \U0001f600"),
+        ({"a": ["\udfff", float("nan")]}, '{"a": ["\ufffd", NaN]}'),
+        ("a\0b", "a\0b"),
+        (b"caf\xc3\xa9 \xff", "caf\u00e9 \ufffd"),
+        (memoryview(b"x"), "x"),
+        ([b"x", np.float32(0.5), np.arange(2), {3}], '["x", 0.5, [0, 1], [3]]'),
+        (np.str_("word"), "word"),
+        (Word("word"), "word"),
+        (LOOP, "[1, [...]]"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (Unprintable(), "error: SystemExit: no text"),
+        ([Unprintable()], "error: SystemExit: no text"),
+        (ValueError("\ud800"), "error: ValueError: \ufffd"),
+        ("x" * 3000, "x" * 2000 + "\u2026"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.filterwarnings("ignore:tool 'look' failed")
+def test_whatever_a_tool_gives_becomes_a_text(given: Any, text: str, is_async: bool) -> None:
+    def look() -> Any:
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    async def late() -> Any:
+        return look()
+
+    told = asyncio.run(answer_of("look", late if is_async else look, Actor("solver", max_tool_result=2000)))
+    assert told == text and type(told) is str
+    steps = play(arena_of([call("look"), "4"], {**LOOK}, episode=Gives(look))).rollout.steps
+    assert steps[1].prompt[-1]["content"] == text
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+class Gives(Sum):
+    def __init__(self, look: Any) -> None:
+        self.look = look
+
+    def run_tool(self, name: str, arguments: dict[str, Any], state: Any, arena: Any, artifact: Any) -> Any:
+        return self.look()
 
 
 def test_a_tool_without_hints_is_an_error_at_the_start() -> None:

@@ -205,7 +205,8 @@ class Rubric:
             for rollout in rollouts:
                 settle_steps(rollout)
         for index, column in zip(self._grouped, columns, strict=True):
-            values = [column] * len(rollouts) if isinstance(column, (int, float)) else list(column)
+            is_one = not isinstance(column, Iterable) or getattr(column, "ndim", 1) == 0
+            values = [column] * len(rollouts) if is_one else list(column)
             if len(values) != len(rollouts):
                 raise ValueError(
                     f"group function {self.names[index]!r} gave {len(values)} values: expected one for each of the "

@@ -14,11 +14,13 @@ TOKEN_REWARDS = "token_rewards"
 
 def check_reward(value: Any, where: str) -> float:
     """Return ``value`` as a finite float, else raise ``TypeError`` or ``ValueError``. ``where`` names its origin."""
-    if isinstance(value, (str, bytes)) or value is None:
+    if isinstance(value, (str, bytes, bytearray)) or value is None:
         raise TypeError(f"{where}: got {value!r}, expected a number")
     try:
         reward = float(value)
-    except (TypeError, ValueError) as error:
+    except OverflowError:
+        raise ValueError(f"{where}: the reward is too large, expected a finite number") from None
+    except Exception as error:  # a tensor without data raises a RuntimeError
         raise TypeError(f"{where}: got {value!r}, expected a number") from error
     if not math.isfinite(reward):
         raise ValueError(f"{where}: the reward is {reward!r}, expected a finite number")
@@ -27,7 +29,7 @@ def check_reward(value: Any, where: str) -> float:
 
 def is_by_token(value: Any) -> bool:
     """True for a sequence, array or tensor: one number per token."""
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes, bytearray)):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
@@ -71,14 +73,18 @@ def set_reward(step: Step, value: Any, where: str) -> None:
 
 
 def settle_steps(rollout: Rollout) -> None:
-    """Sum the token rewards that an episode or a reward function set on steps of ``rollout``."""
+    """Make floats of the rewards that an episode or a reward function set on steps of ``rollout``, also by token."""
     for place, step in enumerate(rollout.steps):
-        if type(step.reward) not in _SINGLE and is_by_token(step.reward):
+        if type(step.reward) not in _SINGLE:
             where = f"reward of step {place} (actor {step.actor_id!r}) of rollout {rollout.id!r}"
-            set_reward(step, step.reward, f"{where}, episode type {rollout.episode_type!r}")
+            where = f"{where}, episode type {rollout.episode_type!r}"
+            if is_by_token(step.reward):
+                set_reward(step, step.reward, where)
+            else:
+                step.reward = check_reward(step.reward, where)
 
 
-_SINGLE = frozenset({type(None), float, int, bool})
+_SINGLE = frozenset({type(None), float})
 
 
 def reward_of(value: Any, actor: str, rollout: Rollout, where: str) -> tuple[float, list[float] | None]:

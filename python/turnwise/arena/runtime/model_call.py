@@ -11,7 +11,7 @@ from typing import Any
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
 from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.chat import ChatFormat
-from turnwise.chat.messages import SYSTEM_ROLES
+from turnwise.chat.messages import SYSTEM_ROLES, well_formed_texts
 from turnwise.state import to_python
 from turnwise.types import (
     Actor,
@@ -85,7 +85,7 @@ class PendingCall:
         text = response.text or format.tokenizer.decode(ids, skip_special_tokens=True)
         if ids and ids[-1] in format.visible_ends:
             text = text.removesuffix(format.visible_ends[ids[-1]])
-        response.text = well_formed(text)
+        response.text = well_formed_texts(text)
         if context is None or (self.index is None and recorded is None):
             return response
         turn = context.state.turn if self.turn is None else self.turn
@@ -105,13 +105,6 @@ class PendingCall:
             if actor_id is not None:
                 context.state.last_completion_text = step.completion
         return response
-
-
-def well_formed(text: str) -> str:
-    """Return ``text`` with U+FFFD for lone surrogates, which no tokenizer or file can encode."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def playing(actor: Actor | None) -> str:

@@ -25,7 +25,7 @@ from turnwise.arena.runtime.user_code import (
 )
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
-from turnwise.chat.messages import plain_messages
+from turnwise.chat.messages import plain_messages, well_formed_texts
 from turnwise.chat.tools import by_name, schemas
 from turnwise.types import Actor, Messages, ModelResponse, Step
 from turnwise.types.protocols import ArenaForHooks
@@ -109,7 +109,8 @@ def share_reward(last: Step, earlier: Sequence[Step]) -> None:
 async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
     """Return the answer of ``work()`` as text for the model. An exception becomes ``"error: <type>: <text>"``.
 
-    An answer of more than ``actor.max_tool_result`` characters is cut, and ends with "…".
+    An answer of more than ``actor.max_tool_result`` characters is cut, and ends with "…". A lone surrogate becomes
+    U+FFFD.
     """
 
     def answered() -> Any:
@@ -118,7 +119,7 @@ async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
 
     try:
         text = await call("tool", work if is_async(work) else answered, limit=actor.tool_timeout, name=name)
-        if not isinstance(text, str):  # of an ``async def``
+        if type(text) is not str:  # of an ``async def``
             text = await call("tool", partial(_text_of, text), limit=actor.tool_timeout, name=name)
     except Exception as error:  # whatever a tool raises is its answer
         count_error("tool", name, error)
@@ -126,11 +127,29 @@ async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
         text = f"error: {error_text(cause)}"
         if isinstance(error, CallTimeoutError):
             text = f"error: TimeoutError: no answer within {actor.tool_timeout:g} s"
-    return text if len(text) <= actor.max_tool_result else text[: actor.max_tool_result] + "…"
+    text = text if len(text) <= actor.max_tool_result else text[: actor.max_tool_result] + "…"
+    return str(well_formed_texts(text))
 
 
 def _text_of(found: Any) -> str:
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+    """Return a tool's answer as text: bytes are read as UTF-8, and what is no text becomes JSON, if it can."""
+    if isinstance(found, str):
+        return str(found)
+    if isinstance(found, (bytes, bytearray, memoryview)):
+        return bytes(found).decode(errors="replace")
+    try:
+        return json.dumps(found, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError):  # keys that are no texts, or an object that holds itself
+        return str(found)
+
+
+def _plain(found: Any) -> Any:
+    """Return what JSON can hold of a value within an answer: numbers of numpy's scalars and arrays, lists of sets."""
+    if isinstance(found, (bytes, bytearray, memoryview)):
+        return _text_of(found)
+    if isinstance(found, (set, frozenset)):
+        return list(found)
+    return found.tolist() if callable(getattr(found, "tolist", None)) else str(found)
 
 
 async def _result(call: ToolCall, function: Callable[..., Any] | None, run_tool: RunTool, actor: Actor) -> str:
