@@ -21,6 +21,8 @@ from turnwise.inference import ScriptedClient
 from turnwise.types import Actor, ContextLengthError, EpisodeRequest, GenerateResult
 
 from ..chat.families import chat_tokenizer
+from .replaying import play as replay
+from .replaying import record
 from .test_tools import call
 
 LIMIT = 200
@@ -236,3 +238,10 @@ def test_an_answer_that_nothing_pays_after_the_end_does_not_train() -> None:
     [result] = play(arena_of(Pair(), failure_threshold=1.0))
     assert result.rollout.error is None and result.rollout.meta["ended"] == "context"
     assert not result.rollout.steps[0].trainable and "no room in the context" in result.rollout.steps[0].info["error"]
+
+
+@pytest.mark.parametrize("client_limit", [False, True])
+def test_a_replay_ends_where_the_episode_did(client_limit: bool) -> None:
+    [row] = record(arena_of(Talk(), client_limit=client_limit), [EpisodeRequest("talk", "Talk.")])
+    result, difference, _ = replay(arena_of(Talk(), lambda request: "other", client_limit=client_limit), row)
+    assert difference is None and result.rollout.meta["ended"] == row["meta"]["ended"] == "context"
