@@ -35,7 +35,8 @@ Argument = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: a line of help and its arguments. With ``overrides`` it also takes dotted config keys.
+    """One command: a line of help and its arguments. With ``overrides`` it also takes dotted config keys. The help ends
+    with the ``epilog``.
 
     Example: ``Command("Check this machine.", (flag("--json", "print JSON, for scripts"),))``
     """
@@ -43,6 +44,7 @@ class Command:
     help: str
     arguments: tuple[Argument, ...] = ()
     overrides: bool = False
+    epilog: str | None = None
 
 
 def argument(name: str, help: str, **settings: Any) -> Argument:
@@ -164,7 +166,8 @@ def build_parsers(known: dict[str, Command]) -> tuple[CommandParser, dict[str, C
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     parsers = {}
     for name, command in known.items():
-        parsers[name] = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        told = {"help": command.help, "description": command.help, "epilog": command.epilog}
+        parsers[name] = commands.add_parser(name, **told, allow_abbrev=False)
         parsers[name].lists_sections = command.overrides
         for option, settings in (*command.arguments, *COMMON):
             parsers[name].add_argument(option, **settings)
@@ -207,6 +210,8 @@ COMMANDS: dict[str, Command] = {
             argument("--cluster", "train on this Ray cluster: local, auto, or HOST:PORT", metavar="ADDRESS"),
         ),
         overrides=True,
+        epilog="Exit codes: 0 done, 1 an error, 2 wrong settings, 75 the cluster was lost; 130, 143, 129 after SIGINT, "
+        "SIGTERM, SIGHUP. After an error or a signal the same command goes on from the last step.",
     ),
     "plan": Command(
         "Model the seconds of a step on a cluster, and find the best split of its GPUs; measures nothing.",
