@@ -15,6 +15,7 @@ from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_checkpoi
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model import policy as policy_module
 from turnwise.train.model.policy import Policy
+from turnwise.train.model.support import linear_bytes_per_token
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
 from turnwise.utils.memory import is_out_of_memory, memory_capacity
@@ -128,3 +129,9 @@ def test_the_capacity_is_that_of_the_limits(monkeypatch):
     assert 1e8 < memory_capacity() < 1e14
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (5_000_000, 9))
     assert memory_capacity() == 5_000_000
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_hidden_layers": 6}, {"hidden_size": 128, "intermediate_size": 512}])
+def test_the_estimate_without_a_pass_is_near_what_a_pass_keeps(sizes):
+    policy = make(**sizes)
+    assert 0.5 < policy.forward.bytes_per_token() / linear_bytes_per_token(policy.model) < 2

@@ -174,6 +174,9 @@ def test_models_without_a_plan_are_refused(tiny, policies, message):
     experts.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_experts=8))
     with pytest.raises(ConfigError, match="num_experts = 8: expected a dense model"):
         size_of(experts, {})
+    experts.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="mamba"))
+    with pytest.raises(ConfigError, match="a mamba has no attention: expected a transformer"):
+        size_of(experts, {})
 
 
 def test_a_workload_from_a_config(tiny):

@@ -14,6 +14,7 @@ Legend: ``R`` nodes, ``G`` groups of at most ``W`` siblings, ``U`` prompts, ``H`
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from turnwise import _C
+from turnwise.inference.weights.lora import activated
 
 SHARED_PREFIX_MODELS = frozenset({"llama", "qwen2", "qwen3"})
 """Model types that the tests cover, and whose attention is plain softmax over all earlier tokens."""
@@ -94,6 +96,8 @@ class Uncached:
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], index: Tensor) -> None:
         self._model, self.nodes = model, index
         self._sequences = [list(prompt) for prompt in prompts]
+        last = "logits_to_keep" in inspect.signature(type(activated(model)).forward).parameters
+        self._last = {"logits_to_keep": 1} if last else {}
 
     @property
     def size(self) -> int:
@@ -107,7 +111,7 @@ class Uncached:
         parts = []
         for rows in same.values():
             ids = torch.tensor([self._sequences[row] for row in rows], device=self.nodes.device)
-            parts.append(self._model(input_ids=ids, use_cache=False).logits[:, -1])
+            parts.append(self._model(input_ids=ids, use_cache=False, **self._last).logits[:, -1])
         places = torch.tensor([row for rows in same.values() for row in rows], device=self.nodes.device)
         return torch.cat(parts)[places.argsort()]
 

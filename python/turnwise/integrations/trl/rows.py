@@ -85,7 +85,8 @@ def lay_out(
 @torch.no_grad()
 def positions_are_relative(lm: Any) -> bool:
     """Return True if a shift of all positions leaves the hidden states as they are, as with rotary embeddings."""
-    ids = torch.arange(8, device=lm.get_input_embeddings().weight.device)[None] % lm.config.get_text_config().vocab_size
+    embedding = lm.get_input_embeddings().weight
+    ids = torch.arange(8, device=embedding.device)[None] % len(embedding)
     states = []
     training = [module for module in lm.modules() if module.training]
     lm.eval()

@@ -95,8 +95,6 @@ class Forward:
     def findings(self) -> dict[str, Any]:
         """Return what the tests found, for a process with the same model."""
         tested = {name: getattr(self, name) for name in ("fused", "packed", "trims", "trie_share")}
-        if not self.lm.get_input_embeddings().weight.is_meta:
-            tested["_bytes_per_token"] = self.bytes_per_token()
         return {**tested, "attention": self.lm.config._attn_implementation}
 
     def adopt(self, findings: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from turnwise.train.model.forward import Forward
 from turnwise.train.model.master_weights import MasterWeights
 from turnwise.train.model.micro_batch import MicroBatch, micro_batches, names_what_is_too_long, smallest
 from turnwise.train.model.ranks import ALONE, Alone
-from turnwise.train.model.support import causal_lm, drops_out
+from turnwise.train.model.support import causal_lm, drops_out, linear_bytes_per_token
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import memory_capacity
 
@@ -190,7 +190,9 @@ class Policy:
         held = sum(parameter.numel() * parameter.element_size() for parameter in lm.parameters())
         held += sum(parameter.numel() * 16 for parameter in self.trained_parameters() if self.trainable)
         room = share * max(0.0, memory - held / self.ranks.size)
-        tokens = room / (_BACKWARD * self.forward.bytes_per_token())
+        # A trial would fragment the memory of a rank, and all ranks would have to make it together.
+        per_token = self.forward.bytes_per_token() if self.ranks.size == 1 else linear_bytes_per_token(lm)
+        tokens = room / (_BACKWARD * per_token)
         return int(2 ** np.clip(np.floor(np.log2(max(tokens, 1.0))), _FEWEST, _MOST))
 
     def over_stream(self, length: int, micros: Sequence[MicroBatch], read: Callable[[MicroBatch], Tensor]) -> Tensor:

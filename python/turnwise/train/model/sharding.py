@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -40,7 +41,6 @@ class ShardedForward:
     def __init__(self, root: Root, read: Forward) -> None:
         self.root, self.read = root, read
         self.packed, self.trie_share = read.packed, read.trie_share
-        self.bytes_per_token = read.bytes_per_token
 
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
         found: Result = self.root(self.read, micro, entropy)
@@ -121,6 +121,10 @@ def _train_in_float32(policies: Mapping[str, Policy]) -> dict[int, torch.dtype]:
         policy.computes_in = {name: tensor.dtype for name, tensor in named_weights(policy.model)}
         policy.masters.drop()
         narrow[id(lm)] = lm.get_input_embeddings().weight.dtype
+        wide = [name for name, parameter in lm.named_parameters() if parameter.dtype.itemsize >= 4]
+        if wide:
+            text = f"shards compute {len(wide)} weights in {narrow[id(lm)]} that the model has in float32"
+            warnings.warn(f"policy {policy.name!r}: {text}, such as {wide[0]!r}", RuntimeWarning, stacklevel=3)
         for parameter in lm.parameters():
             parameter.data = parameter.data.float()
     return narrow

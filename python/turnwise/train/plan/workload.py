@@ -199,6 +199,8 @@ def size_of(module: Any, trained: Mapping[str, PolicyConfig], served: torch.dtyp
     found = next((name for name in EXPERTS if getattr(config, name, 0)), None)
     if found is not None:
         raise ConfigError(f"policies.path: the model has {found} = {getattr(config, found)}: expected a dense model")
+    if not getattr(config, "num_attention_heads", 0):
+        raise ConfigError(f"policies.path: a {config.model_type} has no attention: expected a transformer")
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     train_bytes = next(module.parameters()).element_size()
