@@ -166,7 +166,7 @@ def build_parsers(known: dict[str, Command]) -> tuple[CommandParser, dict[str, C
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     parsers = {}
     for name, command in known.items():
-        told = {"help": command.help, "description": command.help, "epilog": command.epilog}
+        told: dict[str, Any] = {"help": command.help, "description": command.help, "epilog": command.epilog}
         parsers[name] = commands.add_parser(name, **told, allow_abbrev=False)
         parsers[name].lists_sections = command.overrides
         for option, settings in (*command.arguments, *COMMON):

@@ -345,8 +345,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for kind, column in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
         of_kind = means[kind]
-        column = with_zero_counts(column) if kind == "metric" else column
-        for values, error in zip(column, errors, strict=True):
+        counted = with_zero_counts(column) if kind == "metric" else column
+        for values, error in zip(counted, errors, strict=True):
             if values and error is None:
                 for name, value in values.items():
                     of_kind[name].append(value)
