@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -14,12 +16,13 @@ import pytest
 
 from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.runtime import user_code
-from turnwise.arena.runtime.user_code import CallTimeoutError, UserCodeError, call, contained, hook
+from turnwise.arena.runtime.user_code import CallTimeoutError, call, hook
 from turnwise.credit import GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, GenerateResult
-from turnwise.utils.threads import run_to_end
+from turnwise.utils.signals import UserCodeError, contained
+from turnwise.utils.threads import run_to_end, to_thread
 
 CALL = '<tool_call>{{"name": "{}", "arguments": {{}}}}</tool_call>'
 
@@ -53,6 +56,10 @@ def generator_exit() -> None:
     raise GeneratorExit
 
 
+def cancel_the_task() -> None:
+    asyncio.current_task().cancel()  # type: ignore[union-attr]
+
+
 def stop() -> None:
     next(iter(()))
 
@@ -61,7 +68,7 @@ def grouped() -> None:
     raise BaseExceptionGroup("two", [SystemExit(3), ValueError("x")])
 
 
-EXITS = [leave, cancel, interrupt, custom, generator_exit, stop, grouped]
+EXITS = [leave, cancel, cancel_the_task, interrupt, custom, generator_exit, stop, grouped]
 
 
 @pytest.fixture(autouse=True)
@@ -347,6 +354,80 @@ def test_an_event_loop_ends_whatever_its_tasks_do(hang: Hang, monkeypatch: pytes
         assert run_to_end(main()) == 4
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("act", [lambda loop: loop.stop(), lambda loop: loop.call_soon(exit)])
+def test_an_event_loop_goes_on_whatever_code_does_to_it(act: Any) -> None:
+    async def main() -> int:
+        act(asyncio.get_running_loop())
+        await asyncio.sleep(0.01)
+        return 4
+
+    with pytest.warns(RuntimeWarning, match="user code can't end the event loop"):
+        assert run_to_end(main()) == 4
+
+
+def test_a_thread_that_raises_stop_iteration_is_heard() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run_to_end(to_thread(stop))
+
+
+async def test_what_comes_late_is_freed(hang: Hang) -> None:
+    freed: list[str] = []
+    with pytest.raises(CallTimeoutError):
+        await call("hook", hang, limit=0.02, late=freed.append)
+    hang.released.set()
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if freed:
+            break
+    assert freed == ["late"]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+def test_a_hook_that_swallows_the_deadline_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "GRACE", 0.1)
+    monkeypatch.setattr("turnwise.utils.threads.END_SECONDS", 0.1)
+
+    async def swallow(artifact: Any) -> None:
+        for _ in range(1 + 100 * artifact):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.2)
+
+    arena = arena_of(game(env_response=swallow))
+    results = run_to_end(arena.generate_rollouts([EpisodeRequest("game", number, timeout=0.05) for number in (0, 1)]))
+    assert all("ran past its deadline" in str(result.rollout.error) for result in results)
+
+
+ENDINGS = {
+    "a process": "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,)).start()",
+    "a thread": "threading.Thread(target=time.sleep, args=(60,), name='mine').start()",
+    "an idle pool": "pool = ThreadPoolExecutor(); pool.submit(int).result()",
+    "a busy pool": "pool = ThreadPoolExecutor(thread_name_prefix='mine'); pool.submit(time.sleep, 60)",
+    "closed streams": "sys.stdout.close(); sys.stderr.close()",
+}
+
+
+@pytest.mark.parametrize("left", ENDINGS)
+def test_the_process_ends_whatever_code_has_left(left: str) -> None:
+    lines = (
+        "import atexit, multiprocessing, os, sys, threading, time",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "from turnwise.utils import threads",
+        "threads.END_SECONDS = 0.5",
+        ENDINGS[left],
+        "atexit.register(os.write, 1, b'at exit')",
+        "threads.end_process(3)",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 3
+    if left in ("an idle pool", "closed streams"):
+        assert ended.stdout == "at exit" and not ended.stderr
+    else:
+        named = "process ForkProcess-1 (terminated)" if left == "a process" else "mine"
+        assert ended.stderr.startswith(f"turnwise: ended, and left behind what still runs: {named}")
+        assert len(ended.stderr.splitlines()) == 1
+
+
 # ---- what blocks the event loop --------------------------------------------------------------------------------------
 async def sleeps(given: Any) -> None:
     time.sleep(0.15)
@@ -357,7 +438,7 @@ async def sleeps(given: Any) -> None:
     [
         ({"env_response": lambda given: time.sleep(0.15)}, "of 'game'"),
         ({"env_response": sleeps}, "of 'game'"),
-        ({"rubric": Rubric([lambda: slept(0.15)])}, "'<lambda>'"),
+        ({"rubric": Rubric([lambda: slept(0.15)])}, "'lambda'"),
     ],
 )
 def test_a_hook_that_holds_the_loop_is_named_once(made: Any, named: str) -> None:
@@ -446,6 +527,32 @@ def test_a_large_result_is_cut(of: str) -> None:
     assert len(told) == 51 and told.endswith("x…")
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda: (word for word in "ab"), "error: TypeError: the tool gave a generator: expected text"),
+        (lambda: "name \ud800", "name ?"),
+        (lambda: {"name": "\udcff"}, '{"name": "?"}'),
+        (lambda: type("Text", (str,), {"__len__": lambda self: leave()})("ab"), "ab"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_odd_results_are_text_or_an_error(given: Any, told: str, is_async: bool) -> None:
+    def run() -> Any:
+        """Run."""
+        return given()
+
+    async def run_async() -> Any:
+        """Run."""
+        return given()
+
+    run_async.__name__ = "run"
+    [result] = play(arena_of(game(SingleTurnEpisode), asked, [run_async if is_async else run]), 1)
+    assert result.rollout.error is None
+    assert result.rollout.steps[1].prompt[-1]["content"].startswith(told)
+
+
 def test_an_answer_calls_a_limited_number_of_tools() -> None:
     done: list[int] = []
     reply = lambda request: CALL.format("run") * 300 if len(request.messages) == 1 else "4"  # noqa: E731
@@ -523,6 +630,34 @@ def test_what_an_episode_opened_is_closed(tree: Any, ends: str, monkeypatch: pyt
     timeout = 0.2 if ends == "deadline" else None
     run_to_end(arena.generate_rollouts([EpisodeRequest("holding", 1, timeout=timeout)]))
     assert Opened.opened == Opened.closed > 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_close_that_hangs_is_left(tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "CLOSE_SECONDS", 0.1)
+    hooks = {"sampler": TreeSampler(2), "step_reward": lambda artifact: 1.0} if tree else {}
+    [result] = play(arena_of(game(close=lambda state: asyncio.sleep(60), **hooks)), 1)
+    assert result.rollout.error is None
+    assert result.rollout.meta["mishaps"] == {"close_errors/game": 3 if tree else 1}
+
+
+def test_a_cancellation_lets_what_closes_end() -> None:
+    closed: list[Any] = []
+
+    async def close(state: Any) -> None:
+        await asyncio.sleep(0.2)
+        closed.append(state)
+
+    async def main() -> None:
+        playing = asyncio.create_task(arena_of(game(close=close)).generate_rollouts([EpisodeRequest("game", 0)] * 3))
+        await asyncio.sleep(0.1)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    run_to_end(main())
+    assert len(closed) == 3
 
 
 def test_an_error_of_close_harms_nothing() -> None:

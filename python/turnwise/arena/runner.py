@@ -16,7 +16,7 @@ from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
 from turnwise.arena.runtime.rng import LazyRandom, derive_seed
-from turnwise.arena.runtime.user_code import close_episode, contained
+from turnwise.arena.runtime.user_code import close_episode, in_own_task, own_cancellation_contained
 from turnwise.types import (
     ContextLengthError,
     EpisodeRequest,
@@ -26,6 +26,7 @@ from turnwise.types import (
     Rollout,
 )
 from turnwise.types.protocols import ArenaRuntime
+from turnwise.utils.signals import contained
 
 
 def check_requests(requests: Any) -> list[EpisodeRequest]:
@@ -158,10 +159,12 @@ async def _run_with_retries(
     episode = arena.episodes[request.episode_type]
     while True:
         try:
+            what = f"episode {request.episode_type!r}"
             with use_context(context):
-                async with recorded_timeout(context, context.deadline):
-                    with contained(f"episode {request.episode_type!r}"):
-                        result = await episode.generate(arena)
+                async with own_cancellation_contained(what), recorded_timeout(context, context.deadline):
+                    with contained(what):
+                        playing = episode.generate(arena)
+                        result = await (playing if context.deadline is None else in_own_task(playing, what))
             # Checks that fail here fail the attempt, except a leak, which stops the batch.
             following = _create_continuations(arena, context)
             if arena.check_private:

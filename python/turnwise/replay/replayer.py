@@ -18,7 +18,7 @@ from turnwise.arena.recording.rollouts_jsonl import Record, RecordedCall, Replay
 from turnwise.arena.rewards.group_rewards import apply_group_scores, with_continuations
 from turnwise.arena.rewards.mix import TURN_FACTOR
 from turnwise.arena.runner import create_context, run_episode
-from turnwise.arena.runtime.concurrency import FailureBudget
+from turnwise.arena.runtime.concurrency import FailureBudget, stop
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.rng import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
@@ -379,5 +379,5 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
         return result
     finally:
         for task in (playing, over):
-            task.cancel()
+            stop(task)
         await asyncio.gather(playing, over, return_exceptions=True)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from turnwise.arena import Arena, EpisodeCheckpoints
 from turnwise.arena.dynamic_sampling import state_of
-from turnwise.arena.runtime.user_code import contained, hook, take_counts
+from turnwise.arena.runtime.user_code import hook, take_counts
 from turnwise.samples.pack import drop_stale
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
@@ -65,7 +65,7 @@ from turnwise.train.validate import contradictions
 from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
 from turnwise.utils.files import replace_text
 from turnwise.utils.heap import frozen_heap
-from turnwise.utils.signals import SavedNote, after
+from turnwise.utils.signals import SavedNote, after, contained
 from turnwise.utils.threads import begin
 
 T = TypeVar("T")

@@ -1,13 +1,18 @@
-"""How a process ends: by Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal, or by an error with notes."""
+"""How a process ends: by Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal, or by an error with notes.
+
+:func:`contained` makes an error of an exit for no such reason.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,3 +54,59 @@ def after(error: BaseException, what: str) -> Iterator[None]:
         yield
     except BaseException as second:
         error.add_note(f"then {what} failed: {type(second).__name__}: {second}")
+
+
+class UserCodeError(RuntimeError):
+    """Code of the user raised what would end the process or the task: ``exit()``, its own ``CancelledError``."""
+
+
+@contextmanager
+def contained(what: str) -> Iterator[None]:
+    """Raise ``UserCodeError`` for ``exit()``, and for a ``KeyboardInterrupt`` or cancellation that nobody asked for.
+
+    Example: ``with contained("callback 'plot'"): await callback.after_step(trainer, results)``
+    """
+    try:
+        yield
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
+        if asked_for(error):
+            raise
+        raise exited(what, error) from error
+
+
+def exited(what: str, error: BaseException) -> UserCodeError:
+    """Return the error to raise instead of ``error``, which ``what`` raised."""
+    told = error_text(error)
+    return UserCodeError(f"{what} raised {told}: only this call failed, as user code can't end the process or its task")
+
+
+def asked_for(error: BaseException) -> bool:
+    """Tell whether ``error`` came from outside: a cancellation of this task, or a signal to the process."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handlers: list[Any] = [signal.getsignal(number) for number in SIGNALS]
+    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:  # leaves no frame of its own
+        return True
+    codes = [getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers]
+    return any(trace.tb_frame.f_code in codes for trace in _traces(error))
+
+
+def _traces(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def error_text(error: BaseException) -> str:
+    """Return ``"<type>: <text>"``, also for an error whose text can't be made."""
+    try:
+        text = str(error)
+    except BaseException as second:  # code of the user, too
+        text = f"<its text raised {type(second).__name__}>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

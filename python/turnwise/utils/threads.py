@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import contextvars
 import logging
+import multiprocessing
 import os
 import queue
 import sys
@@ -15,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from turnwise.utils.signals import asked_for, error_text
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -74,6 +79,8 @@ class DaemonThreads(ThreadPoolExecutor):
                 _busy.add(threading.current_thread())
                 try:
                     found = call()
+                except StopIteration as error:  # which no future of asyncio takes, and its caller would wait for ever
+                    future.set_exception(_chained(RuntimeError(f"raised {error!r}"), error))
                 except BaseException as error:  # the caller of the future gets it
                     future.set_exception(error)
                 else:
@@ -84,21 +91,53 @@ class DaemonThreads(ThreadPoolExecutor):
             self._idle.append(inbox)
 
 
+def _chained(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 def end_process(code: int) -> NoReturn:
-    """End the process with exit code ``code``, whatever threads still run. One line on stderr names them."""
-    stray = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
-    until = time.monotonic() + END_SECONDS
-    for thread in stray:
-        thread.join(max(until - time.monotonic(), 0.0))
-    left = Counter(thread.name for thread in (*stray, *tuple(_busy)) if thread.is_alive())
-    if not left:
+    """End the process with exit code ``code``, whatever threads and processes of user code still run.
+
+    What doesn't end within :data:`END_SECONDS` is left behind, and one line on stderr names it.
+    """
+
+    def end() -> NoReturn:
+        if left := _left():
+            _print_safely(f"turnwise: ended, and left behind what still runs: {left}")
+        logging.shutdown()
+        os._exit(code)
+
+    def wait_and_end() -> None:
+        time.sleep(END_SECONDS)
+        end()
+
+    # Python waits for threads and processes that are no daemons, and runs what is registered for its end.
+    threading.Thread(target=wait_and_end, name="turnwise-end", daemon=True).start()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # user code may have closed it
+            stream.flush()
+    if not _busy:
         sys.exit(code)
-    told = ", ".join(name if count == 1 else f"{name} ({count})" for name, count in sorted(left.items()))
-    print(f"turnwise: ended, and left behind what still runs: {told}", file=sys.stderr)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    atexit._run_exitfuncs()  # daemon threads that still run may crash Python's own end
+    end()
+
+
+def _left() -> str:
+    """Return the names of threads and processes that still run, with their counts. Terminate these processes."""
+    waited_for = {threading.main_thread(), threading.current_thread()}
+    threads = [thread for thread in threading.enumerate() if not thread.daemon and thread not in waited_for]
+    names = Counter(thread.name for thread in (*threads, *tuple(_busy)) if thread.is_alive())
+    for child in multiprocessing.active_children():
+        if not child.daemon:
+            child.terminate()  # it may hold the pipe that somebody reads to its end
+            names[f"process {child.name} (terminated)"] += 1
+    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in sorted(names.items()))
+
+
+def _print_safely(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 _own = DaemonThreads("own")
@@ -119,12 +158,31 @@ async def to_thread(function: Callable[P, T], /, *arguments: P.args, **options: 
     return await begin(function, *arguments, **options)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that user code can't end: it goes on after ``loop.stop()``, and after an exit in a callback."""
+
+    def run_until_complete(self, future: Any) -> Any:
+        task = asyncio.ensure_future(future, loop=self)
+        while True:
+            try:
+                return super().run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if task.done() or asked_for(error):
+                    raise
+                told = f"a callback raised {error_text(error)}"
+            except RuntimeError as error:
+                if task.done() or self.is_closed() or self.is_running():
+                    raise
+                told = str(error)
+            warnings.warn(f"{told}: user code can't end the event loop, which goes on", RuntimeWarning, stacklevel=2)
+
+
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` in a new event loop, as ``asyncio.run`` does, and return its result.
 
     It ends within seconds whatever tasks and threads do: those that go on are left behind, with a warning.
     """
-    runner = asyncio.Runner()
+    runner = asyncio.Runner(loop_factory=_Loop)
     loop = runner.get_loop()
     loop.set_default_executor(DaemonThreads("default"))  # of code that calls ``asyncio.to_thread``
     try:

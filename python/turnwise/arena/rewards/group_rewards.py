@@ -16,6 +16,7 @@ from turnwise.arena.runtime.context import EpisodeContext, ModelCall, use_contex
 from turnwise.arena.runtime.private_text import LeakError
 from turnwise.types import EpisodeRequest, GenerateResult
 from turnwise.types.protocols import ArenaRuntime
+from turnwise.utils.signals import contained
 
 
 async def score_groups(
@@ -82,7 +83,7 @@ async def _score(
     told: list[dict[str, Any]]
     # An error counts for each rollout of the group.
     try:
-        with use_context(part):
+        with use_context(part), contained("a group function"):
             scores = await rubric.score_group([result.rollout for result in group], arena)
         told = [asdict(score) for score in scores]
     except LeakError:

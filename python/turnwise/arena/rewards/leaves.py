@@ -12,7 +12,7 @@ from turnwise.arena.rewards.rubric import Rubric, Score
 from turnwise.arena.rewards.token_rewards import keep_tokens
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import EpisodeContext, use_context
-from turnwise.arena.runtime.user_code import close_state, hook
+from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune, to_python
 from turnwise.types import EpisodeState, GenerateResult, Rollout, Step
 from turnwise.types.protocols import ArenaForHooks
@@ -105,7 +105,7 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
     # Free the states of the other ends, and keep the results.
     del context.forked[len(context.forked) - len(others) :]
     for state in others:
-        await close_state(episode, state)
+        await close_states(episode, [state])
         prune(state.data)
     rollout.extras = scored[own or 0][1]
     rollout.meta["ends"] = [

@@ -17,10 +17,11 @@ from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context, use_context
 from turnwise.arena.runtime.private_text import LeakError
 from turnwise.arena.runtime.recording_hooks import recorded_limit
-from turnwise.arena.runtime.user_code import contained, count_error, hook
+from turnwise.arena.runtime.user_code import count_error, hook
 from turnwise.types import EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
+from turnwise.utils.signals import contained
 
 ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state")
 """Arguments that a reward function may take. ``completion`` is the text of the last selected action, "" if no actor

@@ -10,13 +10,19 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from turnwise.types import ModelError
+from turnwise.utils.signals import contained
 
 T = TypeVar("T")
 Order = tuple[int, ...]
+
+LEAVE = 60.0
+"""Seconds that cancelled episodes get to end and to close what they opened."""
 
 
 class BatchFailedError(RuntimeError):
@@ -148,6 +154,20 @@ class AnswerLimit:
         self._latest[policy] = loop.time()
 
 
+_stopped: WeakSet[asyncio.Future[Any]] = WeakSet()
+
+
+def stop(task: asyncio.Future[Any]) -> None:
+    """Cancel ``task``, so that :func:`is_stopped` is true for it."""
+    _stopped.add(task)
+    task.cancel()
+
+
+def is_stopped(task: asyncio.Future[Any]) -> bool:
+    """Return True if the owner of ``task`` cancelled it. Code that runs in a task can cancel it as well."""
+    return task in _stopped
+
+
 async def gather_or_cancel(
     coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[[], None] | None = None
 ) -> list[T]:
@@ -155,17 +175,46 @@ async def gather_or_cancel(
 
     ``ended`` is called each time one of them ends, in any way.
     """
-    tasks = list(map(asyncio.create_task, coroutines))
+    given = list(coroutines)
+    tasks = [asyncio.create_task(_contained(coroutine)) for coroutine in given]
     if ended is not None:
         for task in tasks:
             task.add_done_callback(lambda task: ended())
     try:
-        return await asyncio.gather(*tasks)
+        if tasks:  # unlike ``gather``, ``wait`` leaves it to ``stop`` to cancel them
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in tasks if task.done() and (task.cancelled() or task.exception())]
+        return [task.result() for task in failed or tasks]
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _stop_all(tasks)
+        for task, coroutine in zip(tasks, given, strict=True):
+            if task.done():
+                coroutine.close()  # one that never began
         raise
+
+
+async def _stop_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks`` and wait until they have ended. Those that don't end are left behind, with a warning."""
+    left = {task for task in tasks if not task.done()}
+    try:
+        for task in left:
+            stop(task)
+        if left:
+            _, left = await asyncio.wait(left, timeout=LEAVE)
+    finally:  # a second cancellation reaches them as well
+        for task in left:
+            task.cancel()
+        for task in tasks:
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # asyncio warns of unread ones
+    if left:
+        warnings.warn(
+            f"{len(left)} cancelled tasks go on all the same, and are left behind", RuntimeWarning, stacklevel=2
+        )
+
+
+async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:
+    with contained("a task"):  # an exit would end the event loop
+        return await coroutine
 
 
 def run_limited(

@@ -13,22 +13,14 @@ from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.model_call import to_messages
 from turnwise.arena.runtime.recording_hooks import record_input
-from turnwise.arena.runtime.user_code import (
-    CallTimeoutError,
-    UserCodeError,
-    call,
-    count,
-    count_error,
-    error_text,
-    is_async,
-    not_counted,
-)
+from turnwise.arena.runtime.user_code import CallTimeoutError, call, count, count_error, is_async, not_counted
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
 from turnwise.chat.messages import plain_messages, well_formed_texts
 from turnwise.chat.tools import by_name, schemas
 from turnwise.types import Actor, Messages, ModelResponse, Step
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.signals import UserCodeError, error_text
 
 ROUND = "round"
 """Key of ``step.info``: the number of the answer within a turn with tools, from 0."""
@@ -133,8 +125,10 @@ async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
 
 def _text_of(found: Any) -> str:
     """Return a tool's answer as text: bytes are read as UTF-8, and what is no text becomes JSON, if it can."""
+    if inspect.isgenerator(found) or inspect.isasyncgen(found):
+        raise TypeError(f"the tool gave a {type(found).__name__}: expected text, or data that becomes JSON")
     if isinstance(found, str):
-        return str(found)
+        return str.__str__(found)  # without methods of a subclass
     if isinstance(found, (bytes, bytearray, memoryview)):
         return bytes(found).decode(errors="replace")
     try:

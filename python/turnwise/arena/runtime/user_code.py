@@ -6,7 +6,7 @@ no other episode, nor the trainer, nor the end of the process.
 - :func:`hook` calls a hook where it is: an ``async def`` or a quick function. It names those that hold the event loop.
 - :func:`call` calls what may take long: a plain function in a thread, an ``async def`` in a task. The time limit begins
   with the call, not with the wait for a thread.
-- :func:`contained` makes an error of what would end the process or another's task.
+- :func:`contained`, of :mod:`turnwise.utils.signals`, makes an error of what would end the process or its task.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import signal
 import threading
 import time
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from turnwise.arena.runtime.concurrency import is_stopped
 from turnwise.arena.runtime.context import EpisodeContext, current_context, use_context
 from turnwise.types import EpisodeState
 from turnwise.utils.registry import name_of, unwrapped
-from turnwise.utils.signals import SIGNALS
+from turnwise.utils.signals import asked_for, contained, error_text, exited
 from turnwise.utils.threads import DaemonThreads
 
 THREADS = {"agent": 512, "tool": 64, "reward": 32, "hook": 64}
@@ -44,68 +43,12 @@ UNCOUNTED = 1e-4
 """Seconds below which time in the event loop is not counted."""
 GRACE = 5.0
 """Seconds that a cancelled ``async def`` gets to end."""
-
-
-class UserCodeError(RuntimeError):
-    """Code of the user raised what would end the process or the task: ``exit()``, its own ``CancelledError``."""
+CLOSE_SECONDS = 30.0
+"""Seconds that a call of ``close`` gets."""
 
 
 class CallTimeoutError(TimeoutError):
     """A call took longer than its time limit, and was abandoned."""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Exits
-# ----------------------------------------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def contained(what: str) -> Iterator[None]:
-    """Raise ``UserCodeError`` for ``exit()``, and for a ``KeyboardInterrupt`` or cancellation that nobody asked for.
-
-    Example: ``with contained("callback 'plot'"): await callback.after_step(trainer, results)``
-    """
-    try:
-        yield
-    except (Exception, GeneratorExit):
-        raise
-    except BaseException as error:
-        if _asked_for(error):
-            raise
-        raise _exited(what, error) from error
-
-
-def _exited(what: str, error: BaseException) -> UserCodeError:
-    told = error_text(error)
-    return UserCodeError(f"{what} raised {told}: only this call failed, as user code can't end the process or its task")
-
-
-def _asked_for(error: BaseException) -> bool:
-    """Tell whether ``error`` came from outside: a cancellation of this task, or a signal to the process."""
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    handlers: list[Any] = [signal.getsignal(number) for number in SIGNALS]
-    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:  # leaves no frame of its own
-        return True
-    codes = [getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers]
-    return any(trace.tb_frame.f_code in codes for trace in _traces(error))
-
-
-def _traces(error: BaseException) -> Iterator[TracebackType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def error_text(error: BaseException) -> str:
-    """Return ``"<type>: <text>"``, also for an error whose text can't be made."""
-    try:
-        text = str(error)
-    except BaseException as second:  # code of the user, too
-        text = f"<its text raised {type(second).__name__}>"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def is_async(function: Any) -> bool:
@@ -128,23 +71,26 @@ _in_user_code: contextvars.ContextVar[bool] = contextvars.ContextVar("turnwise_i
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, list, dict})
 
 
-async def hook(function: Callable[..., Any], *arguments: Any, blocking: bool = False) -> Any:
+async def hook(
+    function: Callable[..., Any], *arguments: Any, blocking: bool = False, late: Callable[[Any], Any] | None = None
+) -> Any:
     """Return ``function(*arguments)``, awaited if it is awaitable. Warn once if it holds the event loop.
 
-    With ``blocking``, or if the object of the method is ``blocking``, a plain function runs in a thread.
+    With ``blocking``, or if the object of the method is ``blocking``, a plain function runs in a thread. ``late`` gets
+    what a thread returns too late, after a time limit or a cancellation.
     """
     blocking = blocking or getattr(getattr(function, "__self__", None), "blocking", False)
     if blocking and not is_own(function) and not is_async(function):
-        return await call("hook", functools.partial(function, *arguments))
+        return await call("hook", functools.partial(function, *arguments), late=late)
     before, begun = _held.seconds, time.perf_counter()
     try:
         value = function(*arguments)
     except Exception:
         raise
     except BaseException as error:
-        if _asked_for(error):
+        if asked_for(error):
             raise
-        raise _exited(repr(name_of(function)), error) from error
+        raise exited(repr(name_of(function)), error) from error
     finally:
         _count_held(function, before, begun)
     if type(value) in _PLAIN_TYPES:  # nearly all hooks return one of these, and ``isawaitable`` is slow
@@ -154,29 +100,83 @@ async def hook(function: Callable[..., Any], *arguments: Any, blocking: bool = F
     return await (value if is_own(function) else watched(value, function))
 
 
-async def close_state(episode: Any, state: EpisodeState) -> None:
-    """Call the hook ``episode.close(state)``. Its errors are counted, and harm nothing."""
+async def close_states(episode: Any, states: Iterable[EpisodeState]) -> None:
+    """Call the hook ``episode.close(state)`` of each state. Errors are counted, and harm nothing.
+
+    A cancellation lets the calls end, for ``GRACE`` seconds.
+    """
     if is_own(episode.close):
         return
-    try:
+
+    async def close(state: EpisodeState) -> None:
         with contained("close"):
             await hook(episode.close, state)
-    except Exception as error:
-        count_error("close", episode.episode_type, error)
+
+    what = f"close of {episode.episode_type!r}"
+    closing = [asyncio.create_task(close(state), name=what) for state in states]
+    cancelled, limit = None, CLOSE_SECONDS
+    while True:
+        try:
+            await ended_within(asyncio.gather(*map(asyncio.shield, closing), return_exceptions=True), limit)
+            break
+        except asyncio.CancelledError as error:
+            if cancelled is not None:
+                raise
+            cancelled, limit = error, GRACE
+    for one in closing:
+        failed: BaseException | None = None
+        if not one.done():
+            await _end(one, what)
+            failed = CallTimeoutError(f"{what} took longer than {limit:g} s")
+        elif one.cancelled():
+            failed = exited(what, asyncio.CancelledError())
+        else:
+            failed = one.exception()
+        if failed is not None:
+            count_error("close", episode.episode_type, failed)
+    if cancelled is not None:
+        raise cancelled
 
 
 async def close_episode(episode: Any, context: EpisodeContext) -> None:
     """Close all states that an attempt at an episode has left."""
-    with use_context(context):
-        await close_state(episode, context.state)
-        for state in {id(state): state for state in context.forked if state is not context.state}.values():
-            await close_state(episode, state)
+    states = {id(state): state for state in (context.state, *context.forked)}
     context.forked = []
+    with use_context(context):
+        await close_states(episode, states.values())
 
 
 def is_own(function: Any) -> bool:
     """Tell whether ``function`` is a default of turnwise's own, which neither blocks nor holds anything."""
     return str(getattr(function, "__module__", "")).startswith("turnwise.arena.")
+
+
+@contextlib.asynccontextmanager
+async def own_cancellation_contained(what: str) -> AsyncIterator[None]:
+    """Raise ``UserCodeError`` for a cancellation of this task of ``gather_or_cancel`` that its owner didn't ask for."""
+    task = asyncio.current_task()
+    assert task is not None
+    try:
+        yield
+        if task.cancelling() and not is_stopped(task):
+            await asyncio.sleep(0)  # a cancellation that is due is raised here
+    except asyncio.CancelledError as error:
+        if is_stopped(task):
+            raise
+        while task.cancelling():
+            task.uncancel()
+        raise exited(what, error) from error
+
+
+async def in_own_task(coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
+    """Return ``await coroutine``. After a cancellation, one that doesn't end is left behind."""
+    task = asyncio.create_task(coroutine, name=what)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        await _end(task, what)
+        raise
+    return task.result()
 
 
 class watched:
@@ -203,9 +203,9 @@ class watched:
             except Exception:
                 raise
             except BaseException as error:
-                if isinstance(given, GeneratorExit) or _asked_for(error):  # this coroutine is closed, or cancelled
+                if isinstance(given, GeneratorExit) or asked_for(error):  # this coroutine is closed, or cancelled
                     raise
-                raise _exited(repr(name_of(self._function)), error) from error
+                raise exited(repr(name_of(self._function)), error) from error
             finally:
                 _count_held(self._function, before, begun)
             try:
@@ -273,9 +273,9 @@ class _Contained(Coroutine[Any, Any, Any]):
         try:
             return step(*given)
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-            if _asked_for(error) or GeneratorExit in map(type, given):
+            if asked_for(error) or GeneratorExit in map(type, given):
                 raise
-            raise _exited("a task of user code", error) from error
+            raise exited("a task of user code", error) from error
 
 
 _guarded: WeakKeyDictionary[asyncio.AbstractEventLoop, bool] = WeakKeyDictionary()
@@ -308,28 +308,36 @@ _hanging: Counter[Key] = Counter()
 _runaways: set[asyncio.Task[Any]] = set()
 
 
-async def call(kind: str, work: Callable[[], Any], *, limit: float | None = None, name: str = "") -> Any:
+async def call(
+    kind: str,
+    work: Callable[[], Any],
+    *,
+    limit: float | None = None,
+    name: str = "",
+    late: Callable[[Any], Any] | None = None,
+) -> Any:
     """Return ``work()``: a plain function runs in a thread, an ``async def`` in a task.
 
     ``kind`` is one of ``THREADS``. The call is abandoned ``limit`` seconds after it began, and raises
     ``CallTimeoutError``. Time in which other code held the event loop does not count. Raises what ``work`` raises, and
-    ``UserCodeError`` for an exit. Errors and counts use ``name``, by default that of the function.
+    ``UserCodeError`` for an exit. Errors and counts use ``name``, by default that of the function. ``late`` gets what
+    a thread returns too late.
 
     Example: ``await call("tool", partial(search, query="tea"), limit=10.0)``
     """
     key = kind, name or name_of(work)
     if is_async(work):
         return await _in_task(key, work, limit)
-    return await _in_thread(key, work, limit)
+    return await _in_thread(_Call(key, work, late), limit)
 
 
 class _Call:
     """One call in a thread."""
 
-    __slots__ = ("_work", "error", "is_abandoned", "key", "seconds", "value")
+    __slots__ = ("_late", "_work", "error", "is_abandoned", "key", "seconds", "value")
 
-    def __init__(self, key: Key, work: Callable[[], Any]) -> None:
-        self.key, self._work, self.seconds = key, work, 0.0
+    def __init__(self, key: Key, work: Callable[[], Any], late: Callable[[Any], Any] | None) -> None:
+        self.key, self._work, self._late, self.seconds = key, work, late, 0.0
         self.value: Any = None
         self.error: BaseException | None = None
         self.is_abandoned: bool | None = False
@@ -343,25 +351,36 @@ class _Call:
         except Exception as error:
             self.error = error
         except BaseException as error:
-            self.error = _exited(f"{self.key[0]} {self.key[1]!r}", error)
+            self.error = exited(f"{self.key[0]} {self.key[1]!r}", error)
             self.error.__cause__ = error
         self.seconds = time.monotonic() - begun
         with _lock:
-            if self.is_abandoned:
+            is_late = self.is_abandoned
+            if is_late:
                 _hanging[self.key] -= 1
             self.is_abandoned = None
+        if is_late:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give a late result to who must free it."""
+        if self._late is not None and self.error is None:
+            with contextlib.suppress(BaseException):  # nobody waits for it
+                self._late(self.value)
 
     def abandon(self) -> None:
         with _lock:
-            if self.is_abandoned is None:
+            if self.is_abandoned is None:  # it ended in this moment
+                if self._late is not None:
+                    _threads.submit(self._pass_on)
                 return
             self.is_abandoned = True
             _hanging[self.key] += 1
             _counts["user_code/abandoned"] += 1
 
 
-async def _in_thread(key: Key, work: Callable[[], Any], limit: float | None) -> Any:
-    one, (kind, name) = _Call(key, work), key
+async def _in_thread(one: _Call, limit: float | None) -> Any:
+    kind, name = key = one.key
     if _hanging[key] >= MOST_HANGING:
         raise CallTimeoutError(
             f"{kind} {name!r} is not called: {MOST_HANGING} of its calls passed their time limit and still hang"
@@ -370,7 +389,7 @@ async def _in_thread(key: Key, work: Callable[[], Any], limit: float | None) -> 
         context = contextvars.copy_context()
         running = asyncio.get_running_loop().run_in_executor(_threads, context.run, one.run)
         try:
-            ended = await _until(running, limit, lambda: one.is_abandoned is None)
+            ended = await ended_within(running, limit, lambda: one.is_abandoned is None)
         except BaseException:
             one.abandon()
             raise
@@ -398,20 +417,24 @@ async def _in_task(key: Key, work: Callable[[], Awaitable[Any]], limit: float | 
 
     task = asyncio.create_task(run(), name=what)
     try:
-        ended = await _until(task, limit, lambda: False)
+        ended = await ended_within(task, limit)
     except BaseException:
         await _end(task, what)
         raise
     if not ended:
         await _end(task, what)
         raise CallTimeoutError(f"{what} took longer than {limit:g} s")
+    if task.cancelled():  # by itself
+        raise exited(what, asyncio.CancelledError())
     error, value = task.result()
     if error is not None:
         raise error
     return value
 
 
-async def _until(waited: asyncio.Future[Any], limit: float | None, has_ended: Callable[[], bool]) -> bool:
+async def ended_within(
+    waited: asyncio.Future[Any], limit: float | None, has_ended: Callable[[], bool] = lambda: False
+) -> bool:
     """Wait until ``waited`` is done. Return False after ``limit`` seconds without those in which the loop was held."""
     if limit is None:
         await asyncio.wait({waited})
@@ -431,6 +454,7 @@ async def _until(waited: asyncio.Future[Any], limit: float | None, has_ended: Ca
 async def _end(task: asyncio.Task[Any], what: str) -> None:
     """Cancel ``task``. One that doesn't end is abandoned."""
     task.cancel()
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # asyncio warns of unread errors
     await asyncio.wait({task}, timeout=GRACE)
     if not task.done():
         _counts["user_code/abandoned"] += 1

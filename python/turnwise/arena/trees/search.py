@@ -18,7 +18,7 @@ from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, 
 from turnwise.arena.runtime.privacy import check_path
 from turnwise.arena.runtime.rng import derive_seed
 from turnwise.arena.runtime.tool_rounds import ROUND
-from turnwise.arena.runtime.user_code import close_state, hook, is_own
+from turnwise.arena.runtime.user_code import close_states, hook, is_own
 from turnwise.arena.trees.sampler import BRANCH_SCORES, TreeSampler, call_selector, draw_share, select_branches
 from turnwise.arena.trees.value import BranchingEpisode, StateToValue, ValueEstimator
 from turnwise.state import prune
@@ -346,9 +346,10 @@ class TreeSearch:
 
     async def _free_lost(self) -> None:
         """Close the states of lost branches and beams, and free their data."""
-        while self._lost:
-            await close_state(self.episode, self._lost[-1])
-            prune(self._lost.pop().data)
+        lost, self._lost = self._lost, []
+        await close_states(self.episode, lost)
+        for state in lost:
+            prune(state.data)
 
     def _best(self) -> int:
         if self.sampler.select is None or len(self.beams) == 1:

@@ -19,7 +19,7 @@ from turnwise.arena.rewards.leaves import ScoredEpisode, score_leaf, scratch_rol
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.rng import LazyRandom, derive_seed
-from turnwise.arena.runtime.user_code import close_state, hook
+from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
@@ -126,7 +126,7 @@ class ValueEstimator:
         except ModelError:
             return None
         finally:
-            await close_state(episode, state)
+            await close_states(episode, [state])
             prune(state.data)
         if score.dropped is not None:
             return None

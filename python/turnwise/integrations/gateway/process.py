@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena.runtime.user_code import CallTimeoutError
+from turnwise.arena.runtime.user_code import CallTimeoutError, ended_within
 from turnwise.inference.common.proxies import bypass_proxies
 from turnwise.integrations.gateway import supervisor
 from turnwise.integrations.gateway.episode import GatewayEpisode
@@ -83,13 +83,20 @@ class ProcessEpisode(GatewayEpisode):
             self._slots = loop, asyncio.Semaphore(self._limit)
         async with self._slots[1]:  # the clock begins when the process does
             with tempfile.TemporaryDirectory(prefix="turnwise-agent-", ignore_cleanup_errors=True) as folder:
+                running = asyncio.create_task(self._run(question, session, Path(folder)))
                 try:
-                    async with asyncio.timeout(self.timeout) as limit:
-                        return await self._run(question, session, Path(folder))
-                except TimeoutError as error:
-                    if not limit.expired():
-                        raise
-                    notes = "".join(f"; {note}" for note in getattr(error.__cause__, "__notes__", ()))
+                    ended = await ended_within(running, self.timeout)
+                except asyncio.CancelledError:
+                    running.cancel()
+                    await asyncio.wait({running})
+                    raise
+                if ended:
+                    return running.result()
+                running.cancel()
+                try:
+                    return await running
+                except asyncio.CancelledError as error:
+                    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
                     raise CallTimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
 
     async def _run(self, question: Any, session: Session, root: Path) -> Any:

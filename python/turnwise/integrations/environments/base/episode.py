@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from turnwise.arena import InvalidActionError, MultiTurnEpisode, Rubric, TreeSampler
@@ -46,7 +47,8 @@ class ForeignEpisode(MultiTurnEpisode):
 
     async def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         _check(artifact, self.game)
-        play = await self._run(RunningPlay.start, self.game, artifact["seed"])
+        start = partial(RunningPlay.start, self.game, artifact["seed"])
+        play = await hook(start, blocking=self.game.is_blocking, late=RunningPlay.close)
         model = [artifact["model"]] if "model" in artifact else list(self.actors)
         state.data = {"play": play, "model": model, "illegal": "", "earned": 0.0, "moves": {}, "memory": {}}
         await self._let_others_act(state)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from threading import RLock
 from typing import Any
 
 from turnwise.arena import InvalidActionError
@@ -50,7 +51,7 @@ class RunningPlay:
     Example: ``play = RunningPlay.start(game, 7); play.act("check"); fork = copy.deepcopy(play)``
     """
 
-    __slots__ = ("__weakref__", "_is_checked", "_play", "actions", "game", "seed", "views", "was_legal")
+    __slots__ = ("__weakref__", "_is_checked", "_lock", "_play", "actions", "game", "seed", "views", "was_legal")
 
     def __init__(
         self, game: Game, seed: int, actions: Sequence[Any], views: Sequence[View], play: Play | None = None
@@ -58,6 +59,7 @@ class RunningPlay:
         self.game, self.seed = game, seed
         self.actions, self.views = list(actions), list(views)
         self._play = play
+        self._lock = RLock()  # a call that was abandoned may still run
         self._is_checked = True
         self.was_legal = True
 
@@ -76,23 +78,25 @@ class RunningPlay:
 
     def act(self, action: Any) -> View:
         """Do an action and return the next view. Raises :class:`ForkError` at the node where a fork differs."""
-        play = self._live()
-        play.act(action)
-        self.actions.append(action)
-        self.views.append(play.look())
-        self.was_legal = play.was_legal
-        if not self._is_checked:
-            replayed(self.game, self.seed, self.actions, self.views).close()
-            self._is_checked = True
-        if self.view.is_over:
-            self.close()
-        return self.view
+        with self._lock:
+            play = self._live()
+            play.act(action)
+            self.actions.append(action)
+            self.views.append(play.look())
+            self.was_legal = play.was_legal
+            if not self._is_checked:
+                replayed(self.game, self.seed, self.actions, self.views).close()
+                self._is_checked = True
+            if self.view.is_over:
+                self.close()
+            return self.view
 
     def close(self) -> None:
         """Free what the play holds outside of this process; a later use replays it."""
-        if self._play is not None:
-            self._play.close()
-            self._play = None
+        with self._lock:
+            play, self._play = self._play, None
+            if play is not None:
+                play.close()
 
     def _live(self) -> Play:
         if self._play is None:
