@@ -13,7 +13,7 @@ import pytest
 from turnwise.arena import Filters, Rubric, SingleTurnEpisode, drop_stale, pack, select
 from turnwise.credit import ConstantCredit
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import describe, pack_rows, penalize, training_rows
+from turnwise.samples.pack import describe, pack_rows, penalize, training_rows, with_zero_counts
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sample, Sampling, Step
 
 
@@ -314,3 +314,21 @@ def test_greedy_completions_do_not_train(make_arena, case):
     assert (batch.actors, len(batch), batch.dropped) == (["other"], 2, {"greedy": 2})
     held_out = asyncio.run(arena.evaluation().generate_rollouts(requests))
     assert all(step.trainable and "greedy" not in step.info for one in held_out for step in one.rollout.steps)
+
+
+def test_means_by_cause_add_up_to_the_mean_of_the_total():
+    """Episodes without a cause count as 0 of it; an actor that took no part in an episode counts for none."""
+    counted = [
+        {"gateway/calls/a": 2.0, "gateway/rewritten_rows/a": 2.0, "gateway/rewritten_rows/text/a": 2.0},
+        {"gateway/calls/a": 1.0, "gateway/rewritten_rows/a": 1.0, "gateway/rewritten_rows/tools/a": 1.0},
+        {"gateway/calls/a": 1.0, "gateway/rewritten_rows/a": 0.0},
+        {"gateway/calls/b": 1.0, "other": 1.0},
+    ]
+    found = with_zero_counts(counted)
+    mean = {}
+    for name in {name for one in found for name in one}:
+        having = [one[name] for one in found if name in one]
+        mean[name] = sum(having) / len(having)
+    parts = mean["gateway/rewritten_rows/text/a"] + mean["gateway/rewritten_rows/tools/a"]
+    assert parts == mean["gateway/rewritten_rows/a"] == 1.0
+    assert found[3] == counted[3] and "other" not in found[0]

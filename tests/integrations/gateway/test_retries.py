@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import struct
 from urllib.parse import urlsplit
 
 import pytest
 
-from turnwise.integrations.gateway import Session
+from turnwise.arena.recording.lossless_json import decode
+from turnwise.arena.recording.recorder import RecordedInput
+from turnwise.arena.runtime.context import require_context
+from turnwise.arena.runtime.recording_hooks import record_input
+from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
+from turnwise.types import EpisodeRequest
 
-from .helpers import USER, Hanging, play
+from .helpers import USER, Hanging, arena_of, play
 from .wires import Chat, Messages, asked, both
 
 
@@ -238,6 +246,52 @@ def test_an_equal_request_of_a_client_that_left_is_the_same_call(caplog):
     assert lines == ["a client of actor 'solver' left before it had its answer"]
 
 
+STREAMED = json.dumps({"model": "solver", "messages": USER, "stream": True})
+HEAD = "POST <path> HTTP/1.1\r\nHost: <host>\r\nAuthorization: Bearer <key>\r\nContent-Type: application/json\r\n"
+DROPS = {
+    "within the head": HEAD[:-20],
+    "within the body": HEAD + "Content-Length: 500\r\n\r\n{",
+    "within a chunk": HEAD + "Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+    "within a stream": HEAD + f"Content-Length: {len(STREAMED)}\r\n\r\n" + STREAMED,
+    "a broken header": HEAD + "Authorization: Bearer <key>\0\r\n\r\n",
+    "no HTTP": "\0\1\2\r\n\r\n",
+    "a broken length": HEAD + "Content-Length: many\r\n\r\n",
+    "a broken chunk": HEAD + "Transfer-Encoding: chunked\r\n\r\nx\r\n{",
+}
+
+
+NO_HTTP = "a broken header", "no HTTP", "a broken length", "a broken chunk"
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("name", DROPS)
+def test_a_client_that_drops_its_connection_leaves_no_traceback(name, resets, caplog):
+    caplog.set_level("DEBUG")
+
+    async def agent(seen, models):
+        model = models["solver"]
+        parts = urlsplit(model.base_url + "/chat/completions")
+        text = DROPS[name].replace("<path>", parts.path).replace("<host>", parts.netloc).replace("<key>", model.api_key)
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        if resets:
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.write(text.encode())
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        await asyncio.sleep(0.1)
+        seen += [text_of(await lost(models["solver"], read=True)), model.api_key]
+
+    script = Hanging() if name == "within a stream" else counting()
+    played = play(agent, script)
+    assert played.seen[0] in ("1", "again") and played.seen[1] not in caplog.text
+    told = [(record.name, record.exc_text) for record in caplog.records if record.levelname not in ("DEBUG", "INFO")]
+    assert not told
+    broken = [record for record in caplog.records if "sent no HTTP" in record.getMessage()]
+    assert len(broken) == (name in NO_HTTP) and "\n" not in "".join(record.getMessage() for record in broken)
+
+
 def test_no_record_shows_a_key():
     async def agent(seen, models):
         seen.append(models["solver"].api_key)
@@ -248,3 +302,44 @@ def test_no_record_shows_a_key():
 
     played = play(agent, counting(), fails=True)
     assert "Bearer ***" in played.error and "inner ***" in played.error and played.seen[0] not in played.error
+
+
+def test_no_warning_reason_or_recording_shows_a_key():
+    """Of a close hook that fails, an invalid action, extras, and a recorded call that raises."""
+
+    class Leaks(AgentEpisode):
+        invalid_reward = 0.0
+
+        async def rollout(self, arena, artifact, state=None):
+            state = await super().rollout(arena, artifact, state)
+            self.key = require_context().secrets[0]
+            with contextlib.suppress(OSError):
+                await record_input("look", self.look)
+            state.trajectory[-1].info["note"] = state.data["note"] = f"note {self.key}"
+            require_context().rollout.meta["note"] = [f"note {self.key}"]
+            return state
+
+        async def look(self):
+            raise OSError(f"{'x' * 480} {self.key}")
+
+        def get_extras(self, state):
+            return {**super().get_extras(state), "note": {"deep": (state.data["note"],)}}
+
+        def close(self, state):
+            raise OSError(f"{'x' * 480} {self.key}")
+
+    async def agent(question, models):
+        await lost(models["solver"], read=True)
+        return 1.0
+
+    arena = arena_of(counting())
+    arena.record_episodes = True
+    arena.add_episode(episode := Leaks(agent, Gateway(renderer="template"), actors=["solver"]))
+    with pytest.warns(RuntimeWarning, match="close 'agent' failed") as warned:
+        [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("agent", {})]))
+    rollout, recording = result.rollout, result.recording
+    inputs = [thing for _, thing in recording.events if isinstance(thing, RecordedInput)]
+    raised = [repr(decode(one.error)) for one in inputs if one.error is not None]
+    assert rollout.error is None and rollout.extras["note"] == {"deep": ("note ***",)} and "***" in raised[0]
+    told = [*(str(each.message) for each in warned), repr(rollout), *raised]
+    assert not [text for text in told if episode.key[:8] in text]

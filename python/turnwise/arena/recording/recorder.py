@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -85,22 +86,22 @@ class EpisodeRecorder:
         try:
             value = compute()
         except Exception as error:
-            reading.error = encode(error)
+            reading.error = _encoded_error(context, error)
             self.events.append((READ, reading))
             raise
         if inspect.isawaitable(value):
-            return self._await(reading, value)
+            return self._await(context, reading, value)
         reading.value = freeze_value(value)
         self.events.append((READ, reading))
         return value
 
-    async def _await(self, reading: RecordedInput, value: Awaitable[T]) -> T:
+    async def _await(self, context: EpisodeContext, reading: RecordedInput, value: Awaitable[T]) -> T:
         reading.awaited = True
         self.events.append((ASK, reading))
         try:
             result = await value
         except Exception as error:
-            reading.error = encode(error)
+            reading.error = _encoded_error(context, error)
             self.events.append((ANSWER, reading))
             raise
         reading.value = freeze_value(result)
@@ -224,6 +225,15 @@ def _key_of(thing: Any) -> str:
 
 def _is_below(name: str, *, place: str) -> bool:
     return name == place or (name.startswith(place) and name[len(place)] in "./+~#")
+
+
+def _encoded_error(context: EpisodeContext, error: Exception) -> Any:
+    """Return ``error`` as JSON, without keys in its text."""
+    if context.secrets:
+        with contextlib.suppress(Exception):  # one that can't be copied can't be pickled either
+            error = copy.copy(error)
+            error.args = context.without_secrets(error.args)
+    return encode(error)
 
 
 def _event_to_json(kind: str, thing: Any, places: Mapping[int, list[Any]]) -> list[Any]:

@@ -215,6 +215,12 @@ class EpisodeContext:
     def result(self) -> GenerateResult:
         """Return the episode as it is now, complete or failed."""
         self.rollout.steps = [step for step in self.steps if step is not None]
+        if self.secrets:
+            self.rollout.meta = self.without_secrets(self.rollout.meta)
+            self.rollout.extras = self.without_secrets(self.rollout.extras)
+            for step in self.rollout.steps:
+                texts = {name: said for name, said in step.info.items() if isinstance(said, str)}
+                step.info.update(self.without_secrets(texts))
         return GenerateResult(
             self.rollout,
             children=self.children + self.unselected_children,

@@ -536,15 +536,20 @@ MISHAPS = "mishaps"
 
 
 def warn_once(key: tuple[Any, ...], text: str) -> None:
-    """Warn with ``text``, unless something was warned of under ``key`` before."""
+    """Warn with ``text``, without keys of the episode, unless something was warned of under ``key`` before."""
     if key not in _told:
         _told.add(key)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(_without_secrets(text), RuntimeWarning, stacklevel=3)
+
+
+def _without_secrets(text: str) -> str:
+    context = current_context()
+    return text if context is None else str(context.without_secrets(text))
 
 
 def count_error(kind: str, name: str, error: BaseException) -> None:
     """Count a failed call in the running episode, as ``<kind>_errors/<name>``. Warn of the first of each type."""
-    metric, told = f"{kind}_errors/{name}", error_text(error)[:500]
+    metric, told = f"{kind}_errors/{name}", _without_secrets(error_text(error))[:500]
     count(metric)
     warn_once((metric, type(error)), f"{kind} {name!r} failed, and is counted as {metric}: {told}")
 

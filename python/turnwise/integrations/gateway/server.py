@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
@@ -26,6 +27,19 @@ from turnwise.integrations.gateway.wire.ask import Ask
 from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over, unauthorized, unsupported
 
 log = logging.getLogger(__name__)
+http_log = logging.getLogger(f"{__name__}.http")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Leave one quiet line of what a client did: it sent no HTTP, or its connection broke. Other errors are ours."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, (HttpProcessingError, ConnectionError)):
+        return True
+    log.info("a client's connection broke, or it sent no HTTP: %s", type(error).__name__)  # its text may show a key
+    return False
+
+
+http_log.addFilter(_is_ours)
 
 DIALECTS: dict[str, ModuleType] = {
     "chat/completions": openai_chat,
@@ -67,7 +81,9 @@ class Server:
             app.router.add_get(f"{root}/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # Without handler_cancellation a client that hangs up would leave its call running.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=http_log
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.settings.host, self.settings.port)
         await site.start()
