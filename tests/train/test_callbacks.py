@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.loop import Trainer
 
 from ..trained import lines_of
 
@@ -66,3 +67,33 @@ async def test_a_callback_that_is_new_to_a_resumed_run_begins_there(make_trainer
     second, callback = with_callback(make_trainer, tmp_path, steps=2)
     await second.run()
     assert callback.told[0] == ("start", 1) and callback.count == 1
+
+
+async def test_callbacks_of_one_name_are_numbered_and_keep_their_own_state(make_trainer, tmp_path):
+    """An assertion failed; one without a name had no attribute."""
+
+    class Plot(Callback):
+        count = 0
+
+        async def after_step(self, trainer, results):
+            self.count += 1
+            return {}
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state, folder):
+            self.count = state["count"]
+
+    def build(steps):
+        made = make_trainer(steps=steps, checkpoint={"every": 1})
+        parts = made.arena, made.learner, made.config
+        return Trainer(*parts, validation=made.validation, callbacks=[Plot(), Plot()])
+
+    trainer = build(1)
+    assert list(trainer.callbacks) == ["Plot", "Plot_2"]
+    trainer.callbacks["Plot_2"].count = 10
+    await trainer.run()
+    again = build(2)
+    await again.run()
+    assert [callback.count for callback in again.callbacks.values()] == [2, 12]

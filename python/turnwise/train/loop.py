@@ -65,6 +65,7 @@ from turnwise.train.validate import contradictions
 from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
 from turnwise.utils.files import replace_text
 from turnwise.utils.heap import frozen_heap
+from turnwise.utils.registry import name_of, numbered
 from turnwise.utils.signals import SavedNote, after, contained
 from turnwise.utils.threads import begin
 
@@ -144,8 +145,8 @@ class Trainer:
         # State of the run.
         self.rng = np.random.default_rng(config.seed)
         self.progress = RunProgress()
-        self.callbacks = {callback.name: callback for callback in callbacks}
-        assert len(self.callbacks) == len(callbacks), "each callback needs another name"
+        names = numbered(getattr(callback, "name", name_of(callback)) for callback in callbacks)
+        self.callbacks = dict(zip(names, callbacks, strict=True))
         self.lock = RunLock(config.run_dir)
         self._stop = StopRequest()
         self.rollouts = new_queue(self)

@@ -78,7 +78,7 @@ def save_run(trainer: TrainerView) -> Path:
         "progress": asdict(trainer.progress),
         "arena": arena,
         "random": generators,
-        "callbacks": {callback.name: callback.state_dict() for callback in callbacks},
+        "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
     }
     if trainer.unwritten is not None:
         state["unwritten"] = json.loads(json_line(trainer.unwritten))

@@ -149,10 +149,15 @@ def name_of(function: Any) -> str:
 
 def unique_names(functions: Iterable[Any], taken: Iterable[str] = ()) -> list[str]:
     """Return the names of ``functions``, different from each other and from ``taken``: ``contains``, ``contains_2``."""
+    return numbered(map(name_of, functions), taken)
+
+
+def numbered(given: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
+    """Return the ``given`` names, with a number where one was there before, or is ``taken``: ``a``, ``a_2``."""
     found, names = set(taken), []
-    for base in map(name_of, functions):
-        numbered = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
-        name = next(name for name in numbered if name not in found)
+    for base in given:
+        candidates = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+        name = next(name for name in candidates if name not in found)
         found.add(name)
         names.append(name)
     return names
