@@ -11,7 +11,8 @@ import contextlib
 import heapq
 import itertools
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -123,35 +124,61 @@ class AnswerLimit:
             raise ValueError(f"answer_timeout={seconds!r}: expected seconds >= 0; 0 sets no limit")
         self.seconds = seconds
         self._latest: dict[str, float] = {}
+        self._calls: dict[asyncio.Timeout, tuple[str, float]] = {}
+        self._timer: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
 
-    @contextlib.asynccontextmanager
-    async def waiting(self, policy: str) -> AsyncIterator[None]:
+    def waiting(self, policy: str) -> AbstractAsyncContextManager[None]:
         """Limit the wait for one answer of ``policy`` to the block. Raises ``ModelError``."""
+        return _Waiting(self, policy) if self.seconds else contextlib.nullcontext()
+
+    def begin(self, policy: str, limit: asyncio.Timeout) -> None:
         loop = asyncio.get_running_loop()
-        begun, timer = loop.time(), None
+        now = loop.time()
+        self._calls[limit] = policy, now
+        if self._timer is None or self._timer[0] is not loop:  # one timer for all calls, which is due at the first
+            self._timer = loop, loop.call_at(now + self.seconds, self._look)
 
-        def look() -> None:
-            nonlocal timer
-            due = max(begun, self._latest.get(policy, 0.0)) + self.seconds
-            if loop.time() < due:
-                timer = loop.call_at(due, look)
-            else:
-                limit.reschedule(loop.time())
+    def end(self, policy: str, limit: asyncio.Timeout, *, answered: bool) -> None:
+        del self._calls[limit]
+        if answered:
+            self._latest[policy] = asyncio.get_running_loop().time()
 
+    def _look(self) -> None:
+        """End the calls whose time is up, and look again when that of the next one may be."""
+        loop = asyncio.get_running_loop()
+        dues = {
+            limit: max(begun, self._latest.get(policy, 0.0)) + self.seconds
+            for limit, (policy, begun) in self._calls.items()
+        }
+        for limit in [limit for limit, due in dues.items() if due <= loop.time()]:
+            del dues[limit]
+            limit.reschedule(loop.time())
+        self._timer = (loop, loop.call_at(min(dues.values()), self._look)) if dues else None
+
+
+class _Waiting:
+    """The wait for one answer, see :meth:`AnswerLimit.waiting`. It is a class because generators are slower."""
+
+    __slots__ = ("_limit", "_of", "_policy")
+
+    def __init__(self, of: AnswerLimit, policy: str) -> None:
+        self._of, self._policy, self._limit = of, policy, asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._of.begin(self._policy, self._limit)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+        self._of.end(self._policy, self._limit, answered=kind is None)
         try:
-            async with asyncio.timeout(None) as limit:
-                if self.seconds:
-                    timer = loop.call_later(self.seconds, look)
-                yield
-        except TimeoutError as error:
+            await self._limit.__aexit__(kind, error, trace)
+            if isinstance(error, TimeoutError):
+                raise error
+        except TimeoutError as over:
             raise ModelError(
-                f"the client answered no call of policy {policy!r} for {self.seconds:g} s (rollout.answer_timeout). Is "
-                "its engine hung? If answers take so long, allow more"
-            ) from error
-        finally:
-            if timer is not None:
-                timer.cancel()
-        self._latest[policy] = loop.time()
+                f"the client answered no call of policy {self._policy!r} for {self._of.seconds:g} s "
+                "(rollout.answer_timeout). Is its engine hung? If answers take so long, allow more"
+            ) from over
 
 
 _stopped: WeakSet[asyncio.Future[Any]] = WeakSet()
