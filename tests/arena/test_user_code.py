@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from turnwise.arena.runtime.user_code import CallTimeoutError, call, hook
 from turnwise.credit import GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.integrations.gateway import AgentEpisode, Gateway
+from turnwise.tasks.tiny import build_model, build_tokenizer
+from turnwise.train import TrainConfig, Trainer, build_policies
 from turnwise.types import Actor, EpisodeRequest, EpisodeState, GenerateResult
 from turnwise.utils.signals import UserCodeError, contained
 from turnwise.utils.threads import run_to_end, to_thread
@@ -571,6 +575,21 @@ def test_an_answer_calls_a_limited_number_of_tools() -> None:
 def test_limits_of_tools_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match=f"Actor.{name}=0 of actor 'a'"):
         Actor("a", **{name: 0})  # type: ignore[arg-type]
+
+
+def test_a_tool_that_changes_the_folder_moves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    tokenizer = build_tokenizer(["question 0"])
+    arena = arena_of(game(SingleTurnEpisode), asked, [tool(lambda: os.chdir(tmp_path / "elsewhere"))])
+    arena.client, arena.tokenizer = ScriptedClient(asked, tokenizer=tokenizer), tokenizer
+    arena.source = lambda: [EpisodeRequest("game", 0, group_id=0) for _ in range(2)]
+    config = TrainConfig(run_dir=Path("run"), steps=1, policies={"default": {}}, eval={"every": 0})
+    policies = build_policies(config, {"default": build_model(tokenizer)})
+    run_to_end(Trainer(arena, policies, config).run())
+    assert Path.cwd().name == "elsewhere" and not list(Path.cwd().iterdir())
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
 
 
 # ---- what is left open -----------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if error.code in EXIT_BY_SIGNAL:
                 raise
             raise RuntimeError(f"code of the user ended the command by exit({error.code!r})") from error
-        sys.stdout.flush()
+        if not sys.stdout.closed:  # by user code
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("turnwise: interrupted", file=sys.stderr)

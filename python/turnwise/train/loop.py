@@ -123,6 +123,8 @@ class Trainer:
                 "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
                 "EvalSet(requests, metric, ablations=...)"
             )
+        self._written_config = config
+        config = config.model_copy(update={"run_dir": config.run_dir.absolute()})  # user code may change the folder
         self.arena, self.policies, self.config, self.validation = arena, policies, config, validation
 
         # Logs and metrics.
@@ -209,7 +211,7 @@ class Trainer:
         if self.lock.note is not None:
             self.log.note(self.lock.note)
         saved_arena = resume_run(self)
-        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self.config))
+        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self._written_config))
         await self.sync_weights()
         self._saved_at = time.monotonic()
         for name, callback in self.callbacks.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -68,7 +69,8 @@ class ProgressBars:
 
     def note(self, text: str) -> None:
         """Print one line above the bars."""
-        self._progress.console.print(text, highlight=False)
+        with suppress(ValueError):  # user code closed the stream
+            self._progress.console.print(text, highlight=False)
 
 
 def summary(metrics: Mapping[str, float]) -> str:

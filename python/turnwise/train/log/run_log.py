@@ -53,6 +53,7 @@ class RunLog:
     @classmethod
     def from_config(cls, config: TrainConfig) -> Self:
         """Return the log that ``config.log`` describes, under ``config.run_dir``."""
+        config = config.model_copy(update={"run_dir": config.run_dir.absolute()})  # user code may change the folder
         return cls(
             config.run_dir,
             config.steps,
