@@ -290,7 +290,7 @@ class CallPaths:
         return [*self.created.get(running, []), *reversed(calls)]
 
 
-@pytest.mark.parametrize(("sampler", "most_calls", "most_files"), [(None, 16, 7), ("tree", 20, 8)])
+@pytest.mark.parametrize(("sampler", "most_calls", "most_files"), [(None, 17, 7), ("tree", 22, 8)])
 async def test_one_action_reaches_the_client_in_few_calls(make_trainer, sampler, most_calls, most_files):
     """From ``Trainer.run``: the whole stack, with those calls that only start tasks."""
     trainer = make_trainer(steps=1)

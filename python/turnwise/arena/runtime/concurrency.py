@@ -203,7 +203,7 @@ async def gather_or_cancel(
     ``ended`` is called each time one of them ends, in any way.
     """
     given = list(coroutines)
-    tasks = [asyncio.create_task(_contained(coroutine)) for coroutine in given]
+    tasks = list(map(asyncio.create_task, map(_contained, given)))
     if ended is not None:
         for task in tasks:
             task.add_done_callback(lambda task: ended())
