@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import heapq
 import itertools
 import warnings
@@ -21,6 +22,8 @@ from turnwise.utils.signals import contained
 
 T = TypeVar("T")
 Order = tuple[int, ...]
+_NO_CONTEXT = contextvars.Context()
+"""Of timers, which would otherwise keep the episode alive that set them."""
 
 LEAVE = 60.0
 """Seconds that cancelled episodes get to end and to close what they opened."""
@@ -136,7 +139,7 @@ class AnswerLimit:
         now = loop.time()
         self._calls[limit] = policy, now
         if self._timer is None or self._timer[0] is not loop:  # one timer for all calls, which is due at the first
-            self._timer = loop, loop.call_at(now + self.seconds, self._look)
+            self._timer = loop, loop.call_at(now + self.seconds, self._look, context=_NO_CONTEXT)
 
     def end(self, policy: str, limit: asyncio.Timeout, *, answered: bool) -> None:
         del self._calls[limit]
@@ -153,7 +156,7 @@ class AnswerLimit:
         for limit in [limit for limit, due in dues.items() if due <= loop.time()]:
             del dues[limit]
             limit.reschedule(loop.time())
-        self._timer = (loop, loop.call_at(min(dues.values()), self._look)) if dues else None
+        self._timer = (loop, loop.call_at(min(dues.values()), self._look, context=_NO_CONTEXT)) if dues else None
 
 
 class _Waiting:
