@@ -63,6 +63,11 @@ Script = dict[str, Act | list[Act] | Callable[[dict[str, Any]], Act]]
 """By path: the same act each time, one after the other with the last again and again, or one made of the body."""
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # of the default 5, further connections wait for seconds
+
+
 class FakeServer:
     """``url`` and what was ``asked``: path and decoded body of each request, in order."""
 
@@ -93,8 +98,7 @@ class FakeServer:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.headers: list[dict[str, str]] = []
         self._lock = threading.Lock()
