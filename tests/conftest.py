@@ -48,7 +48,7 @@ NEEDED_BY_FIXTURES = {"peer": ("trl", "verl"), "verl": ("verl",), "skyrl": ("sky
 COSTLY = {
     "warm_python": "default",
     "warm_starts": "default",
-    "run_ranks": "default",
+    "run_ranks": "ci",
     "browser": "ci",
     "ray_address": "ci",
 }

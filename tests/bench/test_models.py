@@ -50,6 +50,8 @@ def test_small_configs_are_the_stock_ones_but_for_sizes(models: Any) -> None:
 QUICK = [("gpt2", "float32", False), ("mamba", "float32", True), ("gemma3", "bfloat16", False)]
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 @pytest.mark.parametrize(("kind", "dtype", "lora"), QUICK)
 def test_an_architecture_trains_again(
     models: Any, committed: dict[str, Any], tmp_path: Path, kind: str, dtype: str, lora: bool

@@ -137,6 +137,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, narrow_model: None) -> Pat
     return train_from_config(config).config.run_dir
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 def test_a_run_serves_until_it_is_told_to_stop(run_dir: Path, tmp_path: Path, warm_python: str) -> None:
     log = (tmp_path / "log").open("w+")
     words = [warm_python, "-P", "-m", "turnwise", "serve", str(run_dir), "--port", "0", "--checkpoint", "newest"]
