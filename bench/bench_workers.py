@@ -78,7 +78,7 @@ class Run:
     def arena(self, setup: Setup, client: Any) -> Arena:
         return arena()
 
-    def lineups(self, actors: tuple[str, ...]) -> Any:
+    def sub_teams(self, actors: tuple[str, ...]) -> Any:
         raise NotImplementedError
 
 

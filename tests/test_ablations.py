@@ -19,7 +19,7 @@ from .trained import rows_of
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
 
-def lineups(name, options=None, names=("all",)):
+def sub_teams(name, options=None, names=("all",)):
     """The actors that play without each actor, and alone, by actor."""
     return {
         found.actor: (found.without and found.without.actors, found.alone and found.alone.actors)
@@ -29,20 +29,20 @@ def lineups(name, options=None, names=("all",)):
 
 def test_actors_of_the_shipped_teams(tmp_path):
     proposer, reviser, tool, planner = ("proposer",), ("reviser",), ("tool",), ("planner",)
-    assert lineups("sudoku") == {"proposer": (reviser, proposer), "reviser": (proposer, reviser)}
-    assert lineups("plan_path") == lineups("sokoban") == {"tool": (planner, tool), "planner": (tool, planner)}
+    assert sub_teams("sudoku") == {"proposer": (reviser, proposer), "reviser": (proposer, reviser)}
+    assert sub_teams("plan_path") == sub_teams("sokoban") == {"tool": (planner, tool), "planner": (tool, planner)}
     # The coder, the generator, the solver and the answerer give the answers, so nothing can be played without them.
-    assert lineups("code_duel") == {"coder": (None, ("coder",)), "tester": (("coder",), None)}
-    assert lineups("refine_loop") == {"generator": (None, ("generator",)), "critic": (("generator",), None)}
+    assert sub_teams("code_duel") == {"coder": (None, ("coder",)), "tester": (("coder",), None)}
+    assert sub_teams("refine_loop") == {"generator": (None, ("generator",)), "critic": (("generator",), None)}
     questions = {"path": str(questions_file(tmp_path / "q.jsonl"))}
-    assert lineups("math_orchestra", questions) == {"solver": (None, ("solver",)), "verifier": (("solver",), None)}
-    assert lineups("search_orchestra") == {
+    assert sub_teams("math_orchestra", questions) == {"solver": (None, ("solver",)), "verifier": (("solver",), None)}
+    assert sub_teams("search_orchestra") == {
         "verifier": (("searcher", "answerer"), None),
         "searcher": (("verifier", "answerer"), None),
         "answerer": (None, ("answerer",)),
     }
     three = {"actors": ["tool", "planner", "solver"]}
-    assert lineups("plan_path", three, ["planner"]) == {"planner": (("tool", "solver"), planner)}
+    assert sub_teams("plan_path", three, ["planner"]) == {"planner": (("tool", "solver"), planner)}
 
 
 def test_lineups_keep_the_options_and_measure_their_own_first_actor(tmp_path):
@@ -101,7 +101,7 @@ def test_the_config_key_needs_validations_and_a_team(tmp_path):
 
 
 def test_a_run_with_an_adapter_for_each_actor(tmp_path):
-    """Each lineup samples with its own actors' weights alone, at every validation."""
+    """Each sub_team samples with its own actors' weights alone, at every validation."""
     config = config_of(
         tmp_path, policy_sharing="lora_per_actor", steps=1, eval={"every": 1, "num_prompts": 3, "ablate": True}
     )

@@ -193,9 +193,9 @@ def contribution(rows: list[Row], _: Groups) -> str:
     found = []
     for row in rows:
         metrics = row.get("metrics", {})
-        named = sorted(key.partition("/")[0] for key in metrics if key.endswith("/mended"))
+        named = sorted(key.partition("/")[0] for key in metrics if key.endswith("/fixed"))
         if named:
-            found.append([metrics[f"{named[-1]}/{name}"] for name in ("mended", "broke")])
+            found.append([metrics[f"{named[-1]}/{name}"] for name in ("fixed", "broken")])
     return " / ".join(f"{mean(column):.1%}" for column in zip(*found, strict=True))
 
 

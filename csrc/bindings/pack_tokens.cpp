@@ -73,7 +73,7 @@ struct Blame {
         throw py::error_already_set();
     }
 
-    [[noreturn]] void refuse_item(Py_ssize_t row, Py_ssize_t index, py::handle item, const char* expected) const {
+    [[noreturn]] void reject_item(Py_ssize_t row, Py_ssize_t index, py::handle item, const char* expected) const {
         // An item that is not a number raises TypeError, one that is out of range ValueError. Other errors come from
         // the item's own methods and pass through.
         PyObject* type =
@@ -113,7 +113,7 @@ class Rows {
     void write(Py_ssize_t row, typename Kind::Value* to) const {
         PyObject* items = rows_[size_t(row)].ptr();
         const Py_ssize_t length = lengths_[size_t(row)];
-        if (PySequence_Fast_GET_SIZE(items) != length) refuse_changed(row);
+        if (PySequence_Fast_GET_SIZE(items) != length) reject_changed(row);
         PyObject** first = PySequence_Fast_ITEMS(items);
         Py_ssize_t index = 0;
         while (index < length && Kind::quick(first[index], to[index])) ++index;
@@ -125,14 +125,14 @@ class Rows {
     template <class Kind>
     void write_odd(Py_ssize_t row, Py_ssize_t index, typename Kind::Value* to) const {
         const py::tuple items(rows_[size_t(row)]);
-        if (Py_ssize_t(items.size()) != lengths_[size_t(row)]) refuse_changed(row);
+        if (Py_ssize_t(items.size()) != lengths_[size_t(row)]) reject_changed(row);
         for (; index < lengths_[size_t(row)]; ++index) {
             PyObject* item = PyTuple_GET_ITEM(items.ptr(), index);
-            if (!Kind::convert(item, to[index])) blame_.refuse_item(row, index, item, Kind::kExpected);
+            if (!Kind::convert(item, to[index])) blame_.reject_item(row, index, item, Kind::kExpected);
         }
     }
 
-    [[noreturn]] void refuse_changed(Py_ssize_t row) const {
+    [[noreturn]] void reject_changed(Py_ssize_t row) const {
         blame_.refuse(PyExc_RuntimeError, row,
                       py::str("{} changed its length while it was packed").format(blame_.name));
     }

@@ -34,11 +34,11 @@ std::string shape_of(const View& view) {
     return text + "]";
 }
 
-void refuse_shape(const char* name, const View& view, const std::string& expected) {
+void reject_shape(const char* name, const View& view, const std::string& expected) {
     throw InvalidInput(std::string(name) + ".shape=" + shape_of(view) + ": expected " + expected);
 }
 
-void refuse_dtype(const char* name, const View& view, std::initializer_list<DType> expected) {
+void reject_dtype(const char* name, const View& view, std::initializer_list<DType> expected) {
     std::string names;
     for (const DType* dtype = expected.begin(); dtype != expected.end(); ++dtype) {
         if (dtype != expected.begin()) names += dtype + 1 == expected.end() ? " or " : ", ";
@@ -47,12 +47,12 @@ void refuse_dtype(const char* name, const View& view, std::initializer_list<DTyp
     throw InvalidInput(std::string(name) + ".dtype=" + name_of(view.dtype) + ": expected " + names);
 }
 
-void refuse_bytes(const char* name, const View& view, int64_t least) {
+void reject_bytes(const char* name, const View& view, int64_t least) {
     throw InvalidInput(std::string(name) + ": expected at least " + std::to_string(least) + " bytes, got " +
                        std::to_string(view.size() * bytes_of(view.dtype)));
 }
 
-void refuse_missing(const char* name, const char* needed_for) {
+void reject_missing(const char* name, const char* needed_for) {
     throw InvalidInput(std::string(name) + "=None: expected a tensor, as " + needed_for);
 }
 

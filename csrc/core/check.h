@@ -22,10 +22,10 @@ std::string shape_of(const View& view);  // "[8, 256]"
 
 // These throw InvalidInput for the tensor called `name`. The message gives what was expected and what was passed. The
 // checks below run on every call of an op, so they build a message only if they fail.
-void refuse_shape(const char* name, const View& view, const std::string& expected);
-void refuse_dtype(const char* name, const View& view, std::initializer_list<DType> expected);
-void refuse_bytes(const char* name, const View& view, int64_t least);
-void refuse_missing(const char* name, const char* needed_for);
+void reject_shape(const char* name, const View& view, const std::string& expected);
+void reject_dtype(const char* name, const View& view, std::initializer_list<DType> expected);
+void reject_bytes(const char* name, const View& view, int64_t least);
+void reject_missing(const char* name, const char* needed_for);
 
 inline bool has_shape(const View& view, std::initializer_list<int64_t> shape) {
     if (view.dims != int(shape.size())) return false;
@@ -48,27 +48,27 @@ inline void require_shape(const char* name, const View& view, std::initializer_l
     View expected;
     expected.dims = int(shape.size());
     for (int d = 0; d < expected.dims; ++d) expected.shape[d] = shape.begin()[d];
-    refuse_shape(name, view, shape_of(expected));
+    reject_shape(name, view, shape_of(expected));
 }
 inline void require_shape_of(const char* name, const View& view, const char* other_name, const View& other) {
-    if (!has_shape_of(view, other)) refuse_shape(name, view, shape_of(other) + ", the shape of " + other_name);
+    if (!has_shape_of(view, other)) reject_shape(name, view, shape_of(other) + ", the shape of " + other_name);
 }
 inline void require_dtype(const char* name, const View& view, std::initializer_list<DType> expected) {
     for (DType dtype : expected) {
         if (view.dtype == dtype) return;
     }
-    refuse_dtype(name, view, expected);
+    reject_dtype(name, view, expected);
 }
 // The dtypes of token streams.
 inline void require_float_stream(const char* name, const View& view) {
     require_dtype(name, view, {DType::f32, DType::bf16, DType::f16});
 }
 inline void require_given(const char* name, const View& view, const char* needed_for) {
-    if (!view) refuse_missing(name, needed_for);
+    if (!view) reject_missing(name, needed_for);
 }
 // Throws unless the scratch memory has at least `least` bytes.
 inline void require_bytes(const char* name, const View& view, int64_t least) {
-    if (view.size() * bytes_of(view.dtype) < least) refuse_bytes(name, view, least);
+    if (view.size() * bytes_of(view.dtype) < least) reject_bytes(name, view, least);
 }
 
 // A matrix of this dtype with contiguous rows.

@@ -32,7 +32,7 @@ std::pair<int, int> driver_version();
 int device_count();
 Device device(int index);
 
-[[noreturn]] inline void refuse_without_cuda() {
+[[noreturn]] inline void reject_without_cuda() {
     throw std::runtime_error(
         "turnwise was built without CUDA; build it with -DTURNWISE_CUDA=ON and an nvcc on the PATH");
 }

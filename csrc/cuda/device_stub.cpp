@@ -28,16 +28,16 @@ std::string architectures() {
     return "";
 }
 std::pair<int, int> runtime_version() {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 std::pair<int, int> driver_version() {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 int device_count() {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 Device device(int) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 
 }  // namespace turnwise::cuda

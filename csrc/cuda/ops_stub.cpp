@@ -11,57 +11,57 @@
 namespace turnwise::cuda {
 
 std::string unsupported_reason(int) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void logprob_scan(const LogitTile&, const View&, bool, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void logprob_finish(const View&, const View&, const View&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void logprob_grad(const LogitTile&, const LogprobGradient&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void logprob_weights(const LogitTile&, const View&, const View&, const View&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 int64_t grouped_policy_loss_workspace(int64_t, int64_t, int, int64_t, bool, int) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void grouped_policy_loss(const GroupedPolicyLossInput&, const GroupAdvantageOptions&, const PolicyLossOptions&,
                          const PolicyLossOutput&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 int64_t policy_loss_workspace(int64_t, int64_t, int, int) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void policy_loss(const PolicyLossInput&, const PolicyLossOptions&, const PolicyLossOutput&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void scale(const View&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 
 int64_t group_advantage_workspace(int64_t, int64_t, bool, bool) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void group_advantage(const GroupAdvantageInput&, const GroupAdvantageOptions&, const View&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 int64_t token_reward_sum_workspace(int64_t) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void token_reward_sum(const TokenRewardsInput&, const View&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 int64_t token_scan_workspace(int64_t) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void token_returns(const TokenRewardsInput&, double, const View&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 void gae(const GaeInput&, double, double, const View&, const View&, const View&, Stream) {
-    refuse_without_cuda();
+    reject_without_cuda();
 }
 
 }  // namespace turnwise::cuda

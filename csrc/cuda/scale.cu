@@ -42,7 +42,7 @@ void run(const View& values, const View& factor, Stream stream) {
 void scale(const View& values, const View& factor, Stream stream) {
     require_float_stream("values", values);
     require_dtype("factor", factor, {DType::f32});
-    if (factor.size() != 1) refuse_shape("factor", factor, "one value");
+    if (factor.size() != 1) reject_shape("factor", factor, "one value");
     require_one_device(values, {&factor});
     if (values.size() == 0) return;
     const DeviceGuard guard(values.device);

@@ -117,10 +117,10 @@ class TokenRun {
 
 inline TokenRows token_rows(const View& tokens, const View& cu_seqlens, const char* name) {
     if (!cu_seqlens) {
-        if (tokens.dims != 2) refuse_shape(name, tokens, "[B, T], or [N] with cu_seqlens");
+        if (tokens.dims != 2) reject_shape(name, tokens, "[B, T], or [N] with cu_seqlens");
         return {tokens.shape[0], tokens.size(), tokens.shape[1], nullptr, false};
     }
-    if (tokens.dims != 1) refuse_shape(name, tokens, "[N], as cu_seqlens is given");
+    if (tokens.dims != 1) reject_shape(name, tokens, "[N], as cu_seqlens is given");
     require_one_device(tokens, {&cu_seqlens});
     check_cu_seqlens(cu_seqlens);
     return {cu_seqlens.shape[0] - 1, tokens.size(), 0, cu_seqlens.data, cu_seqlens.dtype == DType::i64};

@@ -446,7 +446,7 @@ void run(const GroupAdvantageInput& in, const GroupAdvantageOptions& o, const Vi
 void check_group_advantage(const GroupAdvantageInput& input, const GroupAdvantageOptions& options,
                            const View& advantages) {
     const View& rewards = input.rewards;
-    if (rewards.dims != 1) refuse_shape("rewards", rewards, "[B]");
+    if (rewards.dims != 1) reject_shape("rewards", rewards, "[B]");
     require(is_contiguous_1d(rewards), "rewards: expected a contiguous tensor");
     const auto check_column = [&](const char* name, const View& column, DType dtype) {
         if (!column) return;

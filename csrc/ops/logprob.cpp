@@ -132,7 +132,7 @@ class Tile {
 
 void check_logit_tile(const LogitTile& tile) {
     const View& logits = tile.logits;
-    if (logits.dims != 2) refuse_shape("logits", logits, "[N, V]");
+    if (logits.dims != 2) reject_shape("logits", logits, "[N, V]");
     require_float_stream("logits", logits);
     require(has_contiguous_rows(logits), "logits: expected contiguous rows");
     require_shape("targets", tile.targets, {logits.shape[0]});
@@ -167,7 +167,7 @@ void check_logprob_gradient(const LogprobGradient& gradient, int64_t rows) {
 void check_logprob_sums(const View& reference, const View& sums, int64_t rows) {
     check_row_floats("reference", reference, rows);
     require(is_contiguous_1d(reference), "reference: expected a contiguous tensor");
-    if (sums.dims != 2 || sums.shape[0] != rows) refuse_shape("sums", sums, "[N, H]");
+    if (sums.dims != 2 || sums.shape[0] != rows) reject_shape("sums", sums, "[N, H]");
     require_dtype("sums", sums, {DType::f32});
     require(has_contiguous_rows(sums), "sums: expected contiguous rows");
 }
@@ -264,7 +264,7 @@ void logprob_weights(const LogitTile& given, const View& state_view, const View&
 }
 
 void add_narrow(const View& total, const View& part, int threads) {
-    if (total.dims != 2) refuse_shape("total", total, "[N, H]");
+    if (total.dims != 2) reject_shape("total", total, "[N, H]");
     require_shape_of("part", part, "total", total);
     require_dtype("total", total, {DType::f32});
     require_float_stream("part", part);

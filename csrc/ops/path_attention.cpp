@@ -37,7 +37,7 @@ int64_t checked_places(const PathTensors& tensors, int64_t rows, int64_t places)
     }
     const View& path = tensors.path;
     require_dtype("path", path, {DType::i64});
-    if (path.dims != 2 || path.shape[0] != rows) refuse_shape("path", path, "[R, S]");
+    if (path.dims != 2 || path.shape[0] != rows) reject_shape("path", path, "[R, S]");
     require(has_contiguous_rows(path), "path: expected contiguous rows");
     const int64_t *begin = tensors.begin.as<int64_t>(), *end = tensors.end.as<int64_t>();
     int64_t longest = 0;
@@ -88,7 +88,7 @@ void run(const PathTensors& tensors, const View& out, int64_t longest, int threa
 void path_attention(const PathTensors& tensors, const View& out, int threads) {
     const View& query = tensors.query;
     const int64_t rows = query.shape[0], heads = tensors.heads, kv_heads = tensors.kv_heads;
-    if (query.dims != 2) refuse_shape("query", query, "[R, heads * size]");
+    if (query.dims != 2) reject_shape("query", query, "[R, heads * size]");
     require_dtype("query", query, {DType::f32, DType::f64});
     require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && query.shape[1] % heads == 0 && query.shape[1] > 0,
             "heads, kv_heads: expected a divisor of the width of query, and one of its own");

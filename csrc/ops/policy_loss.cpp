@@ -526,7 +526,7 @@ void check_policy_loss(const PolicyLossInput& in, const PolicyLossOptions& o, in
     if (in.normalizer) {
         require_dtype("normalizer", in.normalizer, {DType::f32});
         const int64_t count = by_actor ? o.num_actors : 1;
-        if (in.normalizer.size() != count) refuse_shape("normalizer", in.normalizer, std::to_string(count) + " values");
+        if (in.normalizer.size() != count) reject_shape("normalizer", in.normalizer, std::to_string(count) + " values");
     }
 }
 

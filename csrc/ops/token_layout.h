@@ -14,7 +14,7 @@ namespace turnwise {
 constexpr int64_t kStreamBytes = int64_t(2) << 20;
 
 inline void check_cu_seqlens(const View& cu_seqlens) {
-    if (cu_seqlens.dims != 1 || cu_seqlens.shape[0] < 1) refuse_shape("cu_seqlens", cu_seqlens, "[B + 1]");
+    if (cu_seqlens.dims != 1 || cu_seqlens.shape[0] < 1) reject_shape("cu_seqlens", cu_seqlens, "[B + 1]");
     require(is_contiguous_1d(cu_seqlens), "cu_seqlens: expected a contiguous tensor");
     require_dtype("cu_seqlens", cu_seqlens, {DType::i64, DType::i32});
 }
@@ -25,12 +25,12 @@ class TokenLayout {
     // `name`: the argument of `tokens`, for messages.
     TokenLayout(const View& tokens, const View& cu_seqlens, const char* name = "logprobs") : packed_(bool(cu_seqlens)) {
         if (!packed_) {
-            if (tokens.dims != 2) refuse_shape(name, tokens, "[B, T], or [N] with cu_seqlens");
+            if (tokens.dims != 2) reject_shape(name, tokens, "[B, T], or [N] with cu_seqlens");
             rows_ = tokens.shape[0];
             width_ = tokens.shape[1];
             return;
         }
-        if (tokens.dims != 1) refuse_shape(name, tokens, "[N], as cu_seqlens is given");
+        if (tokens.dims != 1) reject_shape(name, tokens, "[N], as cu_seqlens is given");
         check_cu_seqlens(cu_seqlens);
         rows_ = cu_seqlens.shape[0] - 1;
         if (cu_seqlens.dtype == DType::i64) {

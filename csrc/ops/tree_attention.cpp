@@ -128,7 +128,7 @@ TreeRows rows_of(const View& view) {
 TreeForward checked(const TreeSegments& segments, const TreeTensors& tensors, const View& out, const View& lse) {
     const View& query = tensors.query;
     const int64_t places = query.shape[0], heads = tensors.heads, kv_heads = tensors.kv_heads;
-    if (query.dims != 2) refuse_shape("query", query, "[U, heads * size]");
+    if (query.dims != 2) reject_shape("query", query, "[U, heads * size]");
     require_dtype("query", query, {DType::f32, DType::f64});
     require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && query.shape[1] % heads == 0 && query.shape[1] > 0,
             "heads, kv_heads: expected a divisor of the width of query, and one of its own");

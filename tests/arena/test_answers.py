@@ -10,21 +10,21 @@ from turnwise.types import EpisodeRequest
 
 
 def test_parts_are_compared_one_by_one():
-    """Of three wrong parts two are mended, of two right ones one is broken."""
+    """Of three wrong parts two are fixed, of two right ones one is broken."""
     handed = ("_2__5", (False, True, False, False, True))
     left = ("1x3_5", (True, False, True, False, True))
     found = contribution_of(handed, left)
-    assert found == Contribution(handed=1, changed=1, wrong=3, mended=2, right=2, broke=1)
-    assert found.rates() == {"changed": 1.0, "mended": 2 / 3, "broke": 1 / 2}
+    assert found == Contribution(handed=1, changed=1, wrong=3, fixed=2, right=2, broken=1)
+    assert found.rates() == {"changed": 1.0, "fixed": 2 / 3, "broken": 1 / 2}
 
 
 def test_an_answer_that_is_kept_and_one_that_is_lost():
     handed = (["same"], (True, False))
     kept, lost = contribution_of(handed, (["same"], (True, False))), contribution_of(handed, None)
     assert kept == Contribution(handed=1, wrong=1, right=1)
-    assert lost == Contribution(handed=1, changed=1, wrong=1, right=1, broke=1)
-    assert kept + lost == Contribution(handed=2, changed=1, wrong=2, mended=0, right=2, broke=1)
-    assert Contribution(handed=4, changed=1, right=4).rates() == {"changed": 0.25, "broke": 0.0}, "no wrong part"
+    assert lost == Contribution(handed=1, changed=1, wrong=1, right=1, broken=1)
+    assert kept + lost == Contribution(handed=2, changed=1, wrong=2, fixed=0, right=2, broken=1)
+    assert Contribution(handed=4, changed=1, right=4).rates() == {"changed": 0.25, "broken": 0.0}, "no wrong part"
 
 
 def test_bad_results_of_the_hook_name_it():
@@ -74,7 +74,7 @@ async def test_a_reviser_mends_two_of_three_and_breaks_one_of_two(make_arena):
     results = await arena.evaluation().generate_rollouts(requests)
     assert all("handed" not in result.rollout.steps[0].info for result in results), "the writer is handed nothing"
     edited = [Contribution(**result.rollout.steps[1].info["handed"]) for result in results]
-    assert sum(edited, Contribution()) == Contribution(handed=5, changed=3, wrong=3, mended=2, right=2, broke=1)
+    assert sum(edited, Contribution()) == Contribution(handed=5, changed=3, wrong=3, fixed=2, right=2, broken=1)
     trained = await arena.generate_rollouts(requests)
     assert not any("handed" in step.info for result in trained for step in result.rollout.steps)
 

@@ -112,7 +112,7 @@ def test_each_actor_is_left_out_and_plays_alone(sudoku):
     assert made.handed > 0 and made.wrong + made.right == 12 * made.handed
     shown = render(measured).splitlines()
     place = shown.index("what each actor adds (same questions, same seeds):")
-    assert shown[place + 1].split()[:6] == ["actor", "changed", "mended", "broke", "without", "it"]
+    assert shown[place + 1].split()[:6] == ["actor", "changed", "fixed", "broken", "without", "it"]
     share = made.changed / made.handed
     assert shown[place + 3].split()[:3] == ["reviser", f"{share:.1%}", f"({made.changed}/{made.handed})"]
 
@@ -124,7 +124,7 @@ def test_ablations_as_json_and_their_errors(sudoku, capsys):
     assert [row["actor"] for row in plain["ablations"]] == ["reviser", "proposer"]
     reviser = plain["ablations"][0]
     assert reviser["without"]["episodes"] == 2 and "mean" in reviser["difference"]["difference"]
-    assert plain["contributions"]["reviser"].keys() == {"handed", "changed", "wrong", "mended", "right", "broke"}
+    assert plain["contributions"]["reviser"].keys() == {"handed", "changed", "wrong", "fixed", "right", "broken"}
     assert cli.main([*words, "--ablate", "revisor"]) == 2
     assert "--ablate revisor: task 'sudoku' has no actor 'revisor'; did you mean 'reviser'?" in capsys.readouterr().err
     assert cli.main([*words, "--ablate", "reviser", "--against", "start"]) == 2

@@ -37,19 +37,19 @@ def value_between(first, second):
 def test_scripted_players_meet_as_the_game_says(run_dir):
     """The equilibrium's payoff from random play lies in the interval that was found, and the ratings rank them so."""
     result = play_tournament([run_dir], checkpoints=["newest"], games=600)
-    assert result.entrants == ("games/step_00000004", "random", "oracle")
+    assert result.participants == ("games/step_00000004", "random", "oracle")
     record = result.payoffs.between("oracle", "random")
     low, high = record.payoff_interval()
     expected = value_between(equilibrium(), np.full((12, 2), 0.5))
     assert expected > 0.1 and low - 0.05 < expected < high + 0.05
     assert (record.games, record.matches) == (600, 300) and record.wins + record.draws + record.losses == 600
-    elo = dict(zip(result.entrants, result.ratings.elo, strict=True))
+    elo = dict(zip(result.participants, result.ratings.elo, strict=True))
     assert elo["oracle"] > elo["random"]
 
 
 def test_every_checkpoint_and_member_enters_and_equal_calls_are_equal(run_dir):
     first = play_tournament([run_dir], games=8, baselines=["random"])
-    assert first.entrants == (*(f"games/step_0000000{step}" for step in (2, 3, 4)), "random"), "3 is the league's"
+    assert first.participants == (*(f"games/step_0000000{step}" for step in (2, 3, 4)), "random"), "3 is the league's"
     again = play_tournament([run_dir], games=8, baselines=["random"])
     assert to_json(first) == to_json(again)
     pairs = to_json(first)["pairs"]
@@ -63,8 +63,8 @@ def test_runs_play_across_each_with_its_own_weights(run_dir, tmp_path):
     run.train()
     run.close()
     result = play_tournament([run_dir, tmp_path / "games"], checkpoints=["newest"], games=40, baselines=[])
-    assert result.entrants == (f"{run_dir}/step_00000004", f"{tmp_path / 'games'}/step_00000001")
-    record = result.payoffs.between(*result.entrants)
+    assert result.participants == (f"{run_dir}/step_00000004", f"{tmp_path / 'games'}/step_00000001")
+    record = result.payoffs.between(*result.participants)
     assert record.mean_payoff() > 0.5 and record.wins > record.losses
 
 
@@ -72,7 +72,7 @@ def test_the_command_prints_tables_or_json(run_dir, capsys):
     words = ["tournament", str(run_dir), "--checkpoints", "newest", "--games", "4", "--baselines", "random"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    assert "kuhn_poker: 2 entrants, 4 games per pair" in shown and "games/step_00000004" in shown and "Elo" in shown
+    assert "kuhn_poker: 2 participants, 4 games per pair" in shown and "games/step_00000004" in shown and "Elo" in shown
     assert cli.main([*words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert {entry["player"] for entry in said["ratings"]} == {"games/step_00000004", "random"}
@@ -84,7 +84,7 @@ def test_the_command_prints_tables_or_json(run_dir, capsys):
     [
         ({"games": 1}, "games=1"),
         ({"baselines": ["randm"]}, "did you mean 'random'"),
-        ({"checkpoints": ["newest"], "baselines": []}, "1 entrant"),
+        ({"checkpoints": ["newest"], "baselines": []}, "1 participant"),
         ({"task": "sudoku"}, "expected a task with seats"),
     ],
 )

@@ -191,7 +191,7 @@ def test_an_engine_that_dies_is_started_again_at_another_address(tmp_path: Path,
 def test_only_a_process_that_dies_young_waits_longer_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, young: float, pauses: list[float]
 ) -> None:
-    monkeypatch.setattr("turnwise.cluster.supervisor.YOUNG", young)
+    monkeypatch.setattr("turnwise.cluster.supervisor.EARLY_EXIT_SECONDS", young)
     run, role, found = Run(tmp_path, **TEAM), "engine-main-0", list[float]()
 
     def act() -> None:

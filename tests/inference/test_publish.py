@@ -227,7 +227,7 @@ def test_a_receiver_that_stays_away_is_waited_for_once(receivers: Receivers) -> 
 
 def test_the_same_weights_again_take_the_same_group(receivers: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an update failed at all engines, and is repeated. The three may ask some time apart."""
-    monkeypatch.setattr(hub, "SETTLED", 1.5)
+    monkeypatch.setattr(hub, "QUIET_SECONDS", 1.5)
     numbers = receivers.start(3)
     with sending() as transfer:
         handle = transfer.send(weights_of(0))
@@ -330,8 +330,8 @@ def test_a_sender_without_the_key_is_refused() -> None:
             connection, _ = listener.accept()
             with connection:
                 other = wire.Wire(connection)
-                other.say(turnwise=wire.PROTOCOL, number="0" * 32)
-                other.say(proof=other.hear(5)["proof"])
+                other.send(turnwise=wire.PROTOCOL, number="0" * 32)
+                other.send(proof=other.receive(5)["proof"])
                 connection.recv(1)
 
         thread = threading.Thread(target=pretend)
@@ -350,7 +350,7 @@ def test_a_receiver_that_talks_nonsense_is_lost_and_the_next_one_served(receiver
         handle = transfer.send(weights_of(0))
         other = wire.join("127.0.0.1", handle["port"], handle["key"], handle["mark"])
         with told("a receiver of weights at 127.0.0.1:.* was lost: invalid literal for int"):
-            other.say(want="all")
+            other.send(want="all")
             until(lambda: other.has_news(0.1))
         other.close()
         assert receivers.open(numbers, handle) == [described(weights_of(0))]

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from turnwise.inference import TransformersClient
 from turnwise.inference.common.sizes import context_length, shortest_context
-from turnwise.inference.local.decode import obstacle_to_cache
+from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.types import ModelRequest, Sampling
 
 from .helpers import CONTEXT, SIZES, build, teacher_forced
@@ -46,7 +46,7 @@ def test_the_trial_finds_what_has_no_cache(kind: str) -> None:
     model = other(kind)
     state = torch.get_rng_state()
     with torch.no_grad():
-        told = obstacle_to_cache(model)
+        told = cache_unsupported_reason(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert UNCACHED[kind] in told if kind in UNCACHED else not told
 
@@ -54,10 +54,10 @@ def test_the_trial_finds_what_has_no_cache(kind: str) -> None:
 def test_a_cache_that_changes_results_is_found_out() -> None:
     model = build("mistral-window")
     with torch.no_grad():
-        assert obstacle_to_cache(model) == ""
+        assert cache_unsupported_reason(model) == ""
         layer = model.model.layers[1]
         layer.register_forward_hook(lambda _, __, out: out + 1 if out.shape[1] == 1 else out)
-        assert "passes with a cache come out otherwise" in obstacle_to_cache(model)
+        assert "passes with a cache come out otherwise" in cache_unsupported_reason(model)
 
 
 @pytest.mark.parametrize("kind", OTHERS)

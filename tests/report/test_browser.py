@@ -214,19 +214,19 @@ def test_a_run_that_has_only_begun_opens(browser, tmp_path):
 
 def test_what_each_actor_adds_is_a_table_of_text(page):
     """The real run hands drafts on; a run with ablations has two more columns, and names stay text."""
-    assert page.locator(".adds thead th").all_inner_texts() == ["actor", "changed", "mended", "broke"]
+    assert page.locator(".adds thead th").all_inner_texts() == ["actor", "changed", "fixed", "broken"]
     assert page.locator(".adds tbody th").all_inner_texts()[-1] == "reviser"
     page.evaluate(
         """() => {
           const run = JSON.parse(document.getElementById("data").textContent);
-          const reviser = { handed: 40, changed: 0.25, wrong: 1200, mended: 0.1254, right: 0, without: 0.5, alone: 0 };
+          const reviser = { handed: 40, changed: 0.25, wrong: 1200, fixed: 0.1254, right: 0, without: 0.5, alone: 0 };
           run.contributions = { step: 7, actors: { "<b>reviser</b>": reviser, proposer: { without: 1 } } };
           document.getElementById("main").replaceChildren(contributionTable(run));
         }"""
     )
     table = page.locator(".adds")
     assert table.locator("figcaption").inner_text() == "What each actor adds at the validation of step 7"
-    assert table.locator("thead th").all_inner_texts() == ["actor", "changed", "mended", "without it", "alone"]
+    assert table.locator("thead th").all_inner_texts() == ["actor", "changed", "fixed", "without it", "alone"]
     rows = [row.locator("th, td").all_inner_texts() for row in table.locator("tbody tr").all()]
     assert rows == [
         ["<b>reviser</b>", "25.0% of 40", "12.5% of 1,200", "50.0%", "0.0%"],

@@ -100,7 +100,7 @@ def test_a_real_run(real_run):
     assert {"loss", "grad_norm", "reward/proposer", "step_reward/reviser"} <= series.keys()
     added = run["contributions"]
     assert added["step"] == 3 and list(added["actors"]) == ["proposer", "reviser"]
-    assert {"handed", "changed", "wrong", "mended", "right"} <= added["actors"]["reviser"].keys()
+    assert {"handed", "changed", "wrong", "fixed", "right"} <= added["actors"]["reviser"].keys()
     step = run["episodes"][0]["steps"][0]
     assert "".join(step["tokens"]).removesuffix("<|end|>") == step["text"]
 
@@ -144,7 +144,7 @@ def test_long_episodes_leave_room_for_fewer():
 # ---- what each actor adds -------------------------------------------------------------------------------------------
 def test_the_last_validation_that_measured_actors_is_taken(tmp_path):
     log = RunLog(tmp_path, 3)
-    log.step(1, {"validation": 0.4, "validation/a/b/changed": 0.9, "validation/editor/mended": 0.1})
+    log.step(1, {"validation": 0.4, "validation/a/b/changed": 0.9, "validation/editor/fixed": 0.1})
     log.step(2, {"validation": 0.5, "validation/a/b/changed": 0.25, "validation/a/b/handed": 8, "metric/x": 1.0})
     log.step(3, {"validation": 0.6})
     assert read_run(tmp_path)["contributions"] == {"step": 2, "actors": {"a/b": {"changed": 0.25, "handed": 8.0}}}

@@ -458,28 +458,28 @@ def changed(**counts: int) -> Contribution:
 CHANGES = {
     # EIGHT lacks columns 2 and 4 and boxes 1 and 2; NINE lacks row 1, column 2 and box 1. One reply is unreadable.
     "sudoku": (["eight", "nine", "1234", "solved"], {}, [
-        ("reviser", 0, changed(wrong=4, mended=2, right=8, broke=1)),
+        ("reviser", 0, changed(wrong=4, fixed=2, right=8, broken=1)),
         ("proposer", 1, Contribution(handed=1, wrong=3, right=9)),
-        ("reviser", 1, changed(wrong=3, mended=3, right=9)),
+        ("reviser", 1, changed(wrong=3, fixed=3, right=9)),
     ]),
     # It breaks a right suggestion, repeats a wrong one, and is handed none in the last round.
     "plan_path": (["D R R U", "D R", "U", "U", "no moves", "R U"], {}, [
-        ("planner", 0, changed(right=1, broke=1)), ("planner", 1, Contribution(handed=1, wrong=1)),
+        ("planner", 0, changed(right=1, broken=1)), ("planner", 1, Contribution(handed=1, wrong=1)),
     ]),
-    "plan_path, mended": (["U", "D R R U"], {}, [("planner", 0, changed(wrong=1, mended=1))]),
-    "plan_path, babbled": (["D R R U", "Hm."], {"max_turns": 1}, [("planner", 0, changed(right=1, broke=1))]),
+    "plan_path, fixed": (["U", "D R R U"], {}, [("planner", 0, changed(wrong=1, fixed=1))]),
+    "plan_path, babbled": (["D R R U", "Hm."], {"max_turns": 1}, [("planner", 0, changed(right=1, broken=1))]),
     "sokoban": (["D R", "D", "R", "R"], {}, [
-        ("planner", 0, changed(right=1, broke=1)), ("planner", 1, Contribution(handed=1, right=1)),
+        ("planner", 0, changed(right=1, broken=1)), ("planner", 1, Contribution(handed=1, right=1)),
     ]),
     "code_duel": ([LEN, "f([1, 2]) == 3", RIGHT, "f([7]) == 8", LEN, "f([1, 2]) == 3"], {"max_turns": 3}, [
-        ("coder", 1, changed(wrong=1, mended=1)), ("coder", 2, changed(right=1, broke=1)),
+        ("coder", 1, changed(wrong=1, fixed=1)), ("coder", 2, changed(right=1, broken=1)),
     ]),
     "refine_loop": (["2 2 6", "wrong: sum", "1 3 5", "wrong: count", "2 2 6", "ok"], {"max_turns": 3}, [
-        ("generator", 1, changed(wrong=1, mended=1)), ("generator", 2, changed(right=1, broke=1)),
+        ("generator", 1, changed(wrong=1, fixed=1)), ("generator", 2, changed(right=1, broken=1)),
     ]),
-    "math_orchestra": ([FIVE, NO, FOUR, YES], {}, [("solver", 1, changed(wrong=1, mended=1))]),
+    "math_orchestra": ([FIVE, NO, FOUR, YES], {}, [("solver", 1, changed(wrong=1, fixed=1))]),
     "math_orchestra, kept": ([FOUR, NO, "Again:\n#### 4", YES], {}, [("solver", 1, Contribution(handed=1, right=1))]),
-    "split_clues": (["190", "298"], {}, [("writer", 0, changed(wrong=2, mended=2, right=1))]),
+    "split_clues": (["190", "298"], {}, [("writer", 0, changed(wrong=2, fixed=2, right=1))]),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from turnwise.arena.answers import Contribution
 from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.train import ConfigError, EvalSet
-from turnwise.train.eval.ablate import Ablation, Addition, Lineup, ablate, addition_metrics
+from turnwise.train.eval.ablate import Ablation, Addition, SubTeam, ablate, addition_metrics
 from turnwise.train.eval.evaluate import evaluate
 from turnwise.train.log.run_log import read_metrics
 from turnwise.types import Actor, EpisodeRequest
@@ -49,8 +49,8 @@ def right(extras):
     return extras["right"]
 
 
-def lineup(*actors):
-    return Lineup(actors, {"letter": Letter(*actors)}, f"right/{actors[0]}")
+def sub_team(*actors):
+    return SubTeam(actors, {"letter": Letter(*actors)}, f"right/{actors[0]}")
 
 
 def answer(request):
@@ -77,22 +77,22 @@ def arena_of(client):
 POLICIES = ("weights of writer", "weights of editor")
 REQUESTS = [EpisodeRequest("letter", question, group_id=question, seed=0) for question in QUESTIONS]
 ABLATIONS = [
-    Ablation("writer", lineup("editor"), lineup("writer")),
-    Ablation("editor", lineup("writer"), lineup("editor")),
+    Ablation("writer", sub_team("editor"), sub_team("writer")),
+    Ablation("editor", sub_team("writer"), sub_team("editor")),
 ]
 
 
 async def test_the_editor_mends_two_of_three_and_breaks_one_of_two(arena):
     team = await evaluate(arena, REQUESTS, "right/writer")
     assert team.values == [1, 1, 0, 1, 0] and team.success == 0.6
-    assert team.contributions == {"editor": Contribution(handed=5, changed=3, wrong=3, mended=2, right=2, broke=1)}, (
+    assert team.contributions == {"editor": Contribution(handed=5, changed=3, wrong=3, fixed=2, right=2, broken=1)}, (
         "the writer is handed nothing"
     )
     # Success without each actor, and alone.
     arena.client.calls.clear()
     writer, editor = await ablate(arena, REQUESTS, team, ABLATIONS)
     assert (editor.without.success, editor.alone.success) == (0.4, 0.2)
-    assert (writer.without, writer.alone) == (editor.alone, editor.without), "each lineup is played once"
+    assert (writer.without, writer.alone) == (editor.alone, editor.without), "each sub_team is played once"
     asked = [call.policy for call in arena.client.calls]
     assert sorted(asked) == ["weights of editor"] * 5 + ["weights of writer"] * 5, "never the absent one's"
     # Without the editor: 0 0 0 1 1, against the team's 1 1 0 1 0.
@@ -103,7 +103,7 @@ async def test_the_editor_mends_two_of_three_and_breaks_one_of_two(arena):
     metrics = addition_metrics(team, [writer, editor])
     assert metrics == {
         "editor/handed": 5, "editor/wrong": 3, "editor/right": 2,
-        "editor/changed": 0.6, "editor/mended": 2 / 3, "editor/broke": 0.5,
+        "editor/changed": 0.6, "editor/fixed": 2 / 3, "editor/broken": 0.5,
         "editor/without": 0.4, "editor/alone": 0.2, "writer/without": 0.2, "writer/alone": 0.4,
     }  # fmt: skip
 
@@ -111,13 +111,13 @@ async def test_the_editor_mends_two_of_three_and_breaks_one_of_two(arena):
 async def test_the_weights_of_an_absent_actor_are_not_needed(arena):
     team = await evaluate(arena, REQUESTS, "right/writer")
     without_editor = arena_of(ScriptedClient(answer, versions={"weights of writer": 0}))
-    (found,) = await ablate(without_editor, REQUESTS, team, [Ablation("editor", lineup("writer"), None)])
+    (found,) = await ablate(without_editor, REQUESTS, team, [Ablation("editor", sub_team("writer"), None)])
     assert found.without.success == 0.4
-    wrong = Lineup(("writer",), {"letter": Letter("writer", "editor")}, "right/writer")
+    wrong = SubTeam(("writer",), {"letter": Letter("writer", "editor")}, "right/writer")
     with pytest.raises(BatchFailedError, match=r"actor_id='editor': no such actor"):
         await ablate(arena, REQUESTS, team, [Ablation("editor", wrong, None)])
-    # A lineup that cannot play is left out.
-    found = await ablate(arena, REQUESTS, team, [Ablation("writer", None, lineup("writer"))])
+    # A sub_team that cannot play is left out.
+    found = await ablate(arena, REQUESTS, team, [Ablation("writer", None, sub_team("writer"))])
     assert found == [Addition("writer", None, None, found[0].alone)]
     assert "writer/without" not in addition_metrics(team, found)
 
@@ -134,13 +134,13 @@ async def test_a_run_measures_each_validation_and_notes_harm_once(make_trainer):
     episode.team_answer = breaks
     await trainer.run()
     rows = read_metrics(trainer.config.run_dir)
-    assert [row["validation/second/broke"] for row in rows] == [1.0] * 4
-    assert [row["validation/first/broke"] for row in rows] == [0.0] * 4
-    assert "validation/second/mended" not in rows[0] and rows[0]["validation/second/handed"] == 2
+    assert [row["validation/second/broken"] for row in rows] == [1.0] * 4
+    assert [row["validation/first/broken"] for row in rows] == [0.0] * 4
+    assert "validation/second/fixed" not in rows[0] and rows[0]["validation/second/handed"] == 2
     told = [row for row in read_metrics(trainer.config.run_dir, "warnings.jsonl") if "mends less" in row["warning"]]
     assert [row["step"] for row in told] == [1], "not before any training, and once"
     assert told[0]["warning"].startswith(
-        "actor 'second' mends less than it breaks: it was handed 2 answers and changed 0; it mended 0 of 0 wrong parts "
+        "actor 'second' mends less than it breaks: it was handed 2 answers and changed 0; it fixed 0 of 0 wrong parts "
         "and broke 2 of 2 right ones. See what the team does without it (turnwise eval RUN --ablate second)"
     )
 
@@ -152,7 +152,7 @@ async def test_a_run_with_ablations_has_them_in_its_metrics(make_trainer):
     letters = trainer.arena.episodes["letters"]
     alone = type(letters)()
     alone.actors = ("first",)
-    planned = Ablation("second", Lineup(("first",), {"letters": alone}, "success/first"), None)
+    planned = Ablation("second", SubTeam(("first",), {"letters": alone}, "success/first"), None)
     trainer.validation = EvalSet(trainer.validation.requests, trainer.validation.metric, [planned])
     await trainer.run()
     rows = read_metrics(trainer.config.run_dir)

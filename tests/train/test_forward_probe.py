@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.packed_attention import packed_attention
 from turnwise.train.model.prefix_tree_attention import ATTENTION, tree_attention
-from turnwise.train.model.support import causal_lm, obstacle_to_fusing, obstacle_to_packing
+from turnwise.train.model.support import causal_lm, fusing_unsupported_reason, packing_unsupported_reason
 
 from .test_forward import SIZES
 
@@ -35,10 +35,10 @@ def test_a_stream_whose_rows_see_each_other_is_found_out(attention):
 
     model = build("llama")
     attention(leaking)
-    assert "packed rows come out otherwise than each alone" in obstacle_to_packing(model)
+    assert "packed rows come out otherwise than each alone" in packing_unsupported_reason(model)
     assert model.config._attn_implementation == "sdpa"
     attention(packed_attention)
-    assert obstacle_to_packing(model) == ""
+    assert packing_unsupported_reason(model) == ""
     assert model.config._attn_implementation == ATTENTION
 
 
@@ -47,14 +47,14 @@ def test_a_window_that_the_attention_is_not_told_is_found_out(attention):
         return packed_attention(module, query, key, value, mask, **kwargs)
 
     attention(untold)
-    found = obstacle_to_packing(build("mistral", sliding_window=40))
+    found = packing_unsupported_reason(build("mistral", sliding_window=40))
     assert found == "a layer of kind 'sliding_attention' has the window None"
-    assert obstacle_to_packing(build("mistral", sliding_window=None)) == ""
+    assert packing_unsupported_reason(build("mistral", sliding_window=None)) == ""
 
 
 def test_a_chosen_attention_stays_and_is_not_packed():
     model = build("llama", "eager")
-    assert obstacle_to_packing(model) == "its attention 'eager' would score all pairs of a stream"
+    assert packing_unsupported_reason(model) == "its attention 'eager' would score all pairs of a stream"
     assert model.config._attn_implementation == "eager"
     # What can not be is told once each.
     with pytest.warns(RuntimeWarning) as told:
@@ -78,17 +78,17 @@ def test_a_chosen_attention_stays_and_is_not_packed():
     ],
 )
 def test_the_head_reads_the_last_hidden_states_alone(family, options, obstacle):
-    assert obstacle_to_fusing(build(family, **options)) == obstacle
+    assert fusing_unsupported_reason(build(family, **options)) == obstacle
 
 
 def test_a_head_that_is_more_than_a_matrix_is_found_out():
     model = build("llama")
     model.lm_head = nn.Sequential(model.lm_head)
-    assert obstacle_to_fusing(model) == "its head is a Sequential, not a plain Linear"
+    assert fusing_unsupported_reason(model) == "its head is a Sequential, not a plain Linear"
     model = build("llama")
     model.model.norm.register_forward_hook(lambda *_: None)
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-    assert obstacle_to_fusing(model) == "something stands between its last hidden states and its head"
+    assert fusing_unsupported_reason(model) == "something stands between its last hidden states and its head"
 
 
 def test_the_trial_leaves_no_trace():

@@ -19,7 +19,7 @@ from turnwise.run import build as run_module
 from turnwise.run.build import train_from_config
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.run_folder import LOCK, RECORDS, RunLock, refuse_running
+from turnwise.train.run_folder import LOCK, RECORDS, RunLock, check_not_running
 
 from ..trained import notes_of
 
@@ -47,7 +47,7 @@ def test_the_second_process_is_told_of_the_first_and_a_killed_one_holds_nothing(
     with pytest.raises(ValueError, match=told), RunLock(tmp_path):
         pass
     with pytest.raises(ValueError, match=f"process {first}"):
-        refuse_running(tmp_path.parent)
+        check_not_running(tmp_path.parent)
     with pytest.raises(ValueError, match=f"process {first}"):
         train_from_config(TrainConfig(run_dir=tmp_path))
     os.kill(first, signal.SIGKILL)

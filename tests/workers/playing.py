@@ -263,7 +263,7 @@ class Workers:
 # -- in a worker's process ---------------------------------------------------------------------------------------------
 class _Player(WorkerRun):
     def __init__(self) -> None:
-        self._lineups = None
+        self._sub_teams = None
 
     def client(self, engines: Any) -> Any:
         async def close() -> None:

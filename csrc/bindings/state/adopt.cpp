@@ -420,7 +420,7 @@ bool take_in_other(StateObject* state, PyObject* object, Value& value, bool& lat
 
 bool settle(StateObject* state) {
     if (state->pending.empty()) return true;
-    if (state->locked) return !refuse_writing(state);
+    if (state->locked) return !reject_writing(state);
     Lock lock(state);
     Adoption adoption(state, Adoption::Opaque::Live);
     std::vector<Patch> patches;

@@ -129,7 +129,7 @@ bool check_alive(StateObject* state) {
     return !state->pruned;
 }
 
-bool refuse_writing(StateObject* state) {
+bool reject_writing(StateObject* state) {
     if (state->locked) {
         PyErr_SetString(types.error,
                         "this State is being forked: a copy function of one of its objects tried to use it");

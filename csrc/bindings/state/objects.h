@@ -131,7 +131,7 @@ StateObject* new_state(StoreObject* store);
 // False with PrunedError set for a State that was pruned.
 bool check_alive(StateObject* state);
 // True with an error set if `state` is frozen or locked.
-bool refuse_writing(StateObject* state);
+bool reject_writing(StateObject* state);
 // Notes that the next `settle` must look at the node in `slot`.
 void note_pending(StateObject* state, SlotIndex slot, Node* node);
 

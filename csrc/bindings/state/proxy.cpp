@@ -133,7 +133,7 @@ PyObject* open_opaque(StateObject* state, SlotIndex slot) {
     Py_INCREF(object);
     if (state->heap.owns(node) || !policy.hands_out_copies) return object;
     // A commit does not change here, and several threads may read it at once, so it is not locked.
-    if (!state->frozen && state->locked && refuse_writing(state)) {
+    if (!state->frozen && state->locked && reject_writing(state)) {
         Py_DECREF(object);
         return nullptr;
     }

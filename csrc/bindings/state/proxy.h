@@ -48,7 +48,7 @@ NodeType* write(Proxy* proxy) {
     StateObject* state = proxy->state;
     Node* node = node_of(proxy);
     if (!node) return nullptr;
-    if ((state->frozen || state->locked) && refuse_writing(state)) return nullptr;
+    if ((state->frozen || state->locked) && reject_writing(state)) return nullptr;
     ++state->writes;
     if (!state->heap.owns(node)) {
         node = state->heap.own<NodeType>(proxy->slot);

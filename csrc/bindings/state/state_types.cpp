@@ -125,7 +125,7 @@ PyObject* state_deepcopy(PyObject* object, PyObject*) {
 PyObject* state_commit(PyObject* object, PyObject*) {
     Operation operation;
     StateObject* self = state_of(object);
-    if (!check_alive(self) || ((self->frozen || self->locked) && refuse_writing(self))) return nullptr;
+    if (!check_alive(self) || ((self->frozen || self->locked) && reject_writing(self))) return nullptr;
     StateObject* version = nullptr;
     if (!fork_states(self, &version, 1)) return nullptr;
     version->frozen = true;
@@ -139,7 +139,7 @@ PyObject* state_commit(PyObject* object, PyObject*) {
 PyObject* state_rollback(PyObject* object, PyObject* const* args, Py_ssize_t count, PyObject* names) {
     Operation operation;
     StateObject* self = state_of(object);
-    if (!check_alive(self) || ((self->frozen || self->locked) && refuse_writing(self))) return nullptr;
+    if (!check_alive(self) || ((self->frozen || self->locked) && reject_writing(self))) return nullptr;
     if (!one_argument("rollback", "to", count, names)) return nullptr;
     PyObject* to = count && args[0] != Py_None ? args[0] : self->base;
     if (!to) return PyErr_Format(types.error, "nothing to roll back to: commit() first, or name a version");
@@ -175,7 +175,7 @@ PyObject* state_rollback(PyObject* object, PyObject* const* args, Py_ssize_t cou
 PyObject* state_prune(PyObject* object, PyObject*) {
     Operation operation;
     StateObject* self = state_of(object);
-    if (self->locked && refuse_writing(self)) return nullptr;
+    if (self->locked && reject_writing(self)) return nullptr;
     self->pruned = true;
     empty_state(self);
     Py_RETURN_NONE;
@@ -191,7 +191,7 @@ PyObject* state_settle(PyObject* object, PyObject*) {
 PyObject* state_collect(PyObject* object, PyObject*) {
     Operation operation;
     StateObject* self = state_of(object);
-    if (!check_alive(self) || (self->locked && refuse_writing(self))) return nullptr;
+    if (!check_alive(self) || (self->locked && reject_writing(self))) return nullptr;
     return guarded<PyObject*>(nullptr, [&] {
         if (self->frozen) return PyLong_FromLong(0);
         drop_resting(self);

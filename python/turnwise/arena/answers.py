@@ -16,7 +16,7 @@ class Contribution:
     An answer has one part, or several that are right or wrong each, such as the rows of a grid.
 
     Example: of two drafts with three wrong parts the reviser changed one, and mended two parts:
-    ``Contribution(handed=2, changed=1, wrong=3, mended=2, right=5, broke=0)``
+    ``Contribution(handed=2, changed=1, wrong=3, fixed=2, right=5, broken=0)``
     """
 
     handed: int = 0
@@ -25,19 +25,19 @@ class Contribution:
     """Those of them that it changed."""
     wrong: int = 0
     """Wrong parts that it was handed."""
-    mended: int = 0
+    fixed: int = 0
     """Those of them that it made right."""
     right: int = 0
     """Right parts that it was handed."""
-    broke: int = 0
+    broken: int = 0
     """Those of them that it made wrong."""
 
     def __add__(self, other: Contribution) -> Contribution:
         return Contribution(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def rates(self) -> dict[str, float]:
-        """Return the shares ``changed``, ``mended`` and ``broke``; a share of nothing is left out."""
-        shares = {"changed": self.handed, "mended": self.wrong, "broke": self.right}
+        """Return the shares ``changed``, ``fixed`` and ``broken``; a share of nothing is left out."""
+        shares = {"changed": self.handed, "fixed": self.wrong, "broken": self.right}
         return {name: getattr(self, name) / count for name, count in shares.items() if count}
 
 
@@ -72,7 +72,7 @@ def contribution_of(
         handed=1,
         changed=int(left is None or bool(left[0] != answer)),
         wrong=before.count(False),
-        mended=sum(now and not then for then, now in zip(before, after, strict=True)),
+        fixed=sum(now and not then for then, now in zip(before, after, strict=True)),
         right=before.count(True),
-        broke=sum(then and not now for then, now in zip(before, after, strict=True)),
+        broken=sum(then and not now for then, now in zip(before, after, strict=True)),
     )

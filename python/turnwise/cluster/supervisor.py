@@ -26,9 +26,9 @@ PAUSE = 0.2
 """Seconds between two looks at all processes."""
 
 FIRST_PAUSE = 1.0
-"""Seconds until a process that died is started again; twice as long each time that it dies :data:`YOUNG`."""
+"""Seconds until a dead process starts again, doubled each time that it dies within :data:`EARLY_EXIT_SECONDS`."""
 
-YOUNG = 10.0
+EARLY_EXIT_SECONDS = 10.0
 """Seconds after its start in which a death is one of the start. A later one waits :data:`FIRST_PAUSE`."""
 
 RETRY = 5.0
@@ -37,7 +37,7 @@ RETRY = 5.0
 PATIENCE = 30.0
 """Seconds that a process has to end by itself."""
 
-LAST_WORDS = 20.0
+EXIT_GRACE_SECONDS = 20.0
 """Seconds that the first rank has to save when the cluster is gone. Ray's processes soon end by themselves then."""
 
 LONGEST_PAUSE = 30.0
@@ -285,7 +285,7 @@ class Supervisor:
     def _died(self, process: _Process, why: str) -> None:
         """Write down the death of ``process``, and end what is left of it."""
         process.last, process.deaths = why, process.deaths + 1
-        young = time.monotonic() - process.started < YOUNG
+        young = time.monotonic() - process.started < EARLY_EXIT_SECONDS
         process.pause = min(2 * process.pause, LONGEST_PAUSE) if young and process.pause else FIRST_PAUSE
         process.code = None if process.ended is None else process.ended.code
         node = "" if process.facts is None else process.address
@@ -332,7 +332,7 @@ class Supervisor:
 
     def _save(self) -> None:
         """Let the first rank save and end, if its host can still be reached."""
-        first, deadline = self._ranks[0], time.monotonic() + LAST_WORDS
+        first, deadline = self._ranks[0], time.monotonic() + EXIT_GRACE_SECONDS
         with suppress(HostLost, ClusterLost):
             if first.host is not None and first.pid is not None:
                 first.host.signal(signal.SIGTERM)

@@ -27,7 +27,7 @@ Pay = dict[Payee, float]
 
 Aggregate = Callable[[Sequence[float]], float]
 
-WAYS: dict[str, Aggregate] = {
+AGGREGATES: dict[str, Aggregate] = {
     "mean": lambda rewards: sum(rewards) / len(rewards),
     "sum": lambda rewards: float(sum(rewards)),
     "max": lambda rewards: max(rewards),
@@ -53,8 +53,8 @@ class FromChildren:
 
     ``r_i`` are the rewards of ``child_actor`` in the parent's finished children of type ``child``. If all of them
     failed, ``empty`` replaces ``by``. A parent that spawned no such child keeps its reward, and so does a branch.
-    ``by`` is a name in :data:`WAYS`, an import path, or a function of a list of rewards. The deepest parents are paid
-    first. With one type for ``parent`` and ``child``, a single edge therefore covers all levels.
+    ``by`` is a name in :data:`AGGREGATES`, an import path, or a function of a list of rewards. The deepest parents are
+    paid first. With one type for ``parent`` and ``child``, a single edge therefore covers all levels.
 
     Example: ``FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")``
     """
@@ -156,9 +156,9 @@ def build_edge(edge: Edge | Mapping[str, Any]) -> Edge:
 
 def way(by: str | Aggregate) -> Aggregate:
     """Return the function that ``by`` names or is."""
-    found = import_by_name(WAYS, by, "by") if isinstance(by, str) else by
+    found = import_by_name(AGGREGATES, by, "by") if isinstance(by, str) else by
     if not callable(found):
-        raise TypeError(f"by={by!r}: expected one of {sorted(WAYS)}, or a function of a list of rewards")
+        raise TypeError(f"by={by!r}: expected one of {sorted(AGGREGATES)}, or a function of a list of rewards")
     return found
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.tasks import Task
-from turnwise.train.eval.ablate import Ablation, Lineup
+from turnwise.train.eval.ablate import Ablation, SubTeam
 from turnwise.utils.registry import did_you_mean
 
 ALL = "all"
 
 
 def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
-    """Return the lineups that measure the actors ``names``; ``"all"`` means every actor of the task.
+    """Return the sub_teams that measure the actors ``names``; ``"all"`` means every actor of the task.
 
     Raises ``ValueError`` for unknown actors, for a task without ``with_actors``, and for a named actor without which
     the task can't be played. With ``"all"`` it raises only if no actor can be left out or play alone.
@@ -31,8 +31,8 @@ def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
         )
     found, problems = [], {}
     for name in ids if ALL in names else dict.fromkeys(names):
-        without, problem = _lineup(with_actors, [actor for actor in ids if actor != name])
-        alone, _ = _lineup(with_actors, [name])
+        without, problem = _sub_team(with_actors, [actor for actor in ids if actor != name])
+        alone, _ = _sub_team(with_actors, [name])
         if without is None and ALL not in names:
             raise ValueError(
                 f"task {task.name!r} can't be played without {name!r}: with_actors says: {problem}. Name another "
@@ -46,10 +46,10 @@ def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
     return found
 
 
-def _lineup(with_actors: Callable[[Sequence[str]], Task], actors: Sequence[str]) -> tuple[Lineup | None, str]:
-    """Return the lineup of ``actors``, or ``None`` and the reason why they can't play."""
+def _sub_team(with_actors: Callable[[Sequence[str]], Task], actors: Sequence[str]) -> tuple[SubTeam | None, str]:
+    """Return the sub_team of ``actors``, or ``None`` and the reason why they can't play."""
     try:
         task: Any = with_actors(tuple(actors))
-        return Lineup(tuple(actors), task.episodes(), task.success_metric), ""
+        return SubTeam(tuple(actors), task.episodes(), task.success_metric), ""
     except ValueError as error:
         return None, str(error)

@@ -43,7 +43,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, Addition, ablate
 from turnwise.train.eval.evaluate import Evaluation, describe
-from turnwise.train.health.start import refuse_hopeless
+from turnwise.train.health.start import check_start
 from turnwise.train.league import past_models
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import EvalSet, Trainer
@@ -56,7 +56,7 @@ from turnwise.train.model.loading import (
     load_models,
     load_references,
 )
-from turnwise.train.run_folder import RunLock, refuse_buried
+from turnwise.train.run_folder import RunLock, check_records
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import run_to_end
@@ -103,7 +103,7 @@ class Run:
             check_questions(self.config, self.task)
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
             if begins and (asked := starting_questions(self.config, self.task)):
-                run_to_end(refuse_hopeless(self.trainer, asked, self.task.success_metric))
+                run_to_end(check_start(self.trainer, asked, self.task.success_metric))
             progress = run_to_end(self.trainer.run())
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
@@ -157,7 +157,7 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
     """
     lock = RunLock(config.run_dir)
     with lock if config.run_dir.is_dir() else nullcontext():  # refuse a folder in use before loading any model
-        refuse_buried(config)
+        check_records(config)
         run = build_run(config, mesh=mesh)
         run.trainer.lock = lock
         config, log = run.config, run.trainer.log

@@ -295,13 +295,13 @@ def _is_exact(pool: EnginesConfig) -> bool:
     return pool.engine == "transformers" and pool.options.get("max_batch_rows") == 1
 
 
-def _refuse_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def _reject_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
     raise ConfigError("config key 'rollout.client' = 'tinker': expected learner.type = 'tinker': it samples no models")
 
 
 KINDS: dict[str, Kind] = {
     "transformers": Kind(lambda config: None, _transformers),
     "vllm": Kind(_check_vllm, _vllm),
-    "tinker": Kind(check_server, _refuse_models),
+    "tinker": Kind(check_server, _reject_models),
 }
 """Clients by the values of ``rollout.client``."""

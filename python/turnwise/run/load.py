@@ -13,7 +13,7 @@ from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import Trainer
-from turnwise.train.run_folder import refuse_own_arena
+from turnwise.train.run_folder import check_episode_types
 
 
 def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | None) -> tuple[Run, Path | None]:
@@ -25,7 +25,7 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     """
     chosen = _chosen_checkpoint(config, checkpoint)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
-        refuse_own_arena(config, task_of(config).episodes())
+        check_episode_types(config, task_of(config).episodes())
     # A cluster's engines and workers serve the process that trains.
     alone = {"resume": False, "cluster": ClusterConfig()}
     run = build_run(config.model_copy(update=alone), warm=chosen is None, log=log)

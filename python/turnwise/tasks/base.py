@@ -96,7 +96,7 @@ class TaskOptions(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, values: Any) -> Any:
+    def _reject_unknown(cls, values: Any) -> Any:
         for name in values if isinstance(values, dict) else ():
             if name not in cls.model_fields:
                 if name in REWARD_KEYS:

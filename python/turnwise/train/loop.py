@@ -58,7 +58,7 @@ from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.step_metrics import staleness, summarize
 from turnwise.train.model.policy import Policy
 from turnwise.train.resume import keep_what_pickles, new_queue, resume_run, rewound_state, save_run
-from turnwise.train.rollout_queue import refuse_own_step
+from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
 from turnwise.train.validate import contradictions
@@ -104,7 +104,7 @@ class Trainer:
         # Check the settings before anything runs.
         if problems := contradictions(config):
             raise ConfigError("\n".join(problems))
-        refuse_own_step(arena)
+        check_step_not_overridden(arena)
         self.learner = LocalLearner(policies, config) if isinstance(policies, Mapping) else policies
         policies = self.learner.policies
         fixed: frozenset[str] = getattr(arena.client, "fixed_policies", frozenset())

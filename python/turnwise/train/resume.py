@@ -22,7 +22,7 @@ from turnwise.train.checkpoint.run_state import random_state, set_random_state
 from turnwise.train.checkpoint.store_states import begin_stores, forget_old_states, name_run
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.rollout_queue import RolloutQueue
-from turnwise.train.run_folder import changes, refuse_buried
+from turnwise.train.run_folder import changes, check_records
 from turnwise.types import GenerateResult
 
 QUEUE = "queue.pickle"
@@ -139,7 +139,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
 
     Raises :class:`CheckpointError` for an unreadable checkpoint, naming the one before it.
     """
-    refuse_buried(trainer.config, trainer.log.note)
+    check_records(trainer.config, trainer.log.note)
     found = list_checkpoints(trainer.checkpoints)
     trainer.rollouts = new_queue(trainer)
     name_run(trainer.arena, trainer.config.run_dir)

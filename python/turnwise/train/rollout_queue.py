@@ -20,7 +20,7 @@ from turnwise.types import GenerateResult
 Results = list[GenerateResult]
 
 
-def refuse_own_step(arena: Arena) -> None:
+def check_step_not_overridden(arena: Arena) -> None:
     """Raise ``TypeError`` for an arena that overrides ``step``: training calls the stages, never ``step``."""
     if type(arena).step is not Arena.step or "step" in vars(arena):
         raise TypeError(

@@ -115,7 +115,7 @@ def _described(holder: dict[str, Any]) -> str:
     return text
 
 
-def refuse_running(folder: Path) -> None:
+def check_not_running(folder: Path) -> None:
     """Raise ``ValueError`` if a run writes ``folder``, or a folder below it."""
     for lock in sorted(folder.rglob(LOCK)):
         with RunLock(lock.parent):
@@ -129,7 +129,7 @@ def _has_a_line(file: Path) -> bool:
         return stream.readline().endswith(b"\n")
 
 
-def refuse_buried(config: TrainConfig, tell: Callable[[str], None] | None = None) -> None:
+def check_records(config: TrainConfig, tell: Callable[[str], None] | None = None) -> None:
     """Raise :class:`ConfigError` if a run of ``config`` would overwrite the contents of its run folder.
 
     These are checkpoints that the run would not resume from, and records of steps without any checkpoint. ``tell`` gets
@@ -172,7 +172,7 @@ def changes(config: TrainConfig) -> list[str]:
     return notes
 
 
-def refuse_own_arena(config: TrainConfig, episodes: Collection[str]) -> None:
+def check_episode_types(config: TrainConfig, episodes: Collection[str]) -> None:
     """Raise ``ValueError`` if the type of the run folder's first recorded episode is not one of ``episodes``."""
     first = next((row for _, row in read_lines(config.run_dir / "rollouts.jsonl")), None)
     if first is not None and first["episode_type"] not in episodes:

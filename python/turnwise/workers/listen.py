@@ -45,7 +45,7 @@ MOST_SNAPSHOTS = 16
 class Plays(Protocol):
     """What a worker needs to know of the run."""
 
-    def lineups(self, actors: tuple[str, ...]) -> Mapping[str, Any]:
+    def sub_teams(self, actors: tuple[str, ...]) -> Mapping[str, Any]:
         """Return the episodes that some of the task's actors play, by type."""
         ...
 
@@ -178,7 +178,7 @@ class Listener:
 
     async def _play(self, session: _Session, stores: dict[str, ArtifactStore], job: bytes) -> Outcome:
         asked: Job = pickle.loads(job)
-        return await play(session.arena, asked, stores, self._run.lineups)
+        return await play(session.arena, asked, stores, self._run.sub_teams)
 
     async def _answer(self, session: _Session, number: int, future: Future[Outcome]) -> None:
         try:

@@ -60,13 +60,13 @@ class Setup:
 class Job:
     """One group of sibling episodes, with everything else that decides them.
 
-    The contexts come from the arena of the loop, so they fix ids, seeds, versions and recorders. ``lineup`` names the
+    The contexts come from the arena of the loop, so they fix ids, seeds, versions and recorders. ``sub_team`` names the
     actors of an evaluation that leaves out others. ``episodes`` and ``calls`` limit how many run at once.
     """
 
     requests: Sequence[EpisodeRequest]
     contexts: Sequence[EpisodeContext]
-    lineup: tuple[str, ...] | None
+    sub_team: tuple[str, ...] | None
     is_evaluation: bool
     evaluation_sampling: Sampling | None
     sampling: Sampling

@@ -19,20 +19,20 @@ from turnwise.utils.copies import dumps
 from turnwise.workers.messages import Job, Outcome, StoreWrite
 from turnwise.workers.stores import BatchStore, dumps_pending
 
-Lineups = Callable[[tuple[str, ...]], Mapping[str, Any]]
+EpisodesOf = Callable[[tuple[str, ...]], Mapping[str, Any]]
 """Returns the episodes that some of a task's actors play, by type."""
 
 
-async def play(arena: Arena, job: Job, stores: Mapping[str, ArtifactStore], lineups: Lineups) -> Outcome:
+async def play(arena: Arena, job: Job, stores: Mapping[str, ArtifactStore], sub_teams: EpisodesOf) -> Outcome:
     """Play the episodes of ``job`` as ``arena`` would among all others of their batch.
 
     An episode that fails becomes a result with ``error``. Raises ``LeakError`` as an arena does, and ``TypeError`` for
     results that can't be pickled.
     """
     view = _view(arena, job, stores)
-    if job.lineup is not None:
-        view.actors = {actor: arena.actors[actor] for actor in job.lineup}
-        view.episodes = dict(lineups(job.lineup))
+    if job.sub_team is not None:
+        view.actors = {actor: arena.actors[actor] for actor in job.sub_team}
+        view.episodes = dict(sub_teams(job.sub_team))
     arena.budget.limit = job.calls
     roots = [context.root for context in job.contexts]
     own = [store for store in stores.values() if isinstance(store, BatchStore)]

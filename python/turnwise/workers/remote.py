@@ -105,7 +105,7 @@ class RemoteWorkers:
         except BaseException:
             self._thread.call(lambda: self._forget(groups))
             raise
-        _refuse_divided(outcomes)
+        _reject_divided(outcomes)
         declared = {name: episode.reads_earlier_batches for name, episode in arena.episodes.items()}
         results: dict[int, GenerateResult] = {}
         stores = {} if arena.is_evaluation else arena.stores
@@ -129,13 +129,13 @@ class RemoteWorkers:
         workers = max(1, min(self.count, arena.budget.limit))
         stores = (next(self._snapshots), snapshots(arena.stores, evaluation=arena.is_evaluation))
         call = Call(float("inf") if concurrency is None else concurrency, workers, stores)
-        lineup = None if _same(arena.episodes, self._own_episodes) else tuple(arena.actors)
+        sub_team = None if _same(arena.episodes, self._own_episodes) else tuple(arena.actors)
         groups = []
         for home, own in enumerate(places.values()):
             job = Job(
                 [requests[place] for place in own],
                 [contexts[place] for place in own],
-                lineup,
+                sub_team,
                 arena.is_evaluation,
                 arena._evaluation_sampling,
                 arena.sampling,
@@ -315,7 +315,7 @@ async def _all_outcomes(groups: Sequence[Group], failures: FailureBudget, ended:
     return [group.outcome.result() for group in groups]
 
 
-def _refuse_divided(outcomes: Sequence[Outcome]) -> None:
+def _reject_divided(outcomes: Sequence[Outcome]) -> None:
     """Raise ``RuntimeError`` if group functions saw parts of one group on several workers, through continuations."""
     seen: set[Hashable] = set()
     for outcome in outcomes:

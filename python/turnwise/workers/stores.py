@@ -192,7 +192,7 @@ def apply_outcomes(
     Raises ``RuntimeError`` that names the store if one arena might have had another result.
     """
     writes = sorted((write for outcome in outcomes for write in outcome.writes), key=lambda write: write.root)
-    _refuse_reads(outcomes, writes, reads_earlier_batches)
+    _reject_reads(outcomes, writes, reads_earlier_batches)
     ids: dict[tuple[str, int, int], str] = {}
     with ExitStack() as joined:
         for name in dict.fromkeys(write.store for write in writes):
@@ -230,7 +230,7 @@ def _own(stores: Mapping[str, ArtifactStore], artifact: Artifact) -> Artifact:
     return artifact
 
 
-def _refuse_reads(outcomes: Sequence[Outcome], writes: Sequence[StoreWrite], declared: Mapping[str, bool]) -> None:
+def _reject_reads(outcomes: Sequence[Outcome], writes: Sequence[StoreWrite], declared: Mapping[str, bool]) -> None:
     writers: dict[str, set[int]] = {}
     for write in writes:
         writers.setdefault(write.store, set()).add(write.root)

@@ -145,7 +145,7 @@ def trained_on_kuhn(tmp_path_factory, narrow_model):
 def test_checkpoints_play_a_tournament_with_a_random_player(trained_on_kuhn):
     folder, *_ = trained_on_kuhn
     outcome = play_tournament([folder], games=4)
-    assert outcome.task == KUHN and "random" in outcome.entrants and len(outcome.entrants) >= 2
+    assert outcome.task == KUHN and "random" in outcome.participants and len(outcome.participants) >= 2
 
 
 def test_a_run_trains_and_measures_exploitability(trained_on_kuhn):

@@ -11,7 +11,7 @@ import torch
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.start import starting_questions
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.health.start import Attempts, refuse_hopeless
+from turnwise.train.health.start import Attempts, check_start
 from turnwise.train.validate import config_from_dict
 from turnwise.types import GenerateResult, Rollout
 
@@ -53,7 +53,7 @@ def solved_at(run, *places):
 
 def check(run):
     asked = starting_questions(run.config, run.task)
-    asyncio.run(refuse_hopeless(run.trainer, asked, run.task.success_metric))
+    asyncio.run(check_start(run.trainer, asked, run.task.success_metric))
 
 
 def test_a_start_without_success_is_refused_and_leaves_nothing_to_resume(tmp_path):
@@ -70,7 +70,7 @@ def test_a_start_without_success_is_refused_and_leaves_nothing_to_resume(tmp_pat
     # Without the metric the check says nothing.
     notes = notes_of(run.trainer)
     asked = starting_questions(run.config, run.task)
-    asyncio.run(refuse_hopeless(run.trainer, asked, "unknown/metric"))
+    asyncio.run(check_start(run.trainer, asked, "unknown/metric"))
     assert notes == []
 
 

@@ -37,7 +37,7 @@ from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe
 from turnwise.train.log.run_log import RunLog, read_metrics
-from turnwise.train.run_folder import refuse_running
+from turnwise.train.run_folder import check_not_running
 from turnwise.train.validate import config_from_dict, load_config
 
 TEAM, UNTRAINED = "team, trained", "team, untrained"
@@ -238,7 +238,7 @@ def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> N
         raise ValueError(f"out={str(out)!r}: this folder holds other things; name a new one")
     wanted = json.dumps(demo)
     if marker.exists() and (marker.read_text() != wanted or (out / "summary.json").exists()):
-        refuse_running(out)
+        check_not_running(out)
         say(f"{out}: the demo that was there is deleted; --out names another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)

@@ -198,10 +198,10 @@ def contribution_table(team: Evaluation, additions: Sequence[Addition]) -> list[
     if not additions and not team.contributions:
         return []
     measured = {addition.actor: addition for addition in additions}
-    rows = [["actor", "changed", "mended", "broke"] + ["without it", "team adds", "alone"] * bool(additions)]
+    rows = [["actor", "changed", "fixed", "broken"] + ["without it", "team adds", "alone"] * bool(additions)]
     for actor in measured or team.contributions:
         made = team.contributions.get(actor, Contribution())
-        counts = ((made.changed, made.handed), (made.mended, made.wrong), (made.broke, made.right))
+        counts = ((made.changed, made.handed), (made.fixed, made.wrong), (made.broken, made.right))
         rows.append([actor, *(f"{part / whole:.1%} ({part}/{whole})" if whole else "-" for part, whole in counts)])
         if additions:
             rows[-1] += _ablated(measured[actor])

@@ -34,7 +34,7 @@ from turnwise.train.league.build import FOLDER
 from turnwise.train.league.payoffs import Game, Payoffs, game_of
 from turnwise.train.league.pool import members_in, slot_name
 from turnwise.train.league.ratings import Ratings, bradley_terry
-from turnwise.train.run_folder import refuse_own_arena
+from turnwise.train.run_folder import check_episode_types
 from turnwise.train.validate import load_config
 from turnwise.types import ModelError, ModelRequest, ModelResponse
 from turnwise.utils.registry import announce_code_of_run, did_you_mean
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
+class Participant:
     """A participant: a checkpoint or league member of run ``run``, or a scripted player of the task, without a run.
 
     A league member has ``files``, the weights of each policy, instead of a checkpoint.
@@ -77,12 +77,12 @@ class Result:
 
     task: str
     games: int
-    entrants: tuple[str, ...]
+    participants: tuple[str, ...]
     payoffs: Payoffs
     ratings: Ratings
 
     def ranking(self) -> list[int]:
-        """Return the indices of ``entrants``, best first."""
+        """Return the indices of ``participants``, best first."""
         return [int(place) for place in np.argsort(-self.ratings.elo, kind="stable")]
 
 
@@ -107,35 +107,35 @@ def play_tournament(
     if not configs:
         raise ValueError("run_dirs is empty: expected at least one run folder")
     played = _task_for(configs, task)
-    scripted = {name: Entrant(name) for name in _chosen_players(played, baselines)}
-    entrants = [*_checkpointed(run_dirs, configs, checkpoints), *scripted.values()]
-    if len(entrants) < 2:
-        raise ValueError(f"{len(entrants)} entrant: expected at least two, more checkpoints or a baseline")
+    scripted = {name: Participant(name) for name in _chosen_players(played, baselines)}
+    participants = [*_checkpointed(run_dirs, configs, checkpoints), *scripted.values()]
+    if len(participants) < 2:
+        raise ValueError(f"{len(participants)} participant: expected at least two, more checkpoints or a baseline")
     # Play with one client over all runs.
     runs = [build_run(config, warm=False) for config in configs]
     try:
-        hall = Hall(runs, played, entrants)
-        payoffs = run_to_end(_round_robin(hall, played, entrants, games))
+        client = MatchClient(runs, played, participants)
+        payoffs = run_to_end(_round_robin(client, played, participants, games))
     finally:
         for run in runs:
             run.close()
-    names = tuple(entrant.name for entrant in entrants)
+    names = tuple(participant.name for participant in participants)
     return Result(played.name, games, names, payoffs, bradley_terry(*payoffs.matrices(names)))
 
 
-async def _round_robin(hall: Hall, task: Task, entrants: Sequence[Entrant], games: int) -> Payoffs:
+async def _round_robin(client: MatchClient, task: Task, participants: Sequence[Participant], games: int) -> Payoffs:
     payoffs, seats = Payoffs(), seats_of(task)
-    arena = hall.arena()
-    for first, second in combinations(entrants, 2):
-        hall.seat(first, 0)
-        hall.seat(second, 1)
+    arena = client.arena()
+    for first, second in combinations(participants, 2):
+        client.seat(first, 0)
+        client.seat(second, 1)
         for match in await _matches(arena, task, seats, games):
             payoffs.add(first.name, second.name, match)
     return payoffs
 
 
 async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -> list[list[Game]]:
-    """Play the games of one pair, and return the matches without failed games, from the first entrant's side."""
+    """Play the games of one pair, and return the matches without failed games, from the first participant's side."""
     # Each question is one match, with a game from each seat.
     requests, sides = [], []
     for question in task.match_requests("eval", games // 2):  # type: ignore[attr-defined]  # a task with seats
@@ -152,14 +152,14 @@ async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Entrants
+# Participants
 # ---------------------------------------------------------------------------------------------------------------------
 def _config_of(folder: Path) -> TrainConfig:
     """Return a run's config for the tournament: two slots for its checkpoints, and the transformers client."""
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"run_dirs: {folder} holds no {CONFIG_FILE}: expected the folder of a run")
     config = load_config(folder / CONFIG_FILE).model_copy(update={"run_dir": folder})
-    refuse_own_arena(config, task_of(config).episodes())
+    check_episode_types(config, task_of(config).episodes())
     rollout = config.rollout.model_copy(update={"client": "transformers", "branches": 1, "tree": TreeConfig()})
     sections = {"rollout": rollout, "loop": LoopConfig(), "filter": FilterConfig(), "log": LogConfig(progress=False)}
     places = {"league": LeagueConfig(share=1.0, opponents_per_step=2), "health": HealthConfig()}
@@ -188,37 +188,39 @@ def _chosen_players(task: Task, chosen: Sequence[str] | None) -> list[str]:
     return list(chosen)
 
 
-def _checkpointed(folders: Sequence[Path], configs: Sequence[TrainConfig], checkpoints: Sequence[str]) -> list[Entrant]:
+def _checkpointed(
+    folders: Sequence[Path], configs: Sequence[TrainConfig], checkpoints: Sequence[str]
+) -> list[Participant]:
     names = [folder.name for folder in folders]
     titles = [str(folder) if names.count(folder.name) > 1 else folder.name for folder in folders]
-    found: dict[Path, Entrant] = {}
+    found: dict[Path, Participant] = {}
     for run, (folder, title) in enumerate(zip(folders, titles, strict=True)):
         root = folder / "checkpoints"
         for which in checkpoints:
             chosen = list_checkpoints(root) if which == ALL else [find_checkpoint(root, which)]
             for path in chosen:
-                found.setdefault(path.resolve(), Entrant(f"{title}/{path.name}", run, path))
+                found.setdefault(path.resolve(), Participant(f"{title}/{path.name}", run, path))
         if ALL in checkpoints:
             known = {path.name for path in found}
             trained = [name for name, settings in configs[run].policies.items() if settings.trainable]
             for step, files in sorted(members_in(folder / FOLDER, trained).items()):
                 if (name := f"step_{step:08d}") not in known:
-                    found[folder / FOLDER / name] = Entrant(f"{title}/{name}", run, files=files)
-    return sorted(found.values(), key=lambda entrant: (entrant.run or 0, entrant.name))
+                    found[folder / FOLDER / name] = Participant(f"{title}/{name}", run, files=files)
+    return sorted(found.values(), key=lambda participant: (participant.run or 0, participant.name))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The client
 # ---------------------------------------------------------------------------------------------------------------------
-class Hall:
-    """An inference client for two entrants, side 0 and side 1; policy ``"1/player0"`` is side 1 in that seat.
+class MatchClient:
+    """An inference client for two participants, side 0 and side 1; policy ``"1/player0"`` is side 1 in that seat.
 
     Checkpoints play in their run's client, which has a slot for each side. Scripted players are called directly.
     """
 
-    def __init__(self, runs: Sequence[Run], task: Task, entrants: Sequence[Entrant]) -> None:
-        self.runs, self.task, self.entrants = runs, task, entrants
-        self.sides: list[Entrant | None] = [None, None]
+    def __init__(self, runs: Sequence[Run], task: Task, participants: Sequence[Participant]) -> None:
+        self.runs, self.task, self.participants = runs, task, participants
+        self.sides: list[Participant | None] = [None, None]
         self.tokenizer = runs[0].tokenizer
         self._format = runs[0].arena.plain_format(None)
         for run in runs[1:]:
@@ -244,19 +246,19 @@ class Hall:
             arena.add_episode(name, episode)
         return arena
 
-    def seat(self, entrant: Entrant, side: int) -> None:
-        """Load the weights of ``entrant`` for ``side``."""
-        if self.sides[side] is entrant:
+    def seat(self, participant: Participant, side: int) -> None:
+        """Load the weights of ``participant`` for ``side``."""
+        if self.sides[side] is participant:
             return
-        self.sides[side] = entrant
-        if entrant.run is None:
+        self.sides[side] = participant
+        if participant.run is None:
             return
-        run = self.runs[entrant.run]
+        run = self.runs[participant.run]
         trained = {name: policy for name, policy in run.trainer.policies.items() if policy.trainable}
-        if entrant.checkpoint is not None:
-            load_weights(entrant.checkpoint, run.trainer.policies)
+        if participant.checkpoint is not None:
+            load_weights(participant.checkpoint, run.trainer.policies)
         for name, policy in trained.items():
-            weights = policy.weights() if entrant.files is None else read_tensors(entrant.files[name]).items()
+            weights = policy.weights() if participant.files is None else read_tensors(participant.files[name]).items()
             run.arena.client.load_weights(slot_name(name, side), weights, 0)
 
     # -- the client protocol -------------------------------------------------------------------------------------------
@@ -265,26 +267,26 @@ class Hall:
 
     async def _answer(self, request: ModelRequest) -> ModelResponse:
         side, _, seat = request.policy.partition("/")
-        entrant = self.sides[int(side)]
-        assert entrant is not None, "both sides have an entrant before a game"
-        if entrant.run is None:
-            return self._say(request, self._player(entrant, request)(seat, request.messages or []))
-        run = self.runs[entrant.run]
+        participant = self.sides[int(side)]
+        assert participant is not None, "both sides have an participant before a game"
+        if participant.run is None:
+            return self._say(request, self._player(participant, request)(seat, request.messages or []))
+        run = self.runs[participant.run]
         policy = run.arena.actors[seat].policy if seat in run.arena.actors else next(iter(run.trainer.policies))
         name = slot_name(policy, int(side)) if run.trainer.policies[policy].trainable else policy
         [response] = await run.arena.client.generate([replace(request, policy=name)])
         return response
 
-    def _player(self, entrant: Entrant, request: ModelRequest) -> Player:
+    def _player(self, participant: Participant, request: ModelRequest) -> Player:
         """Build a scripted player with the seed of this call."""
-        return self.task.players[entrant.name](Random(request.sampling.seed))  # type: ignore[attr-defined]
+        return self.task.players[participant.name](Random(request.sampling.seed))  # type: ignore[attr-defined]
 
     def _say(self, request: ModelRequest, text: str) -> ModelResponse:
         ids = [*self._format.encode(text), *self._format.end_token_ids]
         return ModelResponse(text, ids, [0.0] * len(ids), "stop", [(len(ids), 0)], trainable=False)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        raise ModelError("load_weights is not for tournaments: call seat(entrant, side)")
+        raise ModelError("load_weights is not for tournaments: call seat(participant, side)")
 
     def version(self, policy: str) -> int:
         return 0
@@ -305,8 +307,8 @@ class Hall:
 def to_json(result: Result) -> dict[str, Any]:
     """Convert to plain JSON data: ``ratings`` and, for each ordered pair, the record with its intervals."""
     pairs = []
-    for player in result.entrants:
-        for opponent in result.entrants:
+    for player in result.participants:
+        for opponent in result.participants:
             if player != opponent:
                 record = result.payoffs.between(player, opponent)
                 pairs.append(
@@ -318,7 +320,7 @@ def to_json(result: Result) -> dict[str, Any]:
                     }
                 )  # fmt: skip
     ratings = [
-        {"player": result.entrants[place], "elo": float(result.ratings.elo[place]),
+        {"player": result.participants[place], "elo": float(result.ratings.elo[place]),
          "interval": [float(result.ratings.low[place]), float(result.ratings.high[place])]}
         for place in result.ranking()
     ]  # fmt: skip
@@ -328,14 +330,17 @@ def to_json(result: Result) -> dict[str, Any]:
 def render(result: Result) -> str:
     """Show the ratings, best first, and the mean payoff of each row against each column, with 95% intervals."""
     order = result.ranking()
-    names = [result.entrants[place] for place in order]
+    names = [result.participants[place] for place in order]
     width = max(map(len, names))
-    lines = [f"{result.task}: {len(names)} entrants, {result.games} games per pair, each question from every seat", ""]
+    lines = [
+        f"{result.task}: {len(names)} participants, {result.games} games per pair, each question from every seat",
+        "",
+    ]
     lines.append(f"{'':4}{'':{width}}  {'Elo':>6}  95% interval")
     ratings = result.ratings
     for rank, place in enumerate(order, start=1):
         elo, low, high = (float(values[place]) for values in (ratings.elo, ratings.low, ratings.high))
-        lines.append(f"{rank:>3} {result.entrants[place]:{width}}  {elo:>6.0f}  {low:.0f} to {high:.0f}")
+        lines.append(f"{rank:>3} {result.participants[place]:{width}}  {elo:>6.0f}  {low:.0f} to {high:.0f}")
     lines += ["", "mean payoff per game of the row against the column:"]
     lines.append(f"{'':4}{'':{width}}" + "".join(f"{column:>15}" for column in range(1, len(names) + 1)))
     for rank, player in enumerate(names, start=1):

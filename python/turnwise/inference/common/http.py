@@ -171,7 +171,7 @@ class Endpoint:
             ) as answer:
                 content = await answer.read()
                 if answer.status >= 300:
-                    self._refuse(where, answer.status, answer.headers, content)
+                    self._reject(where, answer.status, answer.headers, content)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EndpointError(
                 f"{where} can't be reached: {_said(error)}; is it started, and is this its address?", passes=True
@@ -186,7 +186,7 @@ class Endpoint:
             raise EndpointError(f"{where} does not speak HTTP: {_said(error)}") from error
         return content
 
-    def _refuse(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
+    def _reject(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
         said = error_message(content)
         if status < 400:
             said = f"it redirects to {headers.get('Location', '')[:200]!r}, which is not followed; give the final url"

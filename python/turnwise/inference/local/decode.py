@@ -267,7 +267,7 @@ def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------
-def obstacle_to_cache(model: Any) -> str:
+def cache_unsupported_reason(model: Any) -> str:
     """Return why ``model`` can't be decoded with a cache; an empty string if it can.
 
     Two prompts of unequal lengths are decoded by two tokens and compared with whole passes. In between one splits.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from turnwise.inference.common.sizes import context_length
-from turnwise.inference.local.decode import obstacle_to_cache
+from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.weights.lora import AdaptedModel
 
 
@@ -88,7 +88,7 @@ def load_models(
         lm = held.shared.model if isinstance(held, AdaptedModel) else held
         if id(lm) not in found:
             with sampling_mode(held, share):
-                found[id(lm)] = why = obstacle_to_cache(held)
+                found[id(lm)] = why = cache_unsupported_reason(held)
             if why:
                 text = f"{type(lm).__name__}: each token passes the whole sequence through the model, as {why}"
                 warnings.warn(text, RuntimeWarning, stacklevel=4)

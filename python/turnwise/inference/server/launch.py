@@ -157,7 +157,7 @@ class Gate:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted, so the answer is 403
         elif (refusal := self._admission.refusal(scope)) is not None:
-            await _refuse(send, *refusal)
+            await _reject(send, *refusal)
         elif scope["path"] == LOAD:
             await _answer(send, 200, load.take())
         elif scope["path"] != RPC:
@@ -180,7 +180,7 @@ class Gate:
             asked = None
         method = asked.get("method") if isinstance(asked, dict) else None
         if method not in REMOTE:
-            await _refuse(send, 403, f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
+            await _reject(send, 403, f"method={str(method)[:80]!r}: only {', '.join(REMOTE)} can be called")
             return
         # The body is used up, so replay it to the server.
         read = [{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}]
@@ -196,7 +196,7 @@ def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key.lower() == name]
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
+async def _reject(send: Send, status: int, message: str) -> None:
     await _answer(send, status, {"error": {"message": message, "code": status}})
 
 

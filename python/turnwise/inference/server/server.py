@@ -33,7 +33,7 @@ SERVER_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-SETTLED = 60.0
+STABLE_SECONDS = 60.0
 """Seconds from its start after which a crash counts as the first one again."""
 
 HUNG = 120.0
@@ -149,7 +149,7 @@ class Server:
                 if not self._ready.is_set():
                     self.failure = self._told(f"the server of {self.settings.model} {problem} before it was well")
                     return
-                failures = 1 if time.monotonic() - began > SETTLED else failures + 1
+                failures = 1 if time.monotonic() - began > STABLE_SECONDS else failures + 1
                 if failures > self.settings.restarts:
                     self.failure = self._told(f"the server {problem}, {failures} times in a row")
                     return

@@ -84,7 +84,7 @@ class TinkerClient(ClientBase):
         ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` if the server can't be
         reached, refuses, takes too long or sends an invalid answer, and if the client is closed.
         """
-        self._refuse_closed()
+        self._reject_closed()
         limits = []
         for request in requests:
             policy_of(self._policies, request.policy)
@@ -101,7 +101,7 @@ class TinkerClient(ClientBase):
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Let ``policy`` sample with the server's weights that ``weights`` names. See the class."""
         held = policy_of(self._policies, policy)
-        self._refuse_closed()
+        self._reject_closed()
         named = list(weights)
         if len(named) != 1 or named[0][0] not in (SAMPLER, BASE):
             raise ValueError(f"weights={[name for name, _ in named]}: expected one of [{SAMPLER!r}], [{BASE!r}]")
@@ -140,7 +140,7 @@ class TinkerClient(ClientBase):
 
     # -- one request ---------------------------------------------------------------------------------------------------
     async def _one(self, request: ModelRequest, limit: int) -> ModelResponse:
-        self._refuse_closed()
+        self._reject_closed()
         held, sampling = self._policies[request.policy], request.sampling
         if held.sampler is None:
             raise ModelError(f"policy {request.policy!r} has no weights yet: call load_weights first")
@@ -150,7 +150,7 @@ class TinkerClient(ClientBase):
             temperature=sampling.temperature, max_tokens=limit, stop=list(stops), seed=seed
         )
         answer = await self.server.answer(held.sampler.sample(token_input(request.prompt_token_ids), 1, asked))
-        self._refuse_closed()
+        self._reject_closed()
         tokens, logprobs, reason = self._checked(answer, limit, stops)
         self._stats["requests"] += 1
         self._stats["prompt_tokens"] += len(request.prompt_token_ids)
@@ -184,7 +184,7 @@ class TinkerClient(ClientBase):
     def _wrong(self, got: str, expected: str) -> TinkerServerError:
         return TinkerServerError(f"{self.server.url} answered {got}: expected {expected}")
 
-    def _refuse_closed(self) -> None:
+    def _reject_closed(self) -> None:
         if self._closed:
             raise ModelError("the client is closed")
 

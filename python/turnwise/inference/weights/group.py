@@ -1,10 +1,10 @@
 """One process group of a sender and its receivers, in which a broadcast reaches all of them at once.
 
-Its ranks find each other through a :class:`Board` that the sender keeps. Receivers read and write it over their wires,
-which have checked the key. The group's own sockets check nothing: gloo takes the first connection with the right small
-number. So each use begins with a rehearsal: rank 0 broadcasts a random number, and each receiver proves over its wire
-that this number arrived. A stranger who took a connection of the group has taken it from a receiver, which then gets
-no number, and no weights are sent. Weights take the same connections as the number.
+Its ranks find each other through a :class:`GroupStore` that the sender keeps. Receivers read and write it over their
+wires, which have checked the key. The group's own sockets check nothing: gloo takes the first connection with the right
+small number. So each use begins with a rehearsal: rank 0 broadcasts a random number, and each receiver proves over its
+wire that this number arrived. A stranger who took a connection of the group has taken it from a receiver, which then
+gets no number, and no weights are sent. Weights take the same connections as the number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GroupFailed(Exception):
 
 
 # -- what the ranks know of each other ---------------------------------------------------------------------------------
-class Board:
+class GroupStore:
     """Values by key, and the calls that wait for one. Belongs to one group."""
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class Board:
         call(value)
 
 
-class BoardStore(distributed.Store):
+class TorchStore(distributed.Store):
     """A board as torch's process groups use it: on the sender's side."""
 
-    def __init__(self, board: Board, seconds: float) -> None:
+    def __init__(self, board: GroupStore, seconds: float) -> None:
         super().__init__()
         self._board, self._seconds = board, seconds
 

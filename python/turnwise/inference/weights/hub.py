@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.inference.weights.group import NUMBER_BYTES, Board, BoardStore, Group, GroupFailed
+from turnwise.inference.weights.group import NUMBER_BYTES, Group, GroupFailed, GroupStore, TorchStore
 from turnwise.inference.weights.wire import Frame, Wire, WrongKey, admit, proof_of
 
-SETTLED = 0.25
+QUIET_SECONDS = 0.25
 """Seconds without another receiver after which a round begins for which no other is known to come."""
 
 ANSWER_SECONDS = 5.0
@@ -40,7 +40,7 @@ GRACE_SECONDS = 0.5
 ATTEMPTS = 3
 """Groups that fail, of those that still want the same weights, until each gets them alone."""
 
-MOST_STRANGERS = 64
+MAX_HANDSHAKES = 64
 """Connections at the same time that have not proved to know the key."""
 
 CHUNK = 2**24
@@ -71,7 +71,7 @@ class Member:
     lost: bool = False
 
 
-class Lost(Exception):
+class BroadcastLost(Exception):
     """Raised if a round ends early, with the reason."""
 
 
@@ -95,8 +95,8 @@ class Hub:
         self._in_round = False
         self._replaced = self._closed = False
         self._last_asked, self._expected = 0.0, 0
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
-        self._board: Board = Board()
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._board: GroupStore = GroupStore()
         self._group: Group | None = None
         self._in_group: list[Member] = []
         for work in (self._listen, self._serve):
@@ -128,7 +128,7 @@ class Hub:
                 late = [member for member in self._members if member.wants and member.wants != self._sequence]
                 self._changed.notify_all()
             for member in late:
-                self._refuse(member)
+                self._reject(member)
 
     def expect(self, count: int) -> None:
         with self._changed:
@@ -156,7 +156,7 @@ class Hub:
                     return
                 time.sleep(0.1)  # too many open files, or a connection that was reset at once
                 continue
-            if not self._strangers.acquire(blocking=False):
+            if not self._handshakes.acquire(blocking=False):
                 connection.close()
                 continue
             threading.Thread(target=self._receive, args=(connection,), name="turnwise-receiver", daemon=True).start()
@@ -175,7 +175,7 @@ class Hub:
             connection.close()
             return
         finally:
-            self._strangers.release()
+            self._handshakes.release()
         member = Member(wire)
         with self._changed:
             if self._closed:
@@ -184,7 +184,7 @@ class Hub:
             self._members.append(member)
         try:
             while True:
-                self._hear(member, wire.hear())
+                self._hear(member, wire.receive())
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._lose(member, str(error), leaves=isinstance(error, OSError))
         finally:
@@ -213,7 +213,7 @@ class Hub:
         if known:
             self._send_alone(member, sequence)
         else:
-            self._refuse(member)
+            self._reject(member)
 
     def _answer(self, member: Member, frame: Frame) -> None:
         """Read or write the board for a receiver."""
@@ -226,7 +226,7 @@ class Hub:
 
             def tell(value: bytes) -> None:
                 with suppress(OSError):  # its own thread notices
-                    member.wire.say(to=number, answer=b64encode(value).decode())
+                    member.wire.send(to=number, answer=b64encode(value).decode())
 
             board.when_there(str(said[0]), tell)
             return
@@ -237,13 +237,13 @@ class Hub:
             answer = board.add(str(said[0]), int(said[1]))
         else:
             answer = board.has(list(said[0]))
-        member.wire.say(to=number, answer=answer)
+        member.wire.send(to=number, answer=answer)
 
-    def _refuse(self, member: Member) -> None:
+    def _reject(self, member: Member) -> None:
         with self._changed:
             holds, member.wants = self._sequence, 0
         with suppress(OSError):  # its own thread notices
-            member.wire.say(gone=f"its sender holds weights number {holds}")
+            member.wire.send(gone=f"its sender holds weights number {holds}")
 
     def _send_alone(self, member: Member, sequence: int) -> None:
         """Send the weights to one receiver, for which no other waits."""
@@ -253,7 +253,7 @@ class Hub:
                 member.sending, member.streaming = sequence, True
                 self._users += 1
         if not member.streaming or block is None:
-            self._refuse(member)
+            self._reject(member)
             return
         try:
             chunks = (memoryview(chunk.cpu().numpy()) for chunk in block.split(CHUNK))
@@ -317,7 +317,7 @@ class Hub:
                 return waiting
             until = latest
             if not expected and (not first or len(waiting) >= self._expected):
-                until = min(latest, self._last_asked + SETTLED)
+                until = min(latest, self._last_asked + QUIET_SECONDS)
             if (left := until - time.monotonic()) <= 0 or self._closed:
                 return waiting
             self._changed.wait(left)
@@ -339,7 +339,7 @@ class Hub:
             try:
                 self._broadcast(left, block, sequence)
             except Exception as error:  # whatever it is, the receivers must not wait for this thread
-                if not isinstance(error, GroupFailed | Lost | OSError):
+                if not isinstance(error, GroupFailed | BroadcastLost | OSError):
                     warnings.warn(f"weights could not be broadcast: {error!r}", stacklevel=2)
                 self._give_up(left, str(error))
 
@@ -370,16 +370,16 @@ class Hub:
                 member.report = {}
             size = {"rank": rank, "size": len(members) + 1, "bucket": self._limits.bucket}
             with suppress(OSError):  # its own thread notices
-                member.wire.say(group=epoch, seconds=2 * self._limits.deadline, **size)
+                member.wire.send(group=epoch, seconds=2 * self._limits.deadline, **size)
         group.rehearse(number, check)
         wait_for("ready")
         for rank, member in enumerate(members, 1):
             if member.report.get("proof") != proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
-                raise Lost(f"{member.wire.there} proved another number than the one that was broadcast")
+                raise BroadcastLost(f"{member.wire.there} proved another number than the one that was broadcast")
         deadline.restart()
         for member in members:
             with suppress(OSError):
-                member.wire.say(go=epoch)
+                member.wire.send(go=epoch)
         group.broadcast(block.split(self._limits.bucket), check, deadline.restart)
         wait_for("got")
         with self._changed:
@@ -388,24 +388,24 @@ class Hub:
             self.counts["in_groups"] += len(members)
 
     def _check(self, members: Sequence[Member], epoch: int, deadline: Progress) -> None:
-        """Raise :class:`Lost` if the round can't end well. The caller holds the lock."""
+        """Raise :class:`BroadcastLost` if the round can't end well. The caller holds the lock."""
         if self._replaced or self._closed:
-            raise Lost("the weights were replaced")
+            raise BroadcastLost("the weights were replaced")
         for member in members:
             if member.lost:
-                raise Lost(f"{member.wire.there} is gone")
+                raise BroadcastLost(f"{member.wire.there} is gone")
             if member.report.get("failed") == epoch:
-                raise Lost(f"{member.wire.there} failed: {member.report.get('why')}")
+                raise BroadcastLost(f"{member.wire.there} failed: {member.report.get('why')}")
         if not deadline.left():
-            raise Lost(f"nothing arrived for {self._limits.deadline:g} s")
+            raise BroadcastLost(f"nothing arrived for {self._limits.deadline:g} s")
 
     def _make_group(self, members: list[Member], device: torch.device) -> None:
         self._leave_group()
         with self._changed:
             self.counts["epoch"] += 1
-            self._board, self._in_group = Board(), list(members)
+            self._board, self._in_group = GroupStore(), list(members)
         seconds = 2 * self._limits.deadline
-        store = BoardStore(self._board, seconds)
+        store = TorchStore(self._board, seconds)
         self._group = Group(device, store, 0, len(members) + 1, self._host, seconds)
 
     def _leave_group(self) -> None:
@@ -420,7 +420,7 @@ class Hub:
         for member in members:
             with suppress(OSError):  # its own thread notices
                 if not member.lost:
-                    member.wire.say(abort=epoch)
+                    member.wire.send(abort=epoch)
         deadline = Progress(ANSWER_SECONDS)
 
         def silent() -> list[Member]:

@@ -82,7 +82,7 @@ class SharedBase:
         self.model.requires_grad_(False)  # each policy decides what it trains
         self.configs[name] = config
         self._layers = [module for module in self.model.modules() if hasattr(module, "adapter_layer_names")]
-        self._refuse_unmergeable(config)
+        self._reject_unmergeable(config)
         adapted = AdaptedModel(self, name, key)
         adapted.float_parameters()
         self.model.eval()  # peft's new modules start in training mode, whatever mode the model has
@@ -149,7 +149,7 @@ class SharedBase:
         self.activate(key, training)
         yield
 
-    def _refuse_unmergeable(self, config: LoraConfig) -> None:
+    def _reject_unmergeable(self, config: LoraConfig) -> None:
         """Raise ``ValueError`` for an adapter on one use of a tied weight, or on experts, which has no merged form."""
         for layer in self._layers:
             if not hasattr(layer.get_base_layer(), "weight") or hasattr(layer, "parameter_name"):

@@ -47,7 +47,7 @@ class Receiver:
 
         Raises :class:`TransferError` if the sender has others, and ``OSError`` if it is gone or silent.
         """
-        self._wire.say(want=sequence)
+        self._wire.send(want=sequence)
         while True:
             order = self._next_order()
             if "gone" in order:
@@ -55,13 +55,13 @@ class Receiver:
             if "alone" in order:
                 block, self._alone = self._alone, None
                 assert block is not None
-                self._wire.say(got=0)
+                self._wire.send(got=0)
             elif "group" in order:
                 try:
                     block = self._in_group(order, size)
                 except GroupFailed as error:
                     self._leave()
-                    self._wire.say(failed=order["group"], why=str(error)[:200])
+                    self._wire.send(failed=order["group"], why=str(error)[:200])
                     continue  # the sender makes another group, or sends to this receiver alone
             else:
                 continue  # about a group that is over
@@ -89,7 +89,7 @@ class Receiver:
         # A new block each time: a broadcast of a group that failed may still write into the one before.
         block = torch.empty(size, dtype=torch.uint8, device=self._device)
         number = self._group.rehearse(None, check)
-        self._wire.say(ready=epoch, proof=proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()))
+        self._wire.send(ready=epoch, proof=proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()))
         until = time.monotonic() + PATIENCE
         while not any(order.get("go") == epoch for order in self._orders):
             check()
@@ -98,7 +98,7 @@ class Receiver:
                 raise GroupFailed(f"the sender said nothing for {PATIENCE:g} s")
         self._group.broadcast(block.split(int(order["bucket"])), check)
         self._orders.clear()
-        self._wire.say(got=epoch)
+        self._wire.send(got=epoch)
         return block
 
     def _leave(self) -> None:
@@ -114,7 +114,7 @@ class Receiver:
         try:
             if not self._wire.has_news(seconds):
                 return
-            frame = self._wire.hear(PATIENCE)
+            frame = self._wire.receive(PATIENCE)
             if "to" in frame:
                 self._answers[frame["to"]] = frame["answer"]
                 return
@@ -127,7 +127,7 @@ class Receiver:
     def ask(self, question: str, epoch: int, *said: Any, seconds: float) -> Any:
         """Ask the board of group ``epoch``. Raises ``RuntimeError`` without an answer in ``seconds``."""
         number = next(self._numbers)
-        self._wire.say(ask=number, board=epoch, question=question, said=said)
+        self._wire.send(ask=number, board=epoch, question=question, said=said)
         until = time.monotonic() + seconds
         while number not in self._answers:
             if self._epoch != epoch or time.monotonic() > until:

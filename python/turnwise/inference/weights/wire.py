@@ -40,7 +40,7 @@ CONNECT_SECONDS = 30.0
 MOST_BYTES = 2**24
 """The most bytes of a frame. Before the key is checked they are fewer."""
 
-MOST_BYTES_OF_STRANGERS = 2**10
+MAX_HANDSHAKE_BYTES = 2**10
 
 _LENGTH = struct.Struct("!I")
 
@@ -75,7 +75,7 @@ class Wire:
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def say(self, **frame: Any) -> None:
+    def send(self, **frame: Any) -> None:
         """Send one frame. Raises ``OSError`` if the other side is gone or takes nothing."""
         content = json.dumps(frame).encode()
         with self._writing:
@@ -93,7 +93,7 @@ class Wire:
         """True if there is something to read within ``seconds``, the end of the connection included."""
         return bool(self._poll.poll(seconds * 1000))
 
-    def hear(self, seconds: float | None = None, most: int = MOST_BYTES) -> Frame:
+    def receive(self, seconds: float | None = None, most: int = MOST_BYTES) -> Frame:
         """Read one frame. Raises ``OSError`` if there is none within ``seconds``, or none that is valid."""
         until = None if seconds is None else time.monotonic() + seconds
         head = bytearray(_LENGTH.size)
@@ -164,13 +164,13 @@ def admit(connection: socket.socket, key: str, mark: str) -> Wire:
     wire = Wire(connection)
     wire.limit_writes(HANDSHAKE_SECONDS)
     ours = secrets.token_hex(16)
-    wire.say(turnwise=PROTOCOL, number=ours)
-    answer = wire.hear(HANDSHAKE_SECONDS, MOST_BYTES_OF_STRANGERS)
+    wire.send(turnwise=PROTOCOL, number=ours)
+    answer = wire.receive(HANDSHAKE_SECONDS, MAX_HANDSHAKE_BYTES)
     theirs, proof = str(answer.get("number")), str(answer.get("proof"))
     if not hmac.compare_digest(proof.encode(), proof_of(key, "receiver", mark, ours, theirs).encode()):
-        wire.say(refused="it does not have the sender's key")
+        wire.send(refused="it does not have the sender's key")
         raise WrongKey(f"{wire.there} asked for weights with a wrong key")
-    wire.say(proof=proof_of(key, "sender", mark, ours, theirs))
+    wire.send(proof=proof_of(key, "sender", mark, ours, theirs))
     return wire
 
 
@@ -178,12 +178,12 @@ def join(host: str, port: int, key: str, mark: str) -> Wire:
     """Connect to the sender ``mark``. Raises ``OSError`` if it is not there, and :class:`WrongKey`."""
     wire = Wire(socket.create_connection((host, port), timeout=CONNECT_SECONDS))
     try:
-        theirs = wire.hear(HANDSHAKE_SECONDS, MOST_BYTES_OF_STRANGERS)
+        theirs = wire.receive(HANDSHAKE_SECONDS, MAX_HANDSHAKE_BYTES)
         if theirs.get("turnwise") != PROTOCOL:
             raise OSError(f"it speaks {theirs.get('turnwise')!r}: expected {PROTOCOL}, that of this turnwise")
         number, ours = str(theirs.get("number")), secrets.token_hex(16)
-        wire.say(number=ours, proof=proof_of(key, "receiver", mark, number, ours))
-        answer = wire.hear(HANDSHAKE_SECONDS, MOST_BYTES_OF_STRANGERS)
+        wire.send(number=ours, proof=proof_of(key, "receiver", mark, number, ours))
+        answer = wire.receive(HANDSHAKE_SECONDS, MAX_HANDSHAKE_BYTES)
         expected = proof_of(key, "sender", mark, number, ours)
         if "refused" in answer or not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()):
             raise WrongKey(

@@ -107,11 +107,11 @@ class Server:
                     _check_key(request, [seat.key])
                 return await self._serve(request, dialect, session, seat, body)
             except WireError as error:
-                return self._refuse(dialect, error, seat)
+                return self._reject(dialect, error, seat)
             except ChatError as error:
-                return self._refuse(dialect, unsupported(error.param, str(error).partition(": ")[2]), seat)
+                return self._reject(dialect, unsupported(error.param, str(error).partition(": ")[2]), seat)
             except RecursionError:
-                return self._refuse(dialect, invalid(None, "the request is nested too deeply"), seat)
+                return self._reject(dialect, invalid(None, "the request is nested too deeply"), seat)
 
         return handle
 
@@ -191,16 +191,16 @@ class Server:
         try:
             session = self._session(request)
         except WireError as error:
-            return self._refuse(openai_chat, error, None)
+            return self._reject(openai_chat, error, None)
         data = [{"id": actor, "object": "model", "created": 0, "owned_by": "turnwise"} for actor in session.seats]
         return web.json_response({"object": "list", "data": data, "has_more": False})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         served = f"POST {', '.join(DIALECTS)}, and GET models"
         error = WireError(404, "not_found", f"no {request.method} {request.path}: below a model's URL are {served}")
-        return self._refuse(openai_chat, error, None)
+        return self._reject(openai_chat, error, None)
 
-    def _refuse(self, dialect: ModuleType, error: WireError, seat: Seat | None) -> web.StreamResponse:
+    def _reject(self, dialect: ModuleType, error: WireError, seat: Seat | None) -> web.StreamResponse:
         if seat is not None:
             seat.counts[f"refused/{error.code}"] += 1
         headers = {"Retry-After": "1"} if error.status == 429 else {}

@@ -17,7 +17,7 @@ from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.prefix_tree import PrefixTree
 from turnwise.train.model.prefix_tree_attention import ATTENTION
-from turnwise.train.model.support import causal_lm, obstacle_to_fusing, obstacle_to_packing
+from turnwise.train.model.support import causal_lm, fusing_unsupported_reason, packing_unsupported_reason
 
 CHOICES = ("auto", "packed", "trie")
 
@@ -113,7 +113,7 @@ class Scorer:
     def __init__(self, model: nn.Module, layout: str) -> None:
         check_layout(layout)
         lm = causal_lm(model)
-        if why := obstacle_to_fusing(lm) or obstacle_to_packing(lm):
+        if why := fusing_unsupported_reason(lm) or packing_unsupported_reason(lm):
             raise ValueError(f"{type(lm).__name__}: {why}")
         # TRL counts positions with the padding on the left. A packed stream can do so too, but for flash attention.
         relative = positions_are_relative(lm)

@@ -101,7 +101,7 @@ def _differentiate_frozen(
     return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 8
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
+def _reject(ctx: Any, *_: Any) -> None:
     raise RuntimeError(_TWICE)
 
 
@@ -141,9 +141,9 @@ if extension is not None:
         return like.new_empty(like.shape)
 
     _frozen_op.register_autograd(_differentiate_frozen, setup_context=_save_frozen)
-    _scale_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+    _scale_op.register_autograd(_reject, setup_context=lambda ctx, inputs, output: None)
     _op.register_autograd(_differentiate, setup_context=_save)
-    _backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+    _backward_op.register_autograd(_reject, setup_context=lambda ctx, inputs, output: None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

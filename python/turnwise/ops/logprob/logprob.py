@@ -173,7 +173,7 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
     return out, *[None] * 7
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
+def _reject(ctx: Any, *_: Any) -> None:
     raise RuntimeError(_TWICE)
 
 
@@ -192,7 +192,7 @@ if extension is not None:
         return logits.new_empty(logits.shape)
 
     _op.register_autograd(_differentiate, setup_context=_save)
-    _backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+    _backward_op.register_autograd(_reject, setup_context=lambda ctx, inputs, output: None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ def _scale(grad: Tensor, grad_loss: Tensor, logprobs: Tensor) -> Tensor:
     return grad * grad_loss
 
 
-def _refuse(ctx: Any, *_: Tensor) -> None:
+def _reject(ctx: Any, *_: Tensor) -> None:
     raise RuntimeError(_TWICE)
 
 
@@ -299,7 +299,7 @@ for _name, _function in (("policy_loss", _compute), ("policy_loss_triton", _comp
     _op.register_autograd(_backward, setup_context=_save)
 _scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
 _scale_op.register_fake(lambda grad, grad_loss, logprobs: torch.empty_like(grad))
-_scale_op.register_autograd(_refuse)
+_scale_op.register_autograd(_reject)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

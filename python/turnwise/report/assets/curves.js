@@ -43,9 +43,9 @@ function axisOf(run, name) {
   return xs;
 }
 
-// Shares of what an actor was handed: [column, share, count of which it is one]; then success of other lineups.
-const SHARES = [["changed", "changed", "handed"], ["mended", "mended", "wrong"], ["broke", "broke", "right"]];
-const LINEUPS = [["without it", "without"], ["alone", "alone"]];
+// Shares of what an actor was handed: [column, share, count of which it is one]; then success of other subTeams.
+const SHARES = [["changed", "changed", "handed"], ["fixed", "fixed", "wrong"], ["broken", "broken", "right"]];
+const SUB_TEAMS = [["without it", "without"], ["alone", "alone"]];
 
 function percent(value) {
   return value === undefined ? "–" : (100 * value).toFixed(1) + "%";
@@ -56,15 +56,15 @@ function contributionTable(run) {
   const measured = Object.entries(run.contributions.actors);
   const has = (name) => measured.some(([, found]) => found[name] !== undefined);
   const shares = SHARES.filter(([, share]) => has(share));
-  const lineups = LINEUPS.filter(([, name]) => has(name));
+  const subTeams = SUB_TEAMS.filter(([, name]) => has(name));
   return el("figure", { class: "adds" },
     el("figcaption", {}, el("b", {}, "What each actor adds"), ` at the validation of step ${run.contributions.step}`),
     el("table", {},
-      el("thead", {}, el("tr", {}, ["actor", ...shares.map(([title]) => title), ...lineups.map(([title]) => title)]
+      el("thead", {}, el("tr", {}, ["actor", ...shares.map(([title]) => title), ...subTeams.map(([title]) => title)]
         .map((title) => el("th", {}, title)))),
       el("tbody", {}, measured.map(([actor, found]) => el("tr", {}, el("th", {}, actor),
         shares.map(([, share, whole]) => el("td", {}, found[share] === undefined ? "–" : `${percent(found[share])} of ${number(found[whole])}`)),
-        lineups.map(([, name]) => el("td", {}, percent(found[name]))))))));
+        subTeams.map(([, name]) => el("td", {}, percent(found[name]))))))));
 }
 
 function curvesTab(run) {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from turnwise.inference.local.decode import obstacle_to_cache
+from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
 from turnwise.train.config.policies import PolicyConfig
 from turnwise.train.config.schema import TrainConfig
@@ -103,7 +103,7 @@ def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) 
             key = f"config key 'update.sequence_layout' = {config.update.sequence_layout!r}"
             raise ConfigError(f"{key}: {facts.kind} of policy {name!r} can't have it, as {why}")
     with sampling_mode(models[name], share=True):
-        why_uncached = obstacle_to_cache(models[name])
+        why_uncached = cache_unsupported_reason(models[name])
     return [Asked(names, facts, found.bytes, True, why_uncached)]
 
 

@@ -52,7 +52,7 @@ class WorkerRun:
         with problems.gathered():
             self._tokenizer = check_models(self._config.policies, partial(tiny_model, config, self._task))
         problems.raise_any()
-        self._lineups: dict[tuple[str, ...], Mapping[str, Episode]] | None = None
+        self._sub_teams: dict[tuple[str, ...], Mapping[str, Episode]] | None = None
 
     def client(self, engines: Engines) -> WorkerClient:
         server, seed = self._config.rollout.server, self._config.seed
@@ -69,12 +69,12 @@ class WorkerRun:
         arena.quotas = {actor: PrioritySemaphore(limit) for actor, limit in setup.quotas.items()}
         return arena
 
-    def lineups(self, actors: tuple[str, ...]) -> Mapping[str, Episode]:
+    def sub_teams(self, actors: tuple[str, ...]) -> Mapping[str, Episode]:
         """Return the episodes of the task for some of its actors."""
-        if self._lineups is None:
+        if self._sub_teams is None:
             planned = [one for plan in ablations_of(self._task) for one in (plan.without, plan.alone)]
-            self._lineups = {lineup.actors: lineup.episodes for lineup in planned if lineup is not None}
-        return self._lineups[actors]
+            self._sub_teams = {sub_team.actors: sub_team.episodes for sub_team in planned if sub_team is not None}
+        return self._sub_teams[actors]
 
     def _endpoint(self, url: str) -> Endpoint:
         server = self._config.rollout.server

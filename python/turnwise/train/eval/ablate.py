@@ -13,10 +13,10 @@ from turnwise.types import EpisodeRequest, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Lineup:
+class SubTeam:
     """Some actors of a team, and how they play its questions.
 
-    Example: ``Lineup(("proposer",), {"sudoku": SudokuEpisode(actors=("proposer",))}, "solved/proposer")``
+    Example: ``SubTeam(("proposer",), {"sudoku": SudokuEpisode(actors=("proposer",))}, "solved/proposer")``
     """
 
     actors: tuple[str, ...]
@@ -29,12 +29,12 @@ class Lineup:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """An actor to measure. ``None`` marks a lineup that can't play the task."""
+    """An actor to measure. ``None`` marks a sub_team that can't play the task."""
 
     actor: str
-    without: Lineup | None
+    without: SubTeam | None
     """The team without the actor."""
-    alone: Lineup | None
+    alone: SubTeam | None
     """The actor alone."""
 
 
@@ -58,22 +58,22 @@ async def ablate(
     ablations: Sequence[Ablation],
     sampling: Sampling | None = None,
 ) -> list[Addition]:
-    """Evaluate each lineup of ``ablations`` once on ``requests``, on which ``team`` is the whole team's evaluation.
+    """Evaluate each sub_team of ``ablations`` once on ``requests``, on which ``team`` is the whole team's evaluation.
 
     Actors keep their prompts, policies and weights. Pass the ``sampling`` of the team's evaluation.
     """
     measured: dict[tuple[str, ...], Evaluation] = {}
 
-    async def play(lineup: Lineup | None) -> Evaluation | None:
-        if lineup is None:
+    async def play(sub_team: SubTeam | None) -> Evaluation | None:
+        if sub_team is None:
             return None
-        if lineup.actors not in measured:
+        if sub_team.actors not in measured:
             # Without the other actors a call of one of them is an error, and their policies aren't needed.
             view = copy.copy(arena)
-            view.actors = {actor: arena.actors[actor] for actor in lineup.actors}
-            view.episodes = dict(lineup.episodes)
-            measured[lineup.actors] = await evaluate(view, requests, lineup.metric, sampling, samples=team.samples)
-        return measured[lineup.actors]
+            view.actors = {actor: arena.actors[actor] for actor in sub_team.actors}
+            view.episodes = dict(sub_team.episodes)
+            measured[sub_team.actors] = await evaluate(view, requests, sub_team.metric, sampling, samples=team.samples)
+        return measured[sub_team.actors]
 
     found = []
     for ablation in ablations:
@@ -86,7 +86,7 @@ async def ablate(
 def addition_metrics(team: Evaluation, additions: Sequence[Addition] = ()) -> dict[str, float]:
     """Return what each actor adds, as metrics: counts and rates of its contribution, success without it and alone.
 
-    Example: ``{"reviser/handed": 40, "reviser/changed": 0.25, "reviser/mended": 0.1, "reviser/without": 0.55, ...}``
+    Example: ``{"reviser/handed": 40, "reviser/changed": 0.25, "reviser/fixed": 0.1, "reviser/without": 0.55, ...}``
     """
     metrics: dict[str, float] = {}
     for actor, made in team.contributions.items():

@@ -47,7 +47,7 @@ class Attempts:
         return ", ".join(f"{name} {self.sums[name] / count:.3g}" for name, count in sorted(self.counts.items()))
 
 
-async def refuse_hopeless(trainer: TrainerView, questions: Sequence[EpisodeRequest], metric: str) -> None:
+async def check_start(trainer: TrainerView, questions: Sequence[EpisodeRequest], metric: str) -> None:
     """Play ``questions`` until the first success, and raise :class:`ConfigError` if there is none.
 
     Each question is sampled once, then 1, 2, 4, ... more times, up to ``health.start_samples``, as in training but

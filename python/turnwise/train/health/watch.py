@@ -113,11 +113,11 @@ class Watch:
     def validation(self, measured: Evaluation) -> None:
         """Check that no actor breaks more than it mends. The validation before any training isn't judged."""
         for actor, made in measured.contributions.items():
-            if self._trainer.progress.step and made.mended < made.broke:
+            if self._trainer.progress.step and made.fixed < made.broken:
                 self._warn(
                     ("contribution", actor),
                     f"actor {actor!r} mends less than it breaks: it was handed {made.handed} answers and changed "
-                    f"{made.changed}; it mended {made.mended} of {made.wrong} wrong parts and broke {made.broke} of "
+                    f"{made.changed}; it fixed {made.fixed} of {made.wrong} wrong parts and broke {made.broken} of "
                     f"{made.right} right ones. See what the team does without it (turnwise eval RUN --ablate {actor}), "
                     "and pay it for the difference that it makes",
                     step=self._trainer.progress.step,

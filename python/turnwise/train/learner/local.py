@@ -15,7 +15,7 @@ from turnwise.train.learner.learner import T, Updated, Weights
 from turnwise.train.learner.undo import Undo
 from turnwise.train.model.policy import Policy, fingerprints
 from turnwise.train.update.kl import reference_logprobs
-from turnwise.train.update.update import pass_over, update_policy
+from turnwise.train.update.update import update_epoch, update_policy
 from turnwise.types import TrainingBatch
 
 
@@ -56,7 +56,7 @@ class LocalLearner:
         metrics: dict[str, dict[str, float]] = {}
         for name, policy in self.policies.items():
             if name in phase and name not in self.trained:
-                pass_over(policy, batch, self.config.update, rng)
+                update_epoch(policy, batch, self.config.update, rng)
             elif name in phase:
                 policy.follow_run(run_share)
                 metrics[name] = update_policy(policy, batch, self.config.update, self.config.loss, rng, show)

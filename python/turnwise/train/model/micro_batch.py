@@ -224,7 +224,7 @@ def trial(vocabulary: int, length: int, device: torch.device) -> MicroBatch:
 
 
 @contextmanager
-def names_what_is_too_long(micro: MicroBatch) -> Iterator[None]:
+def explain_out_of_memory(micro: MicroBatch) -> Iterator[None]:
     """Say in an error of the memory which rows didn't fit, and what would make them fit.
 
     Raises ``MemoryError``, or torch's ``OutOfMemoryError`` as it came.

@@ -65,7 +65,7 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    refuse_unserved(module, kwargs)
+    check_mask(module, kwargs)
     window = kwargs.get("sliding_window")
     packing.windows.append(window)
     if query.device.type == "cpu" and window is None and not dropout:
@@ -93,7 +93,7 @@ def packed_attention(
     return torch.cat(outputs)[None], None
 
 
-def refuse_unserved(module: Any, options: Mapping[str, Any]) -> None:
+def check_mask(module: Any, options: Mapping[str, Any]) -> None:
     """Raise :class:`NotPackable` for an attention that isn't causal, or whose scores are more than scaled products."""
     if needs := [name for name in _UNSERVED if options.get(name) is not None]:
         raise NotPackable(f"its attention has a {needs[0]}")

@@ -18,8 +18,8 @@ from turnwise.inference.weights.weight_block import storage_key
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.master_weights import MasterWeights
-from turnwise.train.model.micro_batch import MicroBatch, micro_batches, names_what_is_too_long, smallest
-from turnwise.train.model.ranks import ALONE, Alone
+from turnwise.train.model.micro_batch import MicroBatch, explain_out_of_memory, micro_batches, smallest
+from turnwise.train.model.ranks import SINGLE_RANK, SingleRank
 from turnwise.train.model.support import causal_lm, drops_out, linear_bytes_per_token
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import memory_capacity
@@ -69,7 +69,7 @@ class Policy:
         self._halved = False
         self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
         self.max_grad_norm = config.max_grad_norm
-        self.ranks = ALONE  # the processes that hold its shards
+        self.ranks = SINGLE_RANK  # the processes that hold its shards
         if with_reference and reference is None:
             reference = _starting_weights(model)
         # Models and their forward passes.
@@ -203,7 +203,7 @@ class Policy:
         found: Tensor | None = None
         for place in self.ranks.places(len(micros)):
             micro = (smallest(micros) if place is None else micros[place]).to(self.device)
-            with names_what_is_too_long(micro):
+            with explain_out_of_memory(micro):
                 values = read(micro)
             found = values.new_zeros(length) if found is None else found
             if place is not None:
@@ -398,7 +398,7 @@ def bit_sum(tensor: Tensor) -> int:
     return int(own.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
-def bit_sums(weights: Iterable[tuple[str, Tensor]], ranks: Alone = ALONE) -> tuple[int, ...]:
+def bit_sums(weights: Iterable[tuple[str, Tensor]], ranks: SingleRank = SINGLE_RANK) -> tuple[int, ...]:
     """Return the :func:`bit_sum` of each tensor. The sums of a tensor's shards add up to that of the whole tensor."""
     tensors = [tensor for _, tensor in weights]
     counts = [ranks.first_copy if hasattr(tensor, "to_local") else ranks.rank == 0 for tensor in tensors]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from turnwise._C import TokenTrie
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
-from turnwise.train.model.support import causal_lm, obstacle_to_packing, obstacle_to_trees
+from turnwise.train.model.support import causal_lm, packing_unsupported_reason, trie_unsupported_reason
 
 
 class PrefixTree:
@@ -117,7 +117,7 @@ def use_trees(model: nn.Module) -> None:
     attention can't take tries.
     """
     lm = causal_lm(model)
-    if why := obstacle_to_packing(lm) or obstacle_to_trees(lm):
+    if why := packing_unsupported_reason(lm) or trie_unsupported_reason(lm):
         raise ValueError(f"model: {type(lm).__name__} can't take tries, as {why}")
 
 

@@ -21,8 +21,8 @@ from turnwise.train.model.packed_attention import (
     Packing,
     Segments,
     TreeAttention,
+    check_mask,
     packed_attention,
-    refuse_unserved,
 )
 
 ATTENTION = "turnwise_tree"
@@ -86,7 +86,7 @@ def tree_attention(
         return packed_attention(
             module, query, key, value, attention_mask, dropout, scaling=scaling, packing=packing, **kwargs
         )
-    refuse_unserved(module, kwargs)
+    check_mask(module, kwargs)
     if kwargs.get("sliding_window") is not None:
         raise NotPackable("its attention has a sliding window")
     if dropout:

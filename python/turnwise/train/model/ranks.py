@@ -12,7 +12,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Alone:
+class SingleRank:
     """One process that trains a policy by itself."""
 
     rank, size = 0, 1
@@ -37,7 +37,7 @@ class Alone:
         return items
 
 
-class Ranks(Alone):
+class Ranks(SingleRank):
     """The processes of ``group``; micro-batch ``i`` is the one of rank ``i % size``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, first_copy: bool = True) -> None:
@@ -60,4 +60,4 @@ class Ranks(Alone):
         return [each[i] for i in range(longest) for each in found if i < len(each)]
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()

@@ -92,11 +92,14 @@ def facts_of(
     )
     if not tried:
         return facts
-    if dropout and (why := obstacle_to_dropout(lm)):
+    if dropout and (why := dropout_unsupported_reason(lm)):
         raise ValueError(f"dropout=True: {facts.kind} can't have it, as {why}")
     before = [parameter._version for parameter in lm.parameters()]
-    why_logits, why_padded = obstacle_to_fusing(lm), obstacle_to_packing(lm) if stream else "padded rows are wanted"
-    why_unshared = why_padded or (obstacle_to_trees(lm, dropout) if shared else "no trie is wanted")
+    why_logits, why_padded = (
+        fusing_unsupported_reason(lm),
+        packing_unsupported_reason(lm) if stream else "padded rows are wanted",
+    )
+    why_unshared = why_padded or (trie_unsupported_reason(lm, dropout) if shared else "no trie is wanted")
     trims = not why_logits and not why_padded and trims_last_mlp(lm)
     if [parameter._version for parameter in lm.parameters()] != before:
         raise ValueError(f"model: {facts.kind} changes its own weights in a pass")  # RWKV rescales them
@@ -174,7 +177,7 @@ def linear_bytes_per_token(lm: Any) -> float:
     return max(1.0, 1.5 * widths * width)
 
 
-def obstacle_to_dropout(lm: Any) -> str:
+def dropout_unsupported_reason(lm: Any) -> str:
     """Return why ``lm`` can't run in training mode; an empty string if it can."""
     try:
         with in_mode(lm, training=True):
@@ -187,7 +190,7 @@ def obstacle_to_dropout(lm: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The head
 # ---------------------------------------------------------------------------------------------------------------------
-def obstacle_to_fusing(lm: Any) -> str:
+def fusing_unsupported_reason(lm: Any) -> str:
     """Return why ``hidden @ weight.T + bias`` can't give the log-probs; an empty string if it can.
 
     The head must take the decoder's last hidden states, and give the logits, bit for bit, but for a :func:`softcap_of`.
@@ -242,7 +245,7 @@ def trims_last_mlp(lm: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 # The stream
 # ---------------------------------------------------------------------------------------------------------------------
-def obstacle_to_packing(lm: Any) -> str:
+def packing_unsupported_reason(lm: Any) -> str:
     """Return why rows can't share a stream; if they can, set the model's attention and return an empty string."""
     before = lm.config._attn_implementation
     if before == "sdpa":
@@ -269,7 +272,7 @@ def stream_inputs(
     return inputs
 
 
-def obstacle_to_trees(lm: Any, dropout: bool = False) -> str:
+def trie_unsupported_reason(lm: Any, dropout: bool = False) -> str:
     """Return why rows of a stream can't share prefixes; an empty string if they can. With ``dropout`` in training
     mode, too."""
     used = lm.config._attn_implementation

@@ -87,7 +87,7 @@ def warm_start(
     shuffled = rng.permutation(len(groups)).tolist()
     prompts = [tuple(demonstrations[rows[0]].prompt_token_ids) for rows in groups]
     held = choose_held_out(prompts, shuffled, [len(rows) for rows in groups], config.held_out)
-    _refuse_too_few(config, len(set(prompts)), held)
+    _reject_too_few(config, len(set(prompts)), held)
     held_rows = [demonstrations[row] for group in sorted(held) for row in groups[group]]
     stop = Stop(policy, config, HeldOut(held_rows, micro_batch_tokens) if held else None, on_check)
     # One update per step; when the order runs out, the groups are shuffled again, or begin again.
@@ -168,7 +168,7 @@ class Stop:
             self.done.checks.append(check)
 
 
-def _refuse_too_few(config: WarmStartConfig, prompts: int, held: set[int]) -> None:
+def _reject_too_few(config: WarmStartConfig, prompts: int, held: set[int]) -> None:
     """Raise ``ValueError`` if a target needs held-out prompts and there are none."""
     for name in config.targets() if not held else ():
         raise ValueError(

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
-from turnwise.train.model.micro_batch import MicroBatch, minibatches, names_what_is_too_long, smallest
+from turnwise.train.model.micro_batch import MicroBatch, explain_out_of_memory, minibatches, smallest
 from turnwise.train.model.policy import Policy
-from turnwise.train.model.ranks import Alone
+from turnwise.train.model.ranks import SingleRank
 from turnwise.train.update.kl import adapted, coefficient
 from turnwise.train.update.loss import Loss
 from turnwise.types import TrainingBatch
@@ -86,7 +86,7 @@ def _accumulate_part(
             return micros
 
 
-def pass_over(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: np.random.Generator) -> None:
+def update_epoch(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: np.random.Generator) -> None:
     """Draw from ``rng`` what :func:`update_policy` would, for a policy that other ranks train."""
     rows = rows_of(policy, batch)
     if policy.trainable and len(rows):
@@ -100,7 +100,7 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
     selected = select(policy, micros, olds, loss)
     for place in policy.ranks.places(len(micros)):
         micro = smallest(micros) if place is None else micros[place]
-        with names_what_is_too_long(micro):
+        with explain_out_of_memory(micro):
             logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
             ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
             if place is None:  # the other ranks have one more micro-batch
@@ -242,7 +242,7 @@ class UpdateLog:
             )
         )
 
-    def join(self, ranks: Alone) -> None:
+    def join(self, ranks: SingleRank) -> None:
         """End the micro-batches of an update: add those of the other ``ranks``."""
         self.current = ranks.gather([one.on_cpu() for one in self.current] if ranks.size > 1 else self.current)
         self.computed += sum(one.computed for one in self.current)

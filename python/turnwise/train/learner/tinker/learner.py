@@ -31,7 +31,7 @@ from turnwise.train.learner.tinker.adapter import Adapter, Passed
 from turnwise.train.learner.tinker.policy import RemotePolicy
 from turnwise.train.learner.tinker.wire import SERVERS, server_loss, stream_of, wire_rows
 from turnwise.train.model.micro_batch import MicroBatch, minibatches, pack
-from turnwise.train.model.ranks import ALONE
+from turnwise.train.model.ranks import SINGLE_RANK
 from turnwise.train.update.loss import Loss
 from turnwise.train.update.update import UpdateLog, describe_bad_rows, rows_of
 from turnwise.types import TrainingBatch
@@ -168,7 +168,7 @@ class TinkerLearner:
             logprobs_N = torch.from_numpy(stream)[one.micro.token_N]
             out = loss(logprobs_N, one.micro, one.micro.rollout_logprobs_N, None, one.normalizer)
             log.add_micro(out, one.micro, logprobs_N)
-            log.join(ALONE)
+            log.join(SINGLE_RANK)
             norm = _grad_norm(one.stepped())
             if not math.isfinite(log.current_loss) or math.isinf(norm):
                 raise FloatingPointError(

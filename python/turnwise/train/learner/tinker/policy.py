@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.master_weights import MasterWeights
 from turnwise.train.model.policy import Policy
-from turnwise.train.model.ranks import ALONE
+from turnwise.train.model.ranks import SINGLE_RANK
 
 
 class RemotePolicy(Policy):
@@ -34,7 +34,7 @@ class RemotePolicy(Policy):
         self.kl_coef, self.rate_scale, self.run_share = None, 1.0, 0.0
         self.max_grad_norm = config.max_grad_norm
         self._auto_tokens, self._halved = None, False
-        self.ranks = ALONE
+        self.ranks = SINGLE_RANK
         self.model: Any = None
         self.reference = nn.Identity() if with_reference else None
         self.optimizer, self.schedule = None, None
