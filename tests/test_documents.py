@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type works: Python blocks run, commands parse, files and targets exist."""
+"""Everything that the documents name exists, and what they show to type works."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 import turnwise
 from turnwise.cli import main as cli
+from turnwise.cli.commands.config import list_sections
 from turnwise.credit import registry
 from turnwise.train.validate import config_from_dict
 
@@ -31,6 +32,17 @@ def commands(program: str) -> list[list[str]]:
     lines = [line for path in DOCUMENTS for block in blocks(path, "bash") for line in block.splitlines()]
     words = [shlex.split(line.strip(), comments=True) for line in lines]
     return [line for line in words if line and Path(line[0]).name == program]
+
+
+def spans(path: Path) -> list[str]:
+    """The texts in backticks, and the lines of shell blocks."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)] + [
+        line for block in blocks(path, "bash") for line in block.splitlines()
+    ]
+
+
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=lambda path: path.name)
@@ -83,7 +95,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@each_document
 def test_links_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", text)
@@ -126,12 +138,109 @@ def test_architecture_floors_hold() -> None:
     assert len(floors) > 12 and wrong == []
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+FOREIGN = {
+    "AgentTrainer", "ReadWriteMany", "apply_credit", "get_policy_version", "importance_sampling", "main_base", "mean_g",
+    "parse_expr", "r_ik", "shuffle_dataset", "std_g", "trace_to_samples", "turnwise_samples_total",
+}  # fmt: skip
+"""Names in backticks that other projects, formulas or absent code have."""
+
+FOLDERS = ("bench", "csrc", "docs", "examples", "python", "scripts", "tests")
+SOURCES = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix not in (".so", ".pyc")]
+NAMES = {path.name for path in (*SOURCES, *ROOT.glob("*"))}
+CODE = {
+    path: path.read_text(encoding="utf-8") for path in SOURCES if path.suffix in (".py", ".pyi", ".cpp", ".cu", ".h")
+}
+WORDS = set(re.findall(r"\w+", "".join(text for path, text in CODE.items() if path != Path(__file__))))
+PACKAGE = "".join(text for path, text in CODE.items() if "python" in path.parts)
+"""All source text of the package, for names that a run writes or that a program computes."""
+
+
+@each_document
 def test_named_files_exist(path: Path) -> None:
-    """Paths in backticks, from the checkout's root or, as ``turnwise/...``, from the package."""
-    folders = "bench|csrc|docs|examples|python|scripts|tests|turnwise"
-    named = set(re.findall(rf"`((?:{folders})/[\w/.-]+)[`:]", path.read_text(encoding="utf-8")))
-    assert {name for name in named if not ((ROOT / name).exists() or (ROOT / "python" / name).exists())} == set()
+    """A path from the checkout's root or, as ``turnwise/...``, from the package; also a file's name alone."""
+    missing = set()
+    for span in spans(path):
+        for name in re.findall(rf"(?<![\w/.])(?:(?:{'|'.join(FOLDERS)}|turnwise)/[\w/.*<>-]+)", span):
+            if not any(
+                file for root in (ROOT, ROOT / "python") for file in root.glob(re.sub("<.*?>", "*", name.rstrip("/.")))
+            ):
+                missing.add(name)
+        for name in re.findall(
+            r"(?<![\w*.-])[\w-]+\.(?:py|pyi|cpp|cu|cuh|h|sh|sbatch|yaml|toml|md|jsonl?)\b(?!/)", span
+        ):
+            mine = re.match(
+                r"(my_|train_with_|run\.|config\.json|generation_config)", name
+            )  # a reader's own, or a model's
+            missing |= {name} - NAMES if not mine and name not in PACKAGE else set()
+    assert missing == set()
+
+
+@each_document
+def test_named_commands_and_their_options_exist(path: Path) -> None:
+    """Also those that a sentence shortens, such as ``turnwise eval --ablate``; and scripts with their options."""
+    wrong = []
+    for span in spans(path):
+        options = re.findall(r"(?<!\S)(--[a-z][\w-]*)(?![\w.-])", span.partition("  #")[0])
+        if named := re.match(r"turnwise (?!is )([a-z]\w*)(?= |$)", span):
+            command = cli.COMMANDS.get(named[1])
+            known = cli.options_of(command) if command else set()
+            keys = {f"--{key}" for key in KEYS} if command and command.overrides else set()
+            wrong += [span] if not command or set(options) - known - keys else []
+        elif named := re.match(r"(?:PYTHONPATH=\S+ )?python (\w+/\S+\.py)", span):
+            file = ROOT / named[1]
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+            wrong += [span] if any(f'"{option}"' not in text for option in options) or not text else []
+    assert wrong == []
+
+
+@each_document
+def test_dotted_names_exist(path: Path) -> None:
+    """``turnwise.room.name``: the room or module is a file, and has the name. Nothing is imported."""
+    wrong = []
+    for name in {name for span in spans(path) for name in re.findall(r"(?<![\w.+])turnwise(?:\.\w+)+", span)}:
+        place, parts = ROOT / "python", name.split(".")
+        while parts and (place / parts[0]).is_dir():
+            place /= parts.pop(0)
+        modules = [
+            place / "__init__.py",
+            *(place / f"{part}{suffix}" for part in parts[:1] for suffix in (".py", ".pyi")),
+        ]
+        text = "".join(module.read_text(encoding="utf-8") for module in modules if module.is_file())
+        own = parts[1:] if parts and len(list(place.glob(f"{parts[0]}.py*"))) else parts
+        wrong += [name] if any(not re.search(rf"\b{part}\b", text) for part in own) else []
+    assert wrong == []
+
+
+@each_document
+def test_names_in_backticks_are_in_the_code(path: Path) -> None:
+    """Each ``CamelCase`` and ``snake_case`` word is in a source file, or in a Python block of the page."""
+    words = set(re.findall(r"\w+", "".join(blocks(path, "python")))) | {Path(name).stem for name in NAMES} | FOREIGN
+    named = {name for span in spans(path) for name in re.findall(r"\b(?:[A-Z][a-z]+\w*[A-Z]\w*|[a-z]+_\w*\w)\b", span)}
+    assert {name for name in named - words - WORDS if not re.match(r"my_|My|.*_$", name)} == set()
+
+
+KEYS = {key.name: key for section in list_sections() for key in section.keys}
+SECTIONS = {section.name for section in list_sections()}
+
+
+def is_key(name: str) -> bool:
+    """Tell whether ``name`` is a key or section of the config; below a table of any value every name is."""
+    names = (*KEYS, *SECTIONS, *(section.removesuffix(".NAME") for section in SECTIONS))
+    patterns = [re.escape(each).replace("NAME", r"[\w-]+") for each in names]
+    tables = [re.escape(key.name).replace("NAME", r"[\w-]+") for key in KEYS.values() if "table of" in key.type]
+    return any(re.fullmatch(each, name) for each in (*patterns, *(rf"{each}\..+" for each in tables)))
+
+
+@each_document
+def test_config_keys_exist(path: Path) -> None:
+    """``section.key`` with or without a value, ``--section.key`` and ``[section]``."""
+    roots = "|".join({name.partition(".")[0] for name in SECTIONS} - {"top"})
+    named = set()
+    for span in spans(path):
+        named |= set(re.findall(rf"(?:^|\s--)((?:{roots})\.[\w.-]+)(?= |$)", span))
+        named |= set(re.findall(r"^\[((?!env\b)[a-z][\w.-]*)\]$", span))
+    rooms = {name for name in named if (ROOT / "python/turnwise" / name.replace(".", "/")).exists()}
+    assert {name for name in named - rooms if not (is_key(name) or Path(name).suffix in (".py", ".jsonl"))} == set()
 
 
 def test_every_credit_rule_is_in_the_table() -> None:
