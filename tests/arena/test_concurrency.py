@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from scale.virtual_clock import run_virtually
 
 from turnwise.arena import BatchFailedError
 from turnwise.arena.runtime.concurrency import (
@@ -14,7 +15,6 @@ from turnwise.arena.runtime.concurrency import (
     PrioritySemaphore,
     gather_or_cancel,
 )
-from turnwise.train.simulate.virtual_clock import run_virtually
 from turnwise.types import ModelError
 
 

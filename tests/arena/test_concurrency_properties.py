@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import pytest
+from scale.virtual_clock import run_virtually
 
 from turnwise.arena import Arena, BatchFailedError, Episode, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.rewards.rubric import DropRolloutError
 from turnwise.arena.runtime.context import current_context
-from turnwise.train.simulate.virtual_clock import run_virtually
 from turnwise.types import Actor, EpisodeRequest, ModelError
 
 from .conftest import CharTokenizer, respond

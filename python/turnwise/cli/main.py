@@ -214,21 +214,6 @@ COMMANDS: dict[str, Command] = {
         epilog="Exit codes: 0 done, 1 an error, 2 wrong settings, 75 the cluster was lost; 130, 143, 129 after SIGINT, "
         "SIGTERM, SIGHUP. After an error or a signal the same command goes on from the last step.",
     ),
-    "plan": Command(
-        "Model the seconds of a step on a cluster, and find the best split of its GPUs; measures nothing.",
-        (
-            CONFIG,
-            argument("--gpus", "GPUs of the cluster", type=int, required=True, metavar="N"),
-            argument("--gpu", "kind of GPU (default: h100)", choices=("a100", "h100", "h200", "b200"), default="h100"),
-            argument("--run", "run whose metrics and episodes replace constants", type=Path, metavar="RUN_DIR"),
-            argument("--prompt-tokens", "mean tokens of a prompt (default: 1024)", type=float, metavar="N"),
-            argument("--response-tokens", "mean tokens of a completion (default: its limit)", type=float, metavar="N"),
-            argument("--calls", "mean model calls of an episode (default: one per actor)", type=float, metavar="N"),
-            argument("--max-staleness", "most staleness to try (default: 4, or the config's)", type=int, metavar="K"),
-            JSON,
-        ),
-        overrides=True,
-    ),
     "config": Command(
         "Explain the config: all sections, one section, or one key.",
         (argument("key", "a section such as update, or a key such as update.lr", nargs="?", metavar="KEY"),),

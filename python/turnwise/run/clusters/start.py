@@ -16,14 +16,12 @@ from turnwise.cluster.placement import describe, fit, roles_of
 from turnwise.cluster.ray_backend import RayBackend
 from turnwise.cluster.supervisor import Supervisor
 from turnwise.run.checks import check_config, resolve_config, task_of, tiny_model
+from turnwise.run.models.size import model_of
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.league import plays_past
 from turnwise.train.league.build import groups_of
 from turnwise.train.model.loading import TINY, check_models
-from turnwise.train.plan.constants import Constants
-from turnwise.train.plan.memory import engine_weight_bytes, training_bytes
-from turnwise.train.plan.workload import workload_of
 
 EXIT_LATER = 75
 """Exit code of a run that lost its cluster, and can go on on another: EX_TEMPFAIL of sysexits.h."""
@@ -62,20 +60,19 @@ def placement_lines(config: TrainConfig) -> Iterator[str]:
 def _bytes_of(config: TrainConfig) -> dict[str, str]:
     """Describe the bytes of a rank and of an engine of each pool, by the kind or the pool's name."""
     task, problems = task_of(config), Problems()
-    resolved, actors = resolve_config(config, task, problems)
+    resolved, _ = resolve_config(config, task, problems)
     problems.raise_any()
     try:
-        workload, _ = workload_of(resolved, partial(tiny_model, config, task), actors)
-    except ConfigError as error:  # of models for which nothing is planned
+        model = model_of(resolved, partial(tiny_model, config, task))
+    except ConfigError as error:
         return dict.fromkeys(("rank", *config.cluster.engines), f"bytes unknown: {error}")
-    constants = Constants()
-    states = training_bytes(workload, config.cluster.learner.count, constants) - constants.activation_memory
-    told = {"rank": f"{_mib(states)} of weights, gradients, Adam"}
+    states = model.rank_bytes(config.cluster.learner.count, reference=config.loss.kl.coef > 0)
+    sizes = {"rank": f"{_mib(states)} of weights, gradients, Adam"}
     for name, pool in config.cluster.engines.items():
-        parts = int(max(pool.gpus, 1))
+        weights = _mib(model.engine_bytes(int(max(pool.gpus, 1))))
         cache = "" if pool.engine == "transformers" else f", {pool.options.get('kv_cache_gb', 1.0)} GiB of cache"
-        told[name] = f"{_mib(engine_weight_bytes(workload, parts))} of weights{cache}"
-    return told
+        sizes[name] = f"{weights} of weights{cache}"
+    return sizes
 
 
 def _mib(count: float) -> str:

@@ -10,13 +10,13 @@ import torch
 
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
+from turnwise.run.models.size import STATES
 from turnwise.train.config.policies import PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.model.forward import LAYOUTS
 from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_models, sharing
 from turnwise.train.model.support import ModelFacts, facts_of
-from turnwise.train.plan.memory import STATES
 
 TRIED = 50_000_000
 """Most weights of a model that is read for a trial; a larger one is tried when its run starts."""

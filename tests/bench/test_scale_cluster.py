@@ -6,11 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
-
-from turnwise.train.plan.constants import GPUS, Constants
-from turnwise.train.plan.formula import Split, engine_speed, predict
-from turnwise.train.plan.workload import ModelSize, Workload
-from turnwise.train.simulate.cluster import Disorder, simulate_cluster
+from scale.cluster import Disorder, _ClusterClient, simulate_cluster
+from scale.constants import GPUS, Constants
+from scale.formula import Split, engine_speed, predict
+from scale.workload import ModelSize, Workload
 
 H100 = GPUS["h100"]
 MODELS = {"7B": ModelSize(7e9, 57_344, 28, 4), "70B": ModelSize(70e9, 327_680, 64, 8)}
@@ -82,8 +81,6 @@ def test_an_engine_is_faster_once_short_calls_have_ended():
             return next(iter(outstanding))
 
     result = simulate_cluster(work, split, H100, CONSTANTS, disorder, rounds=1, skipped_rounds=1, router=Router())
-    from turnwise.train.simulate.cluster import _ClusterClient
-
     lengths = sorted(_ClusterClient(split, None, work, disorder, None)._lengths(seen[-1]))
     assert len(set(lengths)) > 1 and max(lengths) <= 4000
     speed, before, seconds = engine_speed(work, 1, H100, CONSTANTS), 0, 0.0
@@ -98,8 +95,6 @@ def test_an_engine_is_faster_once_short_calls_have_ended():
 
 def test_lengths_keep_their_mean():
     work, disorder = workload(group_size=4000), Disorder(length_sigma=0.5, longest=100)
-    from turnwise.train.simulate.cluster import _ClusterClient
-
     lengths = _ClusterClient(Split(1, 1, 1), None, work, disorder, None)._lengths(7)
     logs = [math.log(length) for length in lengths]
     middle = sum(logs) / len(logs)
@@ -150,7 +145,7 @@ def test_the_ranks_repeat_the_updates_since_their_checkpoint():
         ({"mtbf_hours": 0}, "mtbf_hours=0: expected"),
     ],
 )
-def test_impossible_simulations_are_refused(change, message):
+def test_impossible_simulations_are_rejected(change, message):
     given = {"workload": workload(), "split": Split(1, 1, 1, 8, 0), "gpu": H100, "constants": CONSTANTS}
     with pytest.raises(ValueError, match=message):
         if change.keys() <= given.keys() | {"rounds"}:

@@ -63,7 +63,7 @@ _DESIGN = "the design's choice"
 class Constants:
     """Constants of the model that don't depend on the GPU.
 
-    A fit to a run (:mod:`turnwise.train.plan.refit`) replaces ``sampling_efficiency``, ``train_flops_share``,
+    A fit to a run (:mod:`scale.refit`) replaces ``sampling_efficiency``, ``train_flops_share``,
     ``unique_token_share`` and ``sync_scale``.
     """
 

@@ -19,7 +19,7 @@ and no more than ``(k + 1) * R`` rows run at a time. Three things bound a step::
     step >= (latency + training + stop) / (k + 1)             latency: calls of L tokens, then the longest one
 
 Without the last bound, ``k`` unlimited, this is the design's ``max(sampling, training) + stop``. The model has no
-prefill, no time of environments, and no failures; :mod:`turnwise.train.simulate.cluster` has failures and routing.
+prefill, no time of environments, and no failures; :mod:`scale.cluster` has failures and routing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from turnwise.train.plan.constants import GPU, Constants
-from turnwise.train.plan.workload import Workload
+from scale.constants import GPU, Constants
+from scale.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

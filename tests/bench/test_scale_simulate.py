@@ -1,4 +1,4 @@
-"""The true loop on a virtual clock: staleness, order and throughput for many settings, in moments."""
+"""The real loop on a virtual clock: staleness, order and throughput for many settings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scale.simulate import LatencyModel, simulate
+from scale.virtual_clock import run_virtually
 
 from turnwise.train.config.sampling import LoopConfig
-from turnwise.train.simulate.simulate import LatencyModel, simulate
-from turnwise.train.simulate.virtual_clock import run_virtually
 
 MODES = ({}, {"in_flight_updates": True}, {"deterministic": True})
 
@@ -52,7 +52,7 @@ def test_throughput_is_what_the_latencies_say(ahead, update):
     result = simulate(
         latency, LoopConfig(max_staleness=ahead, in_flight_updates=ahead > 0), steps=steps, episodes=4, turns=turns
     )
-    out = [0.25]  # the starting weights are handed over too
+    out = [0.25]  # the starting weights are sent too
     for batch in range(steps):
         sampled = out[max(0, batch - ahead)] + sampling
         out.append(max(out[batch], sampled) + update + 0.25)
@@ -78,7 +78,7 @@ def test_slots_bound_the_throughput():
     ("changes", "message"),
     [({"slots": 0}, "slots=0: expected at least 1"), ({"update": -1.0}, "update=-1.0: expected a number >= 0")],
 )
-def test_impossible_latencies_are_refused(changes, message):
+def test_impossible_latencies_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         LatencyModel(**changes)
     with pytest.raises(ValueError, match="steps=0: expected at least 1"):
@@ -113,6 +113,6 @@ def test_timeouts_are_virtual_too():
     async def main():
         await asyncio.Event().wait()
 
-    # A deadlock is told.
+    # A deadlock raises.
     with pytest.raises(RuntimeError, match="everything waits and no timer is set"):
         run_virtually(main())

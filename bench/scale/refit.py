@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from scale.constants import GPU, Constants
+from scale.formula import Split, engine_speed, sync_seconds, training_seconds
+from scale.workload import Workload
+
 from turnwise.train.config.cluster import ClusterConfig, EnginesConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import read_metrics
-from turnwise.train.plan.constants import GPU, Constants
-from turnwise.train.plan.formula import Split, engine_speed, sync_seconds, training_seconds
-from turnwise.train.plan.workload import Workload
 
 SLOTS = 256
 """Slots of an engine whose settings don't say how many: the default of ``turnwise serve``."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from turnwise.train.plan.constants import GPU, Constants
-from turnwise.train.plan.formula import Prediction, Split, predict
-from turnwise.train.plan.memory import engine_weight_bytes, fewest_ranks, most_slots
-from turnwise.train.plan.workload import Workload
+from scale.constants import GPU, Constants
+from scale.formula import Prediction, Split, predict
+from scale.memory import fewest_ranks, most_slots
+from scale.workload import Workload
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 SLOTS = (8, 16, 32, 64, 128, 256, 512)
@@ -100,7 +100,7 @@ def _slots_that_fit(
     most = most_slots(workload, tensor_parallel, gpu, constants)
     slots = [count for count in SLOTS if count <= most]
     if not slots:
-        weights = engine_weight_bytes(workload, tensor_parallel) / 1e9
+        weights = workload.model.engine_bytes(tensor_parallel) / 1e9
         limit = constants.engine_memory_share * gpu.memory / 1e9
         return f"{name}: {weights:.1f} GB of weights and {SLOTS[0]} rows don't fit into {limit:.0f} GB"
     return slots

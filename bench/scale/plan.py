@@ -1,28 +1,38 @@
-"""``turnwise plan``: predict the seconds of a step on a cluster, and find the best split of its GPUs."""
+"""Model the seconds of a step on a cluster, and find the best split of its GPUs; measures nothing.
+
+    python bench/scale/plan.py CONFIG.toml --gpus 64 [--section.key value ...]
+
+An option with a dot overrides a key of the config, as in ``turnwise train``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from turnwise.cli.options import EXIT_OK
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from scale.constants import GPU, GPUS, Constants
+from scale.formula import predict
+from scale.memory import cache_bytes, training_bytes
+from scale.refit import Fit, refit, split_of
+from scale.search import Plan, search, smallest_cluster
+from scale.workload import Workload, workload_of
+
+from turnwise.cli.options import split_overrides
 from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.tasks import task_type
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, Problems, raw_settings
-from turnwise.train.plan.constants import GPU, GPUS, Constants
-from turnwise.train.plan.formula import Prediction, predict
-from turnwise.train.plan.memory import cache_bytes, engine_weight_bytes, training_bytes
-from turnwise.train.plan.refit import Fit, refit, split_of
-from turnwise.train.plan.search import Plan, search, smallest_cluster
-from turnwise.train.plan.workload import Workload, workload_of
 from turnwise.train.validate import read_config
 from turnwise.utils.registry import announce_code
 
@@ -32,7 +42,7 @@ WORKER_LOAD = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the command prints."""
+    """The printed numbers and settings."""
 
     workload: Workload
     sources: dict[str, str]
@@ -48,12 +58,31 @@ class Report:
     sections: Sequence[dict[str, Any]]
 
 
-def run(options: argparse.Namespace) -> int:
-    announce_code(raw_settings(options.config, options.overrides))
-    config = read_config(options.config, options.overrides, task_type=task_type)
-    report = make_report(options, config)
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "config": {"help": "config file: see docs/training.md", "type": Path, "metavar": "CONFIG.toml"},
+    "--gpus": {"help": "GPUs of the cluster", "type": int, "required": True, "metavar": "N"},
+    "--gpu": {"help": "kind of GPU (default: h100)", "choices": tuple(GPUS), "default": "h100"},
+    "--run": {"help": "run whose metrics and episodes replace constants", "type": Path, "metavar": "RUN_DIR"},
+    "--prompt-tokens": {"help": "mean tokens of a prompt (default: 1024)", "type": float, "metavar": "N"},
+    "--response-tokens": {"help": "mean tokens of a completion (default: its limit)", "type": float, "metavar": "N"},
+    "--calls": {"help": "mean model calls of an episode (default: one per actor)", "type": float, "metavar": "N"},
+    "--max-staleness": {"help": "most staleness to try (default: 4, or the config's)", "type": int, "metavar": "K"},
+    "--json": {"help": "print JSON, for scripts", "action": "store_true"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    for name, settings in ARGUMENTS.items():
+        parser.add_argument(name, **settings)
+    try:
+        words, overrides = split_overrides(sys.argv[1:] if argv is None else argv, {*ARGUMENTS, "-h", "--help"})
+        options = parser.parse_args(words)
+        announce_code(raw_settings(options.config, overrides))
+        report = make_report(options, read_config(options.config, overrides, task_type=task_type))
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        parser.error(str(error))
     print(json.dumps(to_json(report), indent=1) if options.json else render(report))
-    return EXIT_OK
 
 
 def make_report(options: argparse.Namespace, config: TrainConfig) -> Report:
@@ -65,15 +94,15 @@ def make_report(options: argparse.Namespace, config: TrainConfig) -> Report:
     gpu, constants, fit = GPUS[options.gpu], Constants(), None
     if options.run is not None:
         announce_code(raw_settings(options.run / CONFIG_FILE))
-        own, steps, _ = _workload(read_config(options.run / CONFIG_FILE, task_type=task_type))
-        fit = refit(options.run, own, steps, gpu, constants)
+        run_config, run_workload, _ = _workload(read_config(options.run / CONFIG_FILE, task_type=task_type))
+        fit = refit(options.run, run_config, run_workload, gpu, constants)
         constants = fit.constants
-        # The run tells the tokens and calls that the user doesn't.
-        told = [name for name, value in given.items() if value is None] if fit.measured_workload else []
-        measured = {name: getattr(fit.workload, name) for name in told}
+        # Tokens and calls that the user doesn't give come from the run.
+        missing = [name for name, value in given.items() if value is None] if fit.measured_workload else []
+        measured = {name: getattr(fit.workload, name) for name in missing}
         longest = max(workload.longest or 0.0, measured.get("response", workload.response))
         workload = replace(workload, **measured, longest=longest)
-        sources |= dict.fromkeys(told, f"measured in {options.run}")
+        sources |= dict.fromkeys(missing, f"measured in {options.run}")
     most = max(4, config.loop.max_staleness) if options.max_staleness is None else options.max_staleness
     staleness = range(most + 1)
     plans = search(workload, options.gpus, gpu, constants, staleness=staleness)
@@ -103,7 +132,7 @@ def section_of(plan: Plan, config: TrainConfig, workload: Workload, gpu: GPU, co
     split, tensor_parallel, ahead = plan.split, plan.split.tensor_parallel, plan.split.max_staleness or 0
     pool = next(iter(config.cluster.engines), "main")
     # vLLM gets the memory that weights leave, but no more than its rows can fill.
-    left = constants.engine_memory_share * gpu.memory - engine_weight_bytes(workload, tensor_parallel)
+    left = constants.engine_memory_share * gpu.memory - workload.model.engine_bytes(tensor_parallel)
     cache = min(left, cache_bytes(workload, tensor_parallel, split.slots, full_length=True))
     options: dict[str, Any] = {"max_num_seqs": split.slots, "kv_cache_gb": round(cache / 2**30, 1) or 0.1}
     if tensor_parallel > 1:
@@ -132,7 +161,7 @@ def section_of(plan: Plan, config: TrainConfig, workload: Workload, gpu: GPU, co
 # ---------------------------------------------------------------------------------------------------------------------
 def render(report: Report) -> str:
     """Write the report as text."""
-    work, model, told = report.workload, report.workload.model, report.sources
+    work, model, sources = report.workload, report.workload.model, report.sources
     trained = f"adapters of {model.adapter_parameters:,.0f}" if model.adapter_parameters else "all"
     lines = [
         f"modelled, not measured: a step on {report.gpus} {report.gpu.name}",
@@ -140,9 +169,9 @@ def render(report: Report) -> str:
         f"model       {model.parameters:,.0f} parameters, {trained} trained; a token's cache has "
         f"{model.kv_bytes:,.0f} bytes",
         f"episodes    {work.episodes} a step: {work.groups} prompts x {work.group_size}",
-        f"calls       {work.calls:g} per episode ({told['calls']})",
-        f"prompt      {work.prompt:,.0f} tokens ({told['prompt']})",
-        f"completion  {work.response:,.0f} tokens ({told['response']}), the longest "
+        f"calls       {work.calls:g} per episode ({sources['calls']})",
+        f"prompt      {work.prompt:,.0f} tokens ({sources['prompt']})",
+        f"completion  {work.response:,.0f} tokens ({sources['response']}), the longest "
         f"{work.longest or work.response:,.0f}",
     ]
     if report.fit is not None:
@@ -167,27 +196,21 @@ def render(report: Report) -> str:
 
 
 def _describe(report: Report, plan: Plan) -> list[str]:
-    split, found = plan.split, plan.predicted
+    split, predicted = plan.split, plan.predicted
     idle = report.gpus - split.gpus
     engines = f"{split.engines} engines of {split.tensor_parallel} GPU{'s' * (split.tensor_parallel > 1)}"
-    weights = engine_weight_bytes(report.workload, split.tensor_parallel)
-    cache = cache_bytes(report.workload, split.tensor_parallel, found.rows_per_engine)
+    weights = report.workload.model.engine_bytes(split.tensor_parallel)
+    cache = cache_bytes(report.workload, split.tensor_parallel, predicted.rows_per_engine)
     train = training_bytes(report.workload, split.training, report.constants)
     return [
         f"  split       {engines}, {split.training} GPUs train{f', {idle} idle' if idle else ''}",
         f"  settings    {split.slots} rows per engine, max_staleness {split.max_staleness}",
-        f"  step        {found.step:,.1f} s: {_parts(found)}",
-        f"  throughput  {found.tokens_per_second:,.0f} sampled tokens/s",
-        f"  bottleneck  {found.bottleneck}",
+        f"  step        {predicted.step:,.1f} s: sampling {predicted.sampling:,.1f}, one batch "
+        f"{predicted.latency:,.1f}, training {predicted.training:,.1f}, sync {predicted.sync:,.1f} s",
+        f"  throughput  {predicted.tokens_per_second:,.0f} sampled tokens/s",
+        f"  bottleneck  {predicted.bottleneck}",
         f"  memory      engine {weights / 1e9:.1f} + {cache / 1e9:.1f} GB (cache), training {train / 1e9:.1f} GB a GPU",
     ]
-
-
-def _parts(found: Prediction) -> str:
-    return (
-        f"sampling {found.sampling:,.1f}, one batch {found.latency:,.1f}, training {found.training:,.1f}, "
-        f"sync {found.sync:,.1f} s"
-    )
 
 
 def _constants(report: Report) -> list[str]:
@@ -223,3 +246,7 @@ def to_json(report: Report) -> dict[str, Any]:
         ],
         "constants": constants,
     }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Runs the real loop on a virtual cluster: engines that share their speed, a router, ranks, syncs, and deaths.
 
 The trainer, the rollout queue, the arena and the pool's router are the real ones. Durations come from the throughput
-model (:mod:`turnwise.train.plan.formula`), of which this is a check: here batches start and end, engines get uneven
+model (:mod:`scale.formula`), of which this is a check: here batches start and end, engines get uneven
 numbers of rows, calls have different lengths, and GPUs die.
 """
 
@@ -19,15 +19,16 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
+from scale.constants import GPU, Constants
+from scale.formula import EngineSpeed, Prediction, Split, engine_speed, predict
+from scale.simulate import LatencyModel, SimulatedTrainer
+from scale.virtual_clock import run_virtually
+from scale.workload import Workload
+
 from turnwise.inference.pool.router import PrefixRouter, Router
 from turnwise.train.config.sampling import LoopConfig
 from turnwise.train.config.schema import LogConfig, TrainConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.plan.constants import GPU, Constants
-from turnwise.train.plan.formula import EngineSpeed, Prediction, Split, engine_speed, predict
-from turnwise.train.plan.workload import Workload
-from turnwise.train.simulate.simulate import LatencyModel, SimulatedTrainer
-from turnwise.train.simulate.virtual_clock import run_virtually
 from turnwise.types import EpisodeRequest, ModelRequest, ModelResponse, TrainingBatch
 
 HOUR = 3600.0

@@ -1,4 +1,4 @@
-"""``turnwise plan``: what it prints is a config, says where its numbers come from, and claims no measurement."""
+"""``bench/scale/plan.py``: it prints a config, says where its numbers come from, and claims no measurement."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from scale.constants import GPUS, Constants
+from scale.formula import Split, predict, training_seconds
+from scale.plan import main
+from scale.workload import ModelSize, Workload
 
-from turnwise.cli import main as cli
-from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.train.config.toml import raw_settings, to_toml
-from turnwise.train.plan.constants import GPUS, Constants
-from turnwise.train.plan.formula import Split, predict, training_seconds
-from turnwise.train.plan.workload import ModelSize, Workload
 from turnwise.train.validate import config_from_dict, load_config
 
 
@@ -38,7 +37,7 @@ GIVEN = ["--prompt-tokens", "1024", "--response-tokens", "4096", "--calls", "1"]
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert cli.main(["plan", *map(str, words)]) == EXIT_OK, capsys.readouterr().err
+    main([*map(str, words)])
     return capsys.readouterr().out
 
 
@@ -55,7 +54,7 @@ def test_the_plan_of_a_cluster(seven: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_settings_go_into_the_config(seven: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What is printed under a plan, pasted below the config, is that plan; ``plan`` then describes it."""
+    """What is printed under a plan, pasted below the config, is that plan; the script then describes it."""
     output = plan(capsys, seven, "--gpus", 64, *GIVEN)
     pasted = [line[4:] for line in output.split("plan 2:")[0].splitlines() if line.startswith("    ") or not line]
     settings = tomllib.loads("\n".join(pasted))
@@ -86,29 +85,25 @@ def test_the_settings_go_into_the_config(seven: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "1"], "turnwise: gpus=1: expected at least 2"),
+        ([], "--gpus"),
+        (["--gpus", "1"], "gpus=1: expected at least 2"),
         (["--gpus", "2", "--policies.default.dtype", "float32"], "need 2 of h100 to train, and engines need at least"),
-        (["--gpus", "8", "--max-staleness", "-1"], "turnwise: --max-staleness=-1: expected a count >= 0"),
-        (["--gpus", "8", "--calls", "0"], "turnwise: calls=0.0: expected a number > 0"),
-        (["--gpus", "8", "--policies.default.path", "./no"], "turnwise: config key 'policies.default.path' = './no'"),
-        (["--gpus", "8", "--run", "/nowhere"], "turnwise: config file '/nowhere/config.toml' does not exist"),
+        (["--gpus", "8", "--max-staleness", "-1"], "--max-staleness=-1: expected a count >= 0"),
+        (["--gpus", "8", "--calls", "0"], "calls=0.0: expected a number > 0"),
+        (["--gpus", "8", "--policies.default.path", "./no"], "config key 'policies.default.path' = './no'"),
+        (["--gpus", "8", "--run", "/nowhere"], "config file '/nowhere/config.toml' does not exist"),
     ],
 )
-def test_a_wrong_word_is_one_line(
+def test_a_wrong_word_says_what_was_expected(
     words: list[str], message: str, seven: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["plan", str(seven), *words]) == EXIT_USAGE
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-def test_the_gpus_are_required_and_many_get_workers(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", str(seven)])
-    assert stop.value.code == EXIT_USAGE and "--gpus" in capsys.readouterr().err
-    kinds = dict(cli.COMMANDS["plan"].arguments)["--gpu"]["choices"]
-    assert set(kinds) == set(GPUS)
-    # Calls beyond one core get workers.
+        main([str(seven), *words])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_many_gpus_get_workers(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One core plays the calls of 8 GPUs, but not of 4,096."""
     few, many = (
         json.loads(plan(capsys, seven, "--gpus", gpus, "--json", *GIVEN))["plans"][0]["settings"]["cluster"]
         for gpus in (8, 4096)

@@ -1,11 +1,11 @@
 """Model a step on 8 to 1,024 GPUs: formula against simulation, and two ways to send weights. It measures no cluster.
 
-Each size of the cluster gets the best split of ``turnwise plan`` with one batch ahead. The formula predicts its step.
-The simulation (``turnwise.train.simulate.cluster``) runs the real loop and router on a virtual clock, once with calls
+Each size of the cluster gets the best split of ``plan.py`` with one batch ahead. The formula predicts its step.
+The simulation (``cluster.py``) runs the real loop and router on a virtual clock, once with calls
 of equal length, where both must agree, and once with log-normal lengths.
 
-    python bench/plan_table.py                 # writes bench/results/<date>-plan.json and .md, docs/images/plan-*.svg
-    python bench/plan_table.py --draw FILE     # only writes the page and the pictures again, from the rows of a file
+    python bench/scale/table.py                # writes bench/results/<date>-plan.json and .md, docs/images/plan-*.svg
+    python bench/scale/table.py --draw FILE     # only writes the page and the pictures again, from the rows of a file
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE)]
+BENCH = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(BENCH)]
 
-from common import RESULTS, environment, table  # noqa: E402
+from common import RESULTS, environment, table
+from scale.cluster import Disorder, simulate_cluster
+from scale.constants import DESIGN, GPUS, Constants
+from scale.formula import Split, one_by_one_seconds, predict, sync_seconds
+from scale.search import NothingFits, search
+from scale.workload import ModelSize, Workload
 
-from turnwise.train.plan.constants import DESIGN, GPUS, Constants  # noqa: E402
-from turnwise.train.plan.formula import Split, one_by_one_seconds, predict, sync_seconds  # noqa: E402
-from turnwise.train.plan.search import NothingFits, search  # noqa: E402
-from turnwise.train.plan.workload import ModelSize, Workload  # noqa: E402
-from turnwise.train.simulate.cluster import Disorder, simulate_cluster  # noqa: E402
-
-IMAGES = HERE.parent / "docs" / "images"
+IMAGES = BENCH.parent / "docs" / "images"
 GPU = GPUS["h100"]
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 AHEAD, SIGMA = 1, 0.5
@@ -209,14 +208,15 @@ Simulated on {first["machine"]}, {first["cores"]} cores, load {first["load"]}, c
 {first["time"]}. Printed by
 
 ```bash
-python bench/plan_table.py
+python bench/scale/table.py
 ```
 
 ## Scaling
 
-Each row is the best split of `turnwise plan` with `max_staleness` {AHEAD}. "Efficiency" is sampled tokens per second
-and GPU over those of the first row of the model, with log-normal lengths. Their spread is {SIGMA}, and the longest is
-{disorder.longest:g} times the mean. "One by one" is a sender that serves one GPU of the engines after the other.
+Each row is the best split of `bench/scale/plan.py` with `max_staleness` {AHEAD}. "Efficiency" is sampled tokens per
+second and GPU over those of the first row of the model, with log-normal lengths. Their spread is {SIGMA}, and the
+longest is {disorder.longest:g} times the mean. "One by one" is a sender that serves one GPU of the engines after the
+other.
 
 {shown("scaling")}
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from scale.virtual_clock import run_virtually
+
 from turnwise.arena import Arena, Episode, Rubric
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.train.config.sampling import LoopConfig
 from turnwise.train.config.schema import LogConfig, TrainConfig
 from turnwise.train.loop import Trainer
 from turnwise.train.model.policy import Policy
-from turnwise.train.simulate.virtual_clock import run_virtually
 from turnwise.types import (
     Actor,
     EpisodeRequest,

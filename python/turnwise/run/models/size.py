@@ -1,0 +1,149 @@
+"""The size of a config's model: its weights, its adapters, and the bytes that they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from turnwise.train.config.policies import PolicyConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.loading import TINY, Tiny, load_model, sharing
+
+STATES = 16
+"""Bytes of the trainer per trained weight: weight, gradient, and Adam's two moments in float32, whatever computes."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of a model's configuration that say it is a mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The size of a dense model.
+
+    Example: ``ModelSize(parameters=7e9, kv_bytes=57344, heads=28, kv_heads=4)``
+    """
+
+    parameters: float
+    """Weights; tied ones count once."""
+    kv_bytes: float
+    """Bytes of one token's keys and values."""
+    heads: int
+    """Attention heads: tensor parallelism must divide them."""
+    kv_heads: int
+    """Heads of keys and values; more GPUs than these hold copies."""
+    weight_bytes: int = 2
+    """Bytes of a weight in an engine."""
+    train_bytes: int = 2
+    """Bytes of a weight in the trainer."""
+    adapter_parameters: float = 0.0
+    """Weights of all adapters together; 0 trains the model itself."""
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "kv_bytes", "heads", "kv_heads", "weight_bytes", "train_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes of the weights that a sync sends: the adapters, or all."""
+        return (self.adapter_parameters or self.parameters) * self.weight_bytes
+
+    def engine_bytes(self, tensor_parallel: int) -> float:
+        """Return the bytes of an engine's weights on one of its ``tensor_parallel`` GPUs, with adapters."""
+        return (self.parameters + self.adapter_parameters) * self.weight_bytes / tensor_parallel
+
+    def state_bytes(self, *, reference: bool = False) -> float:
+        """Return the bytes of weights, gradients, Adam and a ``reference`` on all ranks together."""
+        if self.adapter_parameters:  # the base without its adapter is the reference
+            return self.parameters * self.train_bytes + STATES * self.adapter_parameters
+        return (STATES + reference * self.train_bytes) * self.parameters
+
+    def rank_bytes(self, ranks: int, *, reference: bool = False) -> float:
+        """Return the bytes of one of ``ranks`` ranks, without activations."""
+        # One process computes with a rounded copy; ranks round what they gather.
+        rounded = self.train_bytes if ranks == 1 and self.train_bytes < 4 and not self.adapter_parameters else 0
+        return self.state_bytes(reference=reference) / ranks + rounded * self.parameters
+
+
+def model_of(config: TrainConfig, tiny: Tiny) -> ModelSize:
+    """Return the size of the one base that all policies of ``config`` share, with their adapters.
+
+    ``tiny`` builds the tiny model. Reads the model's configuration, no weights. Raises :class:`ConfigError` for several
+    bases, for a mixture of experts, and if no policy is trainable.
+    """
+    bases = sharing(config.policies, share_frozen=True)
+    if len(bases) > 1:
+        raise ConfigError(
+            f"config key 'policies': {len(bases)} bases ({'; '.join(', '.join(names) for names in bases)}): expected "
+            "one, as the plan is for one pool of engines and one group of training GPUs. Plan each base alone"
+        )
+    settings = config.policies[bases[0][0]]
+    trained = {name: policy for name, policy in config.policies.items() if policy.trainable}
+    if not trained:
+        raise ConfigError("config key 'policies': no policy is trainable, so there is nothing to plan")
+    try:
+        module = load_model(settings.path, settings.dtype, tiny, empty=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"config key 'policies.{bases[0][0]}.path' = {settings.path!r}: expected a folder with config.json, or a "
+            f"model of the Hub: {reason}"
+        ) from error
+    return size_of(module, trained, None if settings.path == TINY else _dtype_of_files(settings.path))
+
+
+def _dtype_of_files(path: str) -> torch.dtype | None:
+    """Return the dtype of a model's files, in which vLLM serves it by default; ``None`` if they don't say it."""
+    from transformers import AutoConfig
+
+    dtype: torch.dtype | None = AutoConfig.from_pretrained(path).get_text_config().dtype
+    return dtype
+
+
+def size_of(module: Any, trained: Mapping[str, PolicyConfig], served: torch.dtype | None = None) -> ModelSize:
+    """Return the size of a Hugging Face causal LM whose policies ``trained`` have these settings.
+
+    Engines hold it in the dtype ``served``, by default that of ``module``.
+    """
+    config = module.config.get_text_config()
+    experts = next((name for name in EXPERTS if getattr(config, name, 0)), None)
+    if experts is not None:
+        raise ConfigError(
+            f"policies.path: the model has {experts} = {getattr(config, experts)}: expected a dense model"
+        )
+    if not getattr(config, "num_attention_heads", 0):
+        raise ConfigError(f"policies.path: a {config.model_type} has no attention: expected a transformer")
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    train_bytes = next(module.parameters()).element_size()
+    weight_bytes = train_bytes if served is None else served.itemsize
+    return ModelSize(
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        kv_bytes=2 * config.num_hidden_layers * kv_heads * width * weight_bytes,
+        heads=config.num_attention_heads,
+        kv_heads=kv_heads,
+        weight_bytes=weight_bytes,
+        train_bytes=train_bytes,
+        adapter_parameters=math.fsum(_adapter(module, policy) for policy in trained.values()),
+    )
+
+
+def _adapter(module: nn.Module, policy: PolicyConfig) -> int:
+    """Return the weights of the policy's adapter; 0 if it has none."""
+    if policy.lora is None:
+        return 0
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    is_target: Callable[[str, nn.Module], bool]
+    targets = policy.lora.target_modules
+    if isinstance(targets, str):
+        is_target = lambda name, part: part is not head  # noqa: E731
+    else:
+        is_target = lambda name, part: any(name == t or name.endswith(f".{t}") for t in targets)  # noqa: E731
+    linear = (part for name, part in module.named_modules() if isinstance(part, nn.Linear) and is_target(name, part))
+    return policy.lora.rank * sum(part.in_features + part.out_features for part in linear)
