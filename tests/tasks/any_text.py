@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from turnwise.inference.scripted import ByteTokenizer, ScriptedClient
-from turnwise.tasks.code_duel import Returned, SandboxRun
+from turnwise.sandbox import Returned, SandboxRun
 from turnwise.types import ModelResponse
 
 NUMBERS = ("0", "-1", "7", "9" * 20, "9" * 4400, "1e999", "-0.0", "1/0", "0/0", "1/" + "3" * 39, "0x" + "f" * 30, "1_0")

@@ -6,9 +6,9 @@ import pytest
 
 from turnwise.arena import TreeSampler
 from turnwise.integrations.environments.scoring import LockedScorer, PlainScorer
+from turnwise.sandbox import SandboxLimits
 from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of
-from turnwise.tasks.code_duel import Limits
 from turnwise.types import EpisodeRequest
 
 from .helpers import played
@@ -85,7 +85,7 @@ def test_the_mutation_without_a_sandbox_runs_them(countdown, tmp_path, monkeypat
 
 
 def test_an_answer_that_computes_too_long_is_cut_off_and_the_worker_ends_with_its_scorer():
-    scorer = LockedScorer("countdown", {"seed": 0, "size": 60}, Limits(cpu_seconds=1))
+    scorer = LockedScorer("countdown", {"seed": 0, "size": 60}, SandboxLimits(cpu_seconds=1))
     value, reason = scorer.score(0, "9**9**9**9")
     assert value == 0.01 and "SIGXCPU" in reason
     assert scorer.score(0, None) == (0.01, "")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from turnwise.sandbox.sandbox import Returned
 from turnwise.tasks.code_duel.problems import Problem, draw_problems, find_problem
-from turnwise.tasks.code_duel.sandbox import Returned
 from turnwise.tasks.code_duel.scoring import (
     Case,
     Judgement,

@@ -1,7 +1,7 @@
 """Scores answers in a process of its own: reasoning-gym evaluates some of them as Python.
 
 ``scoring.py`` starts this file as a script and writes one JSON line per request. Each answer is scored in a fork that
-may only compute, within the limits of :mod:`turnwise.tasks.code_duel.sandbox`. A fork that breaks a limit dies alone.
+may only compute, within the limits of :mod:`turnwise.sandbox.sandbox`. A fork that breaks a limit dies alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from turnwise.tasks.code_duel.child import lock_in
+from turnwise.sandbox.child import lock_in
 
 MOST_BYTES = 4096
 """Length of a fork's reply."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.arena.rewards.invalid_action import READING_ERRORS
-from turnwise.tasks.code_duel.sandbox import Limits, find_filter
+from turnwise.sandbox import SandboxLimits
+from turnwise.sandbox.sandbox import find_filter
 
-LIMITS = Limits(cpu_seconds=2, wall_seconds=30.0, memory_mb=512)
-"""Limits of one answer; the memory is beyond what the process has at its start."""
+LIMITS = SandboxLimits(cpu_seconds=2, wall_seconds=30.0, memory_mb=512)
+"""SandboxLimits of one answer; the memory is beyond what the process has at its start."""
 
 
 class Scorer(Protocol):
@@ -51,7 +52,7 @@ class LockedScorer:
     Example: ``LockedScorer("countdown", {"seed": 0, "size": 100}).score(3, "1 + 2")``
     """
 
-    def __init__(self, dataset: str, arguments: dict[str, Any], limits: Limits = LIMITS) -> None:
+    def __init__(self, dataset: str, arguments: dict[str, Any], limits: SandboxLimits = LIMITS) -> None:
         allowed = find_filter(strict=True)
         assert allowed is not None, "strict"
         lock = {"limits": limits.rlimits(), "filter": allowed.hex(), "memory_bytes": limits.memory_mb * 2**20}

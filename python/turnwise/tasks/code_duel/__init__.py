@@ -1,7 +1,7 @@
 """Programs and tests: a coder solves a small problem, and a tester tries to break its program in a sandbox.
 
-Read in this order: team, problems, prompts, scoring, sandbox.
-May import: types, arena, tasks.
+Read in this order: team, problems, prompts, scoring.
+May import: types, arena, tasks, sandbox.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from turnwise.tasks.code_duel.demonstrations import demonstrations
 from turnwise.tasks.code_duel.problems import FAMILIES, Problem, draw_problems, find_problem
 from turnwise.tasks.code_duel.prompts import View, code_duel_messages, read_view
-from turnwise.tasks.code_duel.sandbox import Limits, Returned, Sandbox, SandboxError, SandboxRun
 from turnwise.tasks.code_duel.scoring import Case, Judgement, judge_cases, parse_cases, parse_program
 from turnwise.tasks.code_duel.team import CodeDuelEpisode, CodeDuelOptions, CodeDuelTask
 
@@ -20,12 +19,7 @@ __all__ = [
     "CodeDuelOptions",
     "CodeDuelTask",
     "Judgement",
-    "Limits",
     "Problem",
-    "Returned",
-    "Sandbox",
-    "SandboxError",
-    "SandboxRun",
     "View",
     "code_duel_messages",
     "demonstrations",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from turnwise.sandbox import Returned
 from turnwise.tasks.base import check_demonstrations
 from turnwise.tasks.code_duel.problems import Problem, find_family, find_problem, run_trusted
 from turnwise.tasks.code_duel.prompts import View, code_duel_messages
-from turnwise.tasks.code_duel.sandbox import Returned
 from turnwise.tasks.code_duel.scoring import Case, describe_failures, format_case
 from turnwise.types import Messages
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+from turnwise.sandbox import Returned
 from turnwise.tasks.code_duel.problems import Arguments, Problem, find_family, run_trusted
-from turnwise.tasks.code_duel.sandbox import Returned
 
 LINE_CHARS = 200  # of a test case; longer lines don't count
 GOT_CHARS = 80  # of the result of a failed call, in the report

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from turnwise.arena import Episode, TreeSampler, record_input
+from turnwise.sandbox import Sandbox, SandboxLimits
 from turnwise.tasks.base import Demonstration, Player, Split, with_round
 from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
 from turnwise.tasks.code_duel.problems import FAMILIES, catalogue, draw_problems, find_family, find_problem, in_turns
 from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS, View, read_view, view_message
-from turnwise.tasks.code_duel.sandbox import Limits, Sandbox
 from turnwise.tasks.code_duel.scoring import (
     best_cases,
     describe_failures,
@@ -169,7 +169,7 @@ class CodeDuelOptions(TeamOptions):
     ``max_cases`` test cases of a reply count. ``quality`` is the chance that a demonstrated program or case is right;
     the first ``clean`` of the demonstrations, a share, have quality 1. ``cpu_seconds`` limits a program over all inputs
     together.
-    ``strict = false`` runs programs even if they can't be locked in: see :mod:`turnwise.tasks.code_duel.sandbox`.
+    ``strict = false`` runs programs even if they can't be locked in: see :mod:`turnwise.sandbox.sandbox`.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
@@ -211,7 +211,7 @@ class CodeDuelTask(TeamTask):
 
     def episode(self, tree: TreeSampler | None = None) -> Episode:
         options = self.options
-        sandbox = Sandbox(Limits(cpu_seconds=options.cpu_seconds), strict=options.strict)
+        sandbox = Sandbox(SandboxLimits(cpu_seconds=options.cpu_seconds), strict=options.strict)
         return CodeDuelEpisode(sandbox, max_cases=options.max_cases, **options.of_episode(), sampler=tree)
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.tasks.code_duel import sandbox as module
-from turnwise.tasks.code_duel.sandbox import Limits, Returned, Sandbox, SandboxError, find_filter
+from turnwise.sandbox import sandbox as module
+from turnwise.sandbox.sandbox import Returned, Sandbox, SandboxError, SandboxLimits, find_filter
 
 LOCKED = sys.platform == "linux"
 pytestmark = pytest.mark.skipif(not LOCKED, reason="programs can be locked in on Linux only")
@@ -27,7 +27,7 @@ WAIT_LINES = WAIT.replace("\n", "\n    ")
 
 
 def sandbox(**limits):
-    return Sandbox(Limits(**limits))
+    return Sandbox(SandboxLimits(**limits))
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ async def test_equal_runs_give_equal_results():
 
 
 def test_the_limits_are_those_that_were_asked_for():
-    limits = Limits(cpu_seconds=3, memory_mb=100).rlimits()
+    limits = SandboxLimits(cpu_seconds=3, memory_mb=100).rlimits()
     assert limits.pop("RLIMIT_CPU") == (3, 4) and limits.pop("RLIMIT_AS") == (100 * 2**20,) * 2
     assert limits.pop("RLIMIT_NOFILE") == (16, 16)
     assert limits == dict.fromkeys(("RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_CORE"), (0, 0))
@@ -328,7 +328,7 @@ def test_a_program_dies_with_its_parent(marked):
 
     body = WAIT.replace("\n", "\n    ")
     code = (
-        "import asyncio\nfrom turnwise.tasks.code_duel import sandbox\n"
+        "import asyncio\nfrom turnwise.sandbox import sandbox\n"
         f"sandbox.ENVIRONMENT['PYTHONMARK'] = {marked!r}\n"
         f"asyncio.run(sandbox.Sandbox().call({f'def f(x):{chr(10)}    {body}'!r}, 'f', [(0,)]))"
     )
@@ -405,7 +405,7 @@ async def test_a_kernel_that_refuses_the_filter_is_told(monkeypatch):
 )
 def test_bad_limits_are_named(limits, named):
     with pytest.raises(ValueError, match=named):
-        Limits(**limits)
+        SandboxLimits(**limits)
 
 
 async def test_inputs_that_are_not_plain_are_named():

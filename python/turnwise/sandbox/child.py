@@ -64,13 +64,13 @@ def lock_in(job: dict) -> None:
     prctl(libc, PR_SET_NO_NEW_PRIVS, 1)
     lines = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
     program = struct.pack("@HP", len(job["filter"]) // 8, ctypes.addressof(lines))  # struct sock_fprog
-    held = ctypes.create_string_buffer(program, len(program))
-    prctl(libc, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(held))
+    header = ctypes.create_string_buffer(program, len(program))
+    prctl(libc, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header))
 
 
 def prctl(libc: ctypes.CDLL, option: int, *values: int) -> None:
-    given = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
-    if libc.prctl(ctypes.c_int(option), *given):
+    arguments = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
+    if libc.prctl(ctypes.c_int(option), *arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
@@ -82,25 +82,25 @@ def run(job: dict, results: int) -> None:
         exec(compile(job["program"], "program", "exec"), module.__dict__)
         function = module.__dict__[job["function"]]
     except BaseException as error:
-        line = f'{{"error": {quoted(told(error))}}}\n'
+        line = f'{{"error": {quoted(describe(error))}}}\n'
         write(results, line * len(job["inputs"]))
         return
     for arguments in job["inputs"]:
         try:
             line = f'{{"value": {encoded(function(*arguments))}}}\n'
         except BaseException as error:
-            line = f'{{"error": {quoted(told(error))}}}\n'
+            line = f'{{"error": {quoted(describe(error))}}}\n'
         write(results, line)
 
 
-def told(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Write ``"ValueError: its text"``. The program may define its own exceptions, so this trusts no method of them."""
     name = type.__getattribute__(type(error), "__name__")
     try:
-        said = str(error)
+        text = str(error)
     except BaseException:
-        said = "(its text can't be had)"
-    return f"{name}: {said}"[:ERROR_CHARS]
+        text = "(its text can't be had)"
+    return f"{name}: {text}"[:ERROR_CHARS]
 
 
 def encoded(value: object) -> str:

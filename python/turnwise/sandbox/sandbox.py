@@ -43,9 +43,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
-from turnwise.arena.runtime.concurrency import PrioritySemaphore
-from turnwise.tasks.code_duel.seccomp import MACHINES, build_filter
+from turnwise.sandbox.seccomp import MACHINES, build_filter
 
 Reason = Literal["ok", "error", "memory", "cpu", "wall", "output", "forbidden", "crash"]
 
@@ -83,8 +83,8 @@ class SandboxRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one run. ``cpu_seconds`` is an integer and includes start-up (some hundredths).
+class SandboxLimits:
+    """SandboxLimits of one run. ``cpu_seconds`` is an integer and includes start-up (some hundredths).
 
     ``memory_mb`` is address space. ``output_bytes`` bounds what a program prints, and what it returns, each.
     ``wall_seconds`` ends a program that waits and never computes. It is long: a busy machine must not decide a reward.
@@ -116,7 +116,7 @@ class Limits:
 
 
 class Sandbox:
-    """Runs programs, at most ``parallel`` at once (default: the number of cores). See the module for the guarantees.
+    """Runs programs, at most ``parallel`` at once per event loop (default: one per core), as the module describes.
 
     Raises :class:`SandboxError` if a program can't be locked in here, unless ``strict=False``.
 
@@ -126,10 +126,15 @@ class Sandbox:
         assert run.results[0].value == 3 and run.results[1].error.startswith("TypeError")
     """
 
-    def __init__(self, limits: Limits | None = None, *, parallel: int | None = None, strict: bool = True) -> None:
-        self.limits = Limits() if limits is None else limits
+    def __init__(
+        self, limits: SandboxLimits | None = None, *, parallel: int | None = None, strict: bool = True
+    ) -> None:
+        self.limits = SandboxLimits() if limits is None else limits
         self._filter = find_filter(strict=strict)
-        self._budget = PrioritySemaphore((os.cpu_count() or 1) if parallel is None else parallel)
+        self._parallel = (os.cpu_count() or 1) if parallel is None else parallel
+        if self._parallel < 1:
+            raise ValueError(f"parallel={parallel!r}: expected at least 1")
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def call(self, program: str, function: str, inputs: Sequence[Sequence[Any]]) -> SandboxRun:
         """Define ``program`` and call its ``function`` on each of ``inputs``, tuples of plain arguments, in order.
@@ -139,7 +144,7 @@ class Sandbox:
         counts as an error of that call.
         """
         job = self._job(program, function, inputs)
-        async with self._budget.slot((0,)):
+        async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._parallel)):
             with tempfile.TemporaryDirectory(prefix="turnwise-sandbox-", ignore_cleanup_errors=True) as folder:
                 return await self._run(job, len(inputs), folder)
 
@@ -184,16 +189,16 @@ class Sandbox:
 class _Child:
     """A program's process: ``lines`` and ``printed`` are what it has written so far."""
 
-    def __init__(self, job: bytes, folder: str, limits: Limits) -> None:
+    def __init__(self, job: bytes, folder: str, limits: SandboxLimits) -> None:
         self.limits = limits
         self.deadline = time.monotonic() + limits.wall_seconds
         self.lines, self.printed = bytearray(), bytearray()
-        with tempfile.TemporaryFile() as given:
-            given.write(job)
-            given.seek(0)
+        with tempfile.TemporaryFile() as standard_input:
+            standard_input.write(job)
+            standard_input.seek(0)
             self.process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8", str(Path(__file__).with_name("child.py"))],
-                stdin=given,
+                stdin=standard_input,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=ENVIRONMENT,
@@ -204,7 +209,7 @@ class _Child:
     def watch(self) -> Reason | None:
         """Read until the process ends or exceeds a limit; blocks. Returns the limit that it exceeded, if any."""
         try:
-            return self._read(self.deadline)
+            return self._read()
         except subprocess.TimeoutExpired:
             return "wall"
         finally:
@@ -219,13 +224,13 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _read(self, deadline: float) -> Reason | None:
+    def _read(self) -> Reason | None:
         with selectors.DefaultSelector() as selector:
-            for stream, into in ((self.process.stdout, self.lines), (self.process.stderr, self.printed)):
+            for stream, written in ((self.process.stdout, self.lines), (self.process.stderr, self.printed)):
                 assert stream is not None
-                selector.register(stream, selectors.EVENT_READ, into)
+                selector.register(stream, selectors.EVENT_READ, written)
             while selector.get_map():
-                left = deadline - time.monotonic()
+                left = self.deadline - time.monotonic()
                 ready = selector.select(left) if left > 0 else []
                 if not ready:
                     return "wall"
@@ -237,7 +242,7 @@ class _Child:
                         return "output"
                     key.data.extend(chunk)
         # A program may close its pipes and continue to run.
-        self.process.wait(max(0.0, deadline - time.monotonic()))
+        self.process.wait(max(0.0, self.deadline - time.monotonic()))
         return None
 
 
@@ -253,35 +258,35 @@ def find_filter(*, strict: bool) -> bytes | None:
     where = f"{sys.platform} on {machine or 'an unknown machine'}"
     if sys.platform == "win32":
         raise SandboxError(f"{where}: programs can't be limited here; use Linux or a Linux container")
-    lost = "a program can read files, use memory and reach the network"
+    risk = "a program can read files, use memory and reach the network"
     if strict:
-        raise SandboxError(f"{where}: {lost} here; use Linux (x86_64 or aarch64), or accept that with strict=False")
-    warnings.warn(f"sandbox on {where}: {lost}; only CPU time, wall time and output are bounded", stacklevel=3)
+        raise SandboxError(f"{where}: {risk} here; use Linux (x86_64 or aarch64), or accept that with strict=False")
+    warnings.warn(f"sandbox on {where}: {risk}; only CPU time, wall time and output are bounded", stacklevel=3)
     return None
 
 
 def _read_results(lines: bytes, calls: int) -> list[Returned]:
     """Parse the results up to the first line that is not one. The program may have written any line but the first."""
     first, *others = lines.decode("utf-8", "replace").split("\n")
-    if "refused" in (said := _read_line(first)):
-        raise SandboxError(f"the kernel refused to lock the program in: {said['refused']}")
+    if "refused" in (report := _read_line(first)):
+        raise SandboxError(f"the kernel refused to lock the program in: {report['refused']}")
     results: list[Returned] = []
     for line in others[:-1][:calls]:
-        said = _read_line(line)
-        if not {"value", "error"} & said.keys():
+        result = _read_line(line)
+        if not {"value", "error"} & result.keys():
             break
-        results.append(Returned(said.get("value"), None if "value" in said else str(said["error"])))
+        results.append(Returned(result.get("value"), None if "value" in result else str(result["error"])))
     return results
 
 
 def _read_line(line: str) -> dict[str, Any]:
     """Parse a line's object; an empty dict if it has none, or if it holds text that can't be encoded."""
     try:
-        said = json.loads(line)
-        json.dumps(said, ensure_ascii=False).encode()  # halves of surrogate pairs
+        record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # halves of surrogate pairs
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _reason(status: int, results: Sequence[Returned], calls: int) -> Reason:

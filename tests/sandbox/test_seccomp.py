@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.tasks.code_duel.seccomp import ALLOWED, FATAL, MACHINES, build_filter
+from turnwise.sandbox.seccomp import ALLOWED, FATAL, MACHINES, build_filter
 
 HEADERS = {
     "x86_64": [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")],

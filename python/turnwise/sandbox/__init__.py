@@ -1,0 +1,11 @@
+"""Sandbox for untrusted Python programs, such as a model writes: each runs in a process that may only compute.
+
+Read in this order: sandbox, child, seccomp.
+May import: the standard library.
+"""
+
+from __future__ import annotations
+
+from turnwise.sandbox.sandbox import Returned, Sandbox, SandboxError, SandboxLimits, SandboxRun
+
+__all__ = ["Returned", "Sandbox", "SandboxError", "SandboxLimits", "SandboxRun"]
