@@ -10,6 +10,7 @@ from scale.virtual_clock import run_virtually
 from turnwise.arena import BatchFailedError
 from turnwise.arena.runtime.concurrency import (
     AnswerLimit,
+    ClientCall,
     EpisodeCounter,
     FailureBudget,
     PrioritySemaphore,
@@ -92,7 +93,7 @@ def test_a_client_that_answers_nothing_fails_its_calls_and_a_long_queue_is_no_ha
     async def call(name, policy, seconds):
         began = asyncio.get_running_loop().time()
         try:
-            async with limit.waiting(policy):
+            async with ClientCall(policy, limit, (0,)):
                 await asyncio.sleep(seconds)
             ended[name] = "answered"
         except ModelError as error:

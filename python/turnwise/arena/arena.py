@@ -17,6 +17,7 @@ from turnwise.arena.rewards.group_rewards import score_groups
 from turnwise.arena.rewards.mix import shape_turns
 from turnwise.arena.runner import check_requests, create_context, run_episode
 from turnwise.arena.runtime.concurrency import (
+    ClientCall,
     EpisodeCounter,
     FailureBudget,
     gather_or_cancel,
@@ -25,7 +26,6 @@ from turnwise.arena.runtime.concurrency import (
 from turnwise.arena.runtime.context import EpisodeContext, current_context
 from turnwise.arena.runtime.model_call import (
     PendingCall,
-    client_errors,
     fit_to_context,
     only_response,
     playing,
@@ -223,14 +223,15 @@ class Arena(ArenaSetup):
         # A replay gives the recorded response. Otherwise ask the cache or the client.
         response = await call.replayed()
         if response is None:
-            sample = partial(self._sample, actor_id, request, context)
             try:
                 if cache is None:
-                    response = await sample()
+                    async with self._client_call(actor_id, request, context):
+                        responses = await self.client.generate([request])
+                    response = only_response(request, responses)
                 else:
                     weights = (request.policy, self.client.version(request.policy))
                     key = (weights, tuple(request.prompt_token_ids), request.sampling)
-                    response = await cache.answer(self.client, key, sample)
+                    response = await cache.answer(self.client, key, partial(self.generate, request, actor_id))
             except Exception as error:
                 call.fail(error)
                 raise
@@ -238,18 +239,19 @@ class Arena(ArenaSetup):
         format, trains = self.plain_format(actor), not self.is_evaluation
         return call.finish(response, format, check_private=self.check_private, trains=trains)
 
-    async def _sample(
-        self, actor_id: str | None, request: ModelRequest, context: EpisodeContext | None
-    ) -> ModelResponse:
-        """Return one response from the client, within the limits of the arena and of the actor."""
-        order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
-        quota = self.quotas.get(actor_id)
-        # The actor's own slot first: a call that waits for it must not hold one that other actors could use.
-        own = contextlib.nullcontext() if quota is None else quota.slot(order)
-        async with own, self.budget.slot(order), self.answers.waiting(request.policy):
-            with client_errors():
-                responses = await self.client.generate([request])
+    async def generate(self, request: ModelRequest, actor_id: str | None = None) -> ModelResponse:
+        """Return the client's response to ``request``, within the limits of the arena and the actor. Records nothing.
+
+        Raises ``ModelError``.
+        """
+        async with self._client_call(actor_id, request, current_context()):
+            responses = await self.client.generate([request])
         return only_response(request, responses)
+
+    def _client_call(self, actor_id: str | None, request: ModelRequest, context: EpisodeContext | None) -> ClientCall:
+        order = (0, 0, 0) if context is None else (-context.priority, -context.depth, context.root)
+        # The actor's own slot first: a call that waits for it must not hold one that other actors could use.
+        return ClientCall(request.policy, self.answers, order, self.quotas.get(actor_id), self.budget)
 
     def prepare(
         self,

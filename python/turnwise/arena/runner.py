@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -128,38 +129,27 @@ def _deadline(request: EpisodeRequest, parent: EpisodeContext | None) -> float |
     return parent.deadline if deadline is None else min(deadline, parent.deadline)
 
 
-async def run_episode(
-    arena: ArenaRuntime, request: EpisodeRequest, context: EpisodeContext, failures: FailureBudget
-) -> GenerateResult:
-    """Run one episode, then the episodes that continue it, which become its children.
-
-    An exception becomes a result with ``error``. Only cancellation, ``LeakError`` and ``BatchFailedError`` are raised.
-    """
-    result, following = await _run_with_retries(arena, request, context, failures)
-    while following:
-        failures.total += len(following)
-        played = await gather_or_cancel(_run_with_retries(arena, *link, failures) for link in following)
-        result.children.extend(link for link, _ in played)
-        following = [link for _, links in played for link in links]
-    return result
-
-
 Continuation = tuple[EpisodeRequest, EpisodeContext]
 
 
-async def _run_with_retries(
-    arena: ArenaRuntime, request: EpisodeRequest, context: EpisodeContext, failures: FailureBudget
-) -> tuple[GenerateResult, list[Continuation]]:
-    """Run one episode up to ``1 + arena.retries`` times. Return its result and the episodes to run next.
+async def run_episode(
+    arena: ArenaRuntime,
+    request: EpisodeRequest,
+    context: EpisodeContext,
+    failures: FailureBudget,
+    next_level: list[Continuation] | None = None,
+) -> GenerateResult:
+    """Run one episode up to ``1 + arena.retries`` times, then the episodes that continue it, which become its children.
 
-    A model call that failed is not repeated here: the client did that, if it can succeed.
+    With ``next_level``, the continuations are added to it and do not run here. A model call that failed is not repeated
+    here: the client did that, if it can succeed. An exception becomes a result with ``error``. Only cancellation,
+    ``LeakError`` and ``BatchFailedError`` are raised.
     """
     attempt, result = 0, None
     following: list[Continuation] = []
-    episode = arena.episodes[request.episode_type]
+    episode, what = arena.episodes[request.episode_type], f"episode {request.episode_type!r}"
     while True:
         try:
-            what = f"episode {request.episode_type!r}"
             with use_context(context):
                 async with own_cancellation_contained(what), recorded_timeout(context, context.deadline):
                     with contained(what):
@@ -194,7 +184,17 @@ async def _run_with_retries(
         failures.add(text)
     if context.depth == 0:
         result.recording = context.recorder
-    return result, following
+    # Run the continuations level by level.
+    if next_level is not None:
+        next_level += following
+        return result
+    while following:
+        failures.total += len(following)
+        levels: list[list[Continuation]] = [[] for _ in following]
+        links = zip(following, levels, strict=True)
+        result.children += await gather_or_cancel(run_episode(arena, *link, failures, level) for link, level in links)
+        following = list(chain.from_iterable(levels))
+    return result
 
 
 def _create_continuations(arena: ArenaRuntime, before: EpisodeContext) -> list[Continuation]:

@@ -19,7 +19,6 @@ from typing import Any
 from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.recording.rollouts_jsonl import Record, ReplayError, json_line, nodes_of, plain_result
 from turnwise.arena.runtime.context import ModelCall
-from turnwise.arena.runtime.model_call import client_errors, only_response
 from turnwise.inference.weights.load import copy_weights
 from turnwise.replay.diff import FirstDifference, first_difference
 from turnwise.replay.event_loop import DeadlockDetectingLoop
@@ -243,9 +242,7 @@ class LivePolicies:
         policy = self.swaps.get(str(call.actor_id), replace(first, name=request.policy))
         run = self.runs[policy.checkpoint]
         asked = replace(request, policy=policy.name)
-        with client_errors():
-            responses = await run.arena.client.generate([asked])
-        response = only_response(asked, responses)
+        response = await run.arena.generate(asked)
         text = response.text or run.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
         self.said.append(f"  turn {call.turn}, actor {call.actor_id!r}, policy {policy.name!r} ({call.key}): {text!r}")
         return response

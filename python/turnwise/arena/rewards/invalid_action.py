@@ -77,8 +77,13 @@ def failed_step(state: EpisodeState) -> Step | None:
 
 
 def outgrown_step(state: EpisodeState) -> Step | None:
-    """Return the step whose tools' results outgrew the context in ``state``; ``None`` if there is none."""
-    return next((step for step in reversed(state.trajectory) if CONTEXT in step.info), None)
+    """Return the last action if its tools' results outgrew the context in ``state``, else ``None``."""
+    for step in reversed(state.trajectory):
+        if CONTEXT in step.info:
+            return step
+        if "env_response" in step.info:  # an action; behind it are calls that hooks made
+            break
+    return None
 
 
 def leave_out_unpaid(rollout: Rollout) -> None:

@@ -13,12 +13,10 @@ import heapq
 import itertools
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from turnwise.types import ModelError
-from turnwise.utils.signals import contained
 
 T = TypeVar("T")
 Order = tuple[int, ...]
@@ -127,61 +125,82 @@ class AnswerLimit:
             raise ValueError(f"answer_timeout={seconds!r}: expected seconds >= 0; 0 sets no limit")
         self.seconds = seconds
         self._latest: dict[str, float] = {}
-        self._calls: dict[asyncio.Timeout, tuple[str, float]] = {}
+        self._calls: dict[ClientCall, float] = {}
         self._timer: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
 
-    def waiting(self, policy: str) -> AbstractAsyncContextManager[None]:
-        """Limit the wait for one answer of ``policy`` to the block. Raises ``ModelError``."""
-        return _Waiting(self, policy) if self.seconds else contextlib.nullcontext()
-
-    def begin(self, policy: str, limit: asyncio.Timeout) -> None:
+    def begin(self, call: ClientCall) -> None:
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._calls[limit] = policy, now
+        now = self._calls[call] = loop.time()
         if self._timer is None or self._timer[0] is not loop:  # one timer for all calls, which is due at the first
             self._timer = loop, loop.call_at(now + self.seconds, self._look, context=_NO_CONTEXT)
 
-    def end(self, policy: str, limit: asyncio.Timeout, *, answered: bool) -> None:
-        del self._calls[limit]
+    def end(self, call: ClientCall, *, answered: bool) -> None:
+        self._calls.pop(call, None)
         if answered:
-            self._latest[policy] = asyncio.get_running_loop().time()
+            self._latest[call.policy] = asyncio.get_running_loop().time()
 
     def _look(self) -> None:
         """End the calls whose time is up, and look again when that of the next one may be."""
         loop = asyncio.get_running_loop()
         dues = {
-            limit: max(begun, self._latest.get(policy, 0.0)) + self.seconds
-            for limit, (policy, begun) in self._calls.items()
+            call: max(begun, self._latest.get(call.policy, 0.0)) + self.seconds for call, begun in self._calls.items()
         }
-        for limit in [limit for limit, due in dues.items() if due <= loop.time()]:
-            del dues[limit]
-            limit.reschedule(loop.time())
+        for call in [call for call, due in dues.items() if due <= loop.time()]:
+            del dues[call], self._calls[call]
+            call.expire()
         self._timer = (loop, loop.call_at(min(dues.values()), self._look, context=_NO_CONTEXT)) if dues else None
 
 
-class _Waiting:
-    """The wait for one answer, see :meth:`AnswerLimit.waiting`. It is a class because generators are slower."""
+class ClientCall:
+    """One call of an inference client. ``async with`` holds a slot of each budget, and limits the wait for the answer.
 
-    __slots__ = ("_limit", "_of", "_policy")
+    Budgets that are ``None`` don't count. Any exception of the client becomes a ``ModelError``. It is one class, with
+    no context managers inside, because each model call pays for it.
+    """
 
-    def __init__(self, of: AnswerLimit, policy: str) -> None:
-        self._of, self._policy, self._limit = of, policy, asyncio.timeout(None)
+    __slots__ = ("_budgets", "_cancelling", "_expired", "_limit", "_order", "_task", "policy")
+
+    def __init__(self, policy: str, limit: AnswerLimit, order: Order, *budgets: PrioritySemaphore | None) -> None:
+        self.policy, self._limit, self._order = policy, limit, order
+        self._budgets = [budget for budget in budgets if budget is not None]
+        self._task: asyncio.Task[Any] | None = None
+        self._expired = False
 
     async def __aenter__(self) -> None:
-        await self._limit.__aenter__()
-        self._of.begin(self._policy, self._limit)
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        self._of.end(self._policy, self._limit, answered=kind is None)
+        taken = 0
         try:
-            await self._limit.__aexit__(kind, error, trace)
-            if isinstance(error, TimeoutError):
-                raise error
-        except TimeoutError as over:
+            for budget in self._budgets:
+                await budget.acquire(self._order)
+                taken += 1
+        except BaseException:
+            for budget in self._budgets[:taken]:
+                budget.release()
+            raise
+        if self._limit.seconds:
+            self._task = asyncio.current_task()
+            assert self._task is not None
+            self._cancelling = self._task.cancelling()
+            self._limit.begin(self)
+
+    def expire(self) -> None:
+        self._expired = True
+        assert self._task is not None
+        self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._task is not None:
+            self._limit.end(self, answered=kind is None)
+        for budget in self._budgets:
+            budget.release()
+        # As in ``asyncio.timeout``: the limit's own cancellation is taken back, one from outside goes on.
+        own = self._expired and self._task is not None and self._task.uncancel() <= self._cancelling
+        if own and isinstance(error, asyncio.CancelledError):
             raise ModelError(
-                f"the client answered no call of policy {self._policy!r} for {self._of.seconds:g} s "
+                f"the client answered no call of policy {self.policy!r} for {self._limit.seconds:g} s "
                 "(rollout.answer_timeout). Is its engine hung? If answers take so long, allow more"
-            ) from over
+            ) from error
+        if isinstance(error, Exception) and not isinstance(error, ModelError):
+            raise ModelError(f"{type(error).__name__} in the inference client: {error}") from error
 
 
 _stopped: WeakSet[asyncio.Future[Any]] = WeakSet()
@@ -203,10 +222,10 @@ async def gather_or_cancel(
 ) -> list[T]:
     """Run coroutines concurrently. The first exception, or a cancellation from outside, cancels the rest and is raised.
 
-    ``ended`` is called each time one of them ends, in any way.
+    ``ended`` is called each time one of them ends, in any way. A coroutine that runs code of the user holds it in
+    :func:`~turnwise.utils.signals.contained`, since an exit would end the event loop.
     """
-    given = list(coroutines)
-    tasks = list(map(asyncio.create_task, map(_contained, given)))
+    tasks = list(map(asyncio.create_task, coroutines))
     if ended is not None:
         for task in tasks:
             task.add_done_callback(lambda task: ended())
@@ -217,9 +236,6 @@ async def gather_or_cancel(
         return [task.result() for task in failed or tasks]
     except BaseException:
         await _stop_all(tasks)
-        for task, coroutine in zip(tasks, given, strict=True):
-            if task.done():
-                coroutine.close()  # one that never began
         raise
 
 
@@ -240,11 +256,6 @@ async def _stop_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
         warnings.warn(
             f"{len(left)} cancelled tasks go on all the same, and are left behind", RuntimeWarning, stacklevel=2
         )
-
-
-async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:
-    with contained("a task"):  # an exit would end the event loop
-        return await coroutine
 
 
 def run_limited(

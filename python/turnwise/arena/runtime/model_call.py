@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
@@ -187,17 +186,6 @@ def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None,
         error.actor_id = actor_id
         raise error
     return min(max_tokens, max_context - prompt_tokens)
-
-
-@contextmanager
-def client_errors() -> Iterator[None]:
-    """Turn any exception of an inference client in this block into a ``ModelError``."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"{type(error).__name__} in the inference client: {error}") from error
 
 
 def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> ModelResponse:

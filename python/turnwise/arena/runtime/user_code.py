@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -82,7 +83,7 @@ async def hook(
     blocking = blocking or getattr(getattr(function, "__self__", None), "blocking", False)
     if blocking and not is_own(function) and not is_async(function):
         return await call("hook", functools.partial(function, *arguments), late=late)
-    before, begun = _held.seconds, time.perf_counter()
+    before, begun = _held.seconds, perf_counter()
     try:
         value = function(*arguments)
     except Exception:
@@ -92,7 +93,8 @@ async def hook(
             raise
         raise exited(repr(name_of(function)), error) from error
     finally:
-        _count_held(function, before, begun)
+        if perf_counter() - begun >= UNCOUNTED:
+            _count_held(function, before, begun)
     if type(value) in _PLAIN_TYPES:  # nearly all hooks return one of these, and ``isawaitable`` is slow
         return value
     if not inspect.isawaitable(value):
@@ -195,7 +197,7 @@ class watched:
         go_on: Callable[[Any], Any] = coroutine.send
         given: Any = None
         while True:
-            before, begun = _held.seconds, time.perf_counter()
+            before, begun = _held.seconds, perf_counter()
             try:
                 waits_for = go_on(given)
             except StopIteration as end:
@@ -207,7 +209,8 @@ class watched:
                     raise
                 raise exited(repr(name_of(self._function)), error) from error
             finally:
-                _count_held(self._function, before, begun)
+                if perf_counter() - begun >= UNCOUNTED:
+                    _count_held(self._function, before, begun)
             try:
                 go_on, given = coroutine.send, (yield waits_for)
             except BaseException as error:  # a cancellation, or the end of this coroutine
@@ -226,16 +229,16 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
     """Don't count the time of the block for the code of the user that called it."""
-    begun = time.perf_counter()
+    begun = perf_counter()
     try:
         yield
     finally:
-        _held.seconds += time.perf_counter() - begun
+        _held.seconds += perf_counter() - begun
 
 
 def _count_held(function: Callable[..., Any], before: float, begun: float) -> None:
     """Count the seconds since ``begun``, without those that nested code of the user was counted for."""
-    seconds = time.perf_counter() - begun - (_held.seconds - before)
+    seconds = perf_counter() - begun - (_held.seconds - before)
     if seconds < UNCOUNTED:
         return
     _held.seconds += seconds

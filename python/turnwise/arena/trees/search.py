@@ -24,6 +24,7 @@ from turnwise.arena.trees.value import BranchingEpisode, StateToValue, ValueEsti
 from turnwise.state import prune
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.signals import contained
 
 T = TypeVar("T")
 
@@ -214,7 +215,7 @@ class TreeSearch:
 
     async def _act(self, action: PendingAction, scope: EpisodeContext) -> Step | ModelError:
         # Only a failed model call loses a branch. A bug in the game must not hide in a count, so it fails the episode.
-        with use_context(scope):
+        with use_context(scope), contained("a branch"):
             try:
                 return await self.episode.take_action(scope.state, action.messages, self.arena, self.artifact)
             except ModelError as error:
@@ -235,7 +236,7 @@ class TreeSearch:
         several = len(self.beams) > 1
 
         async def one(beam: Beam) -> T | ModelError:
-            with use_context(beam.context):
+            with use_context(beam.context), contained("a branch"):
                 try:
                     return await work(beam)
                 except ModelError as error:

@@ -23,6 +23,7 @@ from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.signals import contained
 
 Playout = dict[str, Any]
 
@@ -77,7 +78,7 @@ class ValueEstimator:
     async def _one(self, position: StateToValue) -> list[Playout]:
         begun = self._scope(position, position.name, position.context)
         begun.lazy_rng = position.context.lazy_rng.fork()
-        with use_context(begun):
+        with use_context(begun), contained("a playout"):
             try:
                 if position.acted:
                     await self.episode.pass_on(begun.state, self.arena, self.artifact, skipped=False)
@@ -108,7 +109,7 @@ class ValueEstimator:
     async def _play(self, position: StateToValue, scope: EpisodeContext) -> Playout | None:
         episode, state = self.episode, scope.state
         try:
-            with use_context(scope):
+            with use_context(scope), contained("a playout"):
                 while not state.done:
                     messages = await hook(episode.build_messages, state, self.arena, self.artifact)
                     try:
