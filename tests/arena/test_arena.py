@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Arena, BatchFailedError, Filters, SingleTurnEpisode
-from turnwise.credit import GRPOCredit
+from turnwise.credit import GRPOCredit, HierarchyCredit
 from turnwise.types import Actor, ContextLengthError, EpisodeRequest, ModelError
 
 from .helpers import Baseline, Guess, guess, run
@@ -122,7 +122,7 @@ def test_different_questions_are_different_groups(make_arena):
     def reply(prompt, request):
         return answers["easy" if "easy" in prompt else "hard"].pop(0)
 
-    arena = make_arena(reply, credit=GRPOCredit(normalize=False, hierarchy=True), episodes=[Guess()])
+    arena = make_arena(reply, credit=HierarchyCredit(normalize=False), episodes=[Guess()])
     results = run(arena, *map(guess, ("easy", "hard", "easy", "hard")))
     arena.assign_credit(results)
     assert [result.rollout.steps[0].advantage for result in results] == [-0.5, -0.5, 0.5, 0.5]

@@ -42,7 +42,7 @@ def test_a_split_of_a_fixed_sum_is_such_a_game(make: Any) -> None:
 
 
 def test_rules_that_tell_actors_apart_say_nothing(make: Any) -> None:
-    for rule in (HierarchyCredit(), GRPOCredit(hierarchy=True), DrMASCredit(), RAECredit()):
+    for rule in (HierarchyCredit(), DrMASCredit(), RAECredit()):
         assert not advice_of(rule, games(make, *WON_AND_LOST)), rule
 
 

@@ -89,8 +89,8 @@ def test_options_reach_the_statistics(make: Any) -> None:
 def test_calls_may_share_the_weight_of_their_attempt(make: Any) -> None:
     """Three calls with reward 1 and one with 0: each attempt's weights add up to the same."""
     s, samples = 0.5**0.5, [make("a", reward=1.0, step_index=index) for index in range(3)] + [make("b", reward=0.0)]
-    np.testing.assert_allclose(GRPOCredit(hierarchy=True).compute_columns(samples), [s, s, s, -s], atol=1e-5)
-    by_attempt = GRPOCredit(hierarchy=True, call_weight="attempt").compute_columns(samples)
+    np.testing.assert_allclose(HierarchyCredit(ddof=1).compute_columns(samples), [s, s, s, -s], atol=1e-5)
+    by_attempt = HierarchyCredit(ddof=1, call_weight="attempt").compute_columns(samples)
     np.testing.assert_allclose(by_attempt, [s / 3, s / 3, s / 3, -s], atol=1e-5)
 
 
@@ -109,8 +109,7 @@ def test_questions_levels_types_and_actors_are_not_compared(make: Any) -> None:
         for index, pair in enumerate(pairs)
         for name, reward in (("good", 1.0), ("bad", 0.0))
     ]
-    for rule in (HierarchyCredit(), GRPOCredit(hierarchy=True, ddof=0)):
-        np.testing.assert_allclose(rule.compute_columns(samples), [1, -1] * len(pairs), atol=1e-5)
+    np.testing.assert_allclose(HierarchyCredit().compute_columns(samples), [1, -1] * len(pairs), atol=1e-5)
 
 
 def test_only_what_is_better_than_the_others_may_count(make: Any) -> None:

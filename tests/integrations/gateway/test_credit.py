@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from turnwise.arena import Rubric
-from turnwise.credit import DrMASCredit, GRPOCredit
+from turnwise.credit import DrMASCredit, HierarchyCredit
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import Actor, EpisodeRequest
 
@@ -23,7 +23,7 @@ def by_row():
 
 def by_attempt():
     """One value per attempt and actor."""
-    return GRPOCredit(hierarchy=True, eps=0.0)
+    return HierarchyCredit(ddof=1, eps=0.0)
 
 
 async def calls_in_turn(question, models):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.arena import Arena
-from turnwise.credit import GRPOCredit
+from turnwise.credit import HierarchyCredit
 from turnwise.inference import TransformersClient
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.tasks.tiny import build_model, build_tokenizer
@@ -53,7 +53,7 @@ def trainer_of(folder):
     arena = Arena(
         TransformersClient({"default": model}, tokenizer),
         tokenizer,
-        credit=GRPOCredit(hierarchy=True),
+        credit=HierarchyCredit(ddof=1),
         sampling=Sampling(max_tokens=6),
     )
     for actor in ACTORS:

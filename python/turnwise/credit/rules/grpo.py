@@ -8,8 +8,8 @@
 over the trajectories ``i`` of one question. ``R_i`` is the mean of the trajectory's rewards, and ``l_i`` its number of
 completion tokens. Every model call of the trajectory gets ``A_i``.
 
-In a hierarchy of episodes, different levels must not be compared. With ``hierarchy`` the group is the question under
-one parent, with one episode type and one actor, and ``R`` is the rollout's reward of that actor.
+In a hierarchy of episodes, different levels must not be compared. :class:`HierarchyCredit` compares within one question
+under one parent, one episode type and one actor, and ``R`` is the rollout's reward of that actor.
 """
 
 from __future__ import annotations
@@ -30,21 +30,18 @@ from turnwise.types import Sample
 class GRPOCredit(GroupCredit):
     """Compares trajectories in groups ``(group_id,)``, with one value per trajectory.
 
-    With ``hierarchy``: in groups ``(parent_rollout_id, group_id, episode_type, actor)``, with one value per rollout and
-    actor. With ``positive_only``, negative advantages become 0. ``call_weight`` is ``"row"``, or ``"attempt"``: then
-    each advantage is divided by the number of calls that share its value, so an attempt with many calls weighs no more
-    than one with few.
+    With ``positive_only``, negative advantages become 0. ``call_weight`` is ``"row"``, or ``"attempt"``: then each
+    advantage is divided by the number of calls that share its value, so an attempt with many calls weighs no more than
+    one with few.
     """
 
     normalize: bool = field(default=True, kw_only=False)
     positive_only: bool = field(default=False, kw_only=False)
-    hierarchy: bool = False
     call_weight: str = "row"
 
     _looks_left = 8  # batches to check for advice, which is given once
 
     def __post_init__(self) -> None:
-        self.step_rewards = not self.hierarchy
         if not self.normalize:
             self.scale = "none"
         if self.call_weight not in ("row", "attempt"):
@@ -66,23 +63,30 @@ class GRPOCredit(GroupCredit):
         return np.maximum(advantages, 0) if self.positive_only else advantages
 
     def group_key(self, sample: Sample) -> Key:
-        if self.hierarchy:
-            return (sample.parent_rollout_id, sample.group_id, sample.episode_type, sample.actor)
         return (sample.group_id,)
 
     def unit_key(self, sample: Sample) -> Key:
-        return (sample.trajectory_key, sample.actor) if self.hierarchy else (sample.trajectory_key,)
-
-    def value(self, sample: Sample) -> float:
-        return sample.trajectory_reward if self.hierarchy else sample.reward
+        return (sample.trajectory_key,)
 
 
 @dataclass(kw_only=True)
 class HierarchyCredit(GRPOCredit):
-    """``GRPOCredit(hierarchy=True)`` with the population's standard deviation (``ddof=0``)."""
+    """Compares in groups ``(parent_rollout_id, group_id, episode_type, actor)``, with one value per rollout and actor.
 
-    hierarchy: bool = True
+    The standard deviation is the population's (``ddof=0``).
+    """
+
+    step_rewards = False
     ddof: int = 0
+
+    def group_key(self, sample: Sample) -> Key:
+        return (sample.parent_rollout_id, sample.group_id, sample.episode_type, sample.actor)
+
+    def unit_key(self, sample: Sample) -> Key:
+        return (sample.trajectory_key, sample.actor)
+
+    def value(self, sample: Sample) -> float:
+        return sample.trajectory_reward
 
 
 @dataclass(kw_only=True)

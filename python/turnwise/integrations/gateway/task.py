@@ -60,8 +60,8 @@ class GatewayTask(OwnTask):
     success_metric = "reported_reward/agent"
     system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
     options_type = GatewayOptions
-    credit_rule = "grpo"
-    credit_options: ClassVar[dict[str, Any]] = {"hierarchy": True}
+    credit_rule = "hierarchy"
+    credit_options: ClassVar[dict[str, Any]] = {"ddof": 1}
 
     def __init__(self, options: GatewayOptions | None = None) -> None:
         super().__init__(options)

@@ -44,8 +44,8 @@ class VerifiersTask(OwnTask):
     success_metric = "reported_reward/agent"
     system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
     options_type = VerifiersOptions
-    credit_rule = "grpo"
-    credit_options: ClassVar[dict[str, Any]] = {"hierarchy": True}
+    credit_rule = "hierarchy"
+    credit_options: ClassVar[dict[str, Any]] = {"ddof": 1}
 
     def __init__(self, options: VerifiersOptions | None = None) -> None:
         check_version()
