@@ -114,8 +114,8 @@ class MultiTurnEpisode(Episode, ABC):
         """Return the parts of the last action's reward, which the arena mixes; see :class:`~turnwise.arena.RewardMix`.
 
         Return ``RewardParts(team, own, valid)`` or a tuple ``(team, own)``: the outcome that all actors share, the
-        actor's own part, and 0 for a completion that could not be read. It is a hook apart from ``step_reward``, so that
-        a run knows at its start if an episode serves ``reward.alpha`` and ``reward.mode``. The arena calls
+        actor's own part, and 0 for a completion that could not be read. It is a second hook beside ``step_reward``
+        because a run checks at its start if an episode serves ``reward.alpha`` and ``reward.mode``. The arena calls
         ``step_reward`` only if this hook returns ``None``.
         """
         return None

@@ -1,7 +1,7 @@
 """Games for two seats: rules, the episode that plays them, the base of their tasks, and the exploitability of policies.
 
 Read in this order: task, rules, episode, query, tree.
-May import: types, arena, tasks.
+May import: types, utils, arena, tasks.
 """
 
 from __future__ import annotations
