@@ -19,7 +19,7 @@ from turnwise.inference import PoolClient, VLLMServerClient
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.launch import ROUTES
-from turnwise.inference.server.remote import RemoteServer
+from turnwise.inference.server.remote import sampling_error
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, Sampling
 
 from .engine_server import KEY_VARIABLE, engine_here
@@ -49,7 +49,7 @@ def client_of(endpoint: Any, policies: Any = None, **settings: Any) -> VLLMServe
 async def asked(endpoint: Any, path: str, body: Any = None, method: str = "POST", **query: str) -> Any:
     """What the server answers on ``path``, through an endpoint's own thread."""
     work = endpoint.ask(method, path, body=body, query=query or None)
-    return await endpoint.thread.result_of(work, lambda: False)
+    return await asyncio.wrap_future(endpoint.thread.submit(work))
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -209,10 +209,9 @@ async def test_requests_that_are_wrong() -> None:
         with pytest.raises(EndpointError, match=r"400: new_version=None: expected a text"):
             await asked(endpoint, "/update_weight_version", {})
         # vLLM's words, by which its client knows them.
-        remote = RemoteServer(endpoint, "mark", in_flight=False)
-        too_long = {**BODY, "token_ids": [1] * 64}
-        with pytest.raises(ContextLengthError, match=r"maximum context length is 64 tokens.*contains 64 input"):
-            await endpoint.thread.result_of(remote.generate(too_long), lambda: False)
+        with pytest.raises(EndpointError, match=r"maximum context length is 64 tokens.*contains 64 input") as caught:
+            await asked(endpoint, GENERATE, {**BODY, "token_ids": [1] * 64})
+        assert isinstance(sampling_error(caught.value, None), ContextLengthError)
         assert len((await asked(endpoint, GENERATE, BODY))["choices"][0]["token_ids"]) == 2
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from turnwise.inference.server.client import VLLMServerClient
     from turnwise.inference.server.own import VLLMClient
     from turnwise.inference.server.reader import VLLMServerReader
-    from turnwise.inference.tinker.client import TinkerClient
+    from turnwise.inference.tinker import TinkerClient
 
 __all__ = [
     "ContextLengthError",
@@ -53,7 +53,7 @@ _LAZY = {
     "Endpoint": "turnwise.inference.common.http",
     "OpenAIClient": "turnwise.inference.openai",
     "PoolClient": "turnwise.inference.pool.client",
-    "TinkerClient": "turnwise.inference.tinker.client",
+    "TinkerClient": "turnwise.inference.tinker",
     "TransformersClient": "turnwise.inference.local.client",
     "VLLMClient": "turnwise.inference.server.own",
     "VLLMServerClient": "turnwise.inference.server.client",

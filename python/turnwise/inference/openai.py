@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from turnwise.chat import ChatFormat, ChatRenderer
-from turnwise.inference.common.base import GatedClient, gather_all, policy_of
+from turnwise.inference.common.base import GatedClient, policy_of
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.types import ContextLengthError, FinishReason, ModelRequest, ModelResponse
 from turnwise.utils.threads import to_thread
@@ -70,17 +70,6 @@ class OpenAIClient(GatedClient):
         """All policies, as this client accepts no weights."""
         return frozenset(self.models)
 
-    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Return one response per request, in order.
-
-        Raises ``ValueError`` for an unknown policy and for a request that can't be sent, and ``ContextLengthError`` for
-        a prompt that is too long for the server. Raises ``ModelError`` for a server that can't be reached, refuses,
-        takes too long or sends an invalid answer.
-        """
-        for request in requests:
-            self._body(request)
-        return await super().generate(requests)
-
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Raise ``ValueError``, because the server's models can't change."""
         self.version(policy)
@@ -95,6 +84,9 @@ class OpenAIClient(GatedClient):
         """Fail all waiting and running requests, and end the connections. May be called again."""
         self._closed = True
         await to_thread(self._endpoint.close)
+
+    def _check(self, request: ModelRequest) -> None:
+        self._body(request)
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         self.version(request.policy)
@@ -137,9 +129,6 @@ class OpenAIClient(GatedClient):
         return {"prompt": text}
 
     # -- in the endpoint's thread --------------------------------------------------------------------------------------
-    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        return await gather_all(map(self._one, requests))
-
     async def _one(self, request: ModelRequest) -> ModelResponse:
         try:
             found = await self._endpoint.ask("POST", self._path, body=self._body(request))

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.inference.common.keys import key_file, read_key
+from turnwise.inference.common.http import key_file, read_key
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.standing import standing

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.inference import TinkerClient
-from turnwise.inference.tinker.server import TinkerServer, TinkerServerError
+from turnwise.inference.tinker import TinkerServer, TinkerServerError
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.config.schema import TrainConfig

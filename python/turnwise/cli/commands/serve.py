@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from turnwise.cli.options import EXIT_OK, parse_pairs
-from turnwise.inference.common.keys import key_file, key_from_environment, write_key
+from turnwise.inference.common.http import key_file, key_from_environment, write_key
 from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.inference.server.server import Server
 from turnwise.inference.server.settings import ServeSettings

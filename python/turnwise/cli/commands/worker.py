@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     announced = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    from turnwise.inference.common.keys import checked_key
+    from turnwise.inference.common.http import checked_key
     from turnwise.inference.common.proxies import LOOPBACK
     from turnwise.run.workers.process import WorkerRun, play_until_stopped
     from turnwise.tasks import task_type

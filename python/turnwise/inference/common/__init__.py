@@ -1,5 +1,5 @@
-"""Parts that every client uses: lifetime, checks, HTTP, proxies, keys, last MLP, recomputed layers, models' sizes.
+"""Parts that every client uses: lifetime, checks, HTTP with keys, proxies, last MLP, recomputed layers, models' sizes.
 
-Read in this order: base, http, proxies, keys, last_mlp, recompute, sizes.
+Read in this order: base, http, proxies, last_mlp, recompute, sizes.
 May import: types, chat.
 """

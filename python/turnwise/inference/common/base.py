@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -42,44 +44,74 @@ class GatedClient(ClientBase):
         self._thread = thread
         self._closed = False
         self._running = 0
+        self._seconds = self._since = 0.0  # in which a request ran, and when that was last summed up
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
 
+    def _check(self, request: ModelRequest) -> None:
+        """Raise an error for a request that can't be sent. Runs before any is sent."""
+
+    async def _prepare(self) -> None:
+        """Make the server ready for requests. Runs in the thread's loop."""
+
     @abstractmethod
-    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Return one response per request, in order. Runs in the thread's loop."""
+    async def _one(self, request: ModelRequest) -> ModelResponse:
+        """Return the response to ``request``. Runs in the thread's loop."""
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Return one response per request, in order. Raises ``ModelError`` if the client is closed."""
+        """Return one response per request, in order. Raises ``ModelError`` if the client is closed.
+
+        Raises ``ValueError`` for a request that can't be sent, and ``ContextLengthError`` for a prompt that leaves no
+        room for a token. Raises ``ModelError`` also if the server can't be reached, refuses, takes too long or sends an
+        invalid answer.
+        """
+        for request in requests:
+            self._check(request)
         if self._closed:
             raise ModelError("the client is closed")
-        return await self._thread.result_of(self._through_gate(requests), lambda: self._closed)
+        return await self._result(self._thread.submit(self._through_gate(requests)))
 
     async def pause(self) -> None:
         """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""
-        await asyncio.wrap_future(self._thread.submit(self._close_gate()))
+        self._thread.call(self._open.clear)
+        await asyncio.wrap_future(self._thread.submit(self._idle.wait()))
 
     async def resume(self) -> None:
         """Let waiting requests run."""
         self._thread.call(self._open.set)
 
-    async def _close_gate(self) -> None:
-        self._open.clear()
-        await self._idle.wait()
+    async def _result(self, work: Future[T]) -> T:
+        """Return the result of ``work``, which is cancelled with its caller.
+
+        Raises ``ModelError`` if it was cancelled because the client is closed.
+        """
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise ModelError("the client was closed before this request was done") from None
+            raise
 
     async def _through_gate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         await self._open.wait()
         self._count(len(requests))
         try:
-            return await self._answer(requests)
+            await self._prepare()
+            return await gather_all([asyncio.ensure_future(self._one(request)) for request in requests])
         finally:
             self._count(-len(requests))
 
     def _count(self, change: int) -> None:
         """Add ``change`` to the number of running requests."""
+        self._seconds, self._since = self._busy_seconds(), time.perf_counter()
         self._running += change
         (self._idle.clear if self._running else self._idle.set)()
+
+    def _busy_seconds(self) -> float:
+        """Seconds in which a request ran, up to now."""
+        return self._seconds + (time.perf_counter() - self._since if self._running else 0.0)
 
 
 def policy_of(policies: Mapping[str, T], name: str) -> T:

@@ -1,9 +1,16 @@
-"""Send requests to an HTTP server that answers in JSON, from any thread, and check the answers. Nothing is repeated."""
+"""Send requests to an HTTP server that answers in JSON, from any thread, and check the answers. Nothing is repeated.
+
+API keys come from the environment or a file. ``turnwise serve`` writes its key where the user's clients find it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import stat
+import tempfile
 import threading
 import time
 import weakref
@@ -15,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from turnwise.inference.common.keys import checked_key, key_file, key_from_environment, read_key
 from turnwise.types import ModelError
 
 T = TypeVar("T")
@@ -58,19 +64,6 @@ class LoopThread:
             ended: Future[T] = Future()
             ended.set_exception(ModelError("the client is closed"))
             return ended
-
-    async def result_of(self, work: Coroutine[Any, Any, T], is_closed: Callable[[], bool]) -> T:
-        """Run ``work`` in the thread's loop, and return its result. It is cancelled with its caller.
-
-        Raises ``ModelError`` if ``work`` was cancelled because the client ``is_closed``.
-        """
-        try:
-            return await asyncio.wrap_future(self.submit(work))
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if is_closed() and task is not None and not task.cancelling():
-                raise ModelError("the client was closed before this request was done") from None
-            raise
 
     def call(self, function: Callable[[], Any]) -> None:
         """Run ``function`` in the thread's loop soon, unless the loop has ended."""
@@ -155,47 +148,64 @@ class Endpoint:
 
         Raises :class:`EndpointError`.
         """
-        content = await self._send(method, path, body, query, timeout or self.timeout)
-        return _decoded(f"{method} {self.url}{path}", content) if reads else None
-
-    async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None, timeout: float
-    ) -> bytes:
         aiohttp = self._aiohttp
         where = f"{method} {self.url}{path}"
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
-        asked = {"json": body, "params": query, "timeout": limits, "allow_redirects": False}
+        limit = timeout or self.timeout
+        options = {
+            "json": body,
+            "params": query,
+            "headers": {} if self._key is None else {"Authorization": f"Bearer {self._key}"},
+            "timeout": aiohttp.ClientTimeout(total=limit, sock_connect=min(limit, CONNECT_SECONDS)),
+            "allow_redirects": False,
+        }
         try:
-            async with self._open_session().request(
-                method, self.url + path, headers=self._authorization(), **asked
-            ) as answer:
+            async with self._open_session().request(method, self.url + path, **options) as answer:
                 content = await answer.read()
                 if answer.status >= 300:
                     self._reject(where, answer.status, answer.headers, content)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EndpointError(
-                f"{where} can't be reached: {_said(error)}; is it started, and is this its address?", passes=True
+                f"{where} can't be reached: {_text_of(error)}; is it started, and is this its address?", passes=True
             ) from error
         except TimeoutError as error:
-            raise EndpointError(f"{where} gave no answer within timeout={timeout:g} seconds") from error
+            raise EndpointError(f"{where} gave no answer within timeout={limit:g} seconds") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EndpointError(
-                f"{where} was cut off in the middle of its answer: {_said(error)}", passes=True
+                f"{where} was cut off in the middle of its answer: {_text_of(error)}", passes=True
             ) from error
         except aiohttp.ClientError as error:
-            raise EndpointError(f"{where} does not speak HTTP: {_said(error)}") from error
-        return content
+            raise EndpointError(f"{where} does not speak HTTP: {_text_of(error)}") from error
+        if not reads or not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            start = content[:80].decode(errors="replace")
+            raise EndpointError(f"{where} answered no JSON ({error}): {start!r}") from None
 
     def _reject(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
-        said = error_message(content)
+        message = error_message(content)
         if status < 400:
-            said = f"it redirects to {headers.get('Location', '')[:200]!r}, which is not followed; give the final url"
-        new_key = status == 401 and self._has_new_key()
-        if status == 401 and not new_key:
-            source = self.api_key_env or self.api_key_file or ("api_key" if self._fixed else None)
-            said += f"; look at the key in {source}" if source else f"; expected a key: {self._how_to_give_one()}"
-        passes = status in PASSING or new_key
-        raise EndpointError(f"{where} answered {status}: {said}", status, passes=passes, seconds=_retry_after(headers))
+            target = headers.get("Location", "")[:200]
+            message = f"it redirects to {target!r}, which is not followed; give the final url"
+        passes = status in PASSING
+        if status == 401:
+            # A server that was started again has left another key in its file.
+            before = self._key
+            if not self._fixed:
+                self._key = self._key_on_disk()
+            if self._key is not None and self._key != before:
+                passes = True
+            elif source := self.api_key_env or self.api_key_file or ("api_key" if self._fixed else None):
+                message += f"; check the key in {source}"
+            else:
+                message += (
+                    "; expected a key: api_key_env names the variable with it, api_key_file its file. A `turnwise "
+                    f"serve` of this user on this host would leave one at {key_file(self.url)}"
+                )
+        raise EndpointError(
+            f"{where} answered {status}: {message}", status, passes=passes, seconds=_retry_after(headers)
+        )
 
     def _open_session(self) -> Any:
         if self._session is None:
@@ -205,28 +215,11 @@ class Endpoint:
             self.thread.at_end.append(self._session.close)
         return self._session
 
-    # -- the key -------------------------------------------------------------------------------------------------------
-    def _authorization(self) -> dict[str, str]:
-        return {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-
     def _key_on_disk(self) -> str | None:
         if self.api_key_file is None:
             return read_key(key_file(self.url))
         key = Path(self.api_key_file).read_text(encoding="utf-8", errors="replace").rstrip("\n")
         return checked_key(key, f"api_key_file={str(self.api_key_file)!r}: the file")
-
-    def _has_new_key(self) -> bool:
-        """Read the key file again. True if it holds another key, as after a restart of the server."""
-        if self._fixed:
-            return False
-        before, self._key = self._key, self._key_on_disk()
-        return self._key not in (None, before)
-
-    def _how_to_give_one(self) -> str:
-        return (
-            "api_key_env names the variable with it, api_key_file its file. A `turnwise serve` of this user on this "
-            f"host leaves one at {key_file(self.url)}, where is none of this server"
-        )
 
     def close(self) -> None:
         """Cut off running requests. May be called again."""
@@ -261,25 +254,15 @@ def error_message(content: bytes) -> str:
     """Find the error message of an answer in the form of OpenAI's API or FastAPI, else its first 300 characters."""
     text = content.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
+        error = json.loads(text)
     except ValueError:
         return text[:300] or "(no text)"
     code = None
     for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            code, found = found.get("code"), found[key]
-    said = found if isinstance(found, str) else str(found)[:300]
-    return f"{said} ({code})" if isinstance(code, str) else said
-
-
-def _decoded(where: str, content: bytes) -> Any:
-    if not content:
-        return None
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        start = content[:80].decode(errors="replace")
-        raise EndpointError(f"{where} answered no JSON ({error}): {start!r}") from None
+        if isinstance(error, dict) and key in error:
+            code, error = error.get("code"), error[key]
+    message = error if isinstance(error, str) else str(error)[:300]
+    return f"{message} ({code})" if isinstance(code, str) else message
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
@@ -295,5 +278,60 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+def key_from_environment(variable: str) -> str:
+    """The key in an environment variable. Raises ``ValueError`` if it is empty or an HTTP header can't carry it."""
+    return checked_key(os.environ.get(variable, ""), f"api_key_env={variable!r}: the environment variable")
+
+
+def key_file(url: str) -> Path:
+    """The file, private to this user, where ``turnwise serve`` on this host writes the key of the server at ``url``."""
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    name = re.sub(r"[^\w.-]", "_", f"{host}-{port}.key")
+    return Path(tempfile.gettempdir()) / f"turnwise-{os.getuid()}" / name
+
+
+def read_key(path: Path) -> str | None:
+    """Read the key that :func:`write_key` wrote. ``None`` if the file is missing or others could have written it."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(path, flags), encoding="ascii") as file:
+            return file.read().rstrip("\n") if _is_private(os.fstat(file.fileno())) else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def write_key(path: Path, key: str) -> None:
+    """Write ``key`` to a file that only this user can read. Raises ``OSError`` if others can use its folder."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    folder = path.parent.lstat()
+    if not stat.S_ISDIR(folder.st_mode) or not _is_private(folder):
+        raise OSError(f"{path.parent} can be used by others: delete it, or set TMPDIR to another folder")
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(key + "\n")
+    partial.replace(path)
+
+
+def _is_private(entry: os.stat_result) -> bool:
+    """True for a file or folder that only this user can read or write."""
+    return entry.st_uid == os.getuid() and not entry.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+
+
+def checked_key(key: str, source: str) -> str:
+    """Return ``key``. Raises ``ValueError`` naming its ``source`` if it is empty or an HTTP header can't carry it."""
+    if not key:
+        raise ValueError(f"{source} does not exist or is empty")
+    if (bad := re.search("[^!-~]", key)) is not None:
+        raise ValueError(
+            f"{source} holds a key whose character {bad.start() + 1} of {len(key)} is no letter, digit or sign of "
+            "ASCII: expected these only, without spaces and line breaks"
+        )
+    return key

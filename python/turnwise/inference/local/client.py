@@ -145,13 +145,11 @@ class TransformersClient(ClientBase):
         """
         if self._closed:
             raise ModelError("the client is closed")
-        rows = [self._row(request) for request in requests]
         loop = asyncio.get_running_loop()
-        jobs = [
-            _PendingRequest(request, row, loop.create_future()) for request, row in zip(requests, rows, strict=True)
-        ]
+        jobs = [_PendingRequest(request, self._row(request), loop.create_future()) for request in requests]
         self._waiting.extend(jobs)
-        self._start()
+        if not self._paused and self._draining() is None:
+            self._drain = loop.create_task(self._run_waiting())
         try:
             return await gather_all(job.future for job in jobs)
         finally:
@@ -205,7 +203,8 @@ class TransformersClient(ClientBase):
     async def resume(self) -> None:
         """Let waiting requests run."""
         self._paused = False
-        self._start()
+        if self._draining() is None:
+            self._drain = asyncio.get_running_loop().create_task(self._run_waiting())
 
     async def close(self) -> None:
         """Fail waiting requests, end the running batch, and free the worker. May be called again."""
@@ -252,14 +251,6 @@ class TransformersClient(ClientBase):
         return ScoredSequence(tuple(request.prompt_token_ids), tuple(completion), request.sampling.temperature)
 
     # -- collecting ---------------------------------------------------------------------------------------------------
-    def _start(self) -> None:
-        if not self._waiting or self._paused or self._draining() is not None:
-            return
-        loop = asyncio.get_running_loop()
-        # Drop requests whose event loop has ended.
-        self._waiting = [job for job in self._waiting if job.future.get_loop() is loop]
-        self._drain = loop.create_task(self._run_waiting())
-
     def _draining(self) -> asyncio.Task[None] | None:
         """The task that runs batches in this event loop, or ``None``."""
         drain = self._drain
@@ -269,6 +260,9 @@ class TransformersClient(ClientBase):
 
     async def _run_waiting(self) -> None:
         """Collect, run and answer requests until none waits."""
+        loop = asyncio.get_running_loop()
+        # Drop requests whose event loop has ended.
+        self._waiting = [job for job in self._waiting if job.future.get_loop() is loop]
         running: list[_PendingRequest] = []
         try:
             while self._waiting and not self._paused:
@@ -277,7 +271,14 @@ class TransformersClient(ClientBase):
                     return
                 running, self._waiting = [job for job in self._waiting if not job.abandoned], []
                 for policy, jobs in _batches(running, self.max_batch_rows, self.max_batch_tokens):
-                    await self._run(policy, jobs)
+                    try:
+                        responses = await loop.run_in_executor(self._worker, self._compute, policy, jobs)
+                    except Exception as error:
+                        for job in jobs:  # an error for each caller: a shared one would collect all their tracebacks
+                            job.resolve(_failure(policy, len(jobs), error))
+                        continue
+                    for job, response in zip(jobs, responses, strict=True):
+                        job.resolve(response)
         except asyncio.CancelledError:
             # The event loop ends or the client closes. Fail every caller, and stop the worker early.
             for job in [*running, *self._waiting]:
@@ -293,16 +294,6 @@ class TransformersClient(ClientBase):
             await asyncio.sleep(0)
             ticks = ticks + 1 if len(self._waiting) == seen else 0
             seen = len(self._waiting)
-
-    async def _run(self, policy: str, jobs: list[_PendingRequest]) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            results: Sequence[ModelResponse | BaseException]
-            results = await loop.run_in_executor(self._worker, self._compute, policy, jobs)
-        except Exception as error:
-            results = [_failure(policy, len(jobs), error) for _ in jobs]
-        for job, result in zip(jobs, results, strict=True):
-            job.resolve(result)
 
     # -- computing, in the worker thread ------------------------------------------------------------------------------
     def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse]:

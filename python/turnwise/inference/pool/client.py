@@ -10,7 +10,7 @@ import itertools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -110,15 +110,6 @@ class PoolClient(GatedClient):
         return self._closed
 
     # -- the client protocol -------------------------------------------------------------------------------------------
-    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Return one response per request, in order.
-
-        Raises the engines' errors that a request causes (``ValueError``, ``ContextLengthError``), and ``ModelError`` if
-        no engine is left, if a request failed ``attempts`` times, if no engine can answer it, or if the client is
-        closed.
-        """
-        return await super().generate(requests)
-
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` to all engines at the same time, and return once each has acknowledged them or failed.
 
@@ -197,12 +188,15 @@ class PoolClient(GatedClient):
         return largest
 
     # -- requests, in the pool's thread --------------------------------------------------------------------------------
-    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        return await gather_all([self._one(request) for request in requests])
-
     async def _one(self, request: ModelRequest) -> ModelResponse:
-        """Ask one engine after the other, with the same seed, until one answers."""
-        request, pause = self._seeded(request), FIRST_WAIT
+        """Ask one engine after the other, with the same seed, until one answers.
+
+        Raises the errors that the request causes (``ValueError``, ``ContextLengthError``), and ``ModelError`` if no
+        engine is left, if the request failed ``attempts`` times, or if no engine can answer it.
+        """
+        if request.sampling.seed is None:
+            request = replace(request, sampling=request.sampling.with_(seed=int(self._seeds.integers(2**63))))
+        pause = FIRST_WAIT
         failed: dict[str, EngineFailed] = {}
         for _ in range(self._attempts):
             unable = [name for name, error in failed.items() if not error.passes]
@@ -220,11 +214,6 @@ class PoolClient(GatedClient):
                 if not error.passes and all(name in failed and not failed[name].passes for name in self._engines):
                     raise ModelError(_list(failed)) from error
         raise ModelError(f"a request failed {self._attempts} times: {_list(failed)}")
-
-    def _seeded(self, request: ModelRequest) -> ModelRequest:
-        if request.sampling.seed is not None:
-            return request
-        return replace(request, sampling=request.sampling.with_(seed=int(self._seeds.integers(2**63))))
 
     async def _choose(self, request: ModelRequest, failed: Collection[str], unable: Collection[str]) -> PoolEngine:
         """Choose among the engines that serve: none that is ``unable``, and those that ``failed`` last."""
@@ -261,17 +250,13 @@ class PoolClient(GatedClient):
         if was_serving and not self._closed and self._engines.get(engine.name) is engine:
             engine.counts["deaths"] += 1
             warnings.warn(f"engine {engine.name} failed, and its requests are sent again: {error}", stacklevel=2)
-            self._start(self._bring_back(engine))
+            self._start(self._admit(engine, again=True))
 
-    async def _bring_back(self, engine: PoolEngine) -> None:
-        if await self._admit(engine):
-            self._restarts += 1
-
-    async def _admit(self, engine: PoolEngine) -> bool:
-        """Let ``engine`` serve once it is healthy and has acknowledged all published weights. False if it left."""
+    async def _admit(self, engine: PoolEngine, again: bool = False) -> None:
+        """Let ``engine`` serve, or serve ``again``, once it is healthy and has acknowledged all published weights."""
         for attempt in itertools.count():
             if self._engines.get(engine.name) is not engine:
-                return False
+                return  # it left the pool
             try:
                 await engine.check_health()
                 engine.refusals += 1  # unless the next line succeeds
@@ -283,11 +268,10 @@ class PoolClient(GatedClient):
                     engine.refusals = max(engine.refusals, self._attempts)
                 self._changed.set()
             await asyncio.sleep(min(FIRST_WAIT * 2 ** min(attempt, 16), LONGEST_WAIT))
-        if self._engines.get(engine.name) is not engine:
-            return False
-        engine.begin()
-        self._changed.set()
-        return True
+        if self._engines.get(engine.name) is engine:
+            engine.begin()
+            self._changed.set()
+            self._restarts += again
 
     async def _catch_up(self, engine: PoolEngine) -> None:
         """Let ``engine`` acknowledge all published weights, also those that are published meanwhile."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from turnwise.inference.common.http import EndpointError
@@ -58,11 +58,15 @@ class Published:
         check_memory(sources)
         copies: dict[Any, Tensor] = {}
         for name, source in sources.items():
-            if (key := storage_key(source)) not in copies:
-                held = [other.weights[name] for other in earlier if name in other.weights]
-                copies[key] = next((tensor for tensor in held if _equal(tensor, source)), None)  # type: ignore[assignment]
-                if copies[key] is None:
-                    copies[key] = source.detach().to("cpu", copy=True)
+            if (key := storage_key(source)) in copies:
+                continue
+            for other in earlier:
+                tensor = other.weights.get(name)
+                if tensor is not None and tensor.dtype == source.dtype and torch.equal(tensor, source.detach().cpu()):
+                    copies[key] = tensor
+                    break
+            else:
+                copies[key] = source.detach().to("cpu", copy=True)
         return cls(policy, version, {name: copies[storage_key(source)] for name, source in sources.items()})
 
     def over(self, before: Published | None) -> Published:
@@ -72,11 +76,6 @@ class Published:
         replaced = {storage_key(before.weights[name]) for name in self.weights if name in before.weights}
         kept = {name: tensor for name, tensor in before.weights.items() if storage_key(tensor) not in replaced}
         return Published(self.policy, self.version, {**kept, **self.weights})
-
-
-def _equal(held: Tensor, source: Tensor) -> bool:
-    alike = held.dtype == source.dtype and held.shape == source.shape
-    return alike and bool((held == source.detach().to(held.device)).all())
 
 
 class PoolEngine:
@@ -104,46 +103,39 @@ class PoolEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
     async def ask(self, request: ModelRequest) -> ModelResponse:
         """Return the engine's answer. Raises :class:`EngineFailed`, and the client's errors that the request caused."""
-        first = self.first_version(request.policy)
+        # The place in `versions` of the first one that the answer may have.
+        first = max(len(self.versions.get(request.policy, ())) - 1, 0)
         self.counts["requests"] += 1
         self.outstanding += 1
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
+        answer = asyncio.ensure_future(self.client.generate([request]))
         try:
-            response = await self._answer(request)
-            if not await self.vouches(request.policy, response, first):
+            [response] = await self._watched(answer)
+            if not await self._vouches(request.policy, response, first):
                 raise EngineFailed(
                     f"it answered with versions {response.policy_versions} of {request.policy!r}: expected "
                     f"{self.versions[request.policy][first:]}, which it acknowledged"
                 )
+            return response
         except (ModelError, OSError) as error:
-            own = isinstance(error, ContextLengthError) or (
-                isinstance(error, EndpointError) and error.status in REFUSED
-            )
-            if own:
+            final = isinstance(error, EndpointError) and error.status in REFUSED
+            if final or isinstance(error, ContextLengthError):
                 raise
             raise EngineFailed.by(error) from error
         finally:
+            answer.cancel()
             self.outstanding -= 1
-        return response
 
-    def first_version(self, policy: str) -> int:
-        """The place in ``versions`` of the first version of ``policy`` that the answer to a new request may have."""
-        return max(len(self.versions.get(policy, ())) - 1, 0)
-
-    async def vouches(self, policy: str, response: ModelResponse, first: int) -> bool:
+    async def _vouches(self, policy: str, response: ModelResponse, first: int) -> bool:
         """True if the engine acknowledged all versions of ``response``, from the ``first`` one on, or was sent none."""
         sampled = {version for count, version in response.policy_versions if count}
         if policy in self.versions and not sampled <= set(self.versions[policy][first:]):
-            async with self.loaded():  # these may be weights that the engine is about to acknowledge
+            async with self._loading:  # these may be weights that the engine is about to acknowledge
                 pass
         return policy not in self.versions or sampled <= set(self.versions[policy][first:])
 
-    def loaded(self) -> AbstractAsyncContextManager[None]:
-        """A block in which the engine loads no weights; it waits for those that it loads now."""
-        return self._loading
-
-    async def _answer(self, request: ModelRequest) -> ModelResponse:
-        answer = asyncio.ensure_future(self.client.generate([request]))
+    async def _watched(self, answer: asyncio.Future[list[ModelResponse]]) -> list[ModelResponse]:
+        """Return the result of ``answer``, unless it takes too long or the engine is lost meanwhile."""
         lost = asyncio.ensure_future(self._lost.wait())
         try:
             async with asyncio.timeout(self._limits.timeout):
@@ -154,14 +146,12 @@ class PoolEngine:
                         raise EngineFailed(self.error, lost=True)
                     if not answer.done():
                         await self.check_health()
-                [response] = answer.result()
-                return response
+                return answer.result()
         except TimeoutError:
-            told = f"it gave no answer within timeout={self._limits.timeout:g} seconds"
-            raise EngineFailed(told, passes=False) from None
+            message = f"it gave no answer within timeout={self._limits.timeout:g} seconds"
+            raise EngineFailed(message, passes=False) from None
         finally:
             lost.cancel()
-            answer.cancel()
 
     async def check_health(self) -> None:
         """Raise :class:`EngineFailed` if the client has ``check_health`` and that fails. Callers share one check."""

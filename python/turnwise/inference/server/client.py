@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,14 +22,20 @@ from turnwise.inference.common.base import (
     check_sampling_by_vllm,
     completion_limit,
     cut_at_stop,
-    gather_all,
     policy_of,
     stop_token_ids,
 )
 from turnwise.inference.common.http import Endpoint, EndpointError
-from turnwise.inference.server.answer import Answer, read_answer
+from turnwise.inference.common.proxies import is_loopback
 from turnwise.inference.server.launch import LOAD
-from turnwise.inference.server.remote import Adapters, RemoteServer
+from turnwise.inference.server.remote import (
+    GENERATE,
+    Adapters,
+    RemoteServer,
+    ServerCompletion,
+    read_completion,
+    sampling_error,
+)
 from turnwise.inference.vllm.lora import Adapter, full_weights, shapes_of
 from turnwise.inference.weights.load import check_weights, collect_weights
 from turnwise.inference.weights.lora import AdaptedModel
@@ -121,23 +126,9 @@ class VLLMServerClient(GatedClient):
         self._unusable: str | None = None
         self._lock = asyncio.Lock()
         super().__init__(self._endpoint.thread)
-        self._busy_since = 0.0
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
     # -- the client protocol -------------------------------------------------------------------------------------------
-    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Return one response per request, in order.
-
-        Raises ``ValueError`` for an unknown policy, an empty prompt or sampling that vLLM can't report on, and
-        ``ContextLengthError`` for a prompt that leaves no room for a token. Raises ``ModelError`` if the server can't
-        be reached, refuses, takes too long or sends an invalid answer, and if the client is closed.
-        """
-        for request in requests:
-            policy_of(self._policies, request.policy)
-            check_sampling_by_vllm(request.sampling)
-            completion_limit(request, 2**63, None)
-        return await super().generate(requests)
-
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` (pairs of name and tensor, named as in the model's ``state_dict``) to the server.
 
@@ -166,13 +157,12 @@ class VLLMServerClient(GatedClient):
 
     async def check_health(self) -> None:
         """Raise ``ModelError`` if the server can't be reached, or says that it is not well."""
-        asked = self._endpoint.ask("GET", "/health", reads=False)
-        await self._thread.result_of(asked, lambda: self._closed)
+        await self._result(self._thread.submit(self._endpoint.ask("GET", "/health", reads=False)))
 
     async def recover(self) -> None:
         """Send the server the last weights, unless it has them. Raises ``ModelError`` if others took the server over,
         or if an update failed: then new weights must come by :meth:`load_weights`."""
-        await self._thread.result_of(self._recover(), lambda: self._closed)
+        await self._result(self._thread.submit(self._recover()))
 
     async def close(self) -> None:
         """Fail all waiting and running requests, and end the connections, not the server. May be called again."""
@@ -187,8 +177,7 @@ class VLLMServerClient(GatedClient):
 
     def stats(self) -> dict[str, float]:
         """Totals since the client was created; see :data:`STATS`."""
-        busy = time.perf_counter() - self._busy_since if self._running else 0.0
-        return self._stats | {"seconds": self._stats["seconds"] + busy}
+        return {**self._stats, "seconds": self._busy_seconds()}
 
     def peaks(self) -> dict[str, float]:
         """What the server had at most since it was last asked: ``running`` and ``waiting`` requests, ``kv_cache_use``.
@@ -196,25 +185,22 @@ class VLLMServerClient(GatedClient):
         Empty if the server doesn't count, or doesn't answer.
         """
         try:
-            found = self._thread.submit(self._endpoint.ask("GET", LOAD, timeout=LOAD_SECONDS)).result()
+            peaks = self._thread.submit(self._endpoint.ask("GET", LOAD, timeout=LOAD_SECONDS)).result()
         except ModelError:
             return {}
-        self._stats["preemptions"] = max(found.pop("preemptions"), self._stats.get("preemptions", 0))
-        return found
+        self._stats["preemptions"] = max(peaks.pop("preemptions"), self._stats.get("preemptions", 0))
+        return peaks
 
     # -- requests, in the endpoint's thread ----------------------------------------------------------------------------
-    async def _answer(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+    def _check(self, request: ModelRequest) -> None:
+        policy_of(self._policies, request.policy)
+        check_sampling_by_vllm(request.sampling)
+        info = self._server.info
+        completion_limit(request, info.vocabulary if info else 2**63, info.context_length if info else None)
+
+    async def _prepare(self) -> None:
         if not self.ready:
             await self._recover()
-        return await gather_all(map(self._one, requests, [self._body(request) for request in requests]))
-
-    def _count(self, change: int) -> None:
-        now = time.perf_counter()
-        if not self._running:
-            self._busy_since = now
-        super()._count(change)
-        if not self._running:
-            self._stats["seconds"] += now - self._busy_since
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         """The body of the request in the form of the server's token endpoint."""
@@ -235,27 +221,34 @@ class VLLMServerClient(GatedClient):
             },
         }
 
-    async def _one(self, request: ModelRequest, body: dict[str, Any]) -> ModelResponse:
-        info = self._server.info
+    async def _one(self, request: ModelRequest) -> ModelResponse:
+        info, body = self._server.info, self._body(request)
         assert info is not None
         if self._unusable is not None:
             raise ModelError(self._unusable)
-        found = await self._server.generate(body)
-        answer = read_answer(found, self._server.where, body["sampling_params"]["max_tokens"], info.vocabulary)
-        versions = await self._known_versions(request.policy, answer)
+        try:
+            content = await self._endpoint.ask("POST", GENERATE, body=body)
+        except EndpointError as error:
+            raise sampling_error(error, body["model"]) from error
+        limit = body["sampling_params"]["max_tokens"]
+        completion = read_completion(content, self._server.where, limit, info.vocabulary)
+        versions = self._versions_of(request.policy, completion)
+        if versions is None:
+            await self._wait_for_news()
+            versions = self._versions_of(request.policy, completion)
         if versions is None:
             raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", passes=True)
-        return self._response(request, answer, versions)
+        return self._response(request, completion, versions)
 
-    async def _known_versions(self, policy: str, answer: Answer) -> PolicyVersions | None:
-        return self._versions_of(policy, answer)
+    async def _wait_for_news(self) -> None:
+        """Return once this client knows the server's weights, if another client sends them."""
 
-    def _versions_of(self, policy: str, answer: Answer) -> PolicyVersions | None:
+    def _versions_of(self, policy: str, completion: ServerCompletion) -> PolicyVersions | None:
         """Convert labels to runs of ``policy``'s versions. ``None`` if a label is not from this client."""
         if not self._sends:
-            return [(len(answer.token_ids), 0)]
+            return [(len(completion.token_ids), 0)]
         runs: PolicyVersions = []
-        for count, label in answer.labels:
+        for count, label in completion.labels:
             versions = self._server.sent.get(label)
             if versions is None:
                 return None
@@ -265,16 +258,16 @@ class VLLMServerClient(GatedClient):
                 runs.append((count, versions[policy]))
         return runs
 
-    def _response(self, request: ModelRequest, answer: Answer, versions: PolicyVersions) -> ModelResponse:
+    def _response(self, request: ModelRequest, completion: ServerCompletion, versions: PolicyVersions) -> ModelResponse:
         self._stats["requests"] += 1
         self._stats["prompt_tokens"] += len(request.prompt_token_ids)
-        self._stats["cached_tokens"] += answer.cached_tokens
-        self._stats["generated_tokens"] += len(answer.token_ids)
+        self._stats["cached_tokens"] += completion.cached_tokens
+        self._stats["generated_tokens"] += len(completion.token_ids)
         response = ModelResponse(
-            text=self._tokenizer.decode(answer.token_ids, skip_special_tokens=True),
-            completion_token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            finish_reason=answer.finish_reason,
+            text=self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            completion_token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
             policy_versions=versions,
             prompt_token_ids=list(request.prompt_token_ids),
         )
@@ -359,18 +352,11 @@ def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> We
     if folder is not None and name in ("auto", "safetensors"):
         return SafetensorsTransfer(folder)
     hosts = [urlsplit(url).hostname or "" for url in urls]
-    others = [host for host in hosts if not _is_loopback(host)]
+    others = [host for host in hosts if not is_loopback(host)]
     if name == "auto" and others:
         name = "gloo"
     # The address towards another host is one that this host's own servers reach too.
     return make_transfer(name, address_towards([*others, *hosts][0]) if name in ("gloo", "nccl") else LOOPBACK)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:

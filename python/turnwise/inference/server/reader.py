@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from turnwise.inference.common.http import Endpoint
-from turnwise.inference.server.answer import Answer
 from turnwise.inference.server.client import VLLMServerClient
-from turnwise.types import ModelError, PolicyVersions, Tokenizer
+from turnwise.types import ModelError, Tokenizer
 
 LABELS = 2
 """Labels that a reader accepts: the latest one, and the one before, whose tokens may still be under way."""
@@ -68,12 +67,6 @@ class VLLMServerReader(VLLMServerClient):
             for name, version in versions.items():
                 self._policies[name].version = version
         self._thread.call(self._news.set)
-
-    async def _known_versions(self, policy: str, answer: Answer) -> PolicyVersions | None:
-        if (versions := self._versions_of(policy, answer)) is None:
-            await self._wait_for_news()
-            versions = self._versions_of(policy, answer)
-        return versions
 
     async def _recover(self) -> None:
         await self._connect()

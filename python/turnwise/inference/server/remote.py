@@ -1,20 +1,23 @@
-"""A vLLM server as its client sees it: the client reads what it serves, and loads weights into it."""
+"""A vLLM server as its client sees it: the client loads weights into it, reads its answers and checks every field."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.vllm.lora import Adapter
 from turnwise.inference.weights.weight_block import WeightHandle
-from turnwise.types import ContextLengthError
+from turnwise.types import ContextLengthError, FinishReason, ModelError
 from turnwise.utils.threads import to_thread
+
+T = TypeVar("T")
 
 GENERATE = "/inference/v1/generate"
 
@@ -24,6 +27,11 @@ START_LABEL = "default"
 TOO_LONG = ("maximum context length", "maximum model length", "context length is only")
 """Phrases in which vLLM reports that a prompt is too long."""
 
+
+FLOOR = -9999.0
+"""The server's value for a log-probability that is not a number, or that it doesn't have."""
+
+FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 Adapters = dict[str, tuple[Adapter, Mapping[str, Tensor]]]
 """Adapters to load into a server, by policy, with their new weights (none: the weights in their files)."""
@@ -55,22 +63,6 @@ class RemoteServer:
         self._pause = {"mode": "keep" if in_flight else "wait", "clear_cache": "false"}
         self._count = 0
         self._numbers: dict[str, int] = {}
-
-    # -- sampling ------------------------------------------------------------------------------------------------------
-    async def generate(self, body: Mapping[str, Any]) -> Any:
-        """Return the decoded answer.
-
-        Raises ``ContextLengthError`` for a prompt that is too long for the server, and ``ModelError`` for other
-        failures.
-        """
-        try:
-            return await self._endpoint.ask("POST", GENERATE, body=body)
-        except EndpointError as error:
-            if error.status == 404 and "does not exist" in str(error) and body["model"] is not None:
-                raise EndpointError(f"{error}: the server lost its adapters", passes=True) from error
-            if error.status == 400 and any(words in str(error) for words in TOO_LONG):
-                raise ContextLengthError(str(error)) from error
-            raise _with_hint(error) from error
 
     # -- what the server is --------------------------------------------------------------------------------------------
     async def connect(self, takes_weights: bool) -> None:
@@ -148,7 +140,9 @@ class RemoteServer:
                 if weights:
                     await to_thread(adapter.write, weights)
                 await self._put_adapter(adapter)
-            await self._clear_cache()
+            cleared = await self._post("/reset_prefix_cache", query={"reset_running_requests": "true"})
+            if cleared != {"success": True}:
+                raise EndpointError(f"{self._endpoint.url} kept its prefix cache: {cleared!r}")
             self.sent[label] = dict(versions)
             await self._post("/update_weight_version", {"new_version": label})
         except BaseException:
@@ -164,8 +158,9 @@ class RemoteServer:
         The server numbers adapters in the order of loading. The worker reads a known adapter again by its number. The
         server's own endpoint for that would read it again for every token.
         """
-        served, known = adapter.name in await self._served(), adapter.name in self._numbers
-        if served and known:
+        listed = await self._endpoint.ask("GET", "/v1/models")
+        served = adapter.name in {model["id"] for model in listed["data"]}
+        if served and adapter.name in self._numbers:
             await self._call_worker("turnwise_adapter", self._numbers[adapter.name], adapter.name, str(adapter.folder))
             return
         if served:  # the server loaded it, but its answer was lost
@@ -177,14 +172,6 @@ class RemoteServer:
         if len(added) != 1:
             raise EndpointError(f"{self._endpoint.url} has {len(added)} new adapters: expected {adapter.name!r} alone")
         [self._numbers[adapter.name]] = added
-
-    async def _served(self) -> set[str]:
-        return {model["id"] for model in (await self._endpoint.ask("GET", "/v1/models"))["data"]}
-
-    async def _clear_cache(self) -> None:
-        found = await self._post("/reset_prefix_cache", query={"reset_running_requests": "true"})
-        if found != {"success": True}:
-            raise EndpointError(f"{self._endpoint.url} kept its prefix cache: {found!r}")
 
     async def _describe(self) -> dict[str, Any]:
         """The first worker's result of ``turnwise_describe``."""
@@ -211,6 +198,15 @@ class RemoteServer:
             raise _with_hint(error) from error
 
 
+def sampling_error(error: EndpointError, model: str | None) -> ModelError:
+    """Return the error to raise for a request that the server refused: ``ContextLengthError`` for a long prompt."""
+    if error.status == 404 and "does not exist" in str(error) and model is not None:
+        return EndpointError(f"{error}: the server lost its adapters", passes=True)
+    if error.status == 400 and any(words in str(error) for words in TOO_LONG):
+        return ContextLengthError(str(error))
+    return _with_hint(error)
+
+
 def _with_hint(error: EndpointError) -> EndpointError:
     """Add a hint if the endpoint doesn't exist: the server was not started with ``turnwise serve``."""
     if error.status in (404, 405, 501):
@@ -218,3 +214,94 @@ def _with_hint(error: EndpointError) -> EndpointError:
             f"{error}; start the server with `turnwise serve`, which opens what is needed", error.status
         )
     return error
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ServerCompletion:
+    """One completion of ``C`` tokens. ``labels`` are runs of tokens and the label of the weights that sampled them."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    labels: list[tuple[int, str]]
+    cached_tokens: int
+
+
+class _FieldReader:
+    """Reads fields of one answer. Errors name the server and the wrong field."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def wrong(self, field: str, value: Any, expected: str) -> EndpointError:
+        return EndpointError(f"{self.where} answered {field}={str(value)[:80]}: expected {expected}")
+
+    def typed(self, value: Any, kind: type[T], field: str) -> T:
+        if not isinstance(value, kind):
+            raise self.wrong(field, value, "an object" if kind is dict else "a list")
+        return value
+
+    def whole(self, value: Any, field: str, low: int, high: int) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(field, value, f"a whole number from {low} to {high}")
+        return value
+
+
+def read_completion(content: Any, where: str, limit: int, vocabulary: int) -> ServerCompletion:
+    """Read the completion in ``content``, the decoded JSON of an answer of ``where``.
+
+    Raises :class:`EndpointError` unless the completion has from 1 to ``limit`` tokens in ``[0, vocabulary)``, a finite
+    log-probability and a label for each token, and ended with a stop token or at the limit.
+    """
+    reader = _FieldReader(where)
+    answer = reader.typed(content, dict, "(the answer)")
+    choices = reader.typed(answer.get("choices"), list, "choices")
+    if len(choices) != 1:
+        raise reader.wrong("choices", f"{len(choices)} of them", "one")
+    choice = reader.typed(choices[0], dict, "choices[0]")
+    token_ids = reader.typed(choice.get("token_ids"), list, "choices[0].token_ids")
+    if not 1 <= len(token_ids) <= limit:
+        raise reader.wrong("choices[0].token_ids", f"{len(token_ids)} tokens", f"1 to {limit}")
+    for token in token_ids:
+        reader.whole(token, "choices[0].token_ids", 0, vocabulary - 1)
+    reason = choice.get("finish_reason")
+    if reason not in FINISHED:
+        raise reader.wrong("choices[0].finish_reason", reason, f"one of {sorted(FINISHED)}")
+    # The server may leave out the count of cached tokens; it then counts as 0.
+    usage = answer.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    logprobs, labels = _logprobs(reader, choice, token_ids), _labels(reader, choice, len(token_ids))
+    return ServerCompletion(token_ids, logprobs, FINISHED[reason], labels, cached if type(cached) is int else 0)
+
+
+def _logprobs(reader: _FieldReader, choice: dict[str, Any], token_ids: list[int]) -> list[float]:
+    field = "choices[0].logprobs.content"
+    content = reader.typed(
+        reader.typed(choice.get("logprobs"), dict, "choices[0].logprobs").get("content"), list, field
+    )
+    if len(content) != len(token_ids):
+        raise reader.wrong(field, f"{len(content)} log-probabilities", f"one for each of {len(token_ids)} tokens")
+    for entry, token in zip(content, token_ids, strict=True):
+        if reader.typed(entry, dict, field).get("token_id") != token:
+            raise reader.wrong(f"{field}.token_id", entry.get("token_id"), f"{token}, as in choices[0].token_ids")
+        value = entry.get("logprob")
+        if type(value) not in (int, float) or not math.isfinite(value) or not FLOOR < value <= 0:
+            raise reader.wrong(f"{field}.logprob", value, f"a number from {FLOOR} (excluded) to 0")
+    return [float(entry["logprob"]) for entry in content]
+
+
+def _labels(reader: _FieldReader, choice: dict[str, Any], count: int) -> list[tuple[int, str]]:
+    """Read the spans of ``weight_versions``, which must follow one another from 0 to ``count``."""
+    field = "choices[0].weight_versions"
+    runs, end = [], 0
+    for span in reader.typed(choice.get("weight_versions"), list, field):
+        if reader.typed(span, dict, field).get("start") != end:
+            raise reader.wrong(f"{field}.start", span.get("start"), str(end))
+        stop = reader.whole(span.get("end"), f"{field}.end", end, count)
+        runs.append((stop - end, str(span.get("version"))))
+        end = stop
+    if end != count:
+        raise reader.wrong(field, f"spans of {end} tokens", f"{count} tokens")
+    return runs

@@ -21,8 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from turnwise.inference.common.http import Endpoint
-from turnwise.inference.common.keys import key_file, key_from_environment, read_key, write_key
+from turnwise.inference.common.http import Endpoint, key_file, key_from_environment, read_key, write_key
 from turnwise.inference.server.settings import ServeSettings, server_command
 from turnwise.utils.processes import end_group, has_ended, how_it_ended
 from turnwise.utils.threads import to_thread

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.inference.common.http import aiohttp_or_raise
-from turnwise.inference.common.keys import key_from_environment
+from turnwise.inference.common.http import aiohttp_or_raise, key_from_environment
 
 RESERVED = {
     "api_key", "async_scheduling", "enable_lora", "enable_prompt_tokens_details", "enable_scale_out",

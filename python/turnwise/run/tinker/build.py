@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from turnwise.inference import TinkerClient
 from turnwise.inference.common.sizes import context_length
-from turnwise.inference.tinker.server import TinkerServerError
+from turnwise.inference.tinker import TinkerServerError
 from turnwise.run.tinker.checks import ITS_OWN, base_model, connect
 from turnwise.train.config.schedule import steps_in_training
 from turnwise.train.config.schema import TrainConfig

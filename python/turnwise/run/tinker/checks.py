@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from turnwise.inference.common.keys import key_from_environment
-from turnwise.inference.tinker.server import TinkerServer, TinkerServerError, tinker_or_raise
+from turnwise.inference.common.http import key_from_environment
+from turnwise.inference.tinker import TinkerServer, TinkerServerError, tinker_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError

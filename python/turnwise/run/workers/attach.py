@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from turnwise.arena import Arena, ArtifactStore
-from turnwise.inference.common.keys import checked_key
+from turnwise.inference.common.http import checked_key
 from turnwise.tasks import Task
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from turnwise.inference.tinker.server import TinkerServer, TinkerServerError, datum, tinker_or_raise
+from turnwise.inference.tinker import TinkerServer, TinkerServerError, datum, tinker_or_raise
 from turnwise.train.learner.tinker.wire import Row, ServerLoss
 
 

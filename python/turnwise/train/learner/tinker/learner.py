@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.inference.tinker.client import BASE, SAMPLER
-from turnwise.inference.tinker.server import TinkerServerError, token_input
+from turnwise.inference.tinker import BASE, SAMPLER, TinkerServerError, token_input
 from turnwise.train.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointMismatch,
