@@ -28,7 +28,7 @@ from inference_cases import resident
 from turnwise.tasks.tiny import build_tokenizer
 
 EPISODES, QUICK_EPISODES = 2000, 80
-MOST_CALL_US, MOST_BATCH_MS, MOST_GROWTH = 150.0, 50.0, 2.0
+MOST_CALL_US, MOST_BATCH_MS, MOST_GROWTH = 150.0, 200.0, 2.0
 OURS, THEIRS, TEMPLATE = "turnwise", "verifiers", "turnwise, template"
 Rows = list[dict[str, Any]]
 GOALS = ("workload", "goal", "figure", "wanted", "met")

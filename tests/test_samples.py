@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from turnwise.samples.collect import collect_samples, trainable_steps
+from turnwise.samples.collect import collect_samples
 from turnwise.types import GenerateResult, Rollout, Step
 
 
@@ -75,22 +73,8 @@ def test_a_reward_that_is_missing_or_no_number(reward: float) -> None:
         collect_samples([result("r", [step(reward="3")], {"solver": 1.0})])
 
 
-class Judged(Step):
-    """A step whose reward is worked out when it is asked for."""
-
-    __slots__ = ()
-
-    @property
-    def reward(self) -> float:  # type: ignore[override]
-        return float(len(self.completion_token_ids))
-
-    @reward.setter
-    def reward(self, value: float | None) -> None:
-        pass
-
-
 def drawn_step(draw: random.Random) -> Step:
-    made = step(
+    return step(
         draw.choice(["solver", "solver", "critic", None]),
         reward=draw.choice([None, None, 0, -1.5, True, Fraction(1, 4)]),
         trainable=draw.random() < 0.9,
@@ -98,9 +82,6 @@ def drawn_step(draw: random.Random) -> Step:
         completion_token_ids=draw.choice([[3], [3, 4], []]),
         info=draw.choice([{}, {"ends": (1,)}, {"ends": (0, 1)}]),
     )
-    if draw.random() < 0.2:
-        made.__class__ = Judged
-    return made
 
 
 def drawn_result(draw: random.Random, name: str, depth: int = 0) -> GenerateResult:
@@ -118,65 +99,21 @@ def drawn_result(draw: random.Random, name: str, depth: int = 0) -> GenerateResu
     return node
 
 
-def plainly(results: Sequence[GenerateResult]) -> list[tuple[Any, ...]]:
-    """:func:`trainable_steps` by one look after another."""
-    found = []
+@pytest.mark.parametrize("seed", range(60))
+def test_samples_are_the_trainable_calls(seed: int) -> None:
+    draw = random.Random(seed)
+    results = [drawn_result(draw, str(number)) for number in range(draw.choice([0, 1, 40]))]
+    expected = []
     for top in results:
         for node in top.walk():
-            for place, one in enumerate(node.rollout.steps):
+            for index, one in enumerate(node.rollout.steps):
                 if node.rollout.error is not None or not node.is_trainable or one.actor_id is None:
                     continue
                 if one.trainable and one.finish_reason != "abort" and one.completion_token_ids:
-                    given = node.rollout.rewards_of(one)[one.actor_id]
-                    own = given if one.reward is None else one.reward
-                    found.append((top, node, place, one, one.actor_id, float(own), float(given)))
-    return found
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_calls_are_those_that_one_look_after_another_finds(seed: int) -> None:
-    draw = random.Random(seed)
-    results = [drawn_result(draw, str(number)) for number in range(draw.choice([0, 1, 40]))]
-    calls, expected = trainable_steps(results), plainly(results)
-    columns = calls.places, calls.steps, calls.actors, calls.rewards, calls.trajectory_rewards
-    found = [(*calls.episodes[owner], *call) for owner, *call in zip(calls.owners, *columns, strict=True)]
-    assert len(found) == len(expected), f"seed {seed}"
-    for ours, theirs in zip(found, expected, strict=True):
-        assert all(one is other for one, other in zip(ours[:2] + ours[3:4], theirs[:2] + theirs[3:4], strict=True))
-        assert (ours[2], *ours[4:]) == (theirs[2], *theirs[4:]), f"seed {seed}"
-        assert type(ours[-1]) is type(ours[-2]) is float
-    assert calls.others == sum(len(n.rollout.steps) for top in results for n in top.walk()) - len(expected)
-
-
-def test_references_are_counted() -> None:
-    results = [drawn_result(random.Random(seed), str(seed)) for seed in range(20)]
-    held = [thing for top in results for node in top.walk() for thing in (node, node.rollout, *node.rollout.steps)]
-    held += [thing for top in results for node in top.walk() for thing in (node.rollout.rewards, node.rollout.meta)]
-    before = [sys.getrefcount(thing) for thing in held]
-    for _ in range(3):
-        assert trainable_steps(results).steps
-    assert [sys.getrefcount(thing) for thing in held] == before
-
-
-def test_steps_may_go_while_they_are_looked_at() -> None:
-    steps: list[Step] = []
-
-    class Clearing(Step):
-        __slots__ = ()
-
-        @property
-        def trainable(self) -> bool:  # type: ignore[override]
-            steps.clear()
-            return True
-
-        @trainable.setter
-        def trainable(self, value: bool) -> None:
-            pass
-
-    first = step()
-    first.__class__ = Clearing
-    steps += [first, *(step(turn=turn) for turn in range(1, 50))]
-    results = [result("r", steps, {"solver": 1.0}), result("s", [step()], {"solver": 0.0})]
-    del first
-    assert trainable_steps(results).places == [*range(50), 0]
-    assert steps == []
+                    of_actor = node.rollout.rewards_of(one)[one.actor_id]
+                    of_step = of_actor if one.reward is None else one.reward
+                    expected.append((top, node.rollout.id, index, one.actor_id, float(of_step), float(of_actor)))
+    samples = collect_samples(results)
+    rows = [(s.root_result, s.rollout_id, s.step_index, s.actor, s.reward, s.trajectory_reward) for s in samples]
+    assert rows == expected, f"seed {seed}"
+    assert all(type(sample.reward) is type(sample.trajectory_reward) is float for sample in samples)

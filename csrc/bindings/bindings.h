@@ -5,19 +5,16 @@
 
 namespace turnwise {
 
-void bind_columns(pybind11::module_& module);
 void bind_factorize(pybind11::module_& module);
 void bind_gae(pybind11::module_& module);
 void bind_group_advantage(pybind11::module_& module);
 void bind_logprob(pybind11::module_& module);
 void bind_grouped_policy_loss(pybind11::module_& module);
-void bind_pack_tokens(pybind11::module_& module);
 void bind_path_attention(pybind11::module_& module);
 void bind_policy_loss(pybind11::module_& module);
 void bind_scale(pybind11::module_& module);
 void bind_state(pybind11::module_& module);
 void bind_token_rewards(pybind11::module_& module);
-void bind_trainable_steps(pybind11::module_& module);
 void bind_tree_attention(pybind11::module_& module);
 void bind_trie(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);

@@ -1,6 +1,6 @@
 """The compiled core. Use :mod:`turnwise.ops`: these functions convert no arguments."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, final, overload
 
 import numpy as np
@@ -150,15 +150,6 @@ def grouped_policy_loss(
     metrics: Tensor,
     threads: int,
 ) -> None: ...
-def pack_tokens(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    logprobs: Sequence[Sequence[float]],
-    where: Callable[[int], str],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]: ...
-def read_attributes(objects: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], ...]: ...
-def read_items(mappings: Sequence[Mapping[str, Any]], defaults: dict[str, Any]) -> tuple[list[Any], ...]: ...
-def trainable_steps(nodes: Sequence[Any]) -> tuple[Any, ...]: ...
 def policy_loss(
     streams: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],

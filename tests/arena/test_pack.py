@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from turnwise.arena import Filters, Rubric, SingleTurnEpisode, drop_stale, pack, select
 from turnwise.credit import ConstantCredit
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import describe, pack_rows, penalize, training_rows, with_zero_counts
+from turnwise.samples.pack import describe, penalize, training_samples, with_zero_counts
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sample, Sampling, Step
 
 
@@ -38,8 +40,8 @@ def packed(*results, **filters):
     for number, sample in enumerate(collect_samples(results)):
         steps = {top.rollout.id: top.rollout.steps for top in results}[sample.rollout_id]
         steps[sample.step_index].advantage = float(number)
-    rows, drops = training_rows(results, Filters(drop_zero_advantage=False, **filters))
-    return pack_rows(rows, drops, {})
+    samples, drops = training_samples(results, Filters(drop_zero_advantage=False, **filters))
+    return pack(samples, drops, {})
 
 
 def test_columns_of_the_packed_batch():
@@ -93,8 +95,8 @@ def test_each_dropped_row_has_one_cause():
     samples[4].finish_reason = "length"
     filters = Filters(max_length=4, drop_truncated=True)
     assert filters.causes(samples) == [None, None, "max_length", "zero_advantage", "truncated"]
-    told = {id(samples[3]): "equal_rewards"}
-    assert filters.causes(samples, told) == [None, None, "max_length", "equal_rewards", "truncated"]
+    causes = {("r3", 0): "equal_rewards"}
+    assert filters.causes(samples, causes) == [None, None, "max_length", "equal_rewards", "truncated"]
     with pytest.raises(ValueError, match="max_length=1"):
         Filters(max_length=1)
     with pytest.raises(ValueError, match="dynamic_sampling_rounds=-1"):
@@ -193,36 +195,97 @@ def random_results(rng, depth=2):
     return results
 
 
-def test_rows_are_what_packing_the_samples_gives():
-    """Batches are packed from steps, without the samples that credit rules see: both ways must agree."""
-    seed = random.randrange(2**32)
-    rng = random.Random(seed)
-    print("seed", seed)
-    for _ in range(60):
+def test_each_call_trains_or_is_counted_once():
+    for seed in range(60):
+        rng = random.Random(seed)
         results = random_results(rng)
         filters = Filters(
             drop_truncated=rng.random() < 0.5,
             drop_zero_advantage=rng.random() < 0.5,
             max_length=rng.choice((None, 4)),
         )
-        samples = collect_samples(results)
-        causes = filters.causes(samples)
-        rows, drops = training_rows(results, filters)
-        expected = pack([sample for sample, cause in zip(samples, causes, strict=True) if cause is None], drops, {})
-        assert_same(pack_rows(rows, drops, {}), expected)
-        assert Counter(causes) <= Counter({**expected.dropped, None: len(expected)})
+        causes = filters.causes(collect_samples(results))
+        samples, drops = training_samples(results, filters)
+        assert Counter(causes) <= Counter({**pack(samples, drops, {}).dropped, None: len(samples)}), f"seed {seed}"
         calls = [s for top in results for n in top.walk() for s in n.rollout.steps if s.actor_id is not None]
-        assert len(rows.calls) + sum(drops.values()) == len(calls), "each call is a row or is counted once"
+        assert len(samples) + sum(drops.values()) == len(calls), f"seed {seed}"
 
 
-def assert_same(batch, expected):
-    for name in batch.__dataclass_fields__:
-        ours, other = getattr(batch, name), getattr(expected, name)
-        if isinstance(other, np.ndarray):
-            assert ours.dtype == other.dtype, name
-            np.testing.assert_array_equal(ours, other, name)
-        else:
-            assert ours == other, name
+def test_random_rows_are_packed_one_after_the_other():
+    rng = random.Random(0)
+    token_ids = (lambda: rng.randrange(300), lambda: rng.randrange(200_000), lambda: rng.choice((0, 2**31 - 1)))
+    for _ in range(60):
+        token, longest, samples = rng.choice(token_ids), rng.choice((0, 1, 5, 300)), []
+        for _ in range(rng.randrange(12)):
+            prompt, completion = ([token() for _ in range(rng.randint(0, longest))] for _ in range(2))
+            logprobs = [-rng.expovariate(0.1) * rng.choice((1, 1e-42, 1e30)) for _ in completion]
+            samples.append(
+                sample_of(prompt_token_ids=prompt, completion_token_ids=completion, rollout_logprobs=logprobs)
+            )
+        batch, lists = pack(samples, {}, {}), [(s.prompt_token_ids, s.completion_token_ids) for s in samples]
+        assert batch.token_ids.tolist() == [token for prompt, completion in lists for token in prompt + completion]
+        assert batch.loss_mask.tolist() == [bit for p, c in lists for bit in [0] * len(p) + [1] * len(c)]
+        values = [value for s in samples for value in [0.0] * len(s.prompt_token_ids) + s.rollout_logprobs]
+        np.testing.assert_array_equal(batch.rollout_logprobs, np.array(values, dtype=np.float32))
+        assert np.diff(batch.cu_seqlens).tolist() == [len(prompt) + len(completion) for prompt, completion in lists]
+        assert batch.token_ids.flags.writeable and batch.loss_mask.flags.writeable
+
+
+def test_numbers_of_other_types_and_rows_that_are_no_lists():
+    for prompt in ([1, True, np.int64(9)], (1, 1, 9), np.array([1, 1, 9], dtype=np.int32), array("q", [1, 1, 9])):
+        for completion in ([np.int64(3), 4], torch.tensor([3, 4]), range(3, 5)):
+            for logprobs in ([-1, 0], [np.float32(-1), -0.0], np.array([-1, 0], np.float16), torch.tensor([-1.0, 0])):
+                changes = {"prompt_token_ids": prompt, "completion_token_ids": completion, "rollout_logprobs": logprobs}
+                batch = pack([sample_of(**changes)], {}, {})
+                assert batch.token_ids.tolist() == [1, 1, 9, 3, 4]
+                assert batch.rollout_logprobs.tolist() == [0, 0, 0, -1, 0]
+
+
+TOKEN = "a token id, a whole number from 0 to 2147483647"
+LOGPROB = "a log-probability, a finite number"
+NO_TOKENS = [
+    *((bad, TypeError) for bad in (None, 1.0, "1", [1], np.float64(2))),
+    *((bad, ValueError) for bad in (-1, 2**31, 2**63, -(2**200), np.int64(-1))),
+]
+NO_LOGPROBS = [
+    *((bad, TypeError) for bad in (None, "-1")),
+    *((bad, ValueError) for bad in (float("nan"), float("-inf"), 1e39, np.float32("nan"), 10**400)),
+]
+
+
+@pytest.mark.parametrize(
+    ("column", "bad", "error", "expected"),
+    [
+        *(("prompt_token_ids", *case, TOKEN) for case in NO_TOKENS),
+        *(("completion_token_ids", *case, TOKEN) for case in NO_TOKENS),
+        *(("rollout_logprobs", *case, LOGPROB) for case in NO_LOGPROBS),
+    ],
+)
+def test_an_invalid_number_is_named(column, bad, error, expected):
+    with pytest.raises(error) as caught:
+        pack([sample_of(), sample_of(**{column: [0, bad]})], {}, {})
+    column = column.removeprefix("rollout_")
+    assert str(caught.value) == f"step 3 of rollout 'r': {column}[1]={bad!r:.80}: expected {expected}"
+
+
+def test_lists_of_unequal_length_and_other_objects_are_named():
+    name = "^step 3 of rollout 'r': "
+    with pytest.raises(
+        ValueError, match=name + "expected equal lengths, got 2 completion tokens, 1 log-probabilities$"
+    ):
+        pack([sample_of(rollout_logprobs=[-1.0])], {}, {})
+    for column, value in (("prompt_token_ids", None), ("completion_token_ids", 3), ("rollout_logprobs", 0.5)):
+        with pytest.raises(TypeError, match=f"{name}{column.removeprefix('rollout_')}={value}: expected a list$"):
+            pack([sample_of(**{column: value})], {}, {})
+
+
+def test_errors_of_a_users_own_types_come_through():
+    class Broken:
+        def __index__(self):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pack([sample_of(prompt_token_ids=[Broken()])], {}, {})
 
 
 def test_rows_name_the_step_that_is_wrong():
@@ -230,7 +293,7 @@ def test_rows_name_the_step_that_is_wrong():
         bad = step(**({"advantage": 1.0} | changes))
         results = [result(step(advantage=1.0), id="fine"), result(step(None), bad, id="here")]
         with pytest.raises(error, match=f"^step 1 of rollout 'here'.*{problem}"):
-            pack_rows(training_rows(results, Filters())[0], {}, {})
+            pack(training_samples(results, Filters())[0], {}, {})
 
     wrong("has no advantage: call assign_credit", ValueError, advantage=None)
     wrong(r"completion_token_ids\[1\]=None: expected a token id", TypeError, completion=(5, None))

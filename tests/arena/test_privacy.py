@@ -495,12 +495,12 @@ def test_the_arena_checks_the_batch_that_it_builds(make_arena, monkeypatch):
     from turnwise.arena import arena as module
 
     def everything_trains(*arguments):
-        batch = pack_rows(*arguments)
+        batch = pack(*arguments)
         batch.loss_mask[:] = 1
         return batch
 
-    pack_rows = module.rows.pack_rows
-    monkeypatch.setattr(module.rows, "pack_rows", everything_trains)
+    pack = module.rows.pack
+    monkeypatch.setattr(module.rows, "pack", everything_trains)
     with pytest.raises(LeakError, match="row 0 of the batch"):
         made_batch(make_arena)
 

@@ -308,18 +308,15 @@ PyObject* path_of(PyObject* self, PyObject* object) {
     });
 }
 
-PyMethodDef state_method = {"_path_of", path_of, METH_O, nullptr};
-PyMethodDef methods[] = {{"_archive", store_archive, METH_O, nullptr},
-                         {"_restore", store_restore, METH_VARARGS, nullptr},
-                         {nullptr, nullptr, 0, nullptr}};
+PyMethodDef state_methods[] = {{"_path_of", path_of, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef store_methods[] = {{"_archive", store_archive, METH_O, nullptr},
+                               {"_restore", store_restore, METH_VARARGS, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 bool add_archive_methods() {
-    for (PyMethodDef* method = methods; method->ml_name; ++method) {
-        if (!add_member(types.store, method->ml_name, PyDescr_NewMethod(types.store, method))) return false;
-    }
-    return add_member(types.state, state_method.ml_name, PyDescr_NewMethod(types.state, &state_method));
+    return add_methods(types.store, store_methods) && add_methods(types.state, state_methods);
 }
 
 }  // namespace turnwise::state

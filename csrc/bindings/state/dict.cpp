@@ -60,9 +60,7 @@ PyObject* dict_get(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const size_t place = find(proxy_of(self), args[0], &hash);
     if (place == DictNode::kFailed) return nullptr;
     if (place == DictNode::kMissing) {
-        PyObject* otherwise = count == 2 ? args[1] : Py_None;
-        Py_INCREF(otherwise);
-        return otherwise;
+        return Py_NewRef(count == 2 ? args[1] : Py_None);
     }
     Proxy* proxy = proxy_of(self);
     return wrap(proxy->state, static_cast<DictNode*>(proxy->node)->entries[place].value);
@@ -140,9 +138,7 @@ PyObject* dict_pop(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const size_t place = find(proxy_of(self), args[0], &hash);
     if (place == DictNode::kFailed) return nullptr;
     if (place == DictNode::kMissing) {
-        if (count == 1) return missing(args[0]);
-        Py_INCREF(args[1]);
-        return args[1];
+        return count == 1 ? missing(args[0]) : Py_NewRef(args[1]);
     }
     return guarded<PyObject*>(nullptr, [&] { return dict_take(proxy_of(self), place); });
 }
@@ -175,10 +171,6 @@ PyObject* dict_clear(PyObject* self, PyObject*) {
 // What a view or iterator shows.
 enum What { Keys, Values_, Items };
 
-struct View {
-    PyObject_HEAD Proxy* proxy;  // the dict; owned
-};
-
 struct Iterator {
     PyObject_HEAD Proxy* proxy;  // the dict, owned; null when exhausted
     size_t place;                // the next place; backwards: the place after it
@@ -191,10 +183,8 @@ struct Iterator {
 PyObject* make_iterator(Proxy* proxy, What what, bool backwards) {
     const auto* node = read<DictNode>(proxy);
     if (!node) return nullptr;
-    auto* self = PyObject_GC_New(Iterator, types.iterator);
+    auto* self = new_holder<Iterator>(types.iterator, proxy);
     if (!self) return nullptr;
-    Py_INCREF(reinterpret_cast<PyObject*>(proxy));
-    self->proxy = proxy;
     self->size = self->left = node->size();
     self->place = backwards ? node->entries.size() : 0;
     self->what = what;
@@ -251,26 +241,9 @@ PyObject* iterator_length_hint(PyObject* object, PyObject*) {
     return PyLong_FromSize_t(self->proxy ? self->left : 0);
 }
 
-// For views and iterators: both have their proxy right after the head.
-int holder_traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(reinterpret_cast<View*>(self)->proxy);
-    return 0;
-}
-void holder_dealloc(PyObject* self) {
-    PyObject_GC_UnTrack(self);
-    Py_CLEAR(reinterpret_cast<View*>(self)->proxy);
-    PyTypeObject* type = Py_TYPE(self);
-    PyObject_GC_Del(self);
-    Py_DECREF(type);
-}
-
 PyObject* make_view(PyObject* proxy, PyTypeObject* type) {
-    auto* self = PyObject_GC_New(View, type);
-    if (!self) return nullptr;
-    Py_INCREF(proxy);
-    self->proxy = proxy_of(proxy);
-    PyObject_GC_Track(self);
+    auto* self = new_holder<Holder>(type, proxy_of(proxy));
+    if (self) PyObject_GC_Track(self);
     return reinterpret_cast<PyObject*>(self);
 }
 PyObject* dict_keys(PyObject* self, PyObject*) {
@@ -293,31 +266,17 @@ What what_of(PyObject* view) noexcept {
     return Py_IS_TYPE(view, types.keys) ? Keys : Py_IS_TYPE(view, types.values) ? Values_ : Items;
 }
 PyObject* view_iter(PyObject* self) {
-    return make_iterator(reinterpret_cast<View*>(self)->proxy, what_of(self), false);
+    return make_iterator(reinterpret_cast<Holder*>(self)->proxy, what_of(self), false);
 }
 PyObject* view_reversed(PyObject* self, PyObject*) {
-    return make_iterator(reinterpret_cast<View*>(self)->proxy, what_of(self), true);
+    return make_iterator(reinterpret_cast<Holder*>(self)->proxy, what_of(self), true);
 }
 Py_ssize_t view_length(PyObject* self) {
-    return dict_length(reinterpret_cast<PyObject*>(reinterpret_cast<View*>(self)->proxy));
+    return dict_length(reinterpret_cast<PyObject*>(reinterpret_cast<Holder*>(self)->proxy));
 }
 PyObject* view_mapping(PyObject* self, void*) {
-    PyObject* proxy = reinterpret_cast<PyObject*>(reinterpret_cast<View*>(self)->proxy);
-    Py_INCREF(proxy);
-    return proxy;
+    return Py_NewRef(reinterpret_cast<PyObject*>(reinterpret_cast<Holder*>(self)->proxy));
 }
-
-PyObject* dict_class(PyObject*, void*) {
-    Py_INCREF(&PyDict_Type);
-    return reinterpret_cast<PyObject*>(&PyDict_Type);
-}
-PyObject* dict_state(PyObject* self, void*) {
-    PyObject* state = reinterpret_cast<PyObject*>(proxy_of(self)->state);
-    Py_INCREF(state);
-    return state;
-}
-
-#define FASTCALL(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
 
 PyMethodDef dict_methods[] = {{"get", FASTCALL(dict_get), nullptr},
                               {"pop", FASTCALL(dict_pop), nullptr},
@@ -328,8 +287,8 @@ PyMethodDef dict_methods[] = {{"get", FASTCALL(dict_get), nullptr},
                               {"items", dict_items, METH_NOARGS, nullptr},
                               {"__reversed__", dict_reversed, METH_NOARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef dict_getset[] = {{"__class__", dict_class, nullptr, nullptr, nullptr},
-                             {"_state", dict_state, nullptr, nullptr, nullptr},
+PyGetSetDef dict_getset[] = {{"__class__", claimed_class, nullptr, nullptr, &PyDict_Type},
+                             {"_state", state_of_proxy, nullptr, nullptr, nullptr},
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 // type(facade)(...) makes a plain dict, because dataclasses.asdict rebuilds containers this way.
 PyObject* plain_dict(PyTypeObject*, PyObject* args, PyObject* names) {
@@ -358,21 +317,21 @@ PyGetSetDef view_getset[] = {{"mapping", view_mapping, nullptr, nullptr, nullptr
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot view_slots[] = {{Py_tp_iter, reinterpret_cast<void*>(view_iter)},
                             {Py_sq_length, reinterpret_cast<void*>(view_length)},
-                            {Py_tp_traverse, reinterpret_cast<void*>(holder_traverse)},
-                            {Py_tp_dealloc, reinterpret_cast<void*>(holder_dealloc)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(traverse_holder)},
+                            {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_holder)},
                             {Py_tp_methods, view_methods},
                             {Py_tp_getset, view_getset},
                             {0, nullptr}};
-PyType_Spec keys_spec = {"turnwise.state.StateDictKeys", sizeof(View), 0, kFlags, view_slots};
-PyType_Spec values_spec = {"turnwise.state.StateDictValues", sizeof(View), 0, kFlags, view_slots};
-PyType_Spec items_spec = {"turnwise.state.StateDictItems", sizeof(View), 0, kFlags, view_slots};
+PyType_Spec keys_spec = {"turnwise.state.StateDictKeys", sizeof(Holder), 0, kFlags, view_slots};
+PyType_Spec values_spec = {"turnwise.state.StateDictValues", sizeof(Holder), 0, kFlags, view_slots};
+PyType_Spec items_spec = {"turnwise.state.StateDictItems", sizeof(Holder), 0, kFlags, view_slots};
 
 PyMethodDef iterator_methods[] = {{"__length_hint__", iterator_length_hint, METH_NOARGS, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
 PyType_Slot iterator_slots[] = {{Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
                                 {Py_tp_iternext, reinterpret_cast<void*>(iterator_next)},
-                                {Py_tp_traverse, reinterpret_cast<void*>(holder_traverse)},
-                                {Py_tp_dealloc, reinterpret_cast<void*>(holder_dealloc)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(traverse_holder)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_holder)},
                                 {Py_tp_methods, iterator_methods},
                                 {0, nullptr}};
 PyType_Spec iterator_spec = {"turnwise.state.StateDictIterator", sizeof(Iterator), 0, kFlags, iterator_slots};

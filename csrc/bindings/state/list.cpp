@@ -370,10 +370,8 @@ struct Iterator {
 };
 
 PyObject* make_iterator(PyObject* list, Py_ssize_t index, Py_ssize_t step) {
-    auto* self = PyObject_GC_New(Iterator, types.list_iterator);
+    auto* self = new_holder<Iterator>(types.list_iterator, proxy_of(list));
     if (!self) return nullptr;
-    Py_INCREF(list);
-    self->proxy = proxy_of(list);
     self->index = index;
     self->step = step;
     self->at = self->end = nullptr;
@@ -419,30 +417,6 @@ PyObject* iterator_length_hint(PyObject* object, PyObject*) {
     const Py_ssize_t left = self->step > 0 ? Py_ssize_t(node->items.size()) - self->index : self->index + 1;
     return PyLong_FromSsize_t(std::max<Py_ssize_t>(left, 0));
 }
-int iterator_traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(reinterpret_cast<Iterator*>(self)->proxy);
-    return 0;
-}
-void iterator_dealloc(PyObject* self) {
-    PyObject_GC_UnTrack(self);
-    Py_CLEAR(reinterpret_cast<Iterator*>(self)->proxy);
-    PyTypeObject* type = Py_TYPE(self);
-    PyObject_GC_Del(self);
-    Py_DECREF(type);
-}
-
-PyObject* list_class(PyObject*, void*) {
-    Py_INCREF(&PyList_Type);
-    return reinterpret_cast<PyObject*>(&PyList_Type);
-}
-PyObject* list_state(PyObject* self, void*) {
-    PyObject* state = reinterpret_cast<PyObject*>(proxy_of(self)->state);
-    Py_INCREF(state);
-    return state;
-}
-
-#define FASTCALL(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
 
 PyMethodDef list_methods[] = {{"append", list_append, METH_O, nullptr},
                               {"extend", list_extend, METH_O, nullptr},
@@ -451,8 +425,8 @@ PyMethodDef list_methods[] = {{"append", list_append, METH_O, nullptr},
                               {"clear", list_clear, METH_NOARGS, nullptr},
                               {"__reversed__", list_reversed, METH_NOARGS, nullptr},
                               {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef list_getset[] = {{"__class__", list_class, nullptr, nullptr, nullptr},
-                             {"_state", list_state, nullptr, nullptr, nullptr},
+PyGetSetDef list_getset[] = {{"__class__", claimed_class, nullptr, nullptr, &PyList_Type},
+                             {"_state", state_of_proxy, nullptr, nullptr, nullptr},
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 // type(facade)(...) makes a plain list, because dataclasses.asdict rebuilds containers this way.
 PyObject* plain_list(PyTypeObject*, PyObject* args, PyObject* names) {
@@ -482,8 +456,8 @@ PyMethodDef iterator_methods[] = {{"__length_hint__", iterator_length_hint, METH
                                   {nullptr, nullptr, 0, nullptr}};
 PyType_Slot iterator_slots[] = {{Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
                                 {Py_tp_iternext, reinterpret_cast<void*>(iterator_next)},
-                                {Py_tp_traverse, reinterpret_cast<void*>(iterator_traverse)},
-                                {Py_tp_dealloc, reinterpret_cast<void*>(iterator_dealloc)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(traverse_holder)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_holder)},
                                 {Py_tp_methods, iterator_methods},
                                 {0, nullptr}};
 PyType_Spec iterator_spec = {"turnwise.state.StateListIterator", sizeof(Iterator), 0, kFlags, iterator_slots};

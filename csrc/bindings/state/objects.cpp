@@ -160,4 +160,11 @@ bool add_member(PyTypeObject* type, const char* name, PyObject* member) {
     return good;
 }
 
+bool add_methods(PyTypeObject* type, PyMethodDef* methods) {
+    for (; methods->ml_name; ++methods) {
+        if (!add_member(type, methods->ml_name, PyDescr_NewMethod(type, methods))) return false;
+    }
+    return true;
+}
+
 }  // namespace turnwise::state

@@ -139,6 +139,10 @@ void note_pending(StateObject* state, SlotIndex slot, Node* node);
 PyTypeObject* make_type(PyObject* module, PyType_Spec& spec, const char* name);
 // Adds a method or attribute to a finished type and takes over `member`. False with an error set.
 bool add_member(PyTypeObject* type, const char* name, PyObject* member);
+// Adds methods up to one without a name.
+bool add_methods(PyTypeObject* type, PyMethodDef* methods);
+// The function and flags of a method with METH_FASTCALL.
+#define FASTCALL(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
 // Runs `body`. If memory runs out, sets MemoryError and returns `failed`.
 template <class Result, class Body>
 Result guarded(Result failed, Body&& body) {

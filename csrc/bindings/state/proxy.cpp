@@ -76,6 +76,27 @@ void dealloc_proxy(PyObject* self) {
     Py_DECREF(type);
 }
 
+PyObject* state_of_proxy(PyObject* self, void*) {
+    PyObject* state = reinterpret_cast<PyObject*>(proxy_of(self)->state);
+    return Py_NewRef(state ? state : Py_None);
+}
+PyObject* claimed_class(PyObject*, void* type) {
+    return Py_NewRef(static_cast<PyObject*>(type));
+}
+
+int traverse_holder(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(reinterpret_cast<Holder*>(self)->proxy);
+    return 0;
+}
+void dealloc_holder(PyObject* self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(reinterpret_cast<Holder*>(self)->proxy);
+    PyTypeObject* type = Py_TYPE(self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
 PyObject* wake(Proxy* proxy) {
     StateObject* state = proxy->state;
     --state->resting;

@@ -63,5 +63,22 @@ inline bool is_proxy(PyObject* object) {
 
 int traverse_proxy(PyObject* self, visitproc visit, void* arg);
 void dealloc_proxy(PyObject* self);
+// Getters: the State of a proxy, or None; the type that a facade claims to have.
+PyObject* state_of_proxy(PyObject* self, void*);
+PyObject* claimed_class(PyObject*, void* type);
+
+// A view or iterator, which holds a proxy. It may have more fields behind it.
+struct Holder {
+    PyObject_HEAD Proxy* proxy;  // owned; null for an exhausted iterator
+};
+// A new object of a holder's type, not yet tracked; null with an error set.
+template <class HolderType>
+HolderType* new_holder(PyTypeObject* type, Proxy* proxy) {
+    auto* self = PyObject_GC_New(HolderType, type);
+    if (self) self->proxy = proxy_of(Py_NewRef(reinterpret_cast<PyObject*>(proxy)));
+    return self;
+}
+int traverse_holder(PyObject* self, visitproc visit, void* arg);
+void dealloc_holder(PyObject* self);
 
 }  // namespace turnwise::state

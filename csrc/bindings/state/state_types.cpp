@@ -204,21 +204,18 @@ PyObject* get_flag(PyObject* object, void* which) {
 }
 
 PyObject* get_store(PyObject* object, void*) {
-    PyObject* store = reinterpret_cast<PyObject*>(state_of(object)->store);
-    Py_INCREF(store);
-    return store;
+    return Py_NewRef(reinterpret_cast<PyObject*>(state_of(object)->store));
 }
 
 PyMethodDef state_methods[] = {
-    {"fork", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(state_fork)), METH_FASTCALL | METH_KEYWORDS,
+    {"fork", FASTCALL(state_fork) | METH_KEYWORDS,
      "fork(n: object = None) -> object\n\nAn independent version with the same contents, or a list of n; constant time "
      "each."},
     {"__deepcopy__", state_deepcopy, METH_O, "A fork."},
     {"commit", state_commit, METH_NOARGS,
      "commit() -> State\n\nKeep the contents as they are now. Returns them as a frozen State, which is also where "
      "rollback() goes."},
-    {"rollback", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(state_rollback)),
-     METH_FASTCALL | METH_KEYWORDS,
+    {"rollback", FASTCALL(state_rollback) | METH_KEYWORDS,
      "rollback(to: object = None) -> None\n\nTake the contents of the last commit, or of the State `to`, which stays "
      "as it is."},
     {"prune", state_prune, METH_NOARGS,

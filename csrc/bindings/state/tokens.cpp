@@ -229,16 +229,7 @@ PyObject* tokens_bytes(PyObject* self, PyObject*) {
         });
         node->cached = leaf_of(bytes);
     }
-    PyObject* bytes = object_of(node->cached);
-    Py_INCREF(bytes);
-    return bytes;
-}
-
-PyObject* tokens_state(PyObject* self, void*) {
-    PyObject* state = reinterpret_cast<PyObject*>(proxy_of(self)->state);
-    if (!state) Py_RETURN_NONE;
-    Py_INCREF(state);
-    return state;
+    return Py_NewRef(object_of(node->cached));
 }
 
 PyMethodDef tokens_methods[] = {
@@ -249,7 +240,7 @@ PyMethodDef tokens_methods[] = {
     {"clear", tokens_clear, METH_NOARGS, "clear() -> None\n\nRemove all tokens."},
     {"_bytes", tokens_bytes, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef tokens_getset[] = {{"_state", tokens_state, nullptr, nullptr, nullptr},
+PyGetSetDef tokens_getset[] = {{"_state", state_of_proxy, nullptr, nullptr, nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot tokens_slots[] = {{Py_tp_new, reinterpret_cast<void*>(tokens_new)},
                               {Py_mp_subscript, reinterpret_cast<void*>(tokens_subscript)},

@@ -156,25 +156,17 @@ PyMethodDef state_methods[] = {{"_facade", facade_here, METH_O, nullptr},
                                {"_values", state_values, METH_O, nullptr},
                                {nullptr, nullptr, 0, nullptr}};
 PyMethodDef store_methods[] = {{"_account", account, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-PyMethodDef values_method = {"_values", facade_values, METH_O, nullptr};
+PyMethodDef facade_methods[] = {{"_values", facade_values, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef slot_getter = {"_slot", facade_slot, nullptr, nullptr, nullptr};
 
 }  // namespace
 
 bool add_version_methods() {
-    for (PyMethodDef* method = state_methods; method->ml_name; ++method) {
-        if (!add_member(types.state, method->ml_name, PyDescr_NewMethod(types.state, method))) return false;
-    }
-    for (PyMethodDef* method = store_methods; method->ml_name; ++method) {
-        if (!add_member(types.store, method->ml_name, PyDescr_NewMethod(types.store, method))) return false;
-    }
-    for (PyTypeObject* type : {types.dict, types.list}) {
-        if (!add_member(type, values_method.ml_name, PyDescr_NewMethod(type, &values_method))) return false;
-    }
     for (PyTypeObject* type : {types.dict, types.list, types.tokens}) {
         if (!add_member(type, slot_getter.name, PyDescr_NewGetSet(type, &slot_getter))) return false;
     }
-    return true;
+    return add_methods(types.state, state_methods) && add_methods(types.store, store_methods) &&
+           add_methods(types.dict, facade_methods) && add_methods(types.list, facade_methods);
 }
 
 }  // namespace turnwise::state

@@ -185,11 +185,11 @@ class Arena(ArenaSetup):
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
-        training, drops = rows.training_rows(results, filters, self._zero_causes)
+        samples, drops = rows.training_samples(results, filters, self._zero_causes)
         metrics = rows.describe(results) | self._group_metrics
         if self.filters.dynamic_sampling_rounds:
-            metrics |= describe_draws(results, training.calls)
-        batch = rows.pack_rows(training, drops, metrics)
+            metrics |= describe_draws(results, samples)
+        batch = rows.pack(samples, drops, metrics)
         if self.check_private:
             check_batch(batch, results)
         return batch

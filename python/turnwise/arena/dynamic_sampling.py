@@ -13,7 +13,7 @@ from typing import Any
 from turnwise.arena.runtime.user_code import hook
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
-from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Step
+from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Sample
 from turnwise.types.protocols import ArenaRuntime
 
 
@@ -88,15 +88,12 @@ def check_stateless(credit: CreditAssigner | None) -> None:
         )
 
 
-def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Step]) -> dict[str, float]:
+def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Sample]) -> dict[str, float]:
     """Count the questions drawn after the first batch (``resampled_groups``) and those that train
     (``informative_groups``)."""
     later = {top.group_id for top in results if top.rollout.meta.get("draw", 0)}
     first = {top.group_id for top in results if not top.rollout.meta.get("draw", 0)}
-    found = set(map(id, trained))
-    kept = {
-        top.group_id for top in results if any(id(step) in found for node in top.walk() for step in node.rollout.steps)
-    }
+    kept = {sample.root_result.group_id for sample in trained if sample.root_result is not None}
     return {"resampled_groups": len(later - first), "informative_groups": len(kept)}
 
 

@@ -23,7 +23,7 @@ from turnwise.chat.formats import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.tokenizers import own_copy
 from turnwise.chat.tools import by_name
-from turnwise.samples.filters import Filters
+from turnwise.samples.filters import Filters, StepKey
 from turnwise.types import (
     Actor,
     CreditAssigner,
@@ -121,7 +121,7 @@ class ArenaSetup:
         self.started = self.batches = 0
         self._attempts: deque[list[Attempt]] = deque()
         self._prompts = PromptCache()
-        self._zero_causes: dict[int, str] = {}
+        self._zero_causes: dict[StepKey, str] = {}
         self._group_metrics: dict[str, float] = {}
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from turnwise.types import Sample, Step
+from turnwise.types import Sample
 
-Call = Sample | Step
+StepKey = tuple[str, int]
+"""Identifies a step in a batch: the rollout's id and the step's index in it."""
 
 ZERO_ADVANTAGE = "zero_advantage"
 """Cause of an advantage of 0 if the credit rule gives no other cause."""
@@ -37,22 +38,17 @@ class Filters:
         if self.dynamic_sampling_rounds < 0:
             raise ValueError(f"dynamic_sampling_rounds={self.dynamic_sampling_rounds!r}: expected a count >= 0")
 
-    def causes(self, calls: Sequence[Call], zero_causes: Mapping[int, str] | None = None) -> list[str | None]:
-        """Return the cause why each of ``calls`` is dropped, ``None`` if it trains. All must have an advantage.
+    def causes(self, samples: Sequence[Sample], zero_causes: Mapping[StepKey, str] | None = None) -> list[str | None]:
+        """Return the cause why each sample is dropped, ``None`` if it trains. All must have an advantage.
 
-        ``zero_causes`` has the causes of advantages of 0, by ``id(call)``.
+        ``zero_causes`` has the credit rule's causes of advantages of 0.
         """
-        known = zero_causes or {}
-        return [self._cause(call, known) for call in calls]
+        return [self._cause(sample, zero_causes or {}) for sample in samples]
 
-    def _cause(self, call: Call, zero_causes: Mapping[int, str]) -> str | None:
-        if self.drop_truncated and call.finish_reason == "length":
+    def _cause(self, sample: Sample, zero_causes: Mapping[StepKey, str]) -> str | None:
+        if self.drop_truncated and sample.finish_reason == "length":
             return "truncated"
-        if self.drop_zero_advantage and call.advantage == 0:
-            return zero_causes.get(id(call), ZERO_ADVANTAGE)
-        if (
-            self.max_length is not None
-            and len(call.prompt_token_ids) + len(call.completion_token_ids) > self.max_length
-        ):
-            return "max_length"
-        return None
+        if self.drop_zero_advantage and sample.advantage == 0:
+            return zero_causes.get((sample.rollout_id, sample.step_index), ZERO_ADVANTAGE)
+        length = len(sample.prompt_token_ids) + len(sample.completion_token_ids)
+        return "max_length" if self.max_length is not None and length > self.max_length else None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress
+from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from turnwise._C import pack_tokens, read_attributes, read_items
-from turnwise.samples.collect import TrainableSteps, trainable_steps
-from turnwise.samples.filters import Filters
-from turnwise.types import CreditAssigner, GenerateResult, PolicyVersions, Sample, Step, TrainingBatch
+from turnwise.samples.collect import collect_samples
+from turnwise.samples.filters import Filters, StepKey
+from turnwise.types import CreditAssigner, GenerateResult, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
 
@@ -31,78 +31,37 @@ REASONS: dict[str, Reason] = {
 Drops = dict[tuple[str, str], int]
 """Number of model calls that don't train, by ``(actor, cause)``."""
 
-
-STEP_COLUMNS = (
-    "policy",
-    "prompt_token_ids",
-    "completion_token_ids",
-    "completion_logprobs",
-    "advantage",
-    "policy_versions",
-    "info",
-)
-"""Attributes of a step that :class:`BatchColumns` holds."""
+MAX_TOKEN_ID = 2**31 - 1
 
 
-@dataclass(slots=True)
-class BatchColumns:
-    """Columns from which a batch is packed; every list is ``[B]``."""
+def training_samples(
+    results: Sequence[GenerateResult], filters: Filters, zero_causes: Mapping[StepKey, str] | None = None
+) -> tuple[list[Sample], Drops]:
+    """Return the samples that train, and counts of the model calls that don't, without judges.
 
-    name: Callable[[Any], str]
-    """Returns the name of a row's call for error messages."""
-    calls: list[Any] = field(default_factory=list)
-    """Steps or samples of the rows."""
-    actors: list[str] = field(default_factory=list)
-    policies: list[str] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
-    completions: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    masks: list[list[int] | None] = field(default_factory=list)
-    """Loss mask of each row; ``None`` for a row without one."""
-    temperatures: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    advantages: list[float | None] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Oldest policy version that sampled a token of each row."""
-
-    def where(self, kept: Sequence[bool]) -> BatchColumns:
-        """Return the rows for which ``kept [B]`` is true."""
-        if all(kept):
-            return self
-        columns = [name for name in self.__dataclass_fields__ if name != "name"]
-        return BatchColumns(self.name, *(list(compress(getattr(self, column), kept)) for column in columns))
-
-
-def training_rows(
-    results: Sequence[GenerateResult], filters: Filters, zero_causes: Mapping[int, str] | None = None
-) -> tuple[BatchColumns, Drops]:
-    """Return the rows that train, and counts of the model calls that don't, without judges.
-
-    ``zero_causes`` has the causes of advantages of 0, by ``id(step)``. Raises ``ValueError`` for a step without an
-    advantage.
+    Raises ``ValueError`` for a sample without an advantage.
     """
-    calls = trainable_steps(results)
-    rows = _rows_of(calls)
-    if None in rows.advantages:
-        step = rows.calls[rows.advantages.index(None)]
-        raise ValueError(
-            f"{rows.name(step)} has no advantage: call assign_credit(results) before build_training_batch(results)"
-        )
-    causes = filters.causes(rows.calls, zero_causes)
-    filtered = Counter((actor, cause) for actor, cause in zip(rows.actors, causes, strict=True) if cause is not None)
-    return rows.where([cause is None for cause in causes]), dict(_count_excluded(calls) + filtered)
+    samples = collect_samples(results)
+    for sample in samples:
+        if sample.advantage is None:
+            raise ValueError(
+                f"{_name(sample)} has no advantage: call assign_credit(results) before build_training_batch(results)"
+            )
+    causes = filters.causes(samples, zero_causes)
+    filtered = Counter((sample.actor, cause) for sample, cause in zip(samples, causes, strict=True) if cause)
+    kept = [sample for sample, cause in zip(samples, causes, strict=True) if cause is None]
+    return kept, dict(_count_excluded(results, samples) + filtered)
 
 
-def _count_excluded(calls: TrainableSteps) -> Counter[tuple[str, str]]:
+def _count_excluded(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> Counter[tuple[str, str]]:
     """Count the model calls that are not trainable, by actor and reason, without judges."""
-    if calls.others == 0:
-        return Counter()
-    trainable = set(map(id, calls.steps))
+    trainable = {(sample.rollout_id, sample.step_index) for sample in samples}
     return Counter(
         (step.actor_id, next((name for name, holds in REASONS.items() if holds(node, step)), "no_tokens"))
-        for _, node in calls.episodes
-        for step in node.rollout.steps
-        if step.actor_id is not None and id(step) not in trainable
+        for top in results
+        for node in top.walk()
+        for index, step in enumerate(node.rollout.steps)
+        if step.actor_id is not None and (node.rollout.id, index) not in trainable
     )
 
 
@@ -145,94 +104,56 @@ def penalize(samples: Sequence[Sample], penalties: Sequence[float]) -> None:
 
 def set_advantages(
     results: Sequence[GenerateResult], samples: Sequence[Sample], credit: CreditAssigner | None
-) -> dict[int, str]:
+) -> dict[StepKey, str]:
     """Write the advantages into the steps of ``samples``, nested episodes included.
 
-    Return the causes of advantages of 0 by ``id(step)``; empty if the rule has no ``zero_causes``.
+    Return the causes of advantages of 0; empty if the rule has no ``zero_causes``.
     """
     advantages = advantages_of(samples, credit, results)
     steps_of = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
-    steps = [steps_of[sample.rollout_id][sample.step_index] for sample in samples]
-    for step, advantage in zip(steps, advantages.tolist(), strict=True):
-        step.advantage = advantage
+    keys = [(sample.rollout_id, sample.step_index) for sample in samples]
+    for (rollout_id, index), advantage in zip(keys, advantages.tolist(), strict=True):
+        steps_of[rollout_id][index].advantage = advantage
     zeros = np.flatnonzero(advantages == 0).tolist()
-    tell: Callable[..., Sequence[str]] | None = getattr(credit, "zero_causes", None)
-    if tell is None or not zeros:
+    causes_of: Callable[..., Sequence[str]] | None = getattr(credit, "zero_causes", None)
+    if causes_of is None or not zeros:
         return {}
-    return {id(steps[row]): cause for row, cause in zip(zeros, tell(samples, zeros), strict=True)}
+    return {keys[row]: cause for row, cause in zip(zeros, causes_of(samples, zeros), strict=True)}
 
 
 def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
-    """Pack samples as one token stream, see :func:`pack_rows`."""
-    rows = BatchColumns(
-        name=lambda sample: _name(sample.step_index, sample.rollout_id),
-        calls=list(samples),
-        actors=[sample.actor for sample in samples],
-        policies=[sample.policy for sample in samples],
-        prompts=[sample.prompt_token_ids for sample in samples],
-        completions=[sample.completion_token_ids for sample in samples],
-        logprobs=[sample.rollout_logprobs for sample in samples],
-        masks=[sample.loss_mask for sample in samples],
-        temperatures=[sample.temperature for sample in samples],
-        rewards=[sample.reward for sample in samples],
-        advantages=[sample.advantage for sample in samples],
-        versions=[_oldest(sample.policy_versions) for sample in samples],
-    )
-    return pack_rows(rows, drops, metrics)
+    """Pack samples as one token stream, see :class:`TrainingBatch`. No samples give an empty batch.
 
-
-def _rows_of(calls: TrainableSteps) -> BatchColumns:
-    policies, prompts, completions, logprobs, advantages, versions, infos = read_attributes(calls.steps, STEP_COLUMNS)
-    masks, temperatures = read_items(infos, {"loss_mask": None, "temperature": 1.0})
-
-    def name(wanted: Step) -> str:
-        row = next(row for row, step in enumerate(calls.steps) if step is wanted)
-        return _name(calls.places[row], calls.episodes[calls.owners[row]][1].rollout.id)
-
-    return BatchColumns(
-        name,
-        calls=calls.steps,
-        actors=calls.actors,
-        policies=policies,
-        prompts=prompts,
-        completions=completions,
-        logprobs=logprobs,
-        masks=masks,
-        temperatures=temperatures,
-        rewards=calls.rewards,
-        advantages=advantages,
-        versions=[of_call[0][1] if len(of_call) == 1 else _oldest(of_call) for of_call in versions],
-    )
-
-
-def pack_rows(rows: BatchColumns, drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
-    """Pack rows as one token stream, see :class:`TrainingBatch`. No rows give an empty batch.
-
-    All completion tokens train, the stop token included, unless a row has a loss mask ``[C]`` of 0 and 1. Raises
+    All completion tokens train, the stop token included, unless a sample has a loss mask ``[C]`` of 0 and 1. Raises
     ``ValueError`` or ``TypeError`` with the step's name for an invalid token id, a log-probability that is not finite,
     and lengths that differ.
     """
-    token_ids, cu_seqlens, loss_mask, rollout_logprobs = pack_tokens(
-        rows.prompts, rows.completions, rows.logprobs, lambda row: rows.name(rows.calls[row])
-    )
-    # A row's own loss mask replaces the default, in which every completion token trains.
-    for row, mask in enumerate(rows.masks):
-        if mask is not None:
-            end, length = cu_seqlens[row + 1], len(rows.completions[row])
-            loss_mask[end - length : end] = _check_loss_mask(mask, length, rows.name(rows.calls[row]))
-    actors, actor_index = _index_of_unique(rows.actors)
-    policies, policy_index = _index_of_unique(rows.policies)
+    token_ids, lengths, logprobs = _join(samples)
+    is_completion = np.repeat(np.tile(np.array([False, True]), len(samples)), lengths.ravel())
+    rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    rollout_logprobs[is_completion] = logprobs
+    cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), lengths.sum(axis=1).cumsum()])
+    # A sample's own loss mask replaces the default, in which every completion token trains.
+    loss_mask = is_completion.astype(np.uint8)
+    for row, sample in enumerate(samples):
+        if sample.loss_mask is not None:
+            end, length = cu_seqlens[row + 1], lengths[row, 1]
+            loss_mask[end - length : end] = _check_loss_mask(sample.loss_mask, length, _name(sample))
+    actors, actor_index = _index_of_unique([sample.actor for sample in samples])
+    policies, policy_index = _index_of_unique([sample.policy for sample in samples])
     return TrainingBatch(
         token_ids=token_ids,
         cu_seqlens=cu_seqlens,
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
-        advantages=np.array(rows.advantages, dtype=np.float32),
-        rewards=np.array(rows.rewards, dtype=np.float32),
-        temperatures=np.array(rows.temperatures, dtype=np.float32),
+        advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
+        rewards=np.array([sample.reward for sample in samples], dtype=np.float32),
+        temperatures=np.array([sample.temperature for sample in samples], dtype=np.float32),
         actor_index=actor_index,
         policy_index=policy_index,
-        min_version=np.array(rows.versions, dtype=np.int64),
+        min_version=np.array(
+            [min([version for _, version in sample.policy_versions]) for sample in samples], dtype=np.int64
+        ),
         actors=actors,
         policies=policies,
         drops=drops,
@@ -240,12 +161,68 @@ def pack_rows(rows: BatchColumns, drops: Drops, metrics: dict[str, float]) -> Tr
     )
 
 
-def _name(place: int, rollout_id: str) -> str:
-    return f"step {place} of rollout {rollout_id!r}"
+def _join(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the token ids ``[N]`` int64 of all prompts and completions in turn, the lengths ``[B, 2]`` of each prompt
+    and completion, and the float32 log-probabilities of all completion tokens."""
+    tokens: list[int] = []
+    values: list[float] = []
+    lengths: list[tuple[int, int]] = []
+    try:
+        for sample in samples:
+            tokens.extend(sample.prompt_token_ids)
+            tokens.extend(sample.completion_token_ids)
+            values.extend(sample.rollout_logprobs)
+            lengths.append((len(sample.prompt_token_ids), len(sample.completion_token_ids)))
+            if len(sample.rollout_logprobs) != lengths[-1][1]:
+                _check_lists(sample)
+        # array() takes less time than NumPy, and rejects floats as token ids.
+        token_ids, logprobs = np.array(array("q", tokens), np.int64), np.array(array("f", values), np.float32)
+        valid = bool(((token_ids >= 0) & (token_ids <= MAX_TOKEN_ID)).all() and np.isfinite(logprobs).all())
+    except (TypeError, OverflowError):
+        valid = False
+    if not valid:
+        for sample in samples:
+            _check_lists(sample)
+    return token_ids, np.array(lengths, np.int64).reshape(-1, 2), logprobs
 
 
-def _oldest(versions: PolicyVersions) -> int:
-    return min([version for _, version in versions])
+def _check_lists(sample: Sample) -> None:
+    """Raise an error for the first of the sample's token ids and log-probabilities that is invalid."""
+    name = _name(sample)
+    prompt, completion, logprobs = sample.prompt_token_ids, sample.completion_token_ids, sample.rollout_logprobs
+    columns: dict[str, Sequence[float]] = {
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "logprobs": logprobs,
+    }
+    for column, values in columns.items():
+        if not hasattr(values, "__len__"):
+            raise TypeError(f"{name}: {column}={values!r:.80}: expected a list")
+    if len(completion) != len(logprobs):
+        raise ValueError(
+            f"{name}: expected equal lengths, "
+            f"got {len(completion)} completion tokens, {len(logprobs)} log-probabilities"
+        )
+    for column, values in columns.items():
+        code, expected = "q", f"a token id, a whole number from 0 to {MAX_TOKEN_ID}"
+        if column == "logprobs":
+            code, expected = "f", "a log-probability, a finite number"
+        for index, value in enumerate(values):
+            error: type[Exception] | None = None
+            try:
+                [number] = array(code, [value])
+                if not (isfinite(number) if code == "f" else 0 <= number <= MAX_TOKEN_ID):
+                    error = ValueError
+            except TypeError:
+                error = TypeError
+            except OverflowError:
+                error = ValueError
+            if error is not None:
+                raise error(f"{name}: {column}[{index}]={value!r:.80}: expected {expected}")
+
+
+def _name(sample: Sample) -> str:
+    return f"step {sample.step_index} of rollout {sample.rollout_id!r}"
 
 
 def _check_loss_mask(mask: Any, length: int, name: str) -> np.ndarray:
@@ -338,51 +315,42 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     """
     # Rewards and metrics of episodes without an error.
     rollouts = [result.rollout for top in results for result in top.walk()]
-    errors, metas, rewards, metrics = read_attributes(rollouts, ("error", "meta", "rewards", "metrics"))
-    lost, groups, attempts, raw_rewards, ended, mishaps = read_items(
-        metas, {"lost_tokens": 0, "group": {}, "attempt": 0, "raw_rewards": None, "ended": None, "mishaps": None}
-    )
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
-    for kind, column in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
-        of_kind = means[kind]
-        counted = with_zero_counts(column) if kind == "metric" else column
-        for values, error in zip(counted, errors, strict=True):
-            if values and error is None:
+    for rollout, metrics in zip(rollouts, with_zero_counts([rollout.metrics for rollout in rollouts]), strict=True):
+        if rollout.error is None:
+            raw_rewards = rollout.meta.get("raw_rewards") or {}
+            for kind, values in (("reward", rollout.rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
                 for name, value in values.items():
-                    of_kind[name].append(value)
+                    means[kind][name].append(value)
 
     # Tokens, also of failed attempts, group functions, playouts and judges; lengths by actor.
-    sampled = sum(lost) + sum([group.get("sampled_tokens", 0) for group in groups])
-    played_out = int(sum([measured.get("tree/playout_tokens", 0) for measured in metrics]))
-    lengths, truncated = means["completion_tokens"], means["truncated"]
-    steps = [step for rollout in rollouts for step in rollout.steps]
-    told = read_attributes(steps, ("actor_id", "completion_token_ids", "finish_reason", "info"))
-    for actor, token_ids, finish, info in zip(*told, strict=True):
-        if actor is None:
-            sampled += 0 if "cached" in info else len(token_ids)
-        else:
-            lengths[actor].append(len(token_ids))
-            truncated[actor].append(finish == "length")
-            if "team_difference" in info:
-                means["team_difference"][actor].append(info["team_difference"])
-    for rollout in compress(rollouts, [raw is not None for raw in raw_rewards]):
-        for step in rollout.steps:
-            if step.actor_id is not None and "overlong_penalty" in step.info:
-                means["overlong_penalty"][step.actor_id].append(step.info["overlong_penalty"])
+    metas = [rollout.meta for rollout in rollouts]
+    sampled = sum(meta.get("lost_tokens", 0) + meta.get("group", {}).get("sampled_tokens", 0) for meta in metas)
+    playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
+    for step in (step for rollout in rollouts for step in rollout.steps):
+        actor, info, length = step.actor_id, step.info, len(step.completion_token_ids)
+        sampled += 0 if actor is None and "cached" in info else length
+        if actor is not None:
+            means["completion_tokens"][actor].append(length)
+            means["truncated"][actor].append(step.finish_reason == "length")
+            for kind in ("team_difference", "overlong_penalty"):
+                if kind in info:
+                    means[kind][actor].append(info[kind])
 
     # Counts come first, then the means.
     counts: dict[str, float] = {
         "episodes": len(rollouts),
-        "episodes/failed": len(errors) - errors.count(None),
-        "episodes/retried": sum(attempts),
-        "sampled_tokens": sampled + played_out + sum(map(sum, lengths.values())),
+        "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
+        "episodes/retried": sum(meta.get("attempt", 0) for meta in metas),
+        "sampled_tokens": sampled + playout_tokens,
     }
-    if played_out:
-        counts["playout_tokens"] = played_out
-    for counted in filter(None, mishaps):
-        for name, count in counted.items():
+    if playout_tokens:
+        counts["playout_tokens"] = playout_tokens
+    for meta in metas:
+        for name, count in (meta.get("mishaps") or {}).items():
             counts[name] = counts.get(name, 0) + count
-    if ends := [how for how, error in zip(ended, errors, strict=True) if how is not None and error is None]:
+    finished = [rollout.meta.get("ended") for rollout in rollouts if rollout.error is None]
+    if ends := [end for end in finished if end is not None]:
         counts["ended/max_turns"] = ends.count("max_turns") / len(ends)
-        counts["ended/context"] = ends.count("context") / errors.count(None)
+        counts["ended/context"] = ends.count("context") / len(finished)
     return counts | {f"{kind}/{name}": float(np.mean(values)) for kind in MEANS for name, values in means[kind].items()}
