@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -253,5 +254,13 @@ def _warn_once(device: str, served: str, reasons: dict[str, str]) -> None:
     if device not in _warned:
         _warned.add(device)
         on = "Triton's kernels" if served == "triton" else "plain PyTorch"
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
-        warnings.warn(f"turnwise.ops runs on {on} for {device} tensors. {told}", RuntimeWarning, stacklevel=5)
+        causes = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+        warn_caller(f"turnwise.ops runs on {on} for {device} tensors. {causes}")
+
+
+def warn_caller(text: str) -> None:
+    """Warn with the line that called an op from outside of this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("turnwise.ops."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, RuntimeWarning, stacklevel=level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from turnwise.ops.common.dispatch import forced_backend
+from turnwise.ops.common.dispatch import forced_backend, warn_caller
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
@@ -68,7 +67,7 @@ def transform_reason(backend: str | None, *tensors: Any) -> str:
     silent = _warned or torch.compiler.is_compiling()
     if backend is None and forced_backend() is None and not silent:
         _warned = True
-        warnings.warn(f"turnwise.ops runs this call on plain PyTorch: {_TRANSFORMED}", RuntimeWarning, stacklevel=3)
+        warn_caller(f"turnwise.ops runs this call on plain PyTorch: {_TRANSFORMED}")
     return _TRANSFORMED
 
 
@@ -123,17 +122,25 @@ class RowLayout:
 
 
 class Streams(NamedTuple):
-    """The inputs of every policy loss. Token streams have the shape of ``logprobs``; ``None`` means not given."""
+    """The tensors of a policy loss, in the order of the compiled module. ``None`` means not given.
+
+    Token streams have the shape of ``logprobs``. The public functions pack their arguments into one, with the
+    normaliser still among the options; :func:`prepare` moves it here.
+
+    Example: ``Streams(logprobs, old_logprobs, advantages, mask)``
+    """
 
     logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
-    mask: Tensor | None
-    cu_seqlens: Tensor | None
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-    actor_ids: Tensor | None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    normalizer: Tensor | None = None  # 0-dim, or [num_actors]
+    actor_ids: Tensor | None = None  # [B]
     entropy: Tensor | None = None
+    selected: Tensor | None = None  # bool
 
 
 def check_optional(**tensors: Any) -> None:
@@ -277,7 +284,7 @@ def check_streams(s: Streams, num_actors: int | None) -> None:
             continue
         if tensor.device != lp.device:
             raise ValueError(f"{name} is on {tensor.device}: expected {lp.device}, as logprobs")
-        if name not in ("mask", "cu_seqlens", "actor_ids") and tensor.dtype not in FLOATS:
+        if name not in ("mask", "cu_seqlens", "actor_ids", "selected") and tensor.dtype not in FLOATS:
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected float32, bfloat16, float16 or float64")
 
 

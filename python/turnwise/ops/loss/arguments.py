@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import Streams, check_stream_values, check_streams, count_actors, is_transformed
+from turnwise.ops.common.dispatch import warn_caller
+from turnwise.ops.common.layout import (
+    Streams,
+    check_stream_values,
+    check_streams,
+    check_tensors,
+    count_actors,
+    is_transformed,
+)
 from turnwise.ops.loss.aggregation import as_normalizer, check_normalizer, check_normalizer_values, find_aggregation
 from turnwise.ops.loss.options import GMPO, KL, VESPO, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.reference import Objective, metric_names
@@ -36,83 +43,78 @@ def choose_variant(clip: Clip | None, variant: Variant | None, correction: Impor
 _DEFAULT = Clip()
 
 
-def make_objective(
-    s: Streams,
-    clip: Clip | None,
-    variant: Variant | None,
-    kl: KL | None,
-    correction: ImportanceCorrection | None,
-    aggregation: str,
-    num_actors: int | None,
-    max_length: float | None,
-) -> Objective:
-    """Combine the options into one object. Raises if a stream that they need is missing."""
-    found = find_aggregation(aggregation, s.actor_ids, max_length)
-    if not (kl is None or type(kl) is KL):
-        raise TypeError(f"kl={kl!r}: expected a KL, such as KL('k3', coef=1e-3), or None")
-    if not (correction is None or type(correction) is ImportanceCorrection):
-        raise TypeError(f"correction={correction!r}: expected an ImportanceCorrection, or None")
-    chosen = choose_variant(clip, variant, correction)
-    if chosen.aggregations and aggregation not in chosen.aggregations:
-        expected = " or ".join(map(repr, chosen.aggregations))
-        raise ValueError(f"aggregation={aggregation!r}: expected {expected}, as variant={chosen!r}")
-    if kl is not None and s.ref_logprobs is None:
+class LossOptions(NamedTuple):
+    """The options of a policy loss as the caller gave them: the arguments of :func:`policy_loss`."""
+
+    clip: Clip | None
+    variant: Variant | None
+    kl: KL | None
+    correction: ImportanceCorrection | None
+    aggregation: str
+    normalizer: Tensor | float | None
+    num_actors: int | None
+    max_length: float | None
+
+
+def prepare(s: Streams, o: LossOptions) -> tuple[Streams, Objective]:
+    """Check and combine the options, and put the normaliser among the streams. Raises if they need a missing stream."""
+    aggregation = find_aggregation(o.aggregation, s.actor_ids, o.max_length)
+    if not (o.kl is None or type(o.kl) is KL):
+        raise TypeError(f"kl={o.kl!r}: expected a KL, such as KL('k3', coef=1e-3), or None")
+    if not (o.correction is None or type(o.correction) is ImportanceCorrection):
+        raise TypeError(f"correction={o.correction!r}: expected an ImportanceCorrection, or None")
+    variant = choose_variant(o.clip, o.variant, o.correction)
+    if variant.aggregations and o.aggregation not in variant.aggregations:
+        expected = " or ".join(map(repr, variant.aggregations))
+        raise ValueError(f"aggregation={o.aggregation!r}: expected {expected}, as variant={variant!r}")
+    if o.kl is not None and s.ref_logprobs is None:
         raise ValueError("ref_logprobs=None: expected log-probabilities, as kl is given")
-    if correction is not None and s.rollout_logprobs is None:
+    if o.correction is not None and s.rollout_logprobs is None:
         raise ValueError("rollout_logprobs=None: expected log-probabilities, as correction is given")
-    actors = 0 if s.actor_ids is None else count_actors(num_actors)
-    return Objective(chosen, kl, correction, found, actors, max_length)
+    actors = 0 if s.actor_ids is None else count_actors(o.num_actors)
+    check_tensors(s)
+    if o.normalizer is not None:
+        normalizer = as_normalizer(o.normalizer, s.logprobs.device)
+        check_normalizer(aggregation, normalizer, o.num_actors)
+        s = s._replace(normalizer=normalizer)
+    return s, Objective(variant, o.kl, o.correction, aggregation, actors, o.max_length)
 
 
-def check_call(s: Streams, objective: Objective, normalizer: Tensor | None, check: bool = False) -> None:
+def check_call(s: Streams, objective: Objective, check: bool = False) -> None:
     """Raise for the first argument that is wrong. Values are checked on a CPU, and on a GPU only with ``check``."""
     check_streams(s, objective.num_actors)
     if (check or s.logprobs.is_cpu) and not torch.compiler.is_compiling():
         check_stream_values(s, objective.num_actors)
-        if normalizer is not None:
-            check_normalizer_values(normalizer)
+        if s.normalizer is not None:
+            check_normalizer_values(s.normalizer)
 
 
-def warn_if_ambiguous(advantages: Tensor, tokens: int, cu_seqlens: Tensor | None) -> None:
+def warn_ambiguous(s: Streams) -> None:
     """Warn about packed advantages ``[B]`` that could be meant per token: some rows are empty, and as many tokens are
     left as there are rows. Known on a CPU alone."""
-    rows = -1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if rows != tokens or tuple(advantages.shape) != (tokens,) or not cu_seqlens.is_cpu:  # type: ignore[union-attr]
+    cu_seqlens, tokens = s.cu_seqlens, s.logprobs.shape[0]
+    if cu_seqlens is None or cu_seqlens.shape[0] - 1 != tokens or tuple(s.advantages.shape) != (tokens,):
         return
-    if torch.compiler.is_compiling() or is_transformed(cu_seqlens) or bool((torch.diff(cu_seqlens) == 1).all()):  # type: ignore[arg-type]
-        return
-    warnings.warn(
-        f"advantages: {tokens} numbers for {rows} sequences with {tokens} tokens in all count as one per sequence; if "
-        "they are per token, leave sequences without tokens out of cu_seqlens",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    hidden = not cu_seqlens.is_cpu or torch.compiler.is_compiling() or is_transformed(cu_seqlens)
+    if not hidden and not bool((torch.diff(cu_seqlens) == 1).all()):
+        warn_caller(
+            f"advantages: {tokens} numbers for {tokens} sequences with {tokens} tokens in all count as one per "
+            "sequence; if they are per token, leave sequences without tokens out of cu_seqlens"
+        )
 
 
-def make_selected(s: Streams, variant: Variant, selected: Tensor | None) -> Tensor | None:
-    """Check the selected tokens, or select them here if none are given. ``None`` for a variant that selects none."""
-    if selected is None:
-        return select_by_covariance(s, variant) if variant.selects else None
+def with_selected(s: Streams, variant: Variant) -> Streams:
+    """Check the selected tokens. If none are given, and the variant needs them, select them here."""
+    if s.selected is None:
+        return s._replace(selected=select_by_covariance(s, variant)) if variant.selects else s
     if not variant.selects:
         raise ValueError(f"selected: expected None, as variant={variant!r} singles out no tokens")
-    if not isinstance(selected, Tensor) or selected.dtype is not torch.bool:
-        got = getattr(selected, "dtype", type(selected).__name__)
-        raise TypeError(f"selected: expected a bool tensor, from select_tokens, got {got}")
-    if selected.shape != s.logprobs.shape:
-        raise ValueError(f"selected has shape {tuple(selected.shape)}: expected {tuple(s.logprobs.shape)}, as logprobs")
-    if selected.device != s.logprobs.device:
-        raise ValueError(f"selected is on {selected.device}: expected {s.logprobs.device}, as logprobs")
-    return selected
-
-
-def make_normalizer(
-    normalizer: Tensor | float | None, objective: Objective, logprobs: Tensor, num_actors: int | None
-) -> Tensor | None:
-    if normalizer is None:
-        return None
-    normalizer = as_normalizer(normalizer, logprobs.device)
-    check_normalizer(objective.aggregation, normalizer, num_actors)
-    return normalizer
+    if s.selected.dtype is not torch.bool:
+        raise TypeError(f"selected: expected a bool tensor, from select_tokens, got {s.selected.dtype}")
+    if s.selected.shape != s.logprobs.shape:
+        shapes = tuple(s.selected.shape), tuple(s.logprobs.shape)
+        raise ValueError(f"selected has shape {shapes[0]}: expected {shapes[1]}, as logprobs")
+    return s
 
 
 class Metrics(Mapping[str, Tensor]):

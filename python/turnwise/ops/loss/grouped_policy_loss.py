@@ -11,10 +11,17 @@ from torch import Tensor
 from turnwise.ops.advantage.checks import check_count, check_types
 from turnwise.ops.advantage.group_advantage import group_advantage, kernel_columns
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
-from turnwise.ops.common.layout import Streams, check_optional, check_tensors, row_count, transform_reason
-from turnwise.ops.loss.arguments import make_normalizer, make_objective, named_metrics
+from turnwise.ops.common.layout import Streams, check_optional, row_count, transform_reason
+from turnwise.ops.loss.arguments import LossOptions, named_metrics, prepare
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
-from turnwise.ops.loss.policy_loss import allocate_outputs, attach_grad, cast_for_kernel, kernel_options, policy_loss
+from turnwise.ops.loss.policy_loss import (
+    allocate_outputs,
+    attach_grad,
+    cast_for_kernel,
+    compute_policy_loss,
+    contiguous_boundaries,
+    kernel_options,
+)
 from turnwise.ops.loss.reference import Objective
 from turnwise.ops.rewards.token_rewards import as_floats, float64_reason, is_plain, token_reward_sum
 
@@ -31,7 +38,6 @@ class GroupedPolicyLoss(NamedTuple):
 def _fused(
     s: Streams,
     objective: Objective,
-    normalizer: Tensor | None,
     token_rewards: Tensor,
     group_ids: Tensor,
     num_groups: int | None,
@@ -45,11 +51,10 @@ def _fused(
     sums = torch.empty_like(s.advantages)
     groups = -1 if num_groups is None else num_groups
     columns, modes = kernel_columns(sums, group_ids, groups, **rule)
-    cu_seqlens = None if s.cu_seqlens is None else s.cu_seqlens.contiguous()
-    streams = (*s._replace(cu_seqlens=cu_seqlens)[:7], normalizer, s.actor_ids, s.entropy, None)
-    call = streams, *kernel_options(objective), token_rewards, columns, modes, loss, grad, metrics
-    place, core = native_core(s.logprobs)
-    if place == "cpu":
+    options = kernel_options(objective)
+    call = contiguous_boundaries(s), *options, token_rewards, columns, modes, loss, grad, metrics
+    device, core = native_core(s.logprobs)
+    if device == "cpu":
         core.grouped_policy_loss(*call, torch.get_num_threads())
     else:
         weighted = rule["center"] == "length_weighted"
@@ -58,7 +63,7 @@ def _fused(
         )
         workspace = torch.empty(size, dtype=torch.uint8, device=grad.device)
         core.cuda_grouped_policy_loss(*call, workspace, stream_of(grad))
-    loss = attach_grad(loss, grad, (*s, None, normalizer, *kernel_options(objective)))
+    loss = attach_grad(loss, grad, s, options)
     return GroupedPolicyLoss(loss, *named_metrics(s, metrics), s.advantages)
 
 
@@ -112,42 +117,35 @@ def grouped_policy_loss(
         "trajectory_ids": trajectory_ids, "lengths": lengths, "pool": pool, "center": center, "scale": scale,
         "ddof": ddof, "eps": eps, "singleton": singleton, "min_std": min_std, "valid": valid,
     }  # fmt: skip
-    objective: dict[str, Any] = {
-        "clip": clip, "variant": variant, "kl": kl, "correction": correction, "aggregation": aggregation,
-        "num_actors": num_actors, "max_length": max_length,
-    }  # fmt: skip
-    given = Streams(
-        logprobs, old_logprobs, rewards, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
+    streams = Streams(  # the kernel writes the advantages
+        logprobs, old_logprobs, rewards, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, entropy
     )
-    made = make_objective(given, **objective)
-    check_tensors(given)
+    options = LossOptions(clip, variant, kl, correction, aggregation, normalizer, num_actors, max_length)
+    s, objective = prepare(streams, options)
     check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
     check_types(rewards, lengths, valid)
     if rewards.shape != logprobs.shape:
         raise ValueError(
             f"token_rewards has shape {tuple(rewards.shape)}: expected {tuple(logprobs.shape)}, as logprobs"
         )
-    cast, reason = cast_for_kernel(given, made.variant)
-    others = group_ids, trajectory_ids, lengths, valid, normalizer
-    reason = transform_reason(backend, *cast, *others) or reason or float64_reason(token_rewards=rewards)
+    s, reason = cast_for_kernel(s, objective.variant)
+    others = group_ids, trajectory_ids, lengths, valid
+    reason = transform_reason(backend, *s, *others) or reason or float64_reason(token_rewards=rewards)
     chosen = select_backend(backend, logprobs, native=reason, triton=reason)
 
     # The GPU's kernel has no table of trajectories.
     fused = chosen == "native" and (pool == "rows" or native_core(logprobs)[0] == "cpu")
     plain = isinstance(group_ids, Tensor) and (is_plain(logprobs) or type(logprobs) is torch.nn.Parameter)
     wrong: Exception | None = None
-    if fused and plain and not (made.variant.selects or check):
+    if fused and plain and not (objective.variant.selects or check):
         try:
-            return _fused(cast, made, make_normalizer(normalizer, made, logprobs, num_actors), rewards, group_ids,
-                          num_groups, rule)  # fmt: skip
+            return _fused(s, objective, rewards, group_ids, num_groups, rule)
         except (ValueError, TypeError, IndexError) as error:
             wrong = error  # the separate ops below find the argument that is wrong
 
-    how: dict[str, Any] = {"check": check, "backend": backend}
-    sums = token_reward_sum(rewards, mask=mask, cu_seqlens=cu_seqlens, **how)
-    advantages = group_advantage(sums, group_ids, num_groups=num_groups, **rule, **how)
-    streams = given._replace(advantages=advantages)._asdict()
-    result = policy_loss(**streams, **objective, normalizer=normalizer, **how)
+    sums = token_reward_sum(rewards, mask=mask, cu_seqlens=cu_seqlens, check=check, backend=backend)
+    advantages = group_advantage(sums, group_ids, num_groups=num_groups, **rule, check=check, backend=backend)
+    result = compute_policy_loss(streams._replace(advantages=advantages), options, check, backend)
     if wrong is not None:
         raise wrong
     return GroupedPolicyLoss(*result, advantages)

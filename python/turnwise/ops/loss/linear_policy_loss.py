@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core, select_backend, serves_by_default, stream_of
-from turnwise.ops.common.layout import RowLayout, Streams, check_tensors, transform_reason
+from turnwise.ops.common.layout import RowLayout, Streams, transform_reason
 from turnwise.ops.logprob import linear_frozen
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
 from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, one_pass, prefers_triton
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.linear_native import Gradients, Head, spread
 from turnwise.ops.logprob.tiles import Upstream, new_state, scan
-from turnwise.ops.loss.aggregation import Aggregation, find_aggregation
-from turnwise.ops.loss.arguments import (
-    check_call,
-    make_normalizer,
-    make_objective,
-    make_selected,
-    warn_if_ambiguous,
-)
+from turnwise.ops.loss.aggregation import find_aggregation
+from turnwise.ops.loss.arguments import LossOptions, check_call, prepare, warn_ambiguous, with_selected
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
-from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
+from turnwise.ops.loss.policy_loss import PolicyLoss, prepared_policy_loss
+from turnwise.ops.loss.reference import Objective
 
 # Tokens of a chunk on a CPU: a sixteenth of all tokens, but at least _LEAST (by the bytes of a logit). The chunk's
 # logits stay within _BYTES, unless that would leave less than half of _LEAST. Larger chunks would not be faster.
@@ -40,47 +35,36 @@ _COLUMNS = 2048  # columns of one product on a CPU
 # ---------------------------------------------------------------------------------------------------------------------
 # Fused
 # ---------------------------------------------------------------------------------------------------------------------
-class TokenStreams(NamedTuple):
-    """Inputs of the loss per token, ``[M]`` each, in the order of ``targets``; ``weight`` is its factor in the sum."""
-
-    weight: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor | None
-    ref_logprobs: Tensor | None
-    rollout_logprobs: Tensor | None
-
-    def pick(self, which: slice | Tensor) -> TokenStreams:
-        return TokenStreams(*(None if stream is None else stream[which] for stream in self))  # type: ignore[arg-type]
+TokenGradient = Callable[[Tensor, slice], Tensor]  # (logprob [m] of a chunk, chunk) -> gradient [m] of the loss
 
 
-TokenGradient = Callable[[Tensor, TokenStreams], Tensor]  # (logprob [m], its tokens) -> gradient [m] of the loss
+def pick(s: Streams, tokens: slice | Tensor) -> Streams:
+    """Some tokens of packed streams with an advantage per token."""
+    names = ("old_logprobs", "advantages", "mask", "ref_logprobs", "rollout_logprobs")
+    given = {name: stream[tokens] for name in names if (stream := getattr(s, name)) is not None}
+    return s._replace(**given)
 
 
-def token_gradient(
-    clip: Clip | None, variant: Variant | None, kl: KL | None, correction: ImportanceCorrection | None
-) -> TokenGradient:
-    """Make a function that gives the gradient of a token-level loss. It treats a chunk as one sequence."""
+def token_gradient(s: Streams, weight: Tensor, objective: Objective) -> TokenGradient:
+    """Make the function that gives the gradient of a token-level loss, each token times its ``weight``.
 
-    def gradient(logprob: Tensor, tokens: TokenStreams) -> Tensor:
+    It treats a chunk as one sequence.
+    """
+    aggregation = find_aggregation("token-mean", None, None)
+    alone = objective._replace(aggregation=aggregation, num_actors=0, max_length=None)
+
+    def gradient(logprob: Tensor, chunk: slice) -> Tensor:
         leaf = logprob.detach().requires_grad_()
-        size = leaf.shape[0]
+        size, device = leaf.shape[0], leaf.device
+        tokens = pick(s, chunk)._replace(
+            logprobs=leaf,
+            cu_seqlens=torch.arange(0, size + 1, size, device=device),
+            normalizer=torch.ones((), device=device),
+            actor_ids=None,
+        )
         with torch.enable_grad():
-            result = policy_loss(
-                leaf,
-                tokens.old_logprobs,
-                tokens.advantages,
-                mask=tokens.mask,
-                cu_seqlens=torch.arange(0, size + 1, size, device=leaf.device),
-                clip=clip,
-                variant=variant,
-                kl=kl,
-                ref_logprobs=tokens.ref_logprobs,
-                correction=correction,
-                rollout_logprobs=tokens.rollout_logprobs,
-                normalizer=torch.ones((), device=leaf.device),
-            )
-        return torch.autograd.grad(result.loss, leaf)[0] * tokens.weight
+            loss = prepared_policy_loss(tokens, alone).loss
+        return torch.autograd.grad(loss, leaf)[0] * weight[chunk]
 
     return gradient
 
@@ -95,9 +79,7 @@ def _chunks(head: Head) -> Chunks:
     return Chunks(min(max(least, head.tokens // 16), max(least // 2, _BYTES // (vocabulary * size), 1)), _COLUMNS)
 
 
-def fused(
-    head: Head, gradients: Gradients, tokens: TokenStreams, loss: TokenGradient, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def fused(head: Head, gradients: Gradients, loss: TokenGradient, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Fill ``gradients``, and return ``logprob`` and ``entropy [M]``. Holds the logits of one chunk at a time."""
     rows, width = _chunks(head)
     chunks = head.blocks(rows)
@@ -107,7 +89,7 @@ def fused(
     # Sums over many chunks lose too much in bfloat16, so they run in float32 and are rounded once at the end.
     logprobs, entropies = [], []
     for chunk in chunks:
-        logprob, entropy_of_chunk = _chunk(head, gradients, total, tokens.pick(chunk), loss, entropy, chunk, width)
+        logprob, entropy_of_chunk = _chunk(head, gradients, total, loss, entropy, chunk, width)
         logprobs.append(logprob)
         entropies.append(entropy_of_chunk)
     if gradients.need_weight:
@@ -115,7 +97,7 @@ def fused(
             gradients.weight.zero_()
         elif total is not gradients.weight:
             gradients.weight.copy_(total)
-    none = torch.empty(0, dtype=torch.float32, device=tokens.weight.device)
+    none = torch.empty(0, dtype=torch.float32, device=head.hidden.device)
     return torch.cat([none, *logprobs]), torch.cat([none, *entropies]) if entropy else None
 
 
@@ -123,7 +105,6 @@ def _chunk(
     head: Head,
     gradients: Gradients,
     total: Tensor,
-    tokens: TokenStreams,
     loss: TokenGradient,
     entropy: bool,
     chunk: slice,
@@ -139,7 +120,7 @@ def _chunk(
         tiles.append(tile)
     logprob, lse, entropies = head.finish(state, chunk, entropy)
     # With the loss's gradient known, turn each tile of logits into its gradient and multiply it out.
-    upstream = Upstream(lse, loss(logprob, tokens), None, None)
+    upstream = Upstream(lse, loss(logprob, chunk), None, None)
     sums = gradients.sums(chunk) if gradients.need_hidden else None
     for tile in tiles:
         columns = slice(tile.first, tile.first + tile.logits.shape[1])
@@ -158,7 +139,7 @@ def _chunk(
 # ---------------------------------------------------------------------------------------------------------------------
 # Autograd
 # ---------------------------------------------------------------------------------------------------------------------
-class _Attach(torch.autograd.Function):
+class _AttachGradients(torch.autograd.Function):
     """Attaches to ``loss`` the gradients that were computed with it. They are gradients of ``scale`` times the loss.
 
     They are as large as the weight, so the backward scales them in place and hands them to the caller. A second
@@ -185,11 +166,11 @@ class _Attach(torch.autograd.Function):
             raise RuntimeError(
                 "linear_policy_loss: the gradient can't be differentiated again; use backend='torch' for create_graph"
             )
-        found = ctx.grads.pop() if ctx.grads else ctx.recompute()
+        grads = ctx.grads.pop() if ctx.grads else ctx.recompute()
         factor = grad_loss if ctx.scale is None else grad_loss / ctx.scale
-        needed = found.need_hidden, found.need_weight, found.need_bias
+        needed = grads.need_hidden, grads.need_weight, grads.need_bias
         out = []
-        for values, wanted, dtype in zip((found.hidden, found.weight, found.bias), needed, ctx.dtypes, strict=True):
+        for values, wanted, dtype in zip((grads.hidden, grads.weight, grads.bias), needed, ctx.dtypes, strict=True):
             if wanted:
                 _scale_in_place(values, factor)
             out.append(values.to(dtype) if wanted else None)
@@ -208,13 +189,6 @@ def _scale_in_place(values: Tensor, factor: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Public function
 # ---------------------------------------------------------------------------------------------------------------------
-def needs_rows(variant: Variant | None, correction: ImportanceCorrection | None) -> bool:
-    """True if a token's loss depends on other tokens' log-probabilities, so that all of them are needed first."""
-    if variant is not None and (variant.by_row or variant.selects):
-        return True
-    return correction is not None and correction.level == "sequence"
-
-
 def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
     """True if the compiled kernels serve the chunks. Otherwise the two separate ops choose or reject a backend."""
     if hidden.dtype is torch.float64:
@@ -237,45 +211,20 @@ def _is_faster(
     return one_pass(sizes, choose_chunks(sizes, device), device, weight.requires_grad, triton)
 
 
-def _scale_of(tokens: TokenStreams) -> Tensor:
-    """The power of two that brings the largest token weight near 1."""
-    if not tokens.weight.numel():
-        return torch.ones((), device=tokens.weight.device)
-    return torch.ldexp(torch.ones_like(tokens.weight[0]), -torch.frexp(tokens.weight.max()).exponent)
-
-
-def _tokens(old_logprobs: Tensor, advantages: Tensor, aggregation: Aggregation, batch: dict[str, Any]) -> TokenStreams:
-    """Build the streams with a weight and an advantage per token. Both are known before any logit is computed."""
-    cu_seqlens, mask, actor_ids = batch["cu_seqlens"], batch["mask"], batch["actor_ids"]
-    rows = RowLayout(old_logprobs, cu_seqlens)
-    lengths = rows.sum((torch.ones_like(old_logprobs) if mask is None else mask != 0).double())
-    normalizer = batch["normalizer"]
-    if normalizer is None:
-        normalizer = aggregation.normalizer(lengths, actor_ids, batch["num_actors"], batch["max_length"])
-    weights = aggregation.weights(lengths, normalizer.double(), actor_ids)
-    return TokenStreams(
-        rows.spread(weights.float()),
-        old_logprobs,
-        rows.spread(advantages),
-        mask,
-        batch["ref_logprobs"],
-        batch["rollout_logprobs"],
-    )
-
-
 def _one_pass(
-    whole: Head, tokens: TokenStreams, loss: TokenGradient, leaves: tuple[Tensor | None, ...], entropy: bool
+    whole: Head, s: Streams, weight: Tensor, objective: Objective, leaves: tuple[Tensor | None, ...], entropy: bool
 ) -> tuple[Gradients, Tensor, Tensor | None]:
     """Compute the gradients of ``leaves`` (hidden, weight, bias), and ``logprob`` and ``entropy [M]``.
 
     On a CPU, masked tokens have ``logprob`` and ``entropy`` 0.
     """
-    part, keep = whole.trained(tokens.mask)
-    streams = tokens if keep is None else tokens.pick(keep)._replace(mask=None)
+    part, keep = whole.trained(s.mask)
+    if keep is not None:
+        s, weight = pick(s, keep)._replace(mask=None), weight[keep]
     needs = [leaf is not None and leaf.requires_grad for leaf in leaves]
     wide = torch.float32 if whole.hidden.dtype is torch.float16 else None
     gradients = Gradients(part, needs[0], needs[1], needs[2], wide, wide if whole.shard is None else torch.float32)
-    logprob, entropies = fused(part, gradients, streams, loss, entropy)
+    logprob, entropies = fused(part, gradients, token_gradient(s, weight, objective), entropy)
     if whole.shard is not None and gradients.need_hidden:
         whole.shard.member.reduce(gradients.hidden)  # each rank has the part of its own columns
     if keep is not None:
@@ -284,30 +233,22 @@ def _one_pass(
     return gradients, logprob, entropies
 
 
-def checked_normalizer(
-    targets: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    batch: dict[str, Any],
-    objective: dict[str, Any],
-    selected: Tensor | None,
-    check: bool,
-) -> Tensor | None:
-    """Convert the normaliser to a tensor, and raise for wrong streams or options before the long work starts."""
-    if batch["cu_seqlens"] is None:
+def prepare_packed(s: Streams, options: LossOptions, targets: Tensor, check: bool) -> tuple[Streams, Objective]:
+    """Prepare the streams, and raise for wrong ones before the long work starts. ``logprobs`` are 0 until then."""
+    if s.cu_seqlens is None:
         raise TypeError("cu_seqlens: expected a tensor, got NoneType, as all streams are packed")
-    nothing = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
-    names = ("mask", "cu_seqlens", "ref_logprobs", "rollout_logprobs", "actor_ids")
-    s = Streams(nothing, old_logprobs, advantages, *(batch[name] for name in names))
-    rule = batch["aggregation"], batch["num_actors"], batch["max_length"]
-    made = make_objective(s, **objective, aggregation=rule[0], num_actors=rule[1], max_length=rule[2])
-    check_tensors(s)
-    warn_if_ambiguous(advantages, len(targets), batch["cu_seqlens"])
-    normalizer = make_normalizer(batch["normalizer"], made, nothing, rule[1])
-    check_call(s, made, normalizer, check)
-    if selected is not None:
-        make_selected(s, made.variant, selected)
-    return normalizer
+    zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+    s, objective = prepare(s._replace(logprobs=zeros), options)
+    warn_ambiguous(s)
+    check_call(s, objective, check)
+    if s.selected is not None:
+        with_selected(s, objective.variant)
+    return s, objective
+
+
+def check_entropy(entropy: object) -> None:
+    if not isinstance(entropy, bool):
+        raise TypeError(f"entropy: expected True or False, as it is made here, got {type(entropy).__name__}")
 
 
 def linear_policy_loss(
@@ -362,89 +303,95 @@ def linear_policy_loss(
 
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
+    check_entropy(entropy)
     head: dict[str, Any] = {
         "temperature": temperature, "softcap": softcap, "ignore_index": ignore_index, "bias": bias,
         "positions": positions, "check": check, "backend": backend,
     }  # fmt: skip
-    objective: dict[str, Any] = {"clip": clip, "variant": variant, "kl": kl, "correction": correction}
-    batch: dict[str, Any] = {
-        "mask": mask, "cu_seqlens": cu_seqlens, "ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs,
-        "aggregation": aggregation, "normalizer": normalizer, "actor_ids": actor_ids, "num_actors": num_actors,
-        "max_length": max_length,
-    }  # fmt: skip
-    if not isinstance(entropy, bool):
-        raise TypeError(f"entropy: expected True or False, as it is made here, got {type(entropy).__name__}")
+    streams = Streams(
+        targets, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, None,
+        selected,
+    )  # fmt: skip
+    options = LossOptions(clip, variant, kl, correction, aggregation, normalizer, num_actors, max_length)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        with torch.autocast(kind, enabled=False):
-            streams = as_autocast(hidden, dtype), as_autocast(weight, dtype), targets, old_logprobs, advantages
-            return linear_policy_loss(  # type: ignore[misc]
-                *streams, entropy=entropy, **head, **objective, **batch, selected=selected
-            )
+    if not torch.is_autocast_enabled(kind):
+        return _compute(hidden, weight, targets, head, streams, options, entropy)
+    dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        hidden, weight = as_autocast(hidden, dtype), as_autocast(weight, dtype)
+        return _compute(hidden, weight, targets, head, streams, options, entropy)
 
+
+def _compute(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    head: dict[str, Any],
+    s: Streams,
+    options: LossOptions,
+    entropy: bool,
+) -> PolicyLoss:
+    """Choose one pass or two. ``head`` holds the other arguments of :func:`linear_logprob`."""
     # Validate
-    softmax = make_softmax(temperature, softcap, ignore_index)
+    bias, positions, check, backend = (head[name] for name in ("bias", "positions", "check", "backend"))
+    softmax = make_softmax(head["temperature"], head["softcap"], head["ignore_index"])
     check_head(hidden, weight, targets, bias, positions)
-    batch["normalizer"] = checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+    s, objective = prepare_packed(s, options, targets, check)
     ignored = softmax.ignored(targets)
     if ignored is not None:
-        batch["mask"] = mask = ~ignored if mask is None else (mask != 0) & ~ignored
+        s = s._replace(mask=~ignored if s.mask is None else (s.mask != 0) & ~ignored)
 
     # Plan: one pass where the loss of a token needs no other token, and that is faster
     leaves = (hidden, weight, bias)
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    once = wanted and not torch.compiler.is_compiling() and not needs_rows(variant, correction)
-    others = positions, targets, old_logprobs, advantages, selected, *batch.values()
-    reason = transform_reason(backend, *leaves, *others)
-    copied = positions is not None or ignore_index is not None
+    once = wanted and not torch.compiler.is_compiling() and not objective.by_row
+    reason = transform_reason(backend, *leaves, positions, targets, *s)
+    copied = positions is not None or softmax.ignore_index is not None
     once = once and _serves(hidden, backend, reason)
     once = once and _is_faster(hidden, weight, bias, targets.shape[0], copied, backend)
     native_cpu = hidden.is_cpu and native_core(hidden)[0] == "cpu" and not torch.compiler.is_compiling()
-    skips = not once and mask is not None and native_cpu and _serves(hidden, backend, reason)
+    skips = not once and s.mask is not None and native_cpu and _serves(hidden, backend, reason)
     if (once or skips) and (hidden.is_cpu or check):  # else linear_logprob checks the ids
         check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
-    if not once:
-        if skips and mask is not None:  # masked tokens cost nothing then; no id is -1, as all were checked
-            head["ignore_index"] = -1 if ignore_index is None else ignore_index
-            targets = targets.masked_fill(mask == 0, head["ignore_index"])
-        logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
-        logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
-        exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
-        batch |= {"selected": selected, "entropy": entropies, "backend": exact}
-        return policy_loss(logprob, old_logprobs, advantages, **objective, **batch)
-
-    whole = functools.partial(Head, hidden, weight, targets, bias, positions, softmax)
-    return one_pass_loss(whole, leaves, old_logprobs, advantages, objective, batch, entropy)
+    if once:
+        whole = functools.partial(Head, hidden, weight, targets, bias, positions, softmax)
+        return one_pass_loss(whole, leaves, s, objective, entropy)
+    if skips and s.mask is not None:  # masked tokens cost nothing then; no id is -1, as all were checked
+        head = head | {"ignore_index": -1 if softmax.ignore_index is None else softmax.ignore_index}
+        targets = targets.masked_fill(s.mask == 0, head["ignore_index"])
+    logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
+    logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
+    exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
+    return prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), objective, backend=exact)
 
 
 def one_pass_loss(
     head: Callable[[], Head],
     leaves: tuple[Tensor, Tensor, Tensor | None],
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    objective: dict[str, Any],
-    batch: dict[str, Any],
+    s: Streams,
+    objective: Objective,
     entropy: bool,
 ) -> PolicyLoss:
     """Compute loss and gradients of ``leaves`` (hidden, weight, bias) together, chunk by chunk. All is checked."""
-    # Launch
-    found = find_aggregation(batch["aggregation"], batch["actor_ids"], batch["max_length"])
-    tokens = _tokens(old_logprobs, advantages, found, batch)
-    scale = _scale_of(tokens) if leaves[0].dtype is torch.float16 else None
-    if scale is not None:
-        tokens = tokens._replace(weight=tokens.weight * scale)
+    # A weight and an advantage per token. Both are known before any logit is computed.
+    rows = RowLayout(s.old_logprobs, s.cu_seqlens)
+    lengths = rows.sum((torch.ones_like(s.old_logprobs) if s.mask is None else s.mask != 0).double())
+    weight, scale = rows.spread(objective.row_weights(s, lengths).float()), None
+    tokens = s._replace(advantages=rows.spread(s.advantages))
+    if leaves[0].dtype is torch.float16:  # the power of two that brings the largest weight near 1
+        scale = torch.ones((), device=weight.device)
+        if weight.numel():
+            scale = torch.ldexp(torch.ones_like(weight[0]), -torch.frexp(weight.max()).exponent)
+        weight = weight * scale
 
     @torch.no_grad()
     def compute() -> tuple[Gradients, Tensor, Tensor | None]:
-        return _one_pass(head(), tokens, token_gradient(**objective), leaves, entropy)
+        return _one_pass(head(), tokens, weight, objective, leaves, entropy)
 
     gradients, logprob, entropies = compute()
-
-    # Wrap
     with torch.no_grad():
-        result = policy_loss(logprob, old_logprobs, advantages, entropy=entropies, **objective, **batch)
-    attached = _Attach.apply(result.loss, [gradients], lambda: compute()[0], scale, *leaves)
+        result = prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), objective)
+    attached = _AttachGradients.apply(result.loss, [gradients], lambda: compute()[0], scale, *leaves)
     return result._replace(loss=attached)

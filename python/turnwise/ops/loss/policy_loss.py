@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +17,10 @@ from turnwise.ops.common.layout import (
     check_memory,
     check_stream_values,
     check_streams,
-    check_tensors,
     row_count,
     transform_reason,
 )
-from turnwise.ops.loss.arguments import (
-    check_call,
-    make_normalizer,
-    make_objective,
-    make_selected,
-    named_metrics,
-    warn_if_ambiguous,
-)
+from turnwise.ops.loss.arguments import LossOptions, check_call, named_metrics, prepare, warn_ambiguous, with_selected
 from turnwise.ops.loss.options import IS_LEVELS, KL, KL_ESTIMATORS, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.reference import Objective, metric_names, reference
 
@@ -102,59 +94,44 @@ def allocate_outputs(s: Streams, num_actors: int) -> tuple[Tensor, Tensor, Tenso
     return loss, grad, torch.empty((1 + num_actors, columns), dtype=torch.float32, device=device)
 
 
-def _compute(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None,
-    actor_ids: Tensor | None,
-    entropy: Tensor | None,
-    selected: Tensor | None,
-    normalizer: Tensor | None,
-    numbers: Sequence[float],
-    modes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def contiguous_boundaries(s: Streams) -> Streams:
+    """The streams in the form of the compiled module, which reads all but ``cu_seqlens`` with any strides."""
+    if s.cu_seqlens is None or s.cu_seqlens.is_contiguous():
+        return s
+    return s._replace(cu_seqlens=s.cu_seqlens.contiguous())
+
+
+def _compute(s: Streams, numbers: Sequence[float], modes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute loss, gradient and the table of metrics with the compiled module."""
     num_actors = modes[4]
-    given = Streams(
-        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
-    )
-    # Arguments of the compiled module: contiguous boundaries, and outputs to write into.
-    loss, grad, metrics = allocate_outputs(given, num_actors)
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
-    streams = logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs
-    rest = normalizer, actor_ids, entropy, selected
-    place, core = native_core(logprobs)
+    loss, grad, metrics = allocate_outputs(s, num_actors)
+    device, core = native_core(s.logprobs)
     try:
-        call = (*streams, *rest), tuple(numbers), tuple(modes), loss, grad, metrics
-        if place == "cpu":
+        call = contiguous_boundaries(s), tuple(numbers), tuple(modes), loss, grad, metrics
+        if device == "cpu":
             core.policy_loss(*call, torch.get_num_threads())
         else:
-            rows, tokens = row_count(logprobs, cu_seqlens), logprobs.numel()
-            size = core.cuda_policy_loss_workspace(rows, tokens, num_actors, logprobs.get_device())
-            workspace = torch.empty(size, dtype=torch.uint8, device=logprobs.device)
-            core.cuda_policy_loss(*call, workspace, stream_of(logprobs))
+            rows, tokens = row_count(s.logprobs, s.cu_seqlens), s.logprobs.numel()
+            size = core.cuda_policy_loss_workspace(rows, tokens, num_actors, s.logprobs.get_device())
+            workspace = torch.empty(size, dtype=torch.uint8, device=s.logprobs.device)
+            core.cuda_policy_loss(*call, workspace, stream_of(s.logprobs))
     except (ValueError, TypeError):
         # The kernel reports only that something is wrong. The slow checks find the value.
-        check_streams(given, num_actors)
-        if logprobs.is_cpu:
-            check_stream_values(given, num_actors)
+        check_streams(s, num_actors)
+        if s.logprobs.is_cpu:
+            check_stream_values(s, num_actors)
         raise
     return loss, grad, metrics
 
 
-def _compute_triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_triton(s: Streams, numbers: Sequence[float], modes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     from turnwise.ops.loss.triton import compute
 
-    check_memory(**dict(zip((*Streams._fields, "selected", "normalizer"), arguments, strict=False)))
-    count = len(Streams._fields)
-    return compute(Streams(*arguments[:count]), *arguments[count:])
+    check_memory(**s._asdict())
+    return compute(s, numbers, modes)
 
 
-_COMPUTE = {"native": _compute, "triton": _compute_triton}
+_COMPUTE: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {"native": _compute, "triton": _compute_triton}
 
 
 def _scale_in_place(grad: Tensor, by: Tensor, backend: str) -> None:
@@ -185,7 +162,7 @@ class _Scale(torch.autograd.Function):
         raise RuntimeError(_TWICE)
 
 
-class _Attach(torch.autograd.Function):
+class _AttachGrad(torch.autograd.Function):
     """Attaches to ``loss`` the gradient that was computed with it."""
 
     @staticmethod
@@ -229,35 +206,31 @@ class _AttachOnDevice(torch.autograd.Function):
         none = [None] * (len(tensors) + 5)
         grad, ctx.grad = ctx.grad, None
         if grad is None:
-            arguments: list[Any] = [logprobs.detach(), *tensors, ctx.numbers, ctx.modes]
-            grad = _COMPUTE[ctx.backend](*arguments)[1]
+            grad = _COMPUTE[ctx.backend](Streams(logprobs.detach(), *tensors), ctx.numbers, ctx.modes)[1]
         if torch.is_grad_enabled():
             return _Scale.apply(grad, grad_loss, logprobs), *none
         _scale_in_place(grad, grad_loss, ctx.backend)
         return grad, *none
 
 
-def _fused_loss(
-    s: Streams, objective: Objective, selected: Tensor | None, normalizer: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor]:
+def _fused_loss(s: Streams, objective: Objective, backend: str) -> tuple[Tensor, Tensor]:
     # The dispatcher costs more than a small batch does, so plain tensors skip it.
     if type(s.logprobs) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         op = torch.ops.turnwise.policy_loss_triton if backend == "triton" else torch.ops.turnwise.policy_loss
-        loss, _, metrics = op(*s, selected, normalizer, *_kernel_options(objective))
+        loss, _, metrics = op(*s, *_kernel_options(objective))
         return loss, metrics
-    arguments = (*s, selected, normalizer, *kernel_options(objective))
-    loss, grad, metrics = _COMPUTE[backend](*arguments)
-    return attach_grad(loss, grad, arguments, backend), metrics
+    options = kernel_options(objective)
+    loss, grad, metrics = _COMPUTE[backend](s, *options)
+    return attach_grad(loss, grad, s, options, backend), metrics
 
 
-def attach_grad(loss: Tensor, grad: Tensor, arguments: tuple[Any, ...], backend: str = "native") -> Tensor:
-    """Attach the gradient to the loss. ``arguments`` are those of the computation, for a recompute."""
-    logprobs = arguments[0]
-    if not (logprobs.requires_grad and torch.is_grad_enabled()):
+def attach_grad(loss: Tensor, grad: Tensor, s: Streams, options: tuple[Any, Any], backend: str = "native") -> Tensor:
+    """Attach the gradient to the loss. ``s`` and ``options`` are those of the computation, for a recompute."""
+    if not (s.logprobs.requires_grad and torch.is_grad_enabled()):
         return loss
     if backend == "native" and native_core(grad)[0] == "cpu":
-        return _Attach.apply(logprobs, loss, grad)
-    return _AttachOnDevice.apply(logprobs, loss, grad, *arguments[1:], backend)
+        return _AttachGrad.apply(s.logprobs, loss, grad)
+    return _AttachOnDevice.apply(s.logprobs, loss, grad, *s[1:], *options, backend)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,19 +256,18 @@ def _reject(ctx: Any, *_: Tensor) -> None:
     raise RuntimeError(_TWICE)
 
 
-def _fake(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    columns = len(metric_names(rest[4] is not None, rest[5] is not None, rest[7] is not None))
-    loss = logprobs.new_empty((), dtype=torch.float32)
-    grad = logprobs.new_empty(logprobs.shape)
-    return loss, grad, logprobs.new_empty((1 + rest[-1][4], columns), dtype=torch.float32)
+def _flat(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the streams one by one, as an operator must."""
+    return lambda *arguments: compute(Streams(*arguments[:-2]), *arguments[-2:])
 
 
-_SCHEMA = torch.library.infer_schema(_compute, mutates_args=())
+_TENSORS = (f"Tensor{'?' if name in Streams._field_defaults else ''} {name}" for name in Streams._fields)
+_SCHEMA = f"({', '.join(_TENSORS)}, float[] numbers, SymInt[] modes) -> (Tensor, Tensor, Tensor)"
 for _name, _function in (("policy_loss", _compute), ("policy_loss_triton", _compute_triton)):
     _op = torch.library.custom_op(
-        f"turnwise::{_name}", _function, mutates_args=(), device_types=("cpu", "cuda"), schema=_SCHEMA
+        f"turnwise::{_name}", _flat(_function), mutates_args=(), device_types=("cpu", "cuda"), schema=_SCHEMA
     )
-    _op.register_fake(_fake)
+    _op.register_fake(_flat(lambda s, numbers, modes: allocate_outputs(s, modes[4])))
     _op.register_autograd(_backward, setup_context=_save)
 _scale_op = torch.library.custom_op("turnwise::policy_loss_backward", _scale, mutates_args=())
 _scale_op.register_fake(lambda grad, grad_loss, logprobs: torch.empty_like(grad))
@@ -374,30 +346,34 @@ def policy_loss(
 
     Example: ``policy_loss(logprobs, old, advantages, mask=mask, clip=Clip(0.2, 0.28), kl=KL("k3"), ref_logprobs=ref)``
     """
-    if is_dtensor(logprobs):
-        streams = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs, "entropy": entropy}
-        batch = {"mask": mask, "cu_seqlens": cu_seqlens, "selected": selected, "actor_ids": actor_ids}
-        options = {"clip": clip, "variant": variant, "kl": kl, "correction": correction, "aggregation": aggregation}
-        counts = {"normalizer": normalizer, "num_actors": num_actors, "max_length": max_length}
-        call = {**streams, **batch, **options, **counts, "check": check, "backend": backend}
-        return ROUTES["policy_loss"](logprobs, old_logprobs, advantages, **call)
-    s = Streams(
-        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
-    )
-    objective = make_objective(s, clip, variant, kl, correction, aggregation, num_actors, max_length)
-    check_tensors(s)
-    warn_if_ambiguous(advantages, logprobs.shape[0], cu_seqlens)
-    normalizer = make_normalizer(normalizer, objective, logprobs, num_actors)
+    streams = Streams(
+        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, entropy,
+        selected,
+    )  # fmt: skip
+    options = LossOptions(clip, variant, kl, correction, aggregation, normalizer, num_actors, max_length)
+    return compute_policy_loss(streams, options, check, backend)
+
+
+def compute_policy_loss(s: Streams, options: LossOptions, check: bool, backend: str | None) -> PolicyLoss:
+    """Check the arguments of :func:`policy_loss`, and compute it."""
+    if is_dtensor(s.logprobs):
+        return ROUTES["policy_loss"](s, options, check, backend)
+    s, objective = prepare(s, options)
+    warn_ambiguous(s)
+    return prepared_policy_loss(s, objective, check, backend)
+
+
+def prepared_policy_loss(
+    s: Streams, objective: Objective, check: bool = False, backend: str | None = None
+) -> PolicyLoss:
+    """Choose the backend for prepared streams, and compute the loss."""
     if check:
-        check_call(s, objective, normalizer, check)
+        check_call(s, objective, check)
     s, reason = cast_for_kernel(s, objective.variant)
-    reason = transform_reason(backend, *s, selected, normalizer) or reason
-    served = select_backend(backend, logprobs, native=reason, triton=reason)
+    reason = transform_reason(backend, *s) or reason
+    served = select_backend(backend, s.logprobs, native=reason, triton=reason)
     if served != "native" or objective.variant.selects:  # the native kernels make their own checks
-        check_call(s, objective, normalizer)
-    selected = make_selected(s, objective.variant, selected)
-    if served == "torch":
-        loss, table = reference(s, objective, selected, normalizer)
-    else:
-        loss, table = _fused_loss(s, objective, selected, normalizer, served)
+        check_call(s, objective)
+    s = with_selected(s, objective.variant)
+    loss, table = reference(s, objective) if served == "torch" else _fused_loss(s, objective, served)
     return PolicyLoss(loss, *named_metrics(s, table))

@@ -31,7 +31,7 @@ KL_BOUND = 10.0
 
 
 class Objective(NamedTuple):
-    """The options of a policy loss, checked and complete."""
+    """The options of a policy loss, checked and complete. :func:`prepare` makes it of :class:`LossOptions`."""
 
     variant: Variant
     kl: KL | None
@@ -39,6 +39,19 @@ class Objective(NamedTuple):
     aggregation: Aggregation
     num_actors: int
     max_length: float | None
+
+    @property
+    def by_row(self) -> bool:
+        """True if a token's loss depends on other tokens' log-probabilities, so that all of them are needed first."""
+        by_sequence = self.correction is not None and self.correction.level == "sequence"
+        return self.variant.by_row or self.variant.selects or by_sequence
+
+    def row_weights(self, s: Streams, lengths: Tensor) -> Tensor:
+        """The weight ``[B]`` float64 of each token in a row, from ``lengths [B]``, the rows' trained tokens."""
+        normalizer = s.normalizer
+        if normalizer is None:
+            normalizer = self.aggregation.normalizer(lengths, s.actor_ids, self.num_actors, self.max_length)
+        return self.aggregation.weights(lengths, normalizer.double(), s.actor_ids)
 
 
 def _metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:
@@ -87,13 +100,7 @@ def correction_weights(mismatch: Tensor, rows: RowLayout, correction: Importance
     return torch.where(rejected, 0.0, weight.clamp(max=correction.cap)), rejected
 
 
-def reference(
-    s: Streams,
-    objective: Objective,
-    selected: Tensor | None,
-    normalizer: Tensor | None,
-    rows: RowLayout | None = None,
-) -> tuple[Tensor, Tensor]:
+def reference(s: Streams, objective: Objective, rows: RowLayout | None = None) -> tuple[Tensor, Tensor]:
     """Compute the loss and its metrics ``[1 + num_actors, K]``. ``rows`` replaces the layout made from the streams.
 
     The first row covers all tokens, the others one actor each. Columns are in the order of :func:`metric_names`.
@@ -116,7 +123,7 @@ def reference(
         weight = mismatch.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         if objective.correction is not None:
             correction, rejected = correction_weights(mismatch, rows, objective.correction)
-    tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, selected, rows, correction)
+    tokens = Tokens(logprobs, old, log_ratio, ratio, advantages, mask, s.selected, rows, correction)
     token = token_loss(tokens, objective.variant)
     loss = token.loss if correction is None or objective.variant.weighs_itself else token.loss * correction
 
@@ -135,11 +142,7 @@ def reference(
         columns.append(stream(s.entropy.detach()))
 
     # Weigh the rows, and sum in float64.
-    lengths = rows.sum(mask.double())
-    aggregation = objective.aggregation
-    if normalizer is None:
-        normalizer = aggregation.normalizer(lengths, s.actor_ids, objective.num_actors, objective.max_length)
-    weights = aggregation.weights(lengths, normalizer.double(), s.actor_ids)
+    weights = objective.row_weights(s, rows.sum(mask.double()))
     total = (rows.sum(torch.where(mask, loss, 0.0).double()) * weights).sum().to(dtype)
     with torch.no_grad():
         sums = torch.stack([rows.sum(torch.where(mask, c.detach().double(), 0.0)) for c in columns], dim=1)

@@ -96,7 +96,7 @@ def _tiling(logprobs: Tensor, packed: bool, flat: bool) -> Tiling:
     return Tiling(width, k.ONE_ROW, block, pieces, logprobs.shape[0] * pieces, width % block == 0)
 
 
-class Options(NamedTuple):
+class KernelOptions(NamedTuple):
     """The options of a call as ``policy_loss.kernel_options`` numbers them."""
 
     low: float
@@ -131,11 +131,9 @@ class Options(NamedTuple):
         return k.COUNTED, 0.0
 
 
-def compute(
-    streams: Streams, selected: Tensor | None, normalizer: Tensor | None, numbers: Sequence[float], modes: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def compute(streams: Streams, numbers: Sequence[float], modes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Compute loss, gradient (contiguous) and the table of metrics from checked streams."""
-    logprobs, o = streams.logprobs, Options(*numbers, *modes)  # type: ignore[arg-type]
+    logprobs, o = streams.logprobs, KernelOptions(*numbers, *modes)  # type: ignore[arg-type]
     tokens, rows = logprobs.numel(), row_count(logprobs, streams.cu_seqlens)
     has = streams.ref_logprobs is not None, streams.rollout_logprobs is not None, streams.entropy is not None
     new = logprobs.new_empty if tokens * rows else logprobs.new_zeros
@@ -150,7 +148,7 @@ def compute(
     token_advantages, row_advantages = _split_advantages(streams.advantages, logprobs, rows, packed)
     selected, normalizer, cu_seqlens, actor_ids = (
         None if column is None else column.contiguous()
-        for column in (_bytes(selected), normalizer, streams.cu_seqlens, streams.actor_ids)
+        for column in (_bytes(streams.selected), streams.normalizer, streams.cu_seqlens, streams.actor_ids)
     )
     s = streams._replace(mask=_bytes(streams.mask), cu_seqlens=cu_seqlens, actor_ids=actor_ids)
     s = s._replace(advantages=token_advantages)  # type: ignore[arg-type]  # None: by row
@@ -215,7 +213,7 @@ def _launch_finish(
 
 
 def _launch_counts(
-    s: Streams, row_advantages: Tensor | None, o: Options, width: int, divisor: Any, flat: bool
+    s: Streams, row_advantages: Tensor | None, o: KernelOptions, width: int, divisor: Any, flat: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Launch the counts that the host doesn't know, and the terms of rows if a token needs them.
 

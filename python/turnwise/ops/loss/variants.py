@@ -257,7 +257,7 @@ def select_tokens(
     """
     if not (is_known(variant) and variant.selects):
         raise TypeError(f"variant={variant!r}: expected one that singles out tokens, ClipCov or KLCov")
-    s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens, None, None, None)
+    s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens)
     check_tensors(s)
     check_streams(s, None)
     if logprobs.is_cpu and not torch.compiler.is_compiling():

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import extension
 from turnwise.ops.common.dtensor import ROUTES, is_dtensor
+from turnwise.ops.common.layout import Streams, row_count
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.logprob import logprob
-from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
-from turnwise.ops.parallel.sequence_policy_loss import sequence_parallel_policy_loss
+from turnwise.ops.loss.arguments import LossOptions
+from turnwise.ops.loss.policy_loss import PolicyLoss, compute_policy_loss
+from turnwise.ops.parallel.sequence_policy_loss import compute_sequence_parallel
 from turnwise.ops.parallel.vocab_logprob import vocab_parallel_linear_logprob, vocab_parallel_logprob
 
 
@@ -112,14 +114,11 @@ def _linear_logprob(
     return tuple(values) if entropy else values[0]
 
 
-_TOKEN_STREAMS = ("old_logprobs", "mask", "ref_logprobs", "rollout_logprobs", "entropy", "selected")
-
-
-def _policy_loss(logprobs: Any, old_logprobs: Any, advantages: Any, **given: Any) -> PolicyLoss:
+def _policy_loss(s: Streams, options: LossOptions, check: bool, backend: str | None) -> PolicyLoss:
     """Tokens that one dimension of the mesh shards are a part of one packed stream, or columns of a batch."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    check, backend = given.pop("check"), given.pop("backend")
+    logprobs: Any = s.logprobs
     if backend not in (None, "torch"):
         raise ValueError(f"backend={backend!r}: expected None or 'torch', as logprobs is a DTensor")
     mesh = logprobs.device_mesh
@@ -127,25 +126,24 @@ def _policy_loss(logprobs: Any, old_logprobs: Any, advantages: Any, **given: Any
     sharded = [i for i, placement in enumerate(places) if placement.is_shard()]
     if len(sharded) > 1:
         raise ValueError(f"logprobs has placements {tuple(places)}: expected a shard on one mesh dimension at most")
-    for name in ("cu_seqlens", "actor_ids", "normalizer"):
-        given[name] = _whole(name, given[name], mesh)
-    rows = logprobs.shape[0] if given["cu_seqlens"] is None else given["cu_seqlens"].shape[0] - 1
-    streams = {"logprobs": logprobs, "old_logprobs": old_logprobs, **{k: given[k] for k in _TOKEN_STREAMS[1:]}}
-    if tuple(advantages.shape) in ((rows,), (rows, 1)):
-        advantages = _whole("advantages", advantages, mesh).reshape(rows)
-    else:
-        streams["advantages"] = advantages
-    local: dict[str, Any] = {name: None if x is None else _local(name, x, mesh, places) for name, x in streams.items()}
+    s = s._replace(**{name: _whole(name, getattr(s, name), mesh) for name in ("cu_seqlens", "actor_ids")})
+    options = options._replace(normalizer=_whole("normalizer", options.normalizer, mesh))
+    rows = row_count(logprobs, s.cu_seqlens)
+    whole = {"cu_seqlens", "actor_ids"}
+    if tuple(s.advantages.shape) in ((rows,), (rows, 1)):
+        s = s._replace(advantages=_whole("advantages", s.advantages, mesh).reshape(rows))
+        whole.add("advantages")
+    streams = {name: x for name, x in s._asdict().items() if x is not None and name not in whole}
+    local = {name: _local(name, x, mesh, places) for name, x in streams.items()}
     # Whole rows of a batch are a part of the stream of all rows.
     if logprobs.dim() == 2 and sharded and places[sharded[0]].is_shard(0):
-        given["cu_seqlens"] = torch.arange(rows + 1, device=local["logprobs"].device) * logprobs.shape[1]
-        local = {name: None if x is None else x.reshape(-1) for name, x in local.items()}
-    order = local.pop("logprobs"), local.pop("old_logprobs"), local.pop("advantages", advantages)
-    group = mesh.get_group(sharded[0]) if sharded else None
+        s = s._replace(cu_seqlens=torch.arange(rows + 1, device=local["logprobs"].device) * logprobs.shape[1])
+        local = {name: x.reshape(-1) for name, x in local.items()}
+    s = s._replace(**local)
     if sharded:
-        result = sequence_parallel_policy_loss(*order, group=group, **{**given, **local})
+        result = compute_sequence_parallel(s, options, mesh.get_group(sharded[0]))
     else:
-        result = policy_loss(*order, **{**given, **local}, check=check, backend=backend)
+        result = compute_policy_loss(s, options, check, backend)
     loss = DTensor.from_local(result.loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return result._replace(loss=loss)
 

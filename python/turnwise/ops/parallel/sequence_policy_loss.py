@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import Streams, check_cu_seqlens_values, check_layout, check_tensors, row_count
-from turnwise.ops.loss.arguments import check_call, make_normalizer, make_objective, make_selected, named_metrics
+from turnwise.ops.common.layout import Streams, check_cu_seqlens_values, check_layout, row_count
+from turnwise.ops.loss.arguments import LossOptions, check_call, named_metrics, prepare, with_selected
 from turnwise.ops.loss.options import KL, Clip, Custom, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import PolicyLoss
 from turnwise.ops.loss.reference import reference
@@ -56,55 +56,61 @@ def sequence_parallel_policy_loss(
 
     Example: ``sequence_parallel_policy_loss(logprobs, old, advantages, cu_seqlens=cu, variant=GSPO()).loss.backward()``
     """
+    streams = Streams(
+        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, entropy,
+        selected,
+    )  # fmt: skip
+    options = LossOptions(clip, variant, kl, correction, aggregation, normalizer, num_actors, max_length)
+    return compute_sequence_parallel(streams, options, group)
+
+
+def compute_sequence_parallel(s: Streams, options: LossOptions, group: Any) -> PolicyLoss:
+    """Compare the ranks' arguments, place this rank's tokens among all, and compute the loss of all."""
     member = member_of(group)
-    given = Streams(
-        logprobs, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, actor_ids, entropy
-    )
-    rule = {"aggregation": aggregation, "num_actors": num_actors, "max_length": max_length}
-    options: dict[str, Any] = {"clip": clip, "variant": variant, "kl": kl, "correction": correction}
-
-    def validate() -> tuple[dict[str, Any], tuple[int, bool, str]]:
-        check_tensors(given)
-        objective = make_objective(given, **options, **rule)  # type: ignore[arg-type]
-        if isinstance(objective.variant, Custom):
-            raise ValueError(f"variant={variant!r}: expected one of turnwise's own, as tokens are split over ranks")
-        if objective.variant.selects and selected is None:
-            raise ValueError(f"selected=None: expected this rank's part of select_tokens, as variant={variant!r}")
-        check_layout("logprobs", logprobs, cu_seqlens)
-        if cu_seqlens is not None:
-            check_cu_seqlens_values(cu_seqlens, None)
-        # Boundaries that fit the local tokens, so that all other checks see a batch of this rank alone.
-        own = given if cu_seqlens is None else given._replace(cu_seqlens=cu_seqlens.clamp(max=logprobs.shape[0]))
-        if cu_seqlens is None or int(cu_seqlens[-1]) >= logprobs.shape[0]:
-            check_call(own, objective, make_normalizer(normalizer, objective, logprobs, num_actors), check=True)
-        make_selected(own, objective.variant, selected)
-        rows = row_count(logprobs, cu_seqlens)
-        by_row = tuple(advantages.shape) in ((rows,), (rows, 1))
-        facts: dict[str, Any] = {
-            "function": "sequence_parallel_policy_loss",
-            "rows": rows,
-            "streams": [name for name, value in given._asdict().items() if value is not None],
-            "requires_grad of logprobs": logprobs.requires_grad and torch.is_grad_enabled(),
-            "dtype of logprobs": logprobs.dtype,
-            "cu_seqlens": checksum(cu_seqlens),
-            "actor_ids": checksum(actor_ids),
-            "normalizer": checksum(normalizer) if isinstance(normalizer, Tensor) else repr(normalizer),
-            **{name: repr(value) for name, value in (rule | options).items()},
-        }
-        return facts, (logprobs.numel() if cu_seqlens is not None else logprobs.shape[1], by_row, checksum(advantages))
-
-    found = exchange(member, validate)
-    s = given
-    if cu_seqlens is not None:
-        total, start = sum(size for size, *_ in found), start_of(member, (size for size, *_ in found))
-        if int(cu_seqlens[-1]) != total:
-            raise ValueError(f"cu_seqlens[-1]={int(cu_seqlens[-1])}: expected {total}, the tokens of all ranks")
-        s = s._replace(cu_seqlens=(cu_seqlens - start).clamp(0, logprobs.shape[0]))
-    rows = GroupRows(logprobs, s.cu_seqlens, member, per_token=not all(by_row for _, by_row, _ in found))
-    for rank, (_, _, values) in enumerate(found):
-        if not rows.per_token and values != found[0][2]:
-            raise ValueError(f"advantages: {values} on rank {rank} of the group, expected {found[0][2]}, as on rank 0")
-    objective = make_objective(s, **options, **rule)  # type: ignore[arg-type]
-    normalizer = make_normalizer(normalizer, objective, logprobs, num_actors)
-    loss, table = reference(s, objective, selected, normalizer, rows)
+    ranks = exchange(member, lambda: _describe(s, options))
+    if s.cu_seqlens is not None:
+        total, start = sum(size for size, *_ in ranks), start_of(member, (size for size, *_ in ranks))
+        if int(s.cu_seqlens[-1]) != total:
+            raise ValueError(f"cu_seqlens[-1]={int(s.cu_seqlens[-1])}: expected {total}, the tokens of all ranks")
+        s = s._replace(cu_seqlens=(s.cu_seqlens - start).clamp(0, s.logprobs.shape[0]))
+    rows = GroupRows(s.logprobs, s.cu_seqlens, member, per_token=not all(by_row for _, by_row, _ in ranks))
+    for rank, (_, _, values) in enumerate(ranks):
+        if not rows.per_token and values != ranks[0][2]:
+            raise ValueError(f"advantages: {values} on rank {rank} of the group, expected {ranks[0][2]}, as on rank 0")
+    s, objective = prepare(s, options)
+    loss, table = reference(s, objective, rows)
     return PolicyLoss(share(loss, member), *named_metrics(s, table))
+
+
+def _describe(s: Streams, options: LossOptions) -> tuple[dict[str, Any], tuple[int, bool, str]]:
+    """Check this rank's arguments. Returns what must be equal on all ranks, and the rank's own: its tokens, whether its
+    advantages may be one per sequence, and their checksum."""
+    given = [name for name, value in s._asdict().items() if value is not None and name != "selected"]
+    s, objective = prepare(s, options)
+    if isinstance(objective.variant, Custom):
+        raise ValueError(f"variant={options.variant!r}: expected one of turnwise's own, as tokens are split over ranks")
+    if objective.variant.selects and s.selected is None:
+        raise ValueError(f"selected=None: expected this rank's part of select_tokens, as variant={options.variant!r}")
+    check_layout("logprobs", s.logprobs, s.cu_seqlens)
+    tokens, rows = s.logprobs.shape[-1], row_count(s.logprobs, s.cu_seqlens)
+    cu_seqlens, normalizer = s.cu_seqlens, options.normalizer
+    if cu_seqlens is not None:
+        check_cu_seqlens_values(cu_seqlens, None)
+        # Boundaries that fit the local tokens, so that all other checks see a batch of this rank alone.
+        s = s._replace(cu_seqlens=cu_seqlens.clamp(max=tokens))
+    if cu_seqlens is None or int(cu_seqlens[-1]) >= tokens:
+        check_call(s, objective, check=True)
+    with_selected(s, objective.variant)
+    facts: dict[str, Any] = {
+        "function": "sequence_parallel_policy_loss",
+        "rows": rows,
+        "streams": given,
+        "requires_grad of logprobs": s.logprobs.requires_grad and torch.is_grad_enabled(),
+        "dtype of logprobs": s.logprobs.dtype,
+        "cu_seqlens": checksum(cu_seqlens),
+        "actor_ids": checksum(s.actor_ids),
+        **{name: repr(value) for name, value in options._asdict().items()},
+        "normalizer": checksum(normalizer) if isinstance(normalizer, Tensor) else repr(normalizer),
+    }
+    by_row = tuple(s.advantages.shape) in ((rows,), (rows, 1))
+    return facts, (tokens, by_row, checksum(s.advantages))

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnwise.ops.common.layout import Streams
 from turnwise.ops.logprob.linear_native import Head
-from turnwise.ops.loss.linear_policy_loss import checked_normalizer, needs_rows, one_pass_loss
+from turnwise.ops.loss.arguments import LossOptions
+from turnwise.ops.loss.linear_policy_loss import check_entropy, one_pass_loss, prepare_packed
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
-from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
+from turnwise.ops.loss.policy_loss import PolicyLoss, prepared_policy_loss
 from turnwise.ops.parallel.group import checksum
 from turnwise.ops.parallel.vocab_logprob import LinearLogprob, shard_head
 
@@ -63,36 +65,35 @@ def vocab_parallel_linear_policy_loss(
 
     Example: ``vocab_parallel_linear_policy_loss(states, weight_shard, targets, old, advantages, cu_seqlens=cu)``
     """
-    objective: dict[str, Any] = {"clip": clip, "variant": variant, "kl": kl, "correction": correction}
-    batch: dict[str, Any] = {
-        "mask": mask, "cu_seqlens": cu_seqlens, "ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs,
-        "aggregation": aggregation, "normalizer": normalizer, "actor_ids": actor_ids, "num_actors": num_actors,
-        "max_length": max_length,
-    }  # fmt: skip
+    streams = Streams(
+        targets, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, None,
+        selected,
+    )  # fmt: skip
+    options = LossOptions(clip, variant, kl, correction, aggregation, normalizer, num_actors, max_length)
 
-    def also(compare: bool) -> dict[str, Any]:
-        if not isinstance(entropy, bool):
-            raise TypeError(f"entropy: expected True or False, as it is made here, got {type(entropy).__name__}")
-        batch["normalizer"] = checked_normalizer(targets, old_logprobs, advantages, batch, objective, selected, check)
+    def check_loss(compare: bool) -> dict[str, Any]:
+        check_entropy(entropy)
+        prepare_packed(streams, options, targets, check)
         if not (check or targets.is_cpu):
             return {}
-        streams = {"old_logprobs": old_logprobs, "advantages": advantages, "selected": selected, **batch}
-        tensors = {name: checksum(x) if isinstance(x, Tensor) else repr(x) for name, x in streams.items()}
-        return tensors | {name: repr(option) for name, option in objective.items()}
+        given = streams._asdict() | options._asdict()
+        del given["logprobs"]
+        return {name: checksum(value) if isinstance(value, Tensor) else repr(value) for name, value in given.items()}
 
-    options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
-    options |= {"group": group, "vocab_start": None, "check": check, "backend": backend, "also": also}
-    sharded = shard_head(hidden, weight_shard, targets, bias_shard, positions, entropy, **options)
+    head: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
+    head |= {"group": group, "vocab_start": None, "check": check, "backend": backend, "also": check_loss}
+    sharded = shard_head(hidden, weight_shard, targets, bias_shard, positions, entropy, **head)
     states, weight, bias, shifted, _, shard = sharded
+    s, objective = prepare_packed(streams, options, targets, check)
     if ignore_index is not None:
         kept = targets != ignore_index
-        batch["mask"] = kept if mask is None else (mask != 0) & kept
+        s = s._replace(mask=kept if mask is None else (mask != 0) & kept)
     leaves = states, weight, bias
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    if wanted and not needs_rows(variant, correction) and shard.backend == "native":
-        head = functools.partial(Head, states, weight, shifted, bias, positions, shard.softmax, shard=shard)
+    if wanted and not objective.by_row and shard.backend == "native":
+        whole = functools.partial(Head, states, weight, shifted, bias, positions, shard.softmax, shard=shard)
         with torch.autocast(states.device.type, enabled=False):
-            return one_pass_loss(head, leaves, old_logprobs, advantages, objective, batch, entropy)
+            return one_pass_loss(whole, leaves, s, objective, entropy)
     logprob, entropies = LinearLogprob.apply(*sharded)
-    batch |= {"selected": selected, "entropy": entropies.detach() if entropy else None}
-    return policy_loss(logprob, old_logprobs, advantages, **objective, **batch)
+    s = s._replace(logprobs=logprob, entropy=entropies.detach() if entropy else None)
+    return prepared_policy_loss(s, objective)
