@@ -114,20 +114,10 @@ def lower_to(ptr, group, enters, values, groups, JOIN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "groups"])
 def extremes_kernel(
-    values_ptr,
-    ids_ptr,
-    valid_ptr,
-    lengths_ptr,
-    low_ptr,
-    high_ptr,
-    sums_ptr,
-    rows,
-    groups,
-    HAS_VALID: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    JOIN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values_ptr, ids_ptr, valid_ptr, lengths_ptr, low_ptr, high_ptr, sums_ptr,
+    rows, groups,
+    HAS_VALID: tl.constexpr, WEIGHTED: tl.constexpr, JOIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
     key = key_of(value)
     lower_to(low_ptr, group, enters, key, groups, JOIN)
@@ -142,20 +132,10 @@ def extremes_kernel(
 
 @triton.jit(do_not_specialize=["rows", "groups"])
 def offsets_kernel(
-    values_ptr,
-    ids_ptr,
-    valid_ptr,
-    lengths_ptr,
-    low_ptr,
-    high_ptr,
-    sums_ptr,
-    rows,
-    groups,
-    HAS_VALID: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    JOIN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values_ptr, ids_ptr, valid_ptr, lengths_ptr, low_ptr, high_ptr, sums_ptr,
+    rows, groups,
+    HAS_VALID: tl.constexpr, WEIGHTED: tl.constexpr, JOIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
     low = value_of_key(tl.load(low_ptr + group, mask=enters, other=0))
     high = value_of_key(tl.load(high_ptr + group, mask=enters, other=0))
@@ -177,27 +157,11 @@ def offsets_kernel(
 
 @triton.jit(do_not_specialize=["rows", "groups"])
 def advantage_kernel(
-    values_ptr,
-    ids_ptr,
-    valid_ptr,
-    low_ptr,
-    high_ptr,
-    sums_ptr,
-    sizes_ptr,
-    advantages_ptr,
-    rows,
-    groups,
-    HAS_VALID: tl.constexpr,
-    CENTER: tl.constexpr,
-    SCALE: tl.constexpr,
-    SINGLETON: tl.constexpr,
-    DDOF: tl.constexpr,
-    EPS: tl.constexpr,
-    MIN_STD: tl.constexpr,
-    TIE: tl.constexpr,
-    POOLED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values_ptr, ids_ptr, valid_ptr, low_ptr, high_ptr, sums_ptr, sizes_ptr, advantages_ptr,
+    rows, groups,
+    HAS_VALID: tl.constexpr, CENTER: tl.constexpr, SCALE: tl.constexpr, SINGLETON: tl.constexpr, DDOF: tl.constexpr,
+    EPS: tl.constexpr, MIN_STD: tl.constexpr, TIE: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, value, group, enters = members(values_ptr, ids_ptr, valid_ptr, rows, groups, HAS_VALID, BLOCK)
     column = groups.to(tl.int64)
     low = value_of_key(tl.load(low_ptr + group, mask=enters, other=0))
@@ -353,26 +317,11 @@ def run(
         table = _fill(values, ids, valid, weights, groups)
     with torch.cuda.device_of(values):
         advantage_kernel[(triton.cdiv(rows, BLOCK),)](
-            values,
-            ids,
-            ids if valid is None else valid,
-            *table,
-            table.low if sizes is None else sizes,
-            advantages,
-            rows,
-            groups,
-            HAS_VALID=valid is not None,
-            CENTER=center,
-            SCALE=scale,
-            SINGLETON=singleton,
-            DDOF=numbers[0],
-            EPS=numbers[1],
-            MIN_STD=numbers[2],
-            TIE=tie,
-            POOLED=sizes is not None,
-            BLOCK=BLOCK,
-            **FUSED,
-        )
+            values, ids, ids if valid is None else valid, *table, table.low if sizes is None else sizes, advantages,
+            rows, groups,
+            HAS_VALID=valid is not None, CENTER=center, SCALE=scale, SINGLETON=singleton, DDOF=numbers[0],
+            EPS=numbers[1], MIN_STD=numbers[2], TIE=tie, POOLED=sizes is not None, BLOCK=BLOCK, **FUSED,
+        )  # fmt: skip
 
 
 def _cases() -> list[CompileCase]:

@@ -48,24 +48,10 @@ def _shape(hidden: Tensor) -> Shape:
 
 @triton.jit
 def product(
-    hidden_ptr,
-    weight_ptr,
-    bias_ptr,
-    source,
-    inside,
-    columns,
-    vocabulary,
-    width,
-    hidden_stride,
-    weight_stride,
-    HAS_BIAS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    hidden_ptr, weight_ptr, bias_ptr, source, inside, columns, vocabulary, width, hidden_stride, weight_stride,
+    HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """``hidden[source] @ weight[columns].T + bias[columns]``, float32. ``ALIGNED``: ``DEPTH`` divides the width."""
     rows = tl.where(inside, source, 0)  # a token beyond the end reads the first row; its result is dropped
     names = tl.minimum(columns, vocabulary - 1).to(tl.int64)
@@ -89,34 +75,13 @@ def product(
 
 @triton.jit(do_not_specialize=["tokens", "vocabulary", "tiles", "scale", "cap", "ignore"])
 def forward_kernel(
-    hidden_ptr,
-    weight_ptr,
-    bias_ptr,
-    targets_ptr,
-    positions_ptr,
-    state_ptr,
-    hidden_stride,
-    weight_stride,
-    target_stride,
-    tokens,
-    vocabulary,
-    width,
-    tiles,
-    scale,
-    cap,
-    ignore,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_IGNORE: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    hidden_ptr, weight_ptr, bias_ptr, targets_ptr, positions_ptr, state_ptr,
+    hidden_stride, weight_stride, target_stride,
+    tokens, vocabulary, width, tiles, scale, cap, ignore,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_IGNORE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     split = tl.program_id(1)
@@ -154,37 +119,13 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "vocabulary", "first", "scale", "cap", "ignore"])
 def backward_kernel(
-    hidden_ptr,
-    weight_ptr,
-    bias_ptr,
-    targets_ptr,
-    lse_ptr,
-    grad_logprob_ptr,
-    entropy_ptr,
-    grad_entropy_ptr,
-    out_ptr,
-    hidden_stride,
-    weight_stride,
-    target_stride,
-    out_stride,
-    tokens,
-    vocabulary,
-    width,
-    first,
-    scale,
-    cap,
-    ignore,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_IGNORE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    hidden_ptr, weight_ptr, bias_ptr, targets_ptr, lse_ptr, grad_logprob_ptr, entropy_ptr, grad_entropy_ptr, out_ptr,
+    hidden_stride, weight_stride, target_stride, out_stride,
+    tokens, vocabulary, width, first, scale, cap, ignore,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_IGNORE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of the logits of all given tokens and ``vocabulary`` columns, of which ``first`` come before."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
@@ -265,23 +206,11 @@ def scan(
     if tokens:
         with torch.cuda.device_of(hidden):
             forward_kernel[(blocks, splits)](
-                hidden,
-                weight,
-                hidden if bias is None else bias,
-                targets,
-                targets if positions is None else positions.contiguous(),
-                state,
-                hidden.stride(0),
-                weight.stride(0),
-                targets.stride(0),
-                tokens,
-                vocabulary,
-                hidden.shape[1],
-                *(each, *softmax.columns),
-                HAS_POSITIONS=positions is not None,
-                ENTROPY=entropy,
-                **_flags(hidden, bias, softmax),
-            )
+                hidden, weight, hidden if bias is None else bias, targets,
+                targets if positions is None else positions.contiguous(), state, hidden.stride(0), weight.stride(0),
+                targets.stride(0), tokens, vocabulary, hidden.shape[1], *(each, *softmax.columns),
+                HAS_POSITIONS=positions is not None, ENTROPY=entropy, **_flags(hidden, bias, softmax),
+            )  # fmt: skip
     return state
 
 
@@ -302,26 +231,12 @@ def logit_gradients(
     lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
     with torch.cuda.device_of(hidden):
         backward_kernel[(triton.cdiv(tokens, shape.rows), triton.cdiv(vocabulary, shape.columns))](
-            hidden,
-            weight,
-            hidden if bias is None else bias,
-            targets,
-            lse,
-            grad_logprob,
-            lse if entropy is None else entropy,
-            lse if grad_entropy is None else grad_entropy,
-            out,
-            hidden.stride(0),
-            weight.stride(0),
-            targets.stride(0),
-            out.stride(0),
-            tokens,
-            vocabulary,
-            hidden.shape[1],
+            hidden, weight, hidden if bias is None else bias, targets, lse, grad_logprob,
+            lse if entropy is None else entropy, lse if grad_entropy is None else grad_entropy, out, hidden.stride(0),
+            weight.stride(0), targets.stride(0), out.stride(0), tokens, vocabulary, hidden.shape[1],
             *(first, *softmax.columns),
-            HAS_ENTROPY=entropy is not None,
-            **_flags(hidden, bias, softmax),
-        )
+            HAS_ENTROPY=entropy is not None, **_flags(hidden, bias, softmax),
+        )  # fmt: skip
     return out
 
 

@@ -81,24 +81,11 @@ def load_logits(
 
 @triton.jit(do_not_specialize=["width", "first", "scale", "cap", "ignore", "rows"])
 def scan_kernel(
-    logits_ptr,
-    bias_ptr,
-    targets_ptr,
-    state_ptr,
-    row_stride,
-    target_stride,
-    width,
-    first,
-    scale,
-    cap,
-    ignore,
-    rows,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_IGNORE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, bias_ptr, targets_ptr, state_ptr,
+    row_stride, target_stride,
+    width, first, scale, cap, ignore, rows,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_IGNORE: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row * target_stride).to(tl.int64)
     one = tl.arange(0, 1)
@@ -185,28 +172,12 @@ def logit_gradient(
 
 @triton.jit(do_not_specialize=["width", "first", "scale", "cap", "ignore"])
 def grad_kernel(
-    logits_ptr,
-    bias_ptr,
-    targets_ptr,
-    lse_ptr,
-    grad_logprob_ptr,
-    entropy_ptr,
-    grad_entropy_ptr,
-    out_ptr,
-    row_stride,
-    target_stride,
-    out_stride,
-    width,
-    first,
-    scale,
-    cap,
-    ignore,
-    HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_IGNORE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    logits_ptr, bias_ptr, targets_ptr, lse_ptr, grad_logprob_ptr, entropy_ptr, grad_entropy_ptr, out_ptr,
+    row_stride, target_stride, out_stride,
+    width, first, scale, cap, ignore,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_IGNORE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     one = row + tl.arange(0, 1)
     begin = tl.program_id(1) * BLOCK
@@ -256,22 +227,12 @@ def scan(tile: Tile, entropy: bool) -> Tensor:
     if rows:
         with torch.cuda.device_of(tile.logits):
             scan_kernel[(rows,)](
-                tile.logits,
-                tile.logits if tile.bias is None else tile.bias,
-                tile.targets,
-                state,
-                tile.logits.stride(0),
-                tile.targets.stride(0),
-                width,
-                tile.first,
+                tile.logits, tile.logits if tile.bias is None else tile.bias, tile.targets, state,
+                tile.logits.stride(0), tile.targets.stride(0), width, tile.first,
                 *(tile.scale, tile.cap, tile.ignore, rows),
-                HAS_BIAS=tile.bias is not None,
-                **flags(tile.cap, tile.ignore),
-                ENTROPY=entropy,
-                BLOCK=ROW_BLOCK,
-                num_warps=8,
-                **FUSED,
-            )
+                HAS_BIAS=tile.bias is not None, **flags(tile.cap, tile.ignore), ENTROPY=entropy, BLOCK=ROW_BLOCK,
+                num_warps=8, **FUSED,
+            )  # fmt: skip
     return state
 
 
@@ -296,27 +257,13 @@ def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
     lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
     with torch.cuda.device_of(tile.logits):
         grad_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](
-            tile.logits,
-            tile.logits if tile.bias is None else tile.bias,
-            tile.targets,
-            lse,
-            grad_logprob,
-            lse if entropy is None else entropy,
-            lse if grad_entropy is None else grad_entropy,
-            out,
-            tile.logits.stride(0),
-            tile.targets.stride(0),
-            out.stride(0),
-            width,
-            tile.first,
+            tile.logits, tile.logits if tile.bias is None else tile.bias, tile.targets, lse, grad_logprob,
+            lse if entropy is None else entropy, lse if grad_entropy is None else grad_entropy, out,
+            tile.logits.stride(0), tile.targets.stride(0), out.stride(0), width, tile.first,
             *(tile.scale, tile.cap, tile.ignore),
-            HAS_BIAS=tile.bias is not None,
-            **flags(tile.cap, tile.ignore),
-            HAS_ENTROPY=entropy is not None,
-            BLOCK=ROW_BLOCK,
-            num_warps=8,
-            **FUSED,
-        )
+            HAS_BIAS=tile.bias is not None, **flags(tile.cap, tile.ignore), HAS_ENTROPY=entropy is not None,
+            BLOCK=ROW_BLOCK, num_warps=8, **FUSED,
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

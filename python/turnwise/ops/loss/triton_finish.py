@@ -36,20 +36,10 @@ def _column(partials, column, slots, at, mine, present: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["used", "begin"])
 def finish_kernel(
-    partials,
-    slot_actors,
-    order,
-    starts,
-    loss,
-    metrics,
-    slots,
-    used,
-    begin,
-    HAS_REF: tl.constexpr,
-    HAS_ROLLOUT: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partials, slot_actors, order, starts, loss, metrics,
+    slots, used, begin,
+    HAS_REF: tl.constexpr, HAS_ROLLOUT: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program ``p`` adds up what belongs to actor ``begin + p``, where -1 is everything, and writes a row of metrics.
 
     With ``order``, the slots sorted by actor, it reads only the actor's: from ``starts[a]`` to ``starts[a + 1]``.

@@ -150,44 +150,13 @@ def count_kernel(mask, counts, tokens, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "num_actors"])
 def rows_kernel(
-    logprobs,
-    old_logprobs,
-    advantages,
-    row_advantages,
-    mask,
-    ref,
-    rollout,
-    cu_seqlens,
-    actor_ids,
-    counts,
-    terms,
-    logprobs_row,
-    logprobs_col,
-    old_row,
-    old_col,
-    advantages_row,
-    advantages_col,
-    mask_row,
-    mask_col,
-    ref_row,
-    ref_col,
-    rollout_row,
-    rollout_col,
-    low,
-    high,
-    cap,
-    below,
-    above,
-    rows,
-    width,
-    num_actors,
-    VARIANT: tl.constexpr,
-    KL: tl.constexpr,
-    KL_WEIGHTED: tl.constexpr,
-    LEVEL: tl.constexpr,
-    COUNT: tl.constexpr,
+    logprobs, old_logprobs, advantages, row_advantages, mask, ref, rollout, cu_seqlens, actor_ids, counts, terms,
+    logprobs_row, logprobs_col, old_row, old_col, advantages_row, advantages_col, mask_row, mask_col, ref_row, ref_col,
+    rollout_row, rollout_col,
+    low, high, cap, below, above, rows, width, num_actors,
+    VARIANT: tl.constexpr, KL: tl.constexpr, KL_WEIGHTED: tl.constexpr, LEVEL: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One row: its terms, and its trained tokens added to ``counts``.
 
     These are the tokens of the batch, the rows with tokens, the actors with tokens, and the tokens of each actor."""
@@ -263,18 +232,9 @@ def _inverse(value):
 
 @triton.jit
 def _weights(
-    normalizer,
-    active,
-    counts,
-    terms,
-    row,
-    actor,
-    known,
-    num_actors,
-    AGGREGATION: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    normalizer, active, counts, terms, row, actor, known, num_actors,
+    AGGREGATION: tl.constexpr, DIVISOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The weight of each token in the loss."""
     if AGGREGATION == AGENT_MEAN:
         of_actor = counts + 3 if DIVISOR == COUNTED else normalizer
@@ -312,26 +272,9 @@ def _leave_counts(partials, first, second, slots, slot, counts):
 
 @triton.jit
 def _leave_all(
-    partials,
-    slots,
-    slot,
-    keep,
-    low,
-    upper,
-    d,
-    log_ratio,
-    ratio,
-    loss,
-    kl,
-    mismatch,
-    importance,
-    rejected,
-    entropy,
-    HAS_REF: tl.constexpr,
-    HAS_ROLLOUT: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    ALL: tl.constexpr,
-):
+    partials, slots, slot, keep, low, upper, d, log_ratio, ratio, loss, kl, mismatch, importance, rejected, entropy,
+    HAS_REF: tl.constexpr, HAS_ROLLOUT: tl.constexpr, HAS_ENTROPY: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """A slot of sums: over a whole tile, or over one actor's tokens in it."""
     if not ALL:
         low = keep & low
@@ -355,62 +298,14 @@ def _leave_all(
 
 @triton.jit(do_not_specialize=["tokens", "rows", "pieces", "num_actors"])
 def loss_kernel(
-    logprobs,
-    old_logprobs,
-    advantages,
-    row_advantages,
-    mask,
-    cu_seqlens,
-    ref,
-    rollout,
-    normalizer,
-    active,
-    actor_ids,
-    entropy,
-    selected,
-    counts,
-    terms,
-    grad,
-    partials,
-    slot_actors,
-    logprobs_row,
-    logprobs_col,
-    old_row,
-    old_col,
-    advantages_row,
-    advantages_col,
-    mask_row,
-    mask_col,
-    ref_row,
-    ref_col,
-    rollout_row,
-    rollout_col,
-    entropy_row,
-    entropy_col,
-    low,
-    high,
-    dual,
-    kl_coef,
-    cap,
-    below,
-    above,
-    known,
-    tokens,
-    rows,
-    width,
-    pieces,
-    slots,
-    num_actors,
-    VARIANT: tl.constexpr,
-    KL: tl.constexpr,
-    KL_WEIGHTED: tl.constexpr,
-    LEVEL: tl.constexpr,
-    AGGREGATION: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    MODE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logprobs, old_logprobs, advantages, row_advantages, mask, cu_seqlens, ref, rollout, normalizer, active, actor_ids,
+    entropy, selected, counts, terms, grad, partials, slot_actors,
+    logprobs_row, logprobs_col, old_row, old_col, advantages_row, advantages_col, mask_row, mask_col, ref_row, ref_col,
+    rollout_row, rollout_col, entropy_row, entropy_col,
+    low, high, dual, kl_coef, cap, below, above, known, tokens, rows, width, pieces, slots, num_actors,
+    VARIANT: tl.constexpr, KL: tl.constexpr, KL_WEIGHTED: tl.constexpr, LEVEL: tl.constexpr, AGGREGATION: tl.constexpr,
+    DIVISOR: tl.constexpr, MODE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A tile of tokens: its gradient, and its sums in a slot of ``partials`` (a slot for each actor in it)."""
     # Place of the tile: `place` and `start` index the streams, `flat` the contiguous gradient.
     program = tl.program_id(0)

@@ -147,21 +147,9 @@ def importance_weighted(kl, slope, ratio, carried):
 
 @triton.jit
 def token_loss(
-    logprob,
-    log_ratio,
-    ratio,
-    cut,
-    advantage,
-    scaled,
-    weight,
-    selected,
-    row_ratio,
-    row_cut,
-    low,
-    high,
-    dual,
+    logprob, log_ratio, ratio, cut, advantage, scaled, weight, selected, row_ratio, row_cut, low, high, dual,
     VARIANT: tl.constexpr,
-):
+):  # fmt: skip
     """The variant's own loss, times the token's weight.
 
     ``scaled`` is the advantage (GMPO: the row's) times the weight, and 0 where masked, as is the log-ratio.

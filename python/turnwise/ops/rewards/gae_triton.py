@@ -26,19 +26,10 @@ def compose(
 
 @triton.jit(do_not_specialize=["width", "by_returns", "by_value"])
 def gae_kernel(
-    rewards_ptr,
-    mask_ptr,
-    starts_ptr,
-    values_ptr,
-    advantages_ptr,
-    returns_ptr,
-    width,
-    by_returns,
-    by_value,
-    PACKED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rewards_ptr, mask_ptr, starts_ptr, values_ptr, advantages_ptr, returns_ptr,
+    width, by_returns, by_value,
+    PACKED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     start, end = row_bounds(starts_ptr, width, row, PACKED)
     first = start // BLOCK * BLOCK

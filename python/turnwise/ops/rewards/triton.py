@@ -57,17 +57,10 @@ def load_trained(mask_ptr, base, start, end, HAS_MASK: tl.constexpr, BLOCK: tl.c
 
 @triton.jit(do_not_specialize=["width"])
 def sum_kernel(
-    rewards_ptr,
-    mask_ptr,
-    starts_ptr,
-    lengths_ptr,
-    sums_ptr,
+    rewards_ptr, mask_ptr, starts_ptr, lengths_ptr, sums_ptr,
     width,
-    PACKED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    PACKED: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     start, end = row_bounds(starts_ptr, width, row, PACKED)
     if HAS_LENGTHS:
@@ -90,16 +83,10 @@ def compose(behind_factor, behind, factor, constant):
 
 @triton.jit(do_not_specialize=["width", "gamma"])
 def returns_kernel(
-    rewards_ptr,
-    mask_ptr,
-    starts_ptr,
-    returns_ptr,
-    width,
-    gamma,
-    PACKED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rewards_ptr, mask_ptr, starts_ptr, returns_ptr,
+    width, gamma,
+    PACKED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     start, end = row_bounds(starts_ptr, width, row, PACKED)
     first = start // BLOCK * BLOCK
@@ -140,20 +127,12 @@ def launch_by_row(
     if rows == 0:
         return
     on = mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
-    with torch.cuda.device_of(rewards):
+    with torch.cuda.device_of(rewards):  # the width of packed streams is their number of tokens
         kernel[(rows,)](
-            rewards,
-            rewards if on is None else on,
-            rewards if cu_seqlens is None else cu_seqlens,
-            *tensors,
-            rewards.shape[-1],  # the row width, or for packed streams the number of tokens
-            *numbers,
-            PACKED=cu_seqlens is not None,
-            HAS_MASK=mask is not None,
-            BLOCK=block,
-            **flags,
-            **FUSED,
-        )
+            rewards, rewards if on is None else on, rewards if cu_seqlens is None else cu_seqlens, *tensors,
+            rewards.shape[-1], *numbers,
+            PACKED=cu_seqlens is not None, HAS_MASK=mask is not None, BLOCK=block, **flags, **FUSED,
+        )  # fmt: skip
 
 
 def token_reward_sum(
