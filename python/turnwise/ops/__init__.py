@@ -1,6 +1,6 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
 
-Read in this order: common, advantage, rewards, logprob, loss, value, masks, parallel.
+Read in this order: common, advantage, rewards, logprob, loss, value_loss, masks, parallel.
 May import: _C, utils.
 """
 
@@ -40,16 +40,14 @@ from turnwise.ops.loss.options import (
 )
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 from turnwise.ops.loss.variants import select_tokens
-from turnwise.ops.masks.off_policy import off_policy_mask
-from turnwise.ops.masks.rejection import Rejection, RejectionMask, rejection_mask
-from turnwise.ops.masks.top_entropy import top_entropy_mask
+from turnwise.ops.masks import Rejection, RejectionMask, off_policy_mask, rejection_mask, top_entropy_mask
 from turnwise.ops.parallel import dtensor as _dtensor  # noqa: F401 -- the ops find it in a table
 from turnwise.ops.parallel.sequence_policy_loss import sequence_parallel_policy_loss
 from turnwise.ops.parallel.vocab_logprob import vocab_parallel_linear_logprob, vocab_parallel_logprob
 from turnwise.ops.parallel.vocab_policy_loss import vocab_parallel_linear_policy_loss
 from turnwise.ops.rewards.gae import gae
 from turnwise.ops.rewards.token_rewards import token_returns, token_reward_sum
-from turnwise.ops.value.value_loss import ValueLoss, value_loss
+from turnwise.ops.value_loss import ValueLoss, value_loss
 
 __all__ = [
     "AGGREGATIONS",

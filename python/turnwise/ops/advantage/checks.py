@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.advantage.reference import Options
-from turnwise.ops.common.layout import FLOATS, is_transformed, whole_number
+from turnwise.ops.common.layout import FLOATS, check_each, check_like, is_transformed, trained_tokens, whole_number
 
 
 def check_companions(pool: str, trajectory_ids: object, center: str, lengths: object) -> None:
@@ -28,10 +28,7 @@ def check_column(name: str, column: Tensor | None, rewards: Tensor, integral: bo
         return
     if not isinstance(column, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(column).__name__}")
-    if column.shape != rewards.shape:
-        raise ValueError(f"{name} has shape {tuple(column.shape)}: expected {tuple(rewards.shape)}, as rewards")
-    if column.device != rewards.device:
-        raise ValueError(f"{name} is on {column.device}: expected {rewards.device}, as rewards")
+    check_like("rewards", rewards, **{name: column})
     if integral and not is_integral(column):
         raise TypeError(f"{name} has dtype {column.dtype}: expected integers")
 
@@ -50,24 +47,20 @@ def check_values(
     """Check the values of every column. Reading them makes a GPU wait."""
     if is_transformed(rewards, group_ids, lengths, valid):
         return
-    rows = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
+    rows = trained_tokens(valid, rewards)
     for name, bad, column, expected in (
         ("rewards", ~torch.isfinite(rewards), rewards, "a finite number"),
         ("group_ids", (group_ids < 0) | (group_ids >= num_groups), group_ids, f"an id in [0, {num_groups})"),
         ("lengths", None if lengths is None else ~((lengths >= 0) & lengths.isfinite()), lengths, "a number >= 0"),
     ):
-        if bad is None or column is None:
-            continue
-        where = (bad & rows).nonzero()
-        if where.numel():
-            row = int(where[0])
-            raise ValueError(f"{name}[{row}]={column[row].item()!r}: expected {expected}")
+        if bad is not None and column is not None:
+            check_each(name, column, bad & rows, expected)
 
 
 def check_singletons(group_ids: Tensor, trajectory_ids: Tensor | None, valid: Tensor | None) -> None:
     if is_transformed(group_ids, trajectory_ids, valid):
         return
-    rows = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid.bool()
+    rows = trained_tokens(valid, group_ids)
     groups = group_ids[rows]
     if trajectory_ids is not None:
         groups = torch.unique(torch.stack([groups, trajectory_ids[rows]]), dim=1)[0]

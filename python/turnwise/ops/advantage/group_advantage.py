@@ -19,7 +19,7 @@ from turnwise.ops.advantage.checks import (
 from turnwise.ops.advantage.reference import Options, reference
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
-from turnwise.ops.common.layout import check_memory, check_optional, transform_reason
+from turnwise.ops.common.layout import check_memory, check_optional, sees_values, transform_reason
 from turnwise.utils.grouping import CENTERS, MODES, POOLS, SCALES, SINGLETONS, check_options
 
 
@@ -195,7 +195,7 @@ def _reference(
     check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
     group_ids = group_ids.long()  # torch needs int64 to index
     columns = (None if trajectory_ids is None else trajectory_ids.long(), lengths, valid)
-    if rewards.is_cpu and not torch.compiler.is_compiling():
+    if sees_values(rewards):
         num_groups = check_all(rewards, group_ids, num_groups, *columns, options)
     elif num_groups is None:
         num_groups = count_groups(group_ids)

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from turnwise.ops.advantage.checks import is_integral
 from turnwise.ops.common.layout import (
-    FLOATS,
     RowLayout,
-    check_cu_seqlens_values,
-    check_layout,
-    check_mask,
-    check_mask_values,
+    check_floats,
+    check_like,
     check_optional,
+    check_token_values,
+    check_tokens,
     is_number,
+    row_count,
+    trained_tokens,
 )
 
 
@@ -55,7 +56,7 @@ def optimal_token_baseline(
     streams = {"token_rewards": token_rewards, "old_logprobs": old_logprobs, "sum_pi_squared": sum_pi_squared}
     _check(streams | ({} if weights is None else {"weights": weights}), group_ids, mask, cu_seqlens, eps)
     rows = RowLayout(token_rewards, cu_seqlens)
-    trained = torch.ones_like(token_rewards, dtype=torch.bool) if mask is None else mask != 0
+    trained = trained_tokens(mask, token_rewards)
 
     def stream(values: Tensor) -> Tensor:
         return torch.where(trained, values.double(), 0.0)
@@ -94,25 +95,15 @@ def _check(streams: dict[str, Any], group_ids: Any, mask: Any, cu_seqlens: Any, 
     if not (is_number(eps) and 0 <= eps < math.inf):
         raise ValueError(f"eps={eps!r}: expected a finite number >= 0")
     like = streams["token_rewards"]
-    for name, stream in streams.items():
-        if not isinstance(stream, Tensor) or stream.dtype not in FLOATS:
-            got = getattr(stream, "dtype", type(stream).__name__)
-            raise TypeError(f"{name}: expected a tensor of floats, got {got}")
-        if stream.shape != like.shape:
-            raise ValueError(f"{name} has shape {tuple(stream.shape)}: expected {tuple(like.shape)}, as token_rewards")
-        if stream.device != like.device:
-            raise ValueError(f"{name} is on {stream.device}: expected {like.device}, as token_rewards")
-    check_layout("token_rewards", like, cu_seqlens)
-    check_mask(mask, like, "token_rewards")
+    check_floats(**streams)
+    check_like("token_rewards", like, **streams)
+    check_tokens("token_rewards", like, mask, cu_seqlens)
     if not isinstance(group_ids, Tensor) or not is_integral(group_ids):
         raise TypeError(f"group_ids: expected integers, got {getattr(group_ids, 'dtype', type(group_ids).__name__)}")
-    count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = row_count(like, cu_seqlens)
     if group_ids.shape != (count,) or group_ids.device != like.device:
         raise ValueError(
             f"group_ids has shape {tuple(group_ids.shape)} on {group_ids.device}: expected ({count},) on {like.device}"
         )
     if like.is_cpu:
-        if cu_seqlens is not None:
-            check_cu_seqlens_values(cu_seqlens, like.shape[0])
-        if mask is not None:
-            check_mask_values(mask)
+        check_token_values(like, mask, cu_seqlens)

@@ -242,6 +242,17 @@ def native_core(tensor: Tensor) -> tuple[str, Any]:
     return ("cpu" if tensor.is_cpu else "cuda"), extension
 
 
+ROUTES: dict[str, Callable[..., Any]] = {}
+"""The functions that serve DTensors, by the op's name. ``ops/parallel/dtensor.py`` fills the table."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_dtensor(*tensors: Any) -> bool:
+    """True if an argument is a ``torch.distributed.tensor.DTensor``, whose module takes seconds to import."""
+    return any(type(t) not in _PLAIN and hasattr(type(t), "placements") and hasattr(t, "to_local") for t in tensors)
+
+
 def stream_of(tensor: Tensor) -> int:
     """The handle of the current CUDA stream of the tensor's device; 0 for a CPU tensor."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0

@@ -143,6 +143,19 @@ class Streams(NamedTuple):
     selected: Tensor | None = None  # bool
 
 
+def trained_tokens(mask: Tensor | None, like: Tensor) -> Tensor:
+    """The tokens that train: bool in the shape of ``like``, all of them without a mask."""
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask != 0
+
+
+def sees_values(tensor: Tensor) -> bool:
+    """True if a check may read the values: on a CPU, and not while torch.compile traces the call."""
+    return tensor.is_cpu and not torch.compiler.is_compiling()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of any tensor
+# ---------------------------------------------------------------------------------------------------------------------
 def check_optional(**tensors: Any) -> None:
     """Raise ``TypeError`` for an argument that is neither a tensor nor ``None``."""
     for name, value in tensors.items():
@@ -150,6 +163,33 @@ def check_optional(**tensors: Any) -> None:
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
+def check_floats(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOATS:
+            got = getattr(tensor, "dtype", type(tensor).__name__)
+            raise TypeError(f"{name}: expected a tensor of floats, got {got}")
+
+
+def check_like(like: str, tensor: Tensor, **others: Tensor) -> None:
+    """Check that ``others`` have the shape and the device of ``tensor``, whose name is ``like``."""
+    for name, other in others.items():
+        if other.shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(other.shape)}: expected {tuple(tensor.shape)}, as {like}")
+        if other.device != tensor.device:
+            raise ValueError(f"{name} is on {other.device}: expected {tensor.device}, as {like}")
+
+
+def check_each(name: str, values: Tensor, wrong: Tensor, expected: str) -> None:
+    """Raise ``ValueError`` for the first value that ``wrong`` marks. Makes a GPU wait."""
+    where = wrong.nonzero()
+    if where.numel():
+        index = where[0].tolist()
+        raise ValueError(f"{name}{index}={values[tuple(index)].item()!r}: expected {expected}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of streams
+# ---------------------------------------------------------------------------------------------------------------------
 def row_count(like: Tensor, cu_seqlens: Tensor | None) -> int:
     return like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
@@ -230,11 +270,32 @@ def count_actors(num_actors: Any) -> int:
 
 def check_mask_values(mask: Tensor) -> None:
     """Check that a mask of floats holds only 0 and 1. Reading it makes a GPU wait."""
-    if not mask.is_floating_point() or is_transformed(mask):
-        return
-    wrong = ((mask != 0) & (mask != 1)).nonzero()
-    if wrong.numel():
-        raise ValueError(f"mask{wrong[0].tolist()}={mask[tuple(wrong[0])].item()!r}: expected 0 or 1")
+    if mask.is_floating_point() and not is_transformed(mask):
+        check_each("mask", mask, (mask != 0) & (mask != 1), "0 or 1")
+
+
+def check_tokens(name: str, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Check shapes, dtypes and devices of token streams. Raises an error that names the argument."""
+    check_layout(name, tokens, cu_seqlens)
+    check_mask(mask, tokens, name)
+    if mask is not None and mask.device != tokens.device:
+        raise ValueError(f"mask is on {mask.device}: expected {tokens.device}, as {name}")
+
+
+def check_token_values(tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Check the values of ``mask`` and ``cu_seqlens``. Reading them makes a GPU wait."""
+    if cu_seqlens is not None:
+        check_cu_seqlens_values(cu_seqlens, tokens.shape[0])
+    if mask is not None:
+        check_mask_values(mask)
+
+
+def check_advantages(advantages: Tensor, tokens: Tensor, rows: int) -> None:
+    if advantages.shape not in ((rows,), (rows, 1), tokens.shape):
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)}: expected ({rows},), one per sequence, "
+            f"or {tuple(tokens.shape)}, one per token"
+        )
 
 
 def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
@@ -247,12 +308,9 @@ def check_actors(actor_ids: Tensor, num_actors: int | None, rows: int) -> None:
 
 def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
     """Check that the ids are in ``[0, num_actors)``. Reading them makes a GPU wait."""
-    if is_transformed(actor_ids):
-        return
-    wrong = ((actor_ids < 0) | (actor_ids >= num_actors)).nonzero()
-    if wrong.numel():
-        row = int(wrong[0])
-        raise ValueError(f"actor_ids[{row}]={int(actor_ids[row])}: expected an id in [0, {num_actors})")
+    if not is_transformed(actor_ids):
+        outside = (actor_ids < 0) | (actor_ids >= num_actors)
+        check_each("actor_ids", actor_ids, outside, f"an id in [0, {num_actors})")
 
 
 def check_streams(s: Streams, num_actors: int | None) -> None:
@@ -270,11 +328,7 @@ def check_streams(s: Streams, num_actors: int | None) -> None:
         if stream is not None and stream.shape != lp.shape:
             raise ValueError(f"{name} has shape {tuple(stream.shape)}: expected {tuple(lp.shape)}, as logprobs")
     rows = row_count(lp, s.cu_seqlens)
-    if s.advantages.shape not in ((rows,), (rows, 1), lp.shape):
-        raise ValueError(
-            f"advantages has shape {tuple(s.advantages.shape)}: expected ({rows},), one per sequence, "
-            f"or {tuple(lp.shape)}, one per token"
-        )
+    check_advantages(s.advantages, lp, rows)
     check_mask(s.mask, lp, "logprobs")
     if s.actor_ids is not None:
         check_actors(s.actor_ids, num_actors, rows)
@@ -289,11 +343,8 @@ def check_streams(s: Streams, num_actors: int | None) -> None:
 
 
 def check_stream_values(s: Streams, num_actors: int | None) -> None:
-    """Check the values of ``cu_seqlens``, ``actor_ids`` and ``mask``. Reading them makes a GPU wait."""
-    if s.cu_seqlens is not None:
-        check_cu_seqlens_values(s.cu_seqlens, s.logprobs.shape[0])
+    """Check the values of ``cu_seqlens``, ``mask`` and ``actor_ids``. Reading them makes a GPU wait."""
+    check_token_values(s.logprobs, s.mask, s.cu_seqlens)
     if s.actor_ids is not None:
         assert num_actors is not None
         check_actor_values(s.actor_ids, num_actors)
-    if s.mask is not None:
-        check_mask_values(s.mask)

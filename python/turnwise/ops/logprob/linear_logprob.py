@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import extension, select_backend, serves_by_default
-from turnwise.ops.common.dtensor import ROUTES, is_dtensor
+from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend, serves_by_default
 from turnwise.ops.common.layout import transform_reason
 from turnwise.ops.logprob import linear_frozen
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax

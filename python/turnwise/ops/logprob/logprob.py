@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import extension, select_backend
-from turnwise.ops.common.dtensor import ROUTES, is_dtensor
+from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend
 from turnwise.ops.common.layout import FLOATS, transform_reason
 from turnwise.ops.logprob import tiles as logprob_tiles
 from turnwise.ops.logprob.checks import check_id_values, check_ids, make_softmax

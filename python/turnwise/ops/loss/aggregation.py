@@ -25,6 +25,7 @@ from turnwise.ops.common.layout import (
     count_actors,
     is_number,
     is_transformed,
+    sees_values,
 )
 
 
@@ -196,16 +197,12 @@ def aggregate(
     trained = trained != 0
     chosen = own if normalizer is None else as_normalizer(normalizer, values.device)
     check_normalizer(found, chosen, num_actors)
-    if _sees_values(values) and normalizer is not None:
+    if sees_values(values) and normalizer is not None:
         check_normalizer_values(chosen)
     rows = RowLayout(values, cu_seqlens)
     weights = found.weights(rows.sum(trained.double()), chosen.double(), actor_ids)
     kept = torch.where(trained, values.to(torch.promote_types(values.dtype, torch.float32)), 0.0)
     return (rows.sum(kept.double()) * weights).sum().to(kept.dtype)
-
-
-def _sees_values(stream: Tensor) -> bool:
-    return stream.is_cpu and not torch.compiler.is_compiling()
 
 
 def loss_normalizer(
@@ -236,7 +233,7 @@ def loss_normalizer(
     if actor_ids is not None:
         check_actors(actor_ids, num_actors, lengths.shape[0])
         num_actors = count_actors(num_actors)
-        if _sees_values(actor_ids):
+        if sees_values(actor_ids):
             check_actor_values(actor_ids, num_actors)
     return found.normalizer(lengths, actor_ids, num_actors, max_length).float()
 
@@ -250,13 +247,13 @@ def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         raise ValueError(f"mask has shape {tuple(mask.shape)}: expected {expected}")
     if mask is not None:
         check_mask_type(mask)
-    if mask is not None and _sees_values(mask):
+    if mask is not None and sees_values(mask):
         check_mask_values(mask)
     if cu_seqlens is None:
         assert mask is not None
         return (mask != 0).sum(dim=1).double()
     check_cu_seqlens(cu_seqlens)
-    if _sees_values(cu_seqlens):
+    if sees_values(cu_seqlens):
         check_cu_seqlens_values(cu_seqlens, None if mask is None else mask.shape[0])
     if mask is None:
         return (cu_seqlens[1:] - cu_seqlens[:-1]).double()

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
-from turnwise.ops.common.dtensor import ROUTES, is_dtensor
+from turnwise.ops.common.dispatch import ROUTES, is_dtensor, native_core, select_backend, stream_of
 from turnwise.ops.common.layout import (
     Streams,
     check_memory,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import RowLayout, Streams
+from turnwise.ops.common.layout import RowLayout, Streams, trained_tokens
 from turnwise.ops.loss.aggregation import Aggregation
 from turnwise.ops.loss.options import KL, ImportanceCorrection, Variant
 from turnwise.ops.loss.variants import LOG_RATIO_BOUND, Tokens, importance_ratio, token_loss
@@ -107,7 +107,7 @@ def reference(s: Streams, objective: Objective, rows: RowLayout | None = None) -
     """
     dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
     rows = RowLayout(s.logprobs, s.cu_seqlens) if rows is None else rows
-    mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
+    mask = trained_tokens(s.mask, s.logprobs)
 
     def stream(values: Tensor) -> Tensor:
         # Masked tokens may hold any value, NaN included, so they become 0 before any arithmetic.

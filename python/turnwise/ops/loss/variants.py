@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import RowLayout, Streams, check_stream_values, check_streams, check_tensors
+from turnwise.ops.common.layout import (
+    RowLayout,
+    Streams,
+    check_stream_values,
+    check_streams,
+    check_tensors,
+    sees_values,
+    trained_tokens,
+)
 from turnwise.ops.loss.options import (
     CISPO,
     DPPO,
@@ -216,7 +224,7 @@ def _first(keys: Tensor, count: Tensor) -> Tensor:
 def select_by_covariance(s: Streams, variant: Variant) -> Tensor:
     """Select the tokens that :class:`ClipCov` or :class:`KLCov` treats apart: bool, the shape of ``logprobs``."""
     rows = RowLayout(s.logprobs, s.cu_seqlens)
-    mask = torch.ones_like(s.logprobs, dtype=torch.bool) if s.mask is None else s.mask != 0
+    mask = trained_tokens(s.mask, s.logprobs)
     dtype = torch.promote_types(s.logprobs.dtype, torch.float32)
 
     def stream(values: Tensor) -> Tensor:
@@ -260,6 +268,6 @@ def select_tokens(
     s = Streams(logprobs, old_logprobs, advantages, mask, cu_seqlens)
     check_tensors(s)
     check_streams(s, None)
-    if logprobs.is_cpu and not torch.compiler.is_compiling():
+    if sees_values(logprobs):
         check_stream_values(s, None)
     return select_by_covariance(s, variant)

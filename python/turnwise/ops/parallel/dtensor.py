@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import extension
-from turnwise.ops.common.dtensor import ROUTES, is_dtensor
+from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor
 from turnwise.ops.common.layout import Streams, row_count
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.logprob import logprob

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
-from turnwise.ops.common.layout import check_memory, check_optional, transform_reason
+from turnwise.ops.common.layout import check_like, check_memory, check_optional, check_tokens, transform_reason
 from turnwise.ops.rewards.reference import gae as reference
 from turnwise.ops.rewards.token_rewards import (
     as_floats,
+    check_reward_values,
     check_share,
-    check_token_values,
-    check_tokens,
     cpu_inputs,
     float64_reason,
     gpu_inputs,
@@ -29,10 +28,7 @@ from turnwise.ops.rewards.token_rewards import (
 # ---------------------------------------------------------------------------------------------------------------------
 def _check(rewards: Tensor, values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     check_tokens("rewards", rewards, mask, cu_seqlens)
-    if values.shape != rewards.shape:
-        raise ValueError(f"values has shape {tuple(values.shape)}: expected {tuple(rewards.shape)}, as rewards")
-    if values.device != rewards.device:
-        raise ValueError(f"values is on {values.device}: expected {rewards.device}, as rewards")
+    check_like("rewards", rewards, values=values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -50,19 +46,19 @@ def _compute(
     if backend == "torch":
         _check(rewards, values, mask, cu_seqlens)
         if rewards.is_cpu:
-            check_token_values("rewards", rewards, mask, cu_seqlens)
+            check_reward_values("rewards", rewards, mask, cu_seqlens)
         advantages, returns = reference(rewards, values, mask, cu_seqlens, gamma, lam)
         return advantages.to(wide_type(rewards, values)), returns.to(wide_type(rewards, values))
     # Triton and the compiled module write into these; each backend wants its own form of the inputs.
     advantages = rewards.new_empty(rewards.shape, dtype=torch.float32)
     returns = torch.empty_like(advantages)
     if backend == "triton":
-        from turnwise.ops.rewards import gae_triton
+        from turnwise.ops.rewards import triton as token_rewards_triton
 
         _check(rewards, values, mask, cu_seqlens)
         check_memory(rewards=rewards, values=values, mask=mask, cu_seqlens=cu_seqlens)
         rewards, mask, cu_seqlens = gpu_inputs(rewards, mask, cu_seqlens)
-        gae_triton.gae(rewards, values.contiguous(), mask, cu_seqlens, gamma, lam, advantages, returns)
+        token_rewards_triton.gae(rewards, values.contiguous(), mask, cu_seqlens, gamma, lam, advantages, returns)
         return advantages, returns
     device, core = native_core(rewards)
     if device == "cuda":
@@ -76,7 +72,7 @@ def _compute(
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
         streams = (rewards, values, mask, cu_seqlens)
         if not core.gae(*streams, gamma, lam, advantages, returns, torch.get_num_threads()):
-            check_token_values("rewards", rewards, mask, cu_seqlens)
+            check_reward_values("rewards", rewards, mask, cu_seqlens)
     return advantages, returns
 
 
@@ -95,7 +91,7 @@ def _checked(
         # The kernel reports only that something is wrong. The slow checks find the value.
         _check(rewards, values, mask, cu_seqlens)
         if rewards.is_cpu:
-            check_token_values("rewards", rewards, mask, cu_seqlens)
+            check_reward_values("rewards", rewards, mask, cu_seqlens)
         raise
 
 
@@ -152,7 +148,7 @@ def gae(
     chosen = select_backend(backend, rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
         _check(rewards, values, mask, cu_seqlens)
-        check_token_values("rewards", rewards, mask, cu_seqlens)
+        check_reward_values("rewards", rewards, mask, cu_seqlens)
     # A compiler can't follow the reference from token to token either.
     call: Any = _checked if is_plain(rewards) and is_plain(values) else torch.ops.turnwise.gae
     return call(rewards, values, mask, cu_seqlens, float(gamma), float(lam), chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import RowLayout
+from turnwise.ops.common.layout import RowLayout, trained_tokens
 
 
 def reward_sum(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -44,7 +44,7 @@ class Columns:
 
 
 def _trained(rewards: Tensor, mask: Tensor | None, columns: Columns) -> Tensor:
-    return columns.pad(torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask != 0)
+    return columns.pad(trained_tokens(mask, rewards))
 
 
 def returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float) -> Tensor:

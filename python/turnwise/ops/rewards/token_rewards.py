@@ -10,16 +10,17 @@ from torch import Tensor
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
 from turnwise.ops.common.layout import (
     FLOATS,
-    check_cu_seqlens_values,
-    check_layout,
-    check_mask,
+    check_each,
     check_mask_type,
-    check_mask_values,
     check_memory,
     check_optional,
+    check_token_values,
+    check_tokens,
     is_number,
     is_transformed,
     row_count,
+    sees_values,
+    trained_tokens,
     transform_reason,
 )
 from turnwise.ops.rewards.reference import returns as returns_reference
@@ -55,32 +56,15 @@ def float64_reason(**streams: Tensor) -> str:
     return ""
 
 
-def check_tokens(name: str, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Check shapes, dtypes and devices. Raises an error that names the argument."""
-    check_layout(name, tokens, cu_seqlens)
-    check_mask(mask, tokens, name)
-    if mask is not None and mask.device != tokens.device:
-        raise ValueError(f"mask is on {mask.device}: expected {tokens.device}, as {name}")
-
-
-def check_token_values(name: str, rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def check_reward_values(name: str, rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Check the values of all streams, including the rewards. Reading them makes a GPU wait."""
-    if cu_seqlens is not None:
-        check_cu_seqlens_values(cu_seqlens, rewards.shape[0])
-    if mask is not None:
-        check_mask_values(mask)
-    _check_finite(name, rewards, None if mask is None else mask != 0)
+    check_token_values(rewards, mask, cu_seqlens)
+    _check_finite(name, rewards, trained_tokens(mask, rewards))
 
 
-def _check_finite(name: str, rewards: Tensor, trained: Tensor | None) -> None:
-    if is_transformed(rewards, trained):
-        return
-    wrong = ~torch.isfinite(rewards) if trained is None else ~torch.isfinite(rewards) & trained
-    where = wrong.nonzero()
-    if where.numel():
-        place = where[0].tolist()
-        value = rewards[tuple(place)].item()
-        raise ValueError(f"{name}[{', '.join(map(str, place))}]={value!r}: expected a finite number")
+def _check_finite(name: str, rewards: Tensor, trained: Tensor) -> None:
+    if not is_transformed(rewards, trained):
+        check_each(name, rewards, ~torch.isfinite(rewards) & trained, "a finite number")
 
 
 def _check_lengths(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
@@ -96,21 +80,16 @@ def _check_lengths(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | No
         raise ValueError(f"lengths is on {lengths.device}: expected {rewards.device}, as token_rewards")
 
 
-def _prefixes(rewards: Tensor, lengths: Tensor) -> Tensor:
-    return torch.arange(rewards.shape[1], device=rewards.device)[None] < lengths[:, None]
-
-
 def _check_sum_values(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, lengths: Tensor | None) -> None:
     """Check the values of all inputs of the sum, including ``lengths``."""
     if lengths is None:
-        check_token_values("token_rewards", rewards, mask, cu_seqlens)
+        check_reward_values("token_rewards", rewards, mask, cu_seqlens)
         return
     if not is_transformed(lengths):
-        wrong = ((lengths < 0) | (lengths > rewards.shape[1])).nonzero()
-        if wrong.numel():
-            row = int(wrong[0])
-            raise ValueError(f"lengths[{row}]={int(lengths[row])}: expected a number in [0, {rewards.shape[1]}]")
-    _check_finite("token_rewards", rewards, _prefixes(rewards, lengths))
+        outside = (lengths < 0) | (lengths > rewards.shape[1])
+        check_each("lengths", lengths, outside, f"a number in [0, {rewards.shape[1]}]")
+    counted = torch.arange(rewards.shape[1], device=rewards.device)[None] < lengths[:, None]
+    _check_finite("token_rewards", rewards, counted)
 
 
 def cpu_inputs(mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -188,14 +167,14 @@ def _returns(
     else:
         mask, cu_seqlens = cpu_inputs(mask, cu_seqlens)
         if not core.token_returns(token_rewards, mask, cu_seqlens, gamma, returns, torch.get_num_threads()):
-            check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
+            check_reward_values("token_rewards", token_rewards, mask, cu_seqlens)
     return returns
 
 
 def _reference_returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float) -> Tensor:
     check_tokens("token_rewards", rewards, mask, cu_seqlens)
     if rewards.is_cpu:
-        check_token_values("token_rewards", rewards, mask, cu_seqlens)
+        check_reward_values("token_rewards", rewards, mask, cu_seqlens)
     return returns_reference(rewards, mask, cu_seqlens, gamma).to(wide_type(rewards))
 
 
@@ -226,7 +205,7 @@ def _checked_returns(
     except (ValueError, TypeError, IndexError):
         check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
         if token_rewards.is_cpu:
-            check_token_values("token_rewards", token_rewards, mask, cu_seqlens)
+            check_reward_values("token_rewards", token_rewards, mask, cu_seqlens)
         raise
 
 
@@ -289,7 +268,7 @@ def token_reward_sum(
         return call(rewards, mask, cu_seqlens, lengths, chosen)
     check_tokens("token_rewards", rewards, mask, cu_seqlens)
     _check_lengths(rewards, mask, cu_seqlens, lengths)
-    if rewards.is_cpu and not torch.compiler.is_compiling():
+    if sees_values(rewards):
         _check_sum_values(rewards, mask, cu_seqlens, lengths)
     sums = reward_sum(rewards, mask, cu_seqlens, lengths)
     return sums if rewards.dtype is torch.float64 else sums.float()
@@ -319,7 +298,7 @@ def token_returns(
     chosen = select_backend(backend, rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
         check_tokens("token_rewards", rewards, mask, cu_seqlens)
-        check_token_values("token_rewards", rewards, mask, cu_seqlens)
+        check_reward_values("token_rewards", rewards, mask, cu_seqlens)
     # A compiler can't follow the reference from token to token either.
     call: Any = _checked_returns if is_plain(rewards) else torch.ops.turnwise.token_returns
     return call(rewards, mask, cu_seqlens, float(gamma), chosen)

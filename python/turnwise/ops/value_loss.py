@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import check_optional, is_number
+from turnwise.ops.common.layout import check_floats, check_like, check_optional, is_number, trained_tokens
 from turnwise.ops.loss.aggregation import aggregate
 
 
@@ -24,17 +24,9 @@ def _check(values: Tensor, old_values: Tensor | None, returns: Tensor, clip: flo
         raise ValueError(f"clip={clip!r}: expected None or a finite number > 0")
     if clip is not None and old_values is None:
         raise ValueError(f"old_values=None: expected the values before the update, as clip={clip!r}")
-    for name, stream in (("values", values), ("old_values", old_values), ("returns", returns)):
-        if stream is None and name == "old_values":
-            continue
-        if not isinstance(stream, Tensor) or not stream.is_floating_point():
-            raise TypeError(
-                f"{name}: expected a tensor of floats, got {getattr(stream, 'dtype', type(stream).__name__)}"
-            )
-        if stream.shape != values.shape:
-            raise ValueError(f"{name} has shape {tuple(stream.shape)}: expected {tuple(values.shape)}, as values")
-        if stream.device != values.device:
-            raise ValueError(f"{name} is on {stream.device}: expected {values.device}, as values")
+    old = {} if old_values is None else {"old_values": old_values}
+    check_floats(values=values, **old, returns=returns)
+    check_like("values", values, **old, returns=returns)
 
 
 def value_loss(
@@ -72,7 +64,7 @@ def value_loss(
     _check(values, old_values, returns, clip)
     check_optional(mask=mask)
     dtype = torch.promote_types(values.dtype, torch.float32)
-    trained = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
+    trained = trained_tokens(mask, values)
     if trained.shape != values.shape:
         raise ValueError(f"mask has shape {tuple(trained.shape)}: expected {tuple(values.shape)}, as values")
 
@@ -112,5 +104,5 @@ def _metrics(values: Tensor, returns: Tensor, trained: Tensor, clipped: Tensor) 
 
     spread = variance(returns)
     explained = torch.where(spread > 0, 1 - variance(returns - values) / spread.clamp(min=1e-300), 0.0)
-    found = {"clip_fraction": mean(clipped), "value_mean": mean(values), "explained_variance": explained}
-    return {name: value.float() for name, value in found.items()}
+    metrics = {"clip_fraction": mean(clipped), "value_mean": mean(values), "explained_variance": explained}
+    return {name: value.float() for name, value in metrics.items()}
