@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.advantage.reference import Options
+from turnwise.ops.advantage.reference import GroupColumns, GroupOptions
 from turnwise.ops.common.layout import FLOATS, check_each, check_like, is_transformed, trained_tokens, whole_number
+from turnwise.utils.grouping import check_options
 
 
-def check_companions(pool: str, trajectory_ids: object, center: str, lengths: object) -> None:
-    if pool == "trajectory" and trajectory_ids is None:
+def check_rule(o: GroupOptions, trajectory_ids: object, lengths: object) -> None:
+    """Check the options, and that the columns that they need are given."""
+    check_options(o.pool, o.center, o.scale, o.ddof, o.eps, o.singleton, o.min_std)
+    if o.pool == "trajectory" and trajectory_ids is None:
         raise ValueError("trajectory_ids=None: expected an id per row, as pool='trajectory'")
-    if center == "length_weighted" and lengths is None:
+    if o.center == "length_weighted" and lengths is None:
         raise ValueError("lengths=None: expected a length per row, as center='length_weighted'")
 
 
@@ -41,20 +44,17 @@ def check_types(rewards: Tensor, lengths: Tensor | None, valid: Tensor | None) -
             raise TypeError(f"{name} has dtype {column.dtype}: expected numbers")
 
 
-def check_values(
-    rewards: Tensor, group_ids: Tensor, num_groups: int, lengths: Tensor | None, valid: Tensor | None
-) -> None:
+def check_values(c: GroupColumns, num_groups: int) -> None:
     """Check the values of every column. Reading them makes a GPU wait."""
+    rewards, group_ids, _, _, lengths, valid = c
     if is_transformed(rewards, group_ids, lengths, valid):
         return
     rows = trained_tokens(valid, rewards)
-    for name, bad, column, expected in (
-        ("rewards", ~torch.isfinite(rewards), rewards, "a finite number"),
-        ("group_ids", (group_ids < 0) | (group_ids >= num_groups), group_ids, f"an id in [0, {num_groups})"),
-        ("lengths", None if lengths is None else ~((lengths >= 0) & lengths.isfinite()), lengths, "a number >= 0"),
-    ):
-        if bad is not None and column is not None:
-            check_each(name, column, bad & rows, expected)
+    check_each("rewards", rewards, ~torch.isfinite(rewards) & rows, "a finite number")
+    outside = (group_ids < 0) | (group_ids >= num_groups)
+    check_each("group_ids", group_ids, outside & rows, f"an id in [0, {num_groups})")
+    if lengths is not None:
+        check_each("lengths", lengths, ~((lengths >= 0) & lengths.isfinite()) & rows, "a number >= 0")
 
 
 def check_singletons(group_ids: Tensor, trajectory_ids: Tensor | None, valid: Tensor | None) -> None:
@@ -90,35 +90,21 @@ def count_groups(group_ids: Tensor) -> int:
     return largest + 1
 
 
-def check_shapes(
-    rewards: Tensor,
-    group_ids: Tensor,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-) -> None:
-    """Raise for the first argument whose shape, type or device is wrong."""
-    if rewards.dim() != 1:
-        raise ValueError(f"rewards has shape {tuple(rewards.shape)}: expected one dimension")
-    check_column("group_ids", group_ids, rewards, integral=True)
-    check_column("trajectory_ids", trajectory_ids, rewards, integral=True)
-    check_column("lengths", lengths, rewards, integral=False)
-    check_column("valid", valid, rewards, integral=False)
+def check_shapes(c: GroupColumns) -> None:
+    """Raise for the first column whose shape, type or device is wrong."""
+    if c.rewards.dim() != 1:
+        raise ValueError(f"rewards has shape {tuple(c.rewards.shape)}: expected one dimension")
+    check_column("group_ids", c.group_ids, c.rewards, integral=True)
+    check_column("trajectory_ids", c.trajectory_ids, c.rewards, integral=True)
+    check_column("lengths", c.lengths, c.rewards, integral=False)
+    check_column("valid", c.valid, c.rewards, integral=False)
 
 
-def check_all(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int | None,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    options: Options,
-) -> int:
+def check_all(c: GroupColumns, o: GroupOptions) -> int:
     """Check shapes and values, and return the number of groups. Makes a GPU wait."""
-    check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
-    groups = count_groups(group_ids) if num_groups is None else num_groups
-    check_values(rewards, group_ids, groups, lengths, valid)
-    if options.singleton == "error" and (options.center, options.scale) != ("none", "none"):
-        check_singletons(group_ids, trajectory_ids if options.pool == "trajectory" else None, valid)
+    check_shapes(c)
+    groups = count_groups(c.group_ids) if c.num_groups is None else c.num_groups
+    check_values(c, groups)
+    if o.singleton == "error" and (o.center, o.scale) != ("none", "none"):
+        check_singletons(c.group_ids, c.trajectory_ids if o.pool == "trajectory" else None, c.valid)
     return groups

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from turnwise.ops.advantage.checks import (
     check_all,
-    check_companions,
     check_count,
+    check_rule,
     check_shapes,
     check_types,
     count_groups,
     is_integral,
 )
-from turnwise.ops.advantage.reference import Options, reference
+from turnwise.ops.advantage.reference import GroupColumns, GroupOptions, reference
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
 from turnwise.ops.common.layout import check_memory, check_optional, sees_values, transform_reason
-from turnwise.utils.grouping import CENTERS, MODES, POOLS, SCALES, SINGLETONS, check_options
+from turnwise.utils.grouping import CENTERS, MODES, POOLS, SCALES, SINGLETONS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -31,36 +31,40 @@ def _as(column: Tensor, dtype: torch.dtype) -> Tensor:
     return column if column.dtype is dtype and column.is_contiguous() else column.to(dtype).contiguous()
 
 
-def _run(
-    values: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    modes: tuple[bool, int, int, int],
-    numbers: tuple[int, float, float],
-    backend: str,
-) -> Tensor:
-    """Run a kernel. All columns already have the types that kernels read."""
-    advantages = torch.empty_like(values)
-    columns = (values, group_ids, advantages, num_groups, trajectory_ids, lengths, valid)
+def kernel_columns(c: GroupColumns) -> GroupColumns:
+    """Convert the columns to the types that the kernels read."""
+    return GroupColumns(
+        _as(c.rewards, c.rewards.dtype if c.rewards.is_floating_point() else torch.float32),
+        _as(c.group_ids, torch.int64),
+        -1 if c.num_groups is None else c.num_groups,
+        None if c.trajectory_ids is None else _as(c.trajectory_ids, torch.int64),
+        None if c.lengths is None else _as(c.lengths, torch.float64),
+        None if c.valid is None else _as(c.valid, torch.bool),
+    )
+
+
+def _run(c: GroupColumns, modes: Modes, numbers: Numbers, backend: str) -> Tensor:
+    """Run a kernel on columns that have the types of the kernels."""
+    advantages = torch.empty_like(c.rewards)
     if backend == "triton":
         from turnwise.ops.advantage import triton as group_advantage_triton
 
-        group_advantage_triton.run(*columns, modes, numbers)
+        group_advantage_triton.run(c, advantages, modes, numbers)
         return advantages
-    device, core = native_core(values)
+    device, core = native_core(c.rewards)
+    columns = c.rewards, c.group_ids, advantages, *c[2:]
     if device == "cpu":
         core.group_advantage(*columns, core.GroupAdvantageRule(*modes, *numbers), torch.get_num_threads())
         return advantages
-    size = core.cuda_group_advantage_workspace(values.shape[0], num_groups, modes[0], modes[1] == 3)
-    space = torch.empty(size, dtype=torch.uint8, device=values.device)
-    core.cuda_group_advantage(*columns, core.GroupAdvantageRule(*modes, *numbers), space, stream_of(values))
+    size = core.cuda_group_advantage_workspace(c.rewards.shape[0], c.num_groups, modes[0], modes[1] == 3)
+    space = torch.empty(size, dtype=torch.uint8, device=c.rewards.device)
+    core.cuda_group_advantage(*columns, core.GroupAdvantageRule(*modes, *numbers), space, stream_of(c.rewards))
     return advantages
 
 
-Rule = tuple[str, str, str, str, int, float, float]
+Modes = tuple[bool, int, int, int]  # pooled by trajectory, center, scale, singleton
+Numbers = tuple[int, float, float]  # ddof, eps, min_std
+Rule = tuple[str, str, str, str, int, float, float]  # the fields of GroupOptions
 _known_rules: dict[Rule, Any] = {}
 """Checked rules, in the form that the compiled module takes."""
 
@@ -75,7 +79,7 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
     elif not isinstance(num_groups, int) or num_groups < 0:
         return None
     try:
-        checked = _known_rules.get(rule) or _know(rule)
+        checked = _known_rules.get(rule) or _know(GroupOptions(*rule))
         advantages = torch.empty_like(rewards)
         backends.extension.group_advantage(
             rewards, group_ids, advantages, num_groups, None, None, None, checked, torch.get_num_threads()
@@ -85,65 +89,53 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
     return advantages
 
 
-def _know(rule: Rule) -> Any:
+def _know(o: GroupOptions) -> Any:
     """Check a rule, and cache it if its numbers are plain Python numbers, which are few and never change."""
-    pool, center, scale, singleton, ddof, eps, min_std = rule
-    check_options(pool, center, scale, ddof, eps, singleton, min_std)
-    check_companions(pool, None, center, None)
-    checked = backends.extension.GroupAdvantageRule(*MODES[pool, center, scale, singleton], ddof, eps, min_std)
-    if type(ddof) is int and type(eps) is type(min_std) is float and len(_known_rules) < 1000:
-        _known_rules[rule] = checked
+    check_rule(o, None, None)
+    checked = backends.extension.GroupAdvantageRule(*kernel_rule(o))
+    if type(o.ddof) is int and type(o.eps) is type(o.min_std) is float and len(_known_rules) < 1000:
+        _known_rules[o] = checked
     return checked
 
 
-def _kernel(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    by_trajectory: bool,
-    center: int,
-    scale: int,
-    singleton: int,
-    ddof: int,
-    eps: float,
-    min_std: float,
-    backend: str,
-) -> Tensor:
+def kernel_rule(o: GroupOptions) -> tuple[Any, ...]:
+    """The options as the compiled module takes them: four modes and three numbers."""
+    return *MODES[o.pool, o.center, o.scale, o.singleton], o.ddof, o.eps, o.min_std
+
+
+def _kernel(c: GroupColumns, modes: Modes, numbers: Numbers, backend: str) -> Tensor:
     try:
-        if not (is_integral(group_ids) and (trajectory_ids is None or is_integral(trajectory_ids))):
+        if not (is_integral(c.group_ids) and (c.trajectory_ids is None or is_integral(c.trajectory_ids))):
             raise TypeError("group_ids and trajectory_ids: expected integers")
         if backend == "triton":
-            check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
-            columns = {"trajectory_ids": trajectory_ids, "lengths": lengths, "valid": valid}
-            check_memory(rewards=rewards, group_ids=group_ids, **columns)
-        if lengths is not None and rewards.is_cpu and lengths.is_floating_point() and bool(lengths.isinf().any()):
+            check_shapes(c)
+            check_memory(**c._replace(num_groups=None)._asdict())
+        if (
+            c.lengths is not None
+            and c.rewards.is_cpu
+            and c.lengths.is_floating_point()
+            and bool(c.lengths.isinf().any())
+        ):
             raise ValueError("lengths: expected finite numbers")
-        return _run(
-            _as(rewards, rewards.dtype if rewards.is_floating_point() else torch.float32),
-            _as(group_ids, torch.int64),
-            num_groups,
-            None if trajectory_ids is None else _as(trajectory_ids, torch.int64),
-            None if lengths is None else _as(lengths, torch.float64),
-            None if valid is None else _as(valid, torch.bool),
-            (by_trajectory, center, scale, singleton),
-            (ddof, eps, min_std),
-            backend,
-        )
+        return _run(kernel_columns(c), modes, numbers, backend)
     except (ValueError, TypeError):
         # The kernel reports only that something is wrong. The slow checks find the value.
-        check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
-        pool = POOLS[by_trajectory]
-        options = Options(pool, CENTERS[center], SCALES[scale], SINGLETONS[singleton], ddof, eps, min_std)
-        if rewards.is_cpu:
-            groups = None if num_groups < 0 else num_groups
-            check_all(rewards, group_ids, groups, trajectory_ids, lengths, valid, options)
+        check_shapes(c)
+        pooled, center, scale, singleton = modes
+        options = GroupOptions(POOLS[pooled], CENTERS[center], SCALES[scale], SINGLETONS[singleton], *numbers)
+        if c.rewards.is_cpu:
+            check_all(c, options)
         raise
 
 
-_op = torch.library.custom_op("turnwise::group_advantage", _kernel, mutates_args=())
+_op = torch.library.custom_op(
+    "turnwise::group_advantage",
+    lambda *flat: _kernel(GroupColumns(*flat[:6]), flat[6:10], flat[10:13], flat[13]),
+    mutates_args=(),
+    schema="(Tensor rewards, Tensor group_ids, SymInt? num_groups, Tensor? trajectory_ids, Tensor? lengths, "
+    "Tensor? valid, bool by_trajectory, SymInt center, SymInt scale, SymInt singleton, SymInt ddof, float eps, "
+    "float min_std, str backend) -> Tensor",
+)
 
 
 @_op.register_fake
@@ -151,55 +143,16 @@ def _fake(rewards: Tensor, *_: object) -> Tensor:
     return rewards.new_empty(rewards.shape, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
-def kernel_columns(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    *,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    pool: str,
-    center: str,
-    scale: str,
-    singleton: str,
-    ddof: int,
-    eps: float,
-    min_std: float,
-) -> tuple[tuple[Tensor | int | None, ...], tuple[float, ...]]:
-    """Check columns and rule, and convert them to the form that a kernel which fuses this op reads."""
-    check_options(pool, center, scale, ddof, eps, singleton, min_std)
-    check_companions(pool, trajectory_ids, center, lengths)
-    check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
-    columns = (
-        rewards,
-        _as(group_ids, torch.int64),
-        num_groups,
-        None if trajectory_ids is None else _as(trajectory_ids, torch.int64),
-        None if lengths is None else _as(lengths, torch.float64),
-        None if valid is None else _as(valid, torch.bool),
-    )
-    return columns, (*MODES[pool, center, scale, singleton], ddof, eps, min_std)
-
-
-def _reference(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int | None,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    options: Options,
-) -> Tensor:
+def _reference(c: GroupColumns, options: GroupOptions) -> Tensor:
     """Check the arguments, then run the plain PyTorch version."""
-    check_shapes(rewards, group_ids, trajectory_ids, lengths, valid)
-    group_ids = group_ids.long()  # torch needs int64 to index
-    columns = (None if trajectory_ids is None else trajectory_ids.long(), lengths, valid)
-    if sees_values(rewards):
-        num_groups = check_all(rewards, group_ids, num_groups, *columns, options)
-    elif num_groups is None:
-        num_groups = count_groups(group_ids)
-    return reference(rewards, group_ids, num_groups, *columns, options)
+    check_shapes(c)
+    trajectories = None if c.trajectory_ids is None else c.trajectory_ids.long()
+    c = c._replace(group_ids=c.group_ids.long(), trajectory_ids=trajectories)  # torch needs int64 to index
+    if sees_values(c.rewards):
+        c = c._replace(num_groups=check_all(c, options))
+    elif c.num_groups is None:
+        c = c._replace(num_groups=count_groups(c.group_ids))
+    return reference(c, options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,28 +217,28 @@ def group_advantage(
         advantages = _run_as_is(rewards, group_ids, num_groups, rule)
         if advantages is not None:
             return advantages
-    if not isinstance(rewards, Tensor) or not isinstance(group_ids, Tensor):
-        raise TypeError(
-            f"rewards and group_ids: expected tensors, got {type(rewards).__name__} and {type(group_ids).__name__}"
-        )
-    check_options(pool, center, scale, ddof, eps, singleton, min_std)
-    check_companions(pool, trajectory_ids, center, lengths)
-    if not bare:
-        check_optional(trajectory_ids=trajectory_ids, lengths=lengths, valid=valid)
-    if num_groups is not None:
-        num_groups = check_count(num_groups)
-    check_types(rewards, lengths, valid)
-    rewards, lengths = rewards.detach(), None if lengths is None else lengths.detach()
-    columns = (trajectory_ids, lengths, valid)
-    reason = transform_reason(backend, rewards, group_ids, *columns)
-    chosen = select_backend(backend, rewards, native=reason, triton=reason)
-    options = Options(pool, center, scale, singleton, ddof, eps, min_std)
+    columns = GroupColumns(rewards, group_ids, num_groups, trajectory_ids, lengths, valid)
+    return compute_group_advantage(columns, GroupOptions(*rule), check, backend)
+
+
+def compute_group_advantage(c: GroupColumns, options: GroupOptions, check: bool, backend: str | None) -> Tensor:
+    """Check the arguments of :func:`group_advantage`, choose the backend, and compute the advantages."""
+    if not isinstance(c.rewards, Tensor) or not isinstance(c.group_ids, Tensor):
+        kinds = type(c.rewards).__name__, type(c.group_ids).__name__
+        raise TypeError(f"rewards and group_ids: expected tensors, got {kinds[0]} and {kinds[1]}")
+    check_rule(options, c.trajectory_ids, c.lengths)
+    check_optional(trajectory_ids=c.trajectory_ids, lengths=c.lengths, valid=c.valid)
+    if c.num_groups is not None:
+        c = c._replace(num_groups=check_count(c.num_groups))
+    check_types(c.rewards, c.lengths, c.valid)
+    c = c._replace(rewards=c.rewards.detach(), lengths=None if c.lengths is None else c.lengths.detach())
+    reason = transform_reason(backend, *c)
+    chosen = select_backend(backend, c.rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
-        check_all(rewards, group_ids, num_groups, *columns, options)
-    if chosen != "torch":
-        groups = -1 if num_groups is None else num_groups
-        call: Any = _kernel if plain else torch.ops.turnwise.group_advantage
-        return call(
-            rewards, group_ids, groups, *columns, *MODES[pool, center, scale, singleton], ddof, eps, min_std, chosen
-        )
-    return _reference(rewards, group_ids, num_groups, *columns, options)
+        check_all(c, options)
+    if chosen == "torch":
+        return _reference(c, options)
+    rule = kernel_rule(options)
+    if type(c.rewards) is Tensor and not torch.compiler.is_compiling():
+        return _kernel(c, rule[:4], rule[4:], chosen)
+    return torch.ops.turnwise.group_advantage(*c, *rule, chosen)

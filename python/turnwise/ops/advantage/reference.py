@@ -16,7 +16,18 @@ def tie_of(dtype: torch.dtype) -> float:
     return 2.0**-50 if dtype is torch.float64 else 2.0**-21
 
 
-class Options(NamedTuple):
+class GroupColumns(NamedTuple):
+    """The tensors of :func:`group_advantage`, ``[B]`` each, in the order of the compiled module."""
+
+    rewards: Tensor
+    group_ids: Tensor
+    num_groups: int | None
+    trajectory_ids: Tensor | None
+    lengths: Tensor | None
+    valid: Tensor | None
+
+
+class GroupOptions(NamedTuple):
     """The options of :func:`group_advantage`."""
 
     pool: str
@@ -47,7 +58,7 @@ def _pool_trajectories(
 
 
 def _normalize(
-    values: Tensor, groups: Tensor, num_groups: int, weights: Tensor, tolerance: Tensor, options: Options
+    values: Tensor, groups: Tensor, num_groups: int, weights: Tensor, tolerance: Tensor, options: GroupOptions
 ) -> Tensor:
     """Compute ``(value - centre) / scale`` of each entry within its group; ties differ by at most ``tolerance [G]``."""
     # Values that are too large to square are scaled down by a power of two.
@@ -93,16 +104,10 @@ def _normalize(
     return advantages
 
 
-def reference(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """Compute the advantages ``[B]`` in plain PyTorch: float64 inside, any device."""
+def reference(columns: GroupColumns, options: GroupOptions) -> Tensor:
+    """Compute the advantages ``[B]`` in plain PyTorch: float64 inside, any device. ``num_groups`` is given."""
+    rewards, group_ids, num_groups, trajectory_ids, lengths, valid = columns
+    assert num_groups is not None
     if not rewards.is_floating_point():
         rewards = rewards.float()
     values, groups = rewards.double(), group_ids

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from turnwise.ops.advantage.reference import tie_of
+from turnwise.ops.advantage.reference import GroupColumns, tie_of
 from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, TYPES, CompileCase
 
@@ -29,7 +29,7 @@ STEPS = tl.constexpr(2147483648.0)
 _STEPS = float(2**31)
 
 
-class Table(NamedTuple):
+class GroupTable(NamedTuple):
     """Statistics per group, int64.
 
     ``low`` and ``high`` are the keys of the extremes. ``sums`` holds the number of members, the sum of offsets, the sum
@@ -42,10 +42,10 @@ class Table(NamedTuple):
     sums: Tensor  # [8, groups]: count, offset, square high and low, longest, length, weighted high and low
 
     @staticmethod
-    def clear(groups: int, device: torch.device) -> Table:
+    def clear(groups: int, device: torch.device) -> GroupTable:
         low = torch.full((groups,), LARGEST.value, dtype=torch.int64, device=device)
         high = torch.full((groups,), SMALLEST.value, dtype=torch.int64, device=device)
-        return Table(low, high, torch.zeros((8, groups), dtype=torch.int64, device=device))
+        return GroupTable(low, high, torch.zeros((8, groups), dtype=torch.int64, device=device))
 
 
 @triton.jit
@@ -227,10 +227,10 @@ def advantage_kernel(
         tl.store(advantages_ptr + row, result, mask=inside)
 
 
-def _fill(values: Tensor, ids: Tensor, valid: Tensor | None, lengths: Tensor | None, groups: int) -> Table:
+def _fill(values: Tensor, ids: Tensor, valid: Tensor | None, lengths: Tensor | None, groups: int) -> GroupTable:
     """Compute the statistics of all groups."""
     rows = values.shape[0]
-    table = Table.clear(groups, values.device)
+    table = GroupTable.clear(groups, values.device)
     join = groups <= FEW and rows > groups * BLOCK  # groups are large
     block = JOINED_BLOCK if join else BLOCK
     grid = (triton.cdiv(rows, block),)
@@ -283,26 +283,19 @@ def _largest(values: Tensor, ids: Tensor, valid: Tensor | None, groups: int) -> 
 
 
 def run(
-    values: Tensor,
-    ids: Tensor,
-    advantages: Tensor,
-    num_groups: int,
-    trajectory_ids: Tensor | None,
-    lengths: Tensor | None,
-    valid: Tensor | None,
-    modes: tuple[bool, int, int, int],
-    numbers: tuple[int, float, float],
+    columns: GroupColumns, advantages: Tensor, modes: tuple[bool, int, int, int], numbers: tuple[int, float, float]
 ) -> None:
     """Write ``advantages``. Columns are contiguous: ids int64, lengths float64, valid bool.
 
     A negative ``num_groups`` means that it is not given; ids must then be below the number of rows.
     """
+    values, ids, num_groups, trajectory_ids, lengths, valid = columns
     by_trajectory, center, scale, singleton = modes
     rows = values.shape[0]
     if rows == 0:
         return
     # Statistics of rows, or of trajectories whose advantage their rows then share.
-    groups = rows if num_groups < 0 else max(num_groups, 1)
+    groups = rows if num_groups is None or num_groups < 0 else max(num_groups, 1)
     weights = lengths if center == 3 else None
     valid = None if valid is None else valid.view(torch.uint8)
     sizes, tie = None, tie_of(values.dtype)

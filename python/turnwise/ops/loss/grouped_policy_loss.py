@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from turnwise.ops.advantage.checks import check_count, check_types
-from turnwise.ops.advantage.group_advantage import group_advantage, kernel_columns
+from turnwise.ops.advantage.checks import check_count, check_rule, check_shapes, check_types
+from turnwise.ops.advantage.group_advantage import compute_group_advantage, kernel_columns, kernel_rule
+from turnwise.ops.advantage.reference import GroupColumns, GroupOptions
 from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
 from turnwise.ops.common.layout import Streams, check_optional, row_count, transform_reason
 from turnwise.ops.loss.arguments import LossOptions, named_metrics, prepare
@@ -35,32 +36,27 @@ class GroupedPolicyLoss(NamedTuple):
     advantages: Tensor
 
 
-def _fused(
-    s: Streams,
-    objective: Objective,
-    token_rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int | None,
-    rule: dict[str, Any],
-) -> GroupedPolicyLoss:
-    """Make one call of the compiled module: one pass over each stream on a CPU, two launches on a GPU."""
+def _fused(s: Streams, objective: Objective, columns: GroupColumns, rule: GroupOptions) -> GroupedPolicyLoss:
+    """Make one call of the compiled module: one pass over each stream on a CPU, two launches on a GPU.
+
+    The rewards of ``columns`` are those of tokens.
+    """
     # Outputs and inputs in the form of the compiled module, which writes the advantages too.
     rows = max(row_count(s.logprobs, s.cu_seqlens), 0)
     s = s._replace(advantages=s.logprobs.new_empty(rows, dtype=torch.float32, requires_grad=False))
     loss, grad, metrics = allocate_outputs(s, objective.num_actors)
-    sums = torch.empty_like(s.advantages)
-    groups = -1 if num_groups is None else num_groups
-    columns, modes = kernel_columns(sums, group_ids, groups, **rule)
-    options = kernel_options(objective)
-    call = contiguous_boundaries(s), *options, token_rewards, columns, modes, loss, grad, metrics
+    summed = columns._replace(rewards=torch.empty_like(s.advantages))
+    check_rule(rule, columns.trajectory_ids, columns.lengths)
+    check_shapes(summed)
+    summed, options = kernel_columns(summed), kernel_options(objective)
+    call = contiguous_boundaries(s), *options, columns.rewards, tuple(summed), kernel_rule(rule), loss, grad, metrics
     device, core = native_core(s.logprobs)
     if device == "cpu":
         core.grouped_policy_loss(*call, torch.get_num_threads())
     else:
-        weighted = rule["center"] == "length_weighted"
-        size = core.cuda_grouped_policy_loss_workspace(
-            sums.shape[0], s.logprobs.numel(), objective.num_actors, groups, weighted, s.logprobs.get_device()
-        )
+        sizes = rows, s.logprobs.numel(), objective.num_actors, summed.num_groups
+        weighted = rule.center == "length_weighted"
+        size = core.cuda_grouped_policy_loss_workspace(*sizes, weighted, s.logprobs.get_device())
         workspace = torch.empty(size, dtype=torch.uint8, device=grad.device)
         core.cuda_grouped_policy_loss(*call, workspace, stream_of(grad))
     loss = attach_grad(loss, grad, s, options)
@@ -113,10 +109,8 @@ def grouped_policy_loss(
     """
     rewards = as_floats("token_rewards", token_rewards)
     num_groups = None if num_groups is None else check_count(num_groups)
-    rule: dict[str, Any] = {
-        "trajectory_ids": trajectory_ids, "lengths": lengths, "pool": pool, "center": center, "scale": scale,
-        "ddof": ddof, "eps": eps, "singleton": singleton, "min_std": min_std, "valid": valid,
-    }  # fmt: skip
+    columns = GroupColumns(rewards, group_ids, num_groups, trajectory_ids, lengths, valid)
+    rule = GroupOptions(pool, center, scale, singleton, ddof, eps, min_std)
     streams = Streams(  # the kernel writes the advantages
         logprobs, old_logprobs, rewards, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, entropy
     )
@@ -139,12 +133,12 @@ def grouped_policy_loss(
     wrong: Exception | None = None
     if fused and plain and not (objective.variant.selects or check):
         try:
-            return _fused(s, objective, rewards, group_ids, num_groups, rule)
+            return _fused(s, objective, columns, rule)
         except (ValueError, TypeError, IndexError) as error:
             wrong = error  # the separate ops below find the argument that is wrong
 
     sums = token_reward_sum(rewards, mask=mask, cu_seqlens=cu_seqlens, check=check, backend=backend)
-    advantages = group_advantage(sums, group_ids, num_groups=num_groups, **rule, check=check, backend=backend)
+    advantages = compute_group_advantage(columns._replace(rewards=sums), rule, check, backend)
     result = compute_policy_loss(streams._replace(advantages=advantages), options, check, backend)
     if wrong is not None:
         raise wrong
