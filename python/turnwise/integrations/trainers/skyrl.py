@@ -160,12 +160,12 @@ def register_loss(loss: str | ops.Variant, name: str | None = None) -> str:
     elif name is None:
         raise ValueError(f"name=None: expected the name to register {type(loss).__name__} by")
     name = name or f"turnwise_{loss}"
-    registry.register(name, PolicyLoss(loss))
+    registry.register(name, LossFunction(loss))
     return name
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class LossFunction:
     """A policy loss with SkyRL's signature: a name in :data:`LOSSES` or a variant.
 
     All streams are ``[B, T]``. The result is the sum of the token losses, as SkyRL has scaled the advantages by

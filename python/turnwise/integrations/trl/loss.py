@@ -39,7 +39,7 @@ def obstacle(trainer: Any, inputs: dict[str, Any]) -> str:
     return ""
 
 
-class Streams(NamedTuple):
+class LossInputs(NamedTuple):
     """The inputs of one loss. ``mask [B, C]`` marks the ``N`` tokens of the others; ``old`` has no gradient.
 
     ``advantages`` are ``[B, 1]`` or ``[B, C]``, ``weights`` the factors of the policy term ``[B, C]``, or ``None``.
@@ -62,7 +62,7 @@ class Streams(NamedTuple):
         return values_N.new_zeros(self.mask.shape).masked_scatter(self.mask, values_N)
 
 
-def gather(trainer: Any, inputs: dict[str, Any], mask: Tensor, logprobs: Tensor, entropies: Tensor) -> Streams:
+def gather(trainer: Any, inputs: dict[str, Any], mask: Tensor, logprobs: Tensor, entropies: Tensor) -> LossInputs:
     """Collect what the loss reads. The factors of TRL's policy term are: the mask of off-policy rows, the mask of
     tokens with high entropy, the importance weights of the sampler's mismatch."""
     advantages = inputs["advantages"] if inputs["advantages"].dim() > 1 else inputs["advantages"][:, None]
@@ -70,7 +70,7 @@ def gather(trainer: Any, inputs: dict[str, Any], mask: Tensor, logprobs: Tensor,
     old = logprobs.detach() if old is None else old[mask]
     counts = mask.sum(1)
     cu_seqlens = torch.nn.functional.pad(counts[counts > 0].cumsum(0), (1, 0))
-    s = Streams(logprobs, old, entropies, mask, advantages, None, cu_seqlens)
+    s = LossInputs(logprobs, old, entropies, mask, advantages, None, cu_seqlens)
     factors = []
     if trainer.off_policy_mask_threshold is not None:
         factors.append(
@@ -109,7 +109,7 @@ def denominator(trainer: Any, inputs: dict[str, Any], mask: Tensor, training: bo
     return float(len(mask) * accumulation)
 
 
-def fused_loss(trainer: Any, inputs: dict[str, Any], s: Streams, training: bool) -> Tensor:
+def fused_loss(trainer: Any, inputs: dict[str, Any], s: LossInputs, training: bool) -> Tensor:
     """Return TRL's loss (0-dim, with a gradient to ``s.logprobs``), and append its metrics."""
     by_sequence = trainer.importance_sampling_level == "sequence"
     loss_type, low, high = trainer.loss_type, trainer.epsilon_low, trainer.epsilon_high
@@ -161,7 +161,7 @@ def fused_loss(trainer: Any, inputs: dict[str, Any], s: Streams, training: bool)
     }
     loss = policy_loss(s.logprobs, s.old, scaled, variant=variant, **how).loss
     # The op's own KL term bounds the estimate, and TRL's doesn't.
-    metrics = Metrics(trainer, s, "train" if training else "eval")
+    metrics = MetricsLog(trainer, s, "train" if training else "eval")
     if trainer.beta != 0.0:
         d = s.packed(inputs["ref_per_token_logps"]) - s.logprobs
         kl = d.exp() - d - 1
@@ -180,7 +180,7 @@ def fused_loss(trainer: Any, inputs: dict[str, Any], s: Streams, training: bool)
     return loss
 
 
-def _ratio_with_gradient(s: Streams, by_sequence: bool) -> Tensor:
+def _ratio_with_gradient(s: LossInputs, by_sequence: bool) -> Tensor:
     """The importance ratio of each token ``[N]``, which for one ratio per sequence is its row's."""
     log_ratio = s.logprobs - s.old
     if by_sequence:
@@ -188,10 +188,10 @@ def _ratio_with_gradient(s: Streams, by_sequence: bool) -> Tensor:
     return log_ratio.exp()
 
 
-class Metrics:
+class MetricsLog:
     """Appends metrics under TRL's names. Values are ``[N]``, one per token, or ``[B, 1]``, one per sequence."""
 
-    def __init__(self, trainer: Any, s: Streams, mode: str) -> None:
+    def __init__(self, trainer: Any, s: LossInputs, mode: str) -> None:
         self.accelerator, self.s = trainer.accelerator, s
         self.sink = trainer._metrics[mode]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnwise.ops.common.layout import RowLayout
 
 
-class Member(NamedTuple):
+class GroupRank(NamedTuple):
     """This process in a group. ``group`` is ``None`` for the default group."""
 
     group: Any
@@ -26,7 +26,7 @@ class Member(NamedTuple):
         return values
 
 
-def member_of(group: Any) -> Member:
+def member_of(group: Any) -> GroupRank:
     """Find this process in ``group``. Raises ``RuntimeError``, ``TypeError`` or ``ValueError`` if it isn't there."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("group: no process group exists; call torch.distributed.init_process_group first")
@@ -38,7 +38,7 @@ def member_of(group: Any) -> Member:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("group: expected a group that this process belongs to")
-    return Member(group, rank, dist.get_world_size(group))
+    return GroupRank(group, rank, dist.get_world_size(group))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def member_of(group: Any) -> Member:
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
-def exchange(member: Member, describe: Callable[[], tuple[dict[str, Any], Any]]) -> list[Any]:
+def exchange(member: GroupRank, describe: Callable[[], tuple[dict[str, Any], Any]]) -> list[Any]:
     """Gather what ``describe`` returns on every rank: facts that must be equal, and one that may differ.
 
     Returns the latter, by rank. If ``describe`` raises on one rank, every rank raises, so that none waits for it.
@@ -86,7 +86,7 @@ def checksum(tensor: Tensor | None) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} with checksum {crc:08x}"
 
 
-def start_of(member: Member, sizes: Iterable[int]) -> int:
+def start_of(member: GroupRank, sizes: Iterable[int]) -> int:
     """The sum of the sizes of the ranks before this one."""
     return sum(list(sizes)[: member.rank])
 
@@ -98,7 +98,7 @@ class _Sum(torch.autograd.Function):
     """Sum over the group. Every rank's values reach every rank's result, so the gradients are summed too."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, member: Member) -> Tensor:
+    def forward(ctx: Any, values: Tensor, member: GroupRank) -> Tensor:
         ctx.member = member
         return member.reduce(values.clone(memory_format=torch.contiguous_format))
 
@@ -120,7 +120,7 @@ class _Share(torch.autograd.Function):
         return grad / ctx.size, None
 
 
-def share(value: Tensor, member: Member) -> Tensor:
+def share(value: Tensor, member: GroupRank) -> Tensor:
     """Mark a value made of :class:`GroupRows` sums as the same on every rank, so that it counts once in gradients."""
     return _Share.apply(value, member.size)
 
@@ -128,7 +128,7 @@ def share(value: Tensor, member: Member) -> Tensor:
 class GroupRows(RowLayout):
     """Rows whose tokens lie on several ranks: sums and maxima of a row cover the whole group."""
 
-    def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None, member: Member, per_token: bool) -> None:
+    def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None, member: GroupRank, per_token: bool) -> None:
         super().__init__(tokens, cu_seqlens)
         self.member = member
         self.per_token = per_token  # the advantages; the shape of this rank's alone can't always say

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from turnwise.ops.logprob import tiles
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
-from turnwise.ops.parallel.group import Member
+from turnwise.ops.parallel.group import GroupRank
 
 
 class Shard(NamedTuple):
@@ -19,7 +19,7 @@ class Shard(NamedTuple):
     Targets are shifted by the first column, so that the shard's own ids are in ``[0, width)``.
     """
 
-    member: Member
+    member: GroupRank
     width: int
     widest: int  # of all ranks, so that they cut the tokens into the same chunks
     softmax: Softmax

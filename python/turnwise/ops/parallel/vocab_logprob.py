@@ -15,7 +15,7 @@ from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values
 from turnwise.ops.logprob.linear_native import Gradients, Head, fill, scan_blocks, spread
 from turnwise.ops.logprob.logprob import check_logits, is_writable
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
-from turnwise.ops.parallel.group import Member, checksum, exchange, member_of, start_of
+from turnwise.ops.parallel.group import GroupRank, checksum, exchange, member_of, start_of
 from turnwise.ops.parallel.shards import Shard, combine, grad, scan, shift
 
 _REFERENCE_LOGITS = 1 << 22  # of a chunk of tokens, for backend="torch"
@@ -130,7 +130,7 @@ def _check_start(vocab_start: object) -> None:
 
 
 def _place(
-    member: Member,
+    member: GroupRank,
     shard: Any,
     targets: Any,
     vocab_start: int | None,
