@@ -72,8 +72,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]
         core = SimpleNamespace(with_cuda=with_cuda, cuda_unsupported_reason=asking("native", native), isa=_C.isa)
         monkeypatch.setattr(backends, "extension", core)
         monkeypatch.setattr(backends, "_has_triton", True)
-        monkeypatch.setitem(backends._ASK, "triton", asking("triton", triton))
-        monkeypatch.setattr(backends, "_answers", {})
+        monkeypatch.setitem(backends._PROBES, "triton", asking("triton", triton))
+        monkeypatch.setattr(backends, "_reasons", {})
         monkeypatch.setattr(backends, "_warned", set())
         return asked
 
@@ -176,20 +176,20 @@ def test_triton_without_a_driver_says_so() -> None:
     """Its own error, of this machine, which has no GPU."""
     if torch.cuda.is_available():
         pytest.skip("there is a driver")
-    assert backends._ask_triton(0).startswith("Triton can't compile for the device: ")
+    assert backends._probe_triton(0).startswith("Triton can't compile for the device: ")
 
 
 def test_an_emulated_device_that_refuses(emulator, monkeypatch) -> None:
     """The probe of the compiled module itself, and a call that would have failed in its first launch."""
     monkeypatch.setattr(backends, "emulator", emulator)
-    monkeypatch.setattr(backends, "_answers", {})
+    monkeypatch.setattr(backends, "_reasons", {})
     assert emulator.cuda_unsupported_reason(0) == ""
     want = ops.group_advantage(REWARDS, GROUPS)
     monkeypatch.setenv("TURNWISE_EMULATED_ERROR", "209")
     with pytest.raises(RuntimeError, match="launch failed"):
         ops.group_advantage(REWARDS, GROUPS)
     assert emulator.cuda_unsupported_reason(-1) == "CUDA: cudaFuncGetAttributes failed: emulated (error 209)"
-    monkeypatch.setattr(backends, "_answers", {})
+    monkeypatch.setattr(backends, "_reasons", {})
     monkeypatch.setattr(backends, "_warned", set())
     with pytest.warns(
         RuntimeWarning, match="plain PyTorch for cpu tensors. native: CUDA: cudaFuncGetAttributes failed"
@@ -202,7 +202,7 @@ def test_an_emulated_device_that_refuses(emulator, monkeypatch) -> None:
 def test_an_emulator_is_asked_as_a_device_is(monkeypatch) -> None:
     refusing = SimpleNamespace(cuda_unsupported_reason=lambda index: f"device {index} is too old")
     monkeypatch.setattr(backends, "emulator", refusing)
-    monkeypatch.setattr(backends, "_answers", {})
+    monkeypatch.setattr(backends, "_reasons", {})
     with pytest.raises(ops.BackendUnavailable, match="device -1 is too old"):
         ops.group_advantage(REWARDS, GROUPS, backend="native")
 

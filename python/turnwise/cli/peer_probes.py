@@ -125,7 +125,7 @@ def use_skyrl() -> str:
     found = skyrl._host().AdvantageEstimatorRegistry.get(name)
     assert isinstance(found, skyrl.CreditEstimator)
     loss = skyrl._host().PolicyLossRegistry.get(skyrl.register_loss("regular"))
-    assert isinstance(loss, skyrl.PolicyLoss)
+    assert isinstance(loss, skyrl.LossFunction)
     return "registered a credit rule and a loss"
 
 

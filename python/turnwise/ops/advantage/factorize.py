@@ -24,7 +24,12 @@ def _columns(keys: tuple[Any, ...]) -> list[Any]:
             raise TypeError(
                 f"keys[{index}]: expected a sequence, array or tensor, got {type(key).__name__} {key!r:.60}"
             )
-        column = _on_host(key) if isinstance(key, Tensor) else key
+        column = key
+        if isinstance(key, Tensor):
+            column = key.detach().cpu()
+            if column.is_floating_point() and column.dtype not in (torch.float64, torch.float32, torch.float16):
+                column = column.float()  # NumPy has no such type; equal values stay equal
+            column = column.numpy()
         if isinstance(column, np.ndarray):
             if column.ndim != 1:
                 raise ValueError(f"keys[{index}] has shape {column.shape}: expected one dimension")
@@ -38,13 +43,6 @@ def _columns(keys: tuple[Any, ...]) -> list[Any]:
             raise ValueError(f"keys[{index}] has {len(column)} entries: expected {len(columns[0])}, as keys[0]")
         columns.append(column)
     return columns
-
-
-def _on_host(key: Tensor) -> np.ndarray:
-    key = key.detach().cpu()
-    if key.is_floating_point() and key.dtype not in (torch.float64, torch.float32, torch.float16):
-        key = key.float()  # NumPy has no such type; equal values stay equal
-    return key.numpy()
 
 
 def _unhashable(columns: list[Any], error: TypeError) -> TypeError:

@@ -65,11 +65,11 @@ def _run(c: GroupColumns, modes: Modes, numbers: Numbers, backend: str) -> Tenso
 Modes = tuple[bool, int, int, int]  # pooled by trajectory, center, scale, singleton
 Numbers = tuple[int, float, float]  # ddof, eps, min_std
 Rule = tuple[str, str, str, str, int, float, float]  # the fields of GroupOptions
-_known_rules: dict[Rule, Any] = {}
+_checked_rules: dict[Rule, Any] = {}
 """Checked rules, in the form that the compiled module takes."""
 
 
-def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule: Rule) -> Tensor | None:
+def _run_unchecked(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule: Rule) -> Tensor | None:
     """Pass rewards and ids to the compiled module without checks first, which take longer than a small batch.
 
     Returns ``None`` if the module can't take them as they are, or finds something wrong.
@@ -79,7 +79,7 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
     elif not isinstance(num_groups, int) or num_groups < 0:
         return None
     try:
-        checked = _known_rules.get(rule) or _know(GroupOptions(*rule))
+        checked = _checked_rules.get(rule) or _cache(GroupOptions(*rule))
         advantages = torch.empty_like(rewards)
         backends.extension.group_advantage(
             rewards, group_ids, advantages, num_groups, None, None, None, checked, torch.get_num_threads()
@@ -89,12 +89,12 @@ def _run_as_is(rewards: Tensor, group_ids: Tensor, num_groups: int | None, rule:
     return advantages
 
 
-def _know(o: GroupOptions) -> Any:
+def _cache(o: GroupOptions) -> Any:
     """Check a rule, and cache it if its numbers are plain Python numbers, which are few and never change."""
     check_rule(o, None, None)
     checked = backends.extension.GroupAdvantageRule(*kernel_rule(o))
-    if type(o.ddof) is int and type(o.eps) is type(o.min_std) is float and len(_known_rules) < 1000:
-        _known_rules[o] = checked
+    if type(o.ddof) is int and type(o.eps) is type(o.min_std) is float and len(_checked_rules) < 1000:
+        _checked_rules[o] = checked
     return checked
 
 
@@ -214,7 +214,7 @@ def group_advantage(
     # The dispatcher and unneeded checks cost more than a small batch does, so plain tensors skip them.
     plain = type(rewards) is Tensor and isinstance(group_ids, Tensor) and not torch.compiler.is_compiling()
     if plain and bare and not check and backend is None and rewards.is_cpu and backends.native_by_default():
-        advantages = _run_as_is(rewards, group_ids, num_groups, rule)
+        advantages = _run_unchecked(rewards, group_ids, num_groups, rule)
         if advantages is not None:
             return advantages
     columns = GroupColumns(rewards, group_ids, num_groups, trajectory_ids, lengths, valid)

@@ -38,10 +38,10 @@ def optimal_token_baseline(
 
     ``G`` are the rewards to go. ``B[t] = sum(G[t] * W[t]) / (sum(W[t]) + eps)`` over the rows of the group that reach
     position ``t``, where ``W[t]`` is the sum up to ``t`` of ``1 - 2 * pi + sum_pi_squared``: the squared norm of a
-    token's gradient at the logits. So the rows whose gradient varies most weigh most (the Optimal Token Baseline,
+    token's gradient at the logits. So the rows with the largest gradients weigh most (the Optimal Token Baseline,
     https://arxiv.org/abs/2602.07078; verl's ``optimal_token_baseline`` and ``tir_optimal_token_baseline``). A position
-    counts trained tokens alone, so turns that an environment wrote in between move nothing. Where only one row of the
-    group is left, ``B`` is 0. ``weights``, those of an importance correction, multiply each term of ``W`` by their
+    counts trained tokens only, so an environment's turns in between shift nothing. ``B`` is 0 at positions that only
+    one row of the group reaches. ``weights``, those of an importance correction, multiply each term of ``W`` by their
     square.
 
     Streams are ``[B, T]`` with ``mask``, or packed ``[N]`` with ``cu_seqlens``: ``token_rewards``; ``old_logprobs`` of
@@ -70,18 +70,18 @@ def optimal_token_baseline(
 
     rewards = stream(token_rewards)
     returns = torch.where(trained, rows.spread(rows.sum(rewards)) - up_to(rewards) + rewards, 0.0)
-    energy = 1 - 2 * stream(old_logprobs).exp() + stream(sum_pi_squared)
+    norms = 1 - 2 * stream(old_logprobs).exp() + stream(sum_pi_squared)
     if weights is not None:
-        energy = energy * stream(weights).square()
-    energy = up_to(torch.where(trained, energy, 0.0))
+        norms = norms * stream(weights).square()
+    norms = up_to(torch.where(trained, norms, 0.0))
 
     # One cell per group and position. Its sums run over the trained tokens there, one of each row that is long enough.
-    places = (up_to(trained.double()) - 1)[trained].long()
+    positions = (up_to(trained.double()) - 1)[trained].long()
     _, groups = torch.unique(group_ids, return_inverse=True)
-    width = int(places.max()) + 1 if places.numel() else 0
-    cells = rows.spread(groups)[trained] * width + places
-    table = energy.new_zeros(3, (int(groups.max()) + 1 if groups.numel() else 0) * width)
-    w, g = energy[trained], returns[trained]
+    width = int(positions.max()) + 1 if positions.numel() else 0
+    cells = rows.spread(groups)[trained] * width + positions
+    table = norms.new_zeros(3, (int(groups.max()) + 1 if groups.numel() else 0) * width)
+    w, g = norms[trained], returns[trained]
     total, weight, count = table.index_add(1, cells, torch.stack([g * w, w, torch.ones_like(w)]))
     baseline = torch.where(count > 1, total / (weight + eps), 0.0)[cells]
     advantages = torch.zeros_like(returns).masked_scatter(trained, g - baseline)

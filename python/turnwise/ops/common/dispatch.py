@@ -4,7 +4,7 @@
 process that runs Triton's interpreter (``TRITON_INTERPRET=1``). ``torch`` is the reference and serves any device.
 
 The automatic choice is ``native`` if it can serve, else ``triton`` (CUDA tensors only), else ``torch``. On a GPU it
-also asks each device once whether its driver accepts the kernels. If the compiled module does not load or a device
+also probes once whether the device's driver accepts the kernels. If the compiled module does not load or a device
 rejects the kernels, one warning per device says so. A backend named by the caller that can't serve raises.
 """
 
@@ -40,14 +40,12 @@ class BackendUnavailable(RuntimeError):
 _BUILD = "install turnwise from a wheel, or build it in a checkout with: pip install ."
 
 
-def _load_extension() -> tuple[Any, str]:
-    try:
-        return importlib.import_module("turnwise._C"), ""
-    except ImportError as error:
-        return None, f"the compiled module turnwise._C did not load ({error}); {_BUILD}"
-
-
-extension, extension_error = _load_extension()
+extension: Any = None
+extension_error = ""
+try:
+    extension = importlib.import_module("turnwise._C")
+except ImportError as error:
+    extension_error = f"the compiled module turnwise._C did not load ({error}); {_BUILD}"
 emulator: Any = None  # a module whose CUDA kernels run on CPU tensors; set by tests alone
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 _has_triton = importlib.util.find_spec("triton") is not None
@@ -60,11 +58,7 @@ _NO_TRITON = "Triton is not installed; install it with: pip install 'turnwise[tr
 _NO_CUDA = "turnwise._C was built without CUDA; build it with TURNWISE_CUDA=ON and an nvcc on the PATH"
 
 
-def _ask_native(index: int) -> str:
-    return (emulator or extension).cuda_unsupported_reason(index)
-
-
-def _ask_triton(index: int) -> str:
+def _probe_triton(index: int) -> str:
     try:
         from turnwise.ops.common.triton import load_probe
 
@@ -74,8 +68,11 @@ def _ask_triton(index: int) -> str:
     return ""
 
 
-_ASK: dict[str, Callable[[int], str]] = {"native": _ask_native, "triton": _ask_triton}
-_answers: dict[tuple[str, int], str] = {}
+_PROBES: dict[str, Callable[[int], str]] = {
+    "native": lambda index: (emulator or extension).cuda_unsupported_reason(index),
+    "triton": _probe_triton,
+}
+_reasons: dict[tuple[str, int], str] = {}
 
 
 def _device_unsupported_reason(name: str, index: int) -> str:
@@ -84,11 +81,11 @@ def _device_unsupported_reason(name: str, index: int) -> str:
     Each device is probed once. During the capture of a CUDA graph no kernel may be loaded, so nothing is probed then.
     """
     key = name, index
-    if key not in _answers:
+    if key not in _reasons:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return ""
-        _answers[key] = _ASK[name](index)
-    return _answers[key]
+        _reasons[key] = _PROBES[name](index)
+    return _reasons[key]
 
 
 def _native_unsupported_reason(device: str, index: int = -1) -> str:
@@ -206,11 +203,9 @@ def serves_by_default(name: str, named: str | None, tensor: Tensor) -> bool:
 
 def _unsupported_reason(name: str, device: str, index: int) -> str:
     """The reason why a backend can't serve tensors of a device; empty if it can."""
-    return (
-        {"native": _native_unsupported_reason, "triton": _triton_unsupported_reason}[name](device, index)
-        if name != "torch"
-        else ""
-    )
+    if name == "torch":
+        return ""
+    return (_native_unsupported_reason if name == "native" else _triton_unsupported_reason)(device, index)
 
 
 def _choose(device: str, index: int, native: str, triton: str) -> str:

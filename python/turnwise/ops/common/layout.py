@@ -18,7 +18,7 @@ MOST_ACTORS = 2**31 - 1
 
 
 def is_number(value: object) -> bool:
-    """True for a number of Python or NumPy. A bool or a tensor is not a number here."""
+    """True for a number of Python or NumPy, but not for a bool or a tensor."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
@@ -117,7 +117,7 @@ class RowLayout:
         return values[:, None].expand(self.shape) if self.row is None else values[self.row]
 
     def spread_advantages(self, advantages: Tensor) -> Tensor:
-        """Advantages per token, from one per row or per token."""
+        """Repeat advantages of rows at every token; those of tokens pass through."""
         return self.spread(advantages)
 
 

@@ -45,11 +45,11 @@ def check_id_values(name: str, ids: Tensor, count: int, ignore_index: int | None
     outside = (ids < 0) | (ids >= count)
     wrong = (outside if ignore_index is None else outside & (ids != ignore_index)).nonzero()
     if wrong.numel():
-        place = wrong[0].tolist()
-        value = int(ids[tuple(place)])
+        index = wrong[0].tolist()
+        value = int(ids[tuple(index)])
         unnamed = name == "targets" and value < 0 and ignore_index is None
         hint = f". Pass ignore_index={value} to leave out the tokens with this target" * unnamed
-        raise ValueError(f"{name}[{', '.join(map(str, place))}]={value}: expected an id in [0, {count}){hint}")
+        raise ValueError(f"{name}[{', '.join(map(str, index))}]={value}: expected an id in [0, {count}){hint}")
 
 
 def check_head(

@@ -19,9 +19,9 @@ MEMORY = 256 << 20  # bytes that an op may hold on a GPU beside its inputs, resu
 FEW = 24  # sums of up to so many parts stay in the weight's narrow dtype; over more parts they lose too much
 ROWS, COLUMNS = 128, 256  # of the result that a multiprocessor makes at a time in a product of cuBLAS
 _L2 = 0.7  # share of the L2 for a tile of logits
-_FLOPS = 400  # operations in the time of one byte that a product reads or writes; half of the bytes pass unnoticed
-_TILE = 0.1  # rounds of the multiprocessors that a tile costs besides its product
-_LOST = MEMORY >> 5  # bytes of states and small tensors
+_FLOPS = 400  # operations in the time that a product takes to move one byte; half of the bytes cost nothing
+_TILE = 0.1  # waves of the multiprocessors that a tile costs in addition to its product
+_SMALL = MEMORY >> 5  # bytes of states and small tensors
 
 
 class Device(NamedTuple):
@@ -104,30 +104,32 @@ def choose_on_cpu(sizes: Sizes, backward: bool) -> Tiles:
 
 
 def choose(sizes: Sizes, device: Device, backward: bool) -> Tiles:
-    """Choose the tiles on a GPU, within :data:`MEMORY`: full rounds of the multiprocessors, and logits in the L2.
+    """Choose the tiles on a GPU, within :data:`MEMORY`: full waves of the multiprocessors, and logits in the L2.
 
     The backward reads and writes float32 sums of hidden rows once for each column of tiles, and weight rows once for
     each span, so it takes the largest spans and tiles that the memory holds.
 
     Example: ``choose(Sizes(8192, 4096, 151_936, 2), Device(), backward=False)``
     """
-    most = max(int(_L2 * device.l2) // (4 * ROWS * COLUMNS * device.multiprocessors), 1)  # rounds of a tile
-    found: list[tuple[bool, float, Tiles]] = []  # too large, bytes of work, tiles
+    largest = max(int(_L2 * device.l2) // (4 * ROWS * COLUMNS * device.multiprocessors), 1)  # waves of a tile
+    choices: list[tuple[bool, float, Tiles]] = []  # too large, bytes of work, tiles
     for rows in {_part(sizes.tokens, n, ROWS) for n in (2048, 1536, 1024)}:
-        for rounds in range(1, most + 1):
-            columns = _columns(rows, rounds, sizes.vocabulary, device)
-            work = _rounds(sizes, rows, columns, device)
+        for waves in range(1, largest + 1):
+            # The most columns whose product takes the multiprocessors so many waves.
+            across = max(waves * device.multiprocessors // -(-rows // ROWS), 1)
+            columns = min(across, -(-sizes.vocabulary // COLUMNS)) * COLUMNS
+            work = _waves(sizes, rows, columns, device)
             work *= 2 * ROWS * COLUMNS * device.multiprocessors * sizes.width / _FLOPS  # as bytes
             if not backward:
-                found.append((False, work, Tiles(rows, columns, rows, max(sizes.tokens, 1))))
+                choices.append((False, work, Tiles(rows, columns, rows, max(sizes.tokens, 1))))
                 continue
             tiles = _backward_tiles(sizes, rows, columns)
             if tiles is not None:
                 sums = 8 * sizes.tokens * -(-sizes.vocabulary // columns)
                 weight = 2 * sizes.size * sizes.vocabulary * -(-sizes.tokens // tiles.group)
                 work += sizes.width * (sums + weight)
-                found.append((tiles.backward_memory(sizes) > MEMORY, work, tiles))
-    return min(found)[2] if found else Tiles(ROWS, COLUMNS, ROWS, ROWS)
+                choices.append((tiles.backward_memory(sizes) > MEMORY, work, tiles))
+    return min(choices)[2] if choices else Tiles(ROWS, COLUMNS, ROWS, ROWS)
 
 
 def choose_frozen(sizes: Sizes, device: Device) -> Tiles:
@@ -136,7 +138,7 @@ def choose_frozen(sizes: Sizes, device: Device) -> Tiles:
     A span has as many tokens as :data:`MEMORY` holds the sums of.
     """
     rows, columns, *_ = choose(sizes, device, backward=False)
-    left = MEMORY - _LOST - Tiles(rows, columns, rows, 0).slope_memory(sizes)
+    left = MEMORY - _SMALL - Tiles(rows, columns, rows, 0).slope_memory(sizes)
     span = _part(sizes.tokens, left // (4 * sizes.width), rows) if sizes.narrow else max(sizes.tokens, rows)
     return Tiles(rows, columns, rows, span)
 
@@ -147,14 +149,8 @@ def _part(total: int, most: int, unit: int) -> int:
     return max(-(-total // (count * unit)), 1) * unit
 
 
-def _columns(rows: int, rounds: int, vocabulary: int, device: Device) -> int:
-    """The most columns of a tile whose product takes the multiprocessors ``rounds`` rounds."""
-    across = max(rounds * device.multiprocessors // -(-rows // ROWS), 1)
-    return min(across, -(-vocabulary // COLUMNS)) * COLUMNS
-
-
-def _rounds(sizes: Sizes, rows: int, columns: int, device: Device) -> float:
-    """Rounds of all multiprocessors for all logits, with those that the last tiles of each kind leave half idle."""
+def _waves(sizes: Sizes, rows: int, columns: int, device: Device) -> float:
+    """Waves of all multiprocessors for all logits, with those that the last tiles of each kind leave half idle."""
     total = 0.0
     for n in (rows, sizes.tokens % rows):
         for v in (columns, sizes.vocabulary % columns):
@@ -167,7 +163,7 @@ def _rounds(sizes: Sizes, rows: int, columns: int, device: Device) -> float:
 def _backward_tiles(sizes: Sizes, rows: int, columns: int) -> Tiles | None:
     """The fewest spans, each one group of tiles, that the memory holds; ``None`` if it holds none.
 
-    More than :data:`FEW` need a sum of the weight's gradient besides.
+    More than :data:`FEW` also need a sum of the weight's gradient.
     """
     if not sizes.narrow:  # a tile of float32 logits becomes its own gradient
         span = sizes.tokens if not sizes.copied else _part(sizes.tokens, MEMORY // 2 // (8 * sizes.width), rows)
@@ -177,7 +173,7 @@ def _backward_tiles(sizes: Sizes, rows: int, columns: int) -> Tiles | None:
     for count in range(1, max(blocks, 1) + 1):
         span = max(-(-blocks // count), 1) * rows
         tiles = Tiles(rows, columns, span, span)
-        if tiles.backward_memory(sizes._replace(tokens=min(sizes.tokens, FEW * span))) <= MEMORY - _LOST:
+        if tiles.backward_memory(sizes._replace(tokens=min(sizes.tokens, FEW * span))) <= MEMORY - _SMALL:
             return tiles
     return None
 
@@ -194,7 +190,7 @@ def prefers_triton(hidden: Tensor, frozen: bool = False) -> bool:
     """True if Triton's kernels, where they serve, are expected to be faster than cuBLAS's products with our kernels.
 
     They make a float32 product of three in TF32 on the tensor cores. cuBLAS uses those only if torch allows TF32. With
-    a ``frozen`` weight cuBLAS makes two products where Triton's way makes three, so TF32 must be farther ahead.
+    a ``frozen`` weight cuBLAS makes two products where Triton's way makes three, so TF32's lead must be larger.
     """
     if not hidden.is_cuda or hidden.dtype is not torch.float32 or tf32_allowed():
         return False
@@ -225,7 +221,7 @@ class Chunks(NamedTuple):
 def choose_chunks(sizes: Sizes, device: Device) -> Chunks:
     """Choose the fewest even chunks whose logits the memory holds; a chunk has at least one row of products.
 
-    The tiles take two rounds of the multiprocessors.
+    The tiles take two waves of the multiprocessors.
     """
     logits = 2 * device.multiprocessors * ROWS * COLUMNS
     each = 4 * sizes.vocabulary + (4 + sizes.copied * sizes.size) * sizes.width
@@ -242,7 +238,7 @@ def one_pass(sizes: Sizes, chunks: Chunks, device: Device, weight: bool, triton:
     if chunks.memory(sizes, weight) > MEMORY:
         return False
     if triton and device.capability >= (10, 0):
-        return False  # TF32 is there too far ahead of float32
+        return False  # TF32's lead over float32 is too large there
     if not sizes.narrow:
         return sizes.width >= 2048 or chunks.rows >= 1024
     return sizes.width >= 2048 and chunks.rows >= (1024 if weight else 256)

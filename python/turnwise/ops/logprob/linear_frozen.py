@@ -4,7 +4,7 @@ With ``z = (hidden @ weight.T) / temperature`` and ``p = softmax(z)``, a token's
 ``((1 - p[t]) weight[t] - sum over v != t of p[v] weight[v]) / temperature`` with respect to its hidden row. The sum is
 a product with each tile of softmax weights, added up as the softmax itself is: relative to a maximum that may grow
 (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867). The upstream gradient only scales the row, so the backward
-needs no logits: two products in all, where recomputed logits take three. The target stands apart, because its terms
+needs no logits: two products in all, where recomputed logits take three. The target is handled apart, because its terms
 nearly cancel where ``p[t]`` is near 1.
 """
 
@@ -73,13 +73,13 @@ def _forward(head: Head, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]
         for columns in head.columns(tiles.columns):
             for block, *kept in zip(blocks, states, references, sums, strict=True):
                 _add_tile(head, block, columns, entropy, *kept)
-        for block, state, reference, mine in zip(blocks, states, references, sums, strict=True):
+        for block, state, reference, block_sums in zip(blocks, states, references, sums, strict=True):
             parts.append(finish(state, entropy))
             logprob, lse, _ = parts[-1]
-            _finish_slope(head, block, logprob, lse, reference, mine)
+            _finish_slope(head, block, logprob, lse, reference, block_sums)
             if not wide:
-                slope[block].copy_(mine)
-        del total, sums, mine  # before the next ones are made
+                slope[block].copy_(block_sums)
+        del total, sums, block_sums  # before the next ones are made
     logprob, lse, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
     return logprob, lse, entropies, slope
 

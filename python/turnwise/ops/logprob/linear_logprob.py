@@ -86,10 +86,6 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
     return hidden_grad, weight_grad, None, bias_grad, *[None] * 6
 
 
-def _save_frozen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _save(ctx, (*inputs, "native"), output)
-
-
 def _differentiate_frozen(
     ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None, __: Any
 ) -> tuple[Any, ...]:
@@ -139,7 +135,9 @@ if extension is not None:
     def _fake_scale(_: Tensor, __: Tensor, like: Tensor, ___: Tensor | None) -> Tensor:
         return like.new_empty(like.shape)
 
-    _frozen_op.register_autograd(_differentiate_frozen, setup_context=_save_frozen)
+    _frozen_op.register_autograd(
+        _differentiate_frozen, setup_context=lambda ctx, inputs, output: _save(ctx, (*inputs, "native"), output)
+    )
     _scale_op.register_autograd(_reject, setup_context=lambda ctx, inputs, output: None)
     _op.register_autograd(_differentiate, setup_context=_save)
     _backward_op.register_autograd(_reject, setup_context=lambda ctx, inputs, output: None)
@@ -189,35 +187,24 @@ def linear_logprob(
     Example: ``linear_logprob(model(tokens)[:-1], lm_head.weight, tokens[1:], temperature=0.7)``
     """
     softmax = make_softmax(temperature, softcap, ignore_index)
+    options: dict[str, Any] = {
+        **softmax._asdict(), "bias": bias, "entropy": entropy, "positions": positions, "check": check,
+        "backend": backend,
+    }  # fmt: skip
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
-            return linear_logprob(
-                as_autocast(hidden, dtype),
-                as_autocast(weight, dtype),
-                targets,
-                temperature=temperature,
-                softcap=softcap,
-                ignore_index=ignore_index,
-                bias=bias,
-                entropy=entropy,
-                positions=positions,
-                check=check,
-                backend=backend,
-            )
+            return linear_logprob(as_autocast(hidden, dtype), as_autocast(weight, dtype), targets, **options)
     if is_dtensor(hidden, weight):
-        options = {**softmax._asdict(), "bias": bias, "positions": positions, "entropy": entropy}
-        return ROUTES["linear_logprob"](hidden, weight, targets, **options, check=check, backend=backend)
+        return ROUTES["linear_logprob"](hidden, weight, targets, **options)
     check_head(hidden, weight, targets, bias, positions)
     if (hidden.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
-    unsupported_reason = (
-        "hidden is float64, and the kernels compute in float32" if hidden.dtype is torch.float64 else ""
-    )
-    reason = transform_reason(backend, hidden, weight, targets, bias, positions) or unsupported_reason
+    narrow = "hidden is float64, and the kernels compute in float32" if hidden.dtype is torch.float64 else ""
+    reason = transform_reason(backend, hidden, weight, targets, bias, positions) or narrow
     chosen = select_backend(backend, hidden, native=reason, triton=reason)
     frozen = linear_frozen.serves(hidden, weight, bias)
     if chosen == "native" and prefers_triton(hidden, frozen) and serves_by_default("triton", backend, hidden):

@@ -12,13 +12,6 @@ from turnwise.ops.logprob.choice import FEW, Sizes, Tiles, choose, choose_on_cpu
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, add_narrow, finish, grad, new_state, scan
 
 
-def _onednn() -> Any:
-    """oneDNN's float32 product ``x @ w.T``, on some CPUs twice as fast as MKL's. ``None`` if torch lacks it."""
-    if not torch.backends.mkldnn.is_available():
-        return None
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-
-
 def _dense(matrix: Tensor) -> Tensor:
     """Copy a matrix unless its rows or its columns are contiguous and don't overlap. BLAS takes no other layout."""
     for x in (matrix, matrix.t()):
@@ -52,7 +45,10 @@ class Products:
         self.on_gpu = native_core(hidden)[0] == "cuda"
         self.wide = hidden.dtype is torch.float32
         self.dtype = torch.float32 if self.on_gpu else hidden.dtype  # of the logits
-        self.linear = _onednn() if self.wide and hidden.is_cpu and not self.on_gpu else None
+        # oneDNN's float32 product `x @ w.T`, on some CPUs twice as fast as MKL's. None if torch lacks it.
+        self.linear: Any = None
+        if self.wide and hidden.is_cpu and not self.on_gpu and torch.backends.mkldnn.is_available():
+            self.linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Compute ``hidden @ weight.T``. On a GPU always float32: rounding a logit of 30 to bf16 costs up to 0.06."""
@@ -371,8 +367,8 @@ def _tile_backward(
         else:
             d = part.new_empty(tokens, part.shape[0])
             for block in cut(group, tiles.rows):
-                mine = slice(block.start - group.start, block.stop - group.start)
-                head.recompute_gradient(rows[mine], block, columns, upstream.rows(block), d[mine])
+                inner = slice(block.start - group.start, block.stop - group.start)
+                head.recompute_gradient(rows[inner], block, columns, upstream.rows(block), d[inner])
         # Gradients of its hidden rows, and of the weight's.
         gradients.add_bias(columns, d)
         if sums is not None:

@@ -8,6 +8,7 @@ gradient.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from turnwise.ops.common.dispatch import interpreted
 from turnwise.ops.common.triton import FUSED, CompileCase
 from turnwise.ops.logprob.choice import device_of, tf32_allowed
 from turnwise.ops.logprob.tiles import Softmax, Upstream
-from turnwise.ops.logprob.triton import add_logits, finished, flags, logit_gradient
+from turnwise.ops.logprob.triton import add_logits, flags, logit_gradient, scaled_logits
 
 
 class Shape(NamedTuple):
@@ -98,7 +99,7 @@ def forward_kernel(
             hidden_ptr, weight_ptr, bias_ptr, source, inside, columns, vocabulary, width, hidden_stride, weight_stride,
             HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        x = tl.where((columns < vocabulary)[None, :], finished(x, scale, cap, HAS_CAP), float("-inf"))
+        x = tl.where((columns < vocabulary)[None, :], scaled_logits(x, scale, cap, HAS_CAP), float("-inf"))
         hit = columns[None, :] == target[:, None]
         here = tl.max(hit.to(tl.int32), axis=1) != 0
         picked = tl.where(here, tl.sum(tl.where(hit, x, 0.0), axis=1), picked)
@@ -142,7 +143,7 @@ def backward_kernel(
         entropy = tl.zeros([ROWS], tl.float32)
         grad_entropy = entropy
     d = logit_gradient(
-        finished(x, scale, cap, HAS_CAP),
+        scaled_logits(x, scale, cap, HAS_CAP),
         columns[None, :] == (target - first)[:, None],
         tl.load(lse_ptr + token, mask=inside, other=0.0),
         tl.load(grad_logprob_ptr + token, mask=inside, other=0.0),
@@ -248,9 +249,8 @@ def _case(kernel: Any, dtype: str, shape: Shape, **flags: Any) -> CompileCase:
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     signature |= {name: "*fp32" for name in signature if name.endswith("_ptr")}
     signature |= {"hidden_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "targets_ptr": "*i64"}
-    signature |= {
-        name: type_ for name, type_ in (("positions_ptr", "*i64"), ("out_ptr", f"*{dtype}")) if name in signature
-    }
+    others = {"positions_ptr": "*i64", "out_ptr": f"*{dtype}"}
+    signature |= {name: type_ for name, type_ in others.items() if name in signature}
     sizes = {"ROWS": shape.rows, "COLUMNS": shape.columns, "DEPTH": shape.depth}
     constants = {**flags, "PRECISION": shape.precision, "WIDEN": False, "ALIGNED": True, **sizes}
     signature |= dict.fromkeys(constants, "constexpr")
@@ -260,18 +260,12 @@ def _case(kernel: Any, dtype: str, shape: Shape, **flags: Any) -> CompileCase:
     return CompileCase(kernel, signature, constants, aligned, ("wgmma", "cp.async"), OPTIONS)
 
 
-COMPILE_CASES = [
-    case
-    for dtype, shape, has_cap in (
-        ("bf16", NARROW, False),
-        ("fp16", NARROW, False),
-        ("fp32", WGMMA, False),
-        ("fp32", MMA, False),
-        ("bf16", NARROW, True),
-    )
-    for capped in ({"HAS_CAP": has_cap, "HAS_IGNORE": has_cap},)
-    for case in (
-        _case(forward_kernel, dtype, shape, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True, **capped),
-        _case(backward_kernel, dtype, shape, HAS_BIAS=False, HAS_ENTROPY=True, **capped),
-    )
-]
+def _cases() -> Iterator[CompileCase]:
+    shapes = (("bf16", NARROW, False), ("fp16", NARROW, False), ("fp32", WGMMA, False), ("fp32", MMA, False))
+    for dtype, shape, capped in (*shapes, ("bf16", NARROW, True)):
+        flags = {"HAS_CAP": capped, "HAS_IGNORE": capped}
+        yield _case(forward_kernel, dtype, shape, HAS_BIAS=True, HAS_POSITIONS=False, ENTROPY=True, **flags)
+        yield _case(backward_kernel, dtype, shape, HAS_BIAS=False, HAS_ENTROPY=True, **flags)
+
+
+COMPILE_CASES = list(_cases())

@@ -250,10 +250,8 @@ def logprob(
     check_logits(logits, targets)
     if (logits.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, logits.shape[-1], softmax.ignore_index)
-    unsupported_reason = (
-        "logits is float64, and the kernels compute in float32" if logits.dtype is torch.float64 else ""
-    )
-    reason = transform_reason(backend, logits, targets) or unsupported_reason
+    narrow = "logits is float64, and the kernels compute in float32" if logits.dtype is torch.float64 else ""
+    reason = transform_reason(backend, logits, targets) or narrow
     chosen = select_backend(backend, logits, native=reason, triton=reason)
     if chosen == "torch":
         values, entropies = reference(logits, targets, softmax, entropy)

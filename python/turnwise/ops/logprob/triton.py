@@ -7,6 +7,7 @@ combined in float64 in a fixed order.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ LEAST = tl.constexpr(-87.0)  # exp of anything below counts as 0, as in csrc/ops
 
 
 @triton.jit
-def weight(x):
+def bounded_exp(x):
     """exp(x) for logits relative to about the largest, and x bounded below."""
     log = tl.where(x < LEAST, LEAST, x)
     return tl.where(x < LEAST, 0.0, tl.exp(log)), log
@@ -32,12 +33,12 @@ def weight(x):
 
 @triton.jit
 def add_logits(x, top, total, weighted, ENTROPY: tl.constexpr):
-    """Takes logits ``x [rows, columns]`` into what is known of their rows, ``[rows]`` each."""
+    """Adds logits ``x [rows, columns]`` to the running statistics of their rows, ``[rows]`` each."""
     largest = tl.maximum(top, tl.max(x, axis=1))
     reference = tl.where(largest == float("-inf"), 0.0, largest)
     shift = tl.where(top == float("-inf"), 0.0, top - reference)
     factor = tl.exp(shift)
-    value, log = weight(x - reference[:, None])
+    value, log = bounded_exp(x - reference[:, None])
     if ENTROPY:
         weighted = factor * (weighted + shift * total) + tl.sum(value * log, axis=1)
     total = factor * total + tl.sum(value, axis=1)
@@ -56,7 +57,7 @@ def tanh(z):
 
 
 @triton.jit
-def finished(x, scale, cap, HAS_CAP: tl.constexpr):
+def scaled_logits(x, scale, cap, HAS_CAP: tl.constexpr):
     """The capped and scaled logits."""
     if HAS_CAP:
         x = cap * tanh(x / cap)
@@ -75,7 +76,7 @@ def load_logits(
         x = tl.load(row_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0)
-    x = finished(x, scale, cap, HAS_CAP)
+    x = scaled_logits(x, scale, cap, HAS_CAP)
     return tl.where(columns < width, x, float("-inf")) if HAS_CAP else x
 
 
@@ -104,14 +105,14 @@ def scan_kernel(
         x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, cap, HAS_BIAS, HAS_CAP, BLOCK)
         top, total, weighted = add_logits(x[None, :], top, total, weighted, ENTROPY)
     # The target's logit is NaN if another tile holds it; `finish` takes the one that is not NaN.
-    found = (target >= 0) & (target < width)
-    picked = tl.load(logits_ptr + row * row_stride + target, mask=found, other=float("nan")).to(tl.float32)
+    here = (target >= 0) & (target < width)
+    picked = tl.load(logits_ptr + row * row_stride + target, mask=here, other=float("nan")).to(tl.float32)
     if HAS_BIAS:
-        picked += tl.load(bias_ptr + target, mask=found, other=0.0)
+        picked += tl.load(bias_ptr + target, mask=here, other=0.0)
     tl.store(state_ptr + row + one, top)
     tl.store(state_ptr + rows + row + one, total)
     tl.store(state_ptr + 2 * rows + row + one, weighted)
-    tl.store(state_ptr + 3 * rows + row, finished(picked, scale, cap, HAS_CAP))
+    tl.store(state_ptr + 3 * rows + row, scaled_logits(picked, scale, cap, HAS_CAP))
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])
@@ -154,20 +155,20 @@ def logit_gradient(
     x, hit, lse, grad_logprob, entropy, grad_entropy, scale, cap, HAS_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr
 ):
     """The gradient of logits ``x [rows, columns]`` before their scaling; ``hit``: the target's column."""
-    p, log = weight(x - lse[:, None])
+    p, log = bounded_exp(x - lse[:, None])
     flat = -scale * grad_logprob
     if HAS_ENTROPY:
         flat -= scale * grad_entropy * entropy
         d = p * (flat[:, None] - (scale * grad_entropy)[:, None] * log)
-        idle = (grad_logprob == 0) & (grad_entropy == 0)
+        unused = (grad_logprob == 0) & (grad_entropy == 0)
     else:
         d = p * flat[:, None]
-        idle = grad_logprob == 0
+        unused = grad_logprob == 0
     d += tl.where(hit, (scale * grad_logprob)[:, None], 0.0)
     if HAS_CAP:  # times 1 - tanh^2
         t = x / (scale * cap)
         d *= 1.0 - t * t
-    return tl.where(idle[:, None], 0.0, d)  # exactly 0 for a token that does not train, even if its logits are NaN
+    return tl.where(unused[:, None], 0.0, d)  # exactly 0 for a token that does not train, even if its logits are NaN
 
 
 @triton.jit(do_not_specialize=["width", "first", "scale", "cap", "ignore"])
@@ -281,42 +282,24 @@ def _case(kernel: Any, pointers: dict[str, str], **flags: Any) -> CompileCase:
     )
 
 
-COMPILE_CASES = [
-    _case(
-        scan_kernel,
-        {"logits_ptr": f"*{t}", "bias_ptr": "*fp32", "targets_ptr": "*i64", "state_ptr": "*fp32"},
-        HAS_BIAS=bias,
-        HAS_CAP=cap,
-        HAS_IGNORE=cap,
-        ENTROPY=entropy,
-        BLOCK=4096,
-    )
+def _cases() -> Iterator[CompileCase]:
+    flags: dict[str, Any]
     for t, bias, entropy, cap in (
         ("fp32", False, False, False),
         ("bf16", False, True, False),
         ("fp16", True, False, False),
         ("bf16", False, True, True),
-    )
-] + [
-    _case(
-        grad_kernel,
-        {
-            **{"logits_ptr": f"*{t}", "out_ptr": f"*{t}", "targets_ptr": "*i64"},
-            **{f"{name}_ptr": "*fp32" for name in ("bias", "lse", "grad_logprob", "entropy", "grad_entropy")},
-        },
-        HAS_BIAS=False,
-        HAS_CAP=cap,
-        HAS_IGNORE=cap,
-        HAS_ENTROPY=entropy,
-        BLOCK=4096,
-    )
-    for t, entropy, cap in (("fp32", False, False), ("bf16", True, False), ("bf16", True, True))
-]
-COMPILE_CASES.append(
-    _case(
-        finish_kernel,
-        {f"{name}_ptr": "*fp32" for name in ("state", "logprob", "lse", "entropy")},
-        ENTROPY=True,
-        BLOCK=128,
-    )
-)
+    ):
+        pointers = {"logits_ptr": f"*{t}", "bias_ptr": "*fp32", "targets_ptr": "*i64", "state_ptr": "*fp32"}
+        flags = {"HAS_BIAS": bias, "HAS_CAP": cap, "HAS_IGNORE": cap, "ENTROPY": entropy}
+        yield _case(scan_kernel, pointers, **flags, BLOCK=4096)
+    for t, entropy, cap in (("fp32", False, False), ("bf16", True, False), ("bf16", True, True)):
+        pointers = {"logits_ptr": f"*{t}", "out_ptr": f"*{t}", "targets_ptr": "*i64"}
+        pointers |= {f"{name}_ptr": "*fp32" for name in ("bias", "lse", "grad_logprob", "entropy", "grad_entropy")}
+        flags = {"HAS_BIAS": False, "HAS_CAP": cap, "HAS_IGNORE": cap, "HAS_ENTROPY": entropy}
+        yield _case(grad_kernel, pointers, **flags, BLOCK=4096)
+    pointers = {f"{name}_ptr": "*fp32" for name in ("state", "logprob", "lse", "entropy")}
+    yield _case(finish_kernel, pointers, ENTROPY=True, BLOCK=128)
+
+
+COMPILE_CASES = list(_cases())

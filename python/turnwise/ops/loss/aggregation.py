@@ -121,11 +121,11 @@ AGGREGATIONS = tuple(_BY_NAME)
 
 def find_aggregation(name: str, actor_ids: object, max_length: float | None) -> Aggregation:
     """Find an aggregation by name. Raises ``ValueError`` for an unknown name or a missing input."""
-    found = _BY_NAME.get(name) if isinstance(name, str) else None
-    if found is None:
+    aggregation = _BY_NAME.get(name) if isinstance(name, str) else None
+    if aggregation is None:
         raise ValueError(f"aggregation={name!r}: expected one of {', '.join(AGGREGATIONS)}")
-    found.check(actor_ids, max_length)
-    return found
+    aggregation.check(actor_ids, max_length)
+    return aggregation
 
 
 def as_normalizer(normalizer: Any, device: torch.device) -> Tensor:
@@ -168,14 +168,14 @@ def aggregate(
 ) -> Tensor:
     """Aggregate values per token into one number, as :func:`policy_loss` does with its losses.
 
-    Use it for an entropy bonus or another term of your own. ``values`` are ``[B, T]`` with ``mask [B, T]``, or ``[N]``
+    Use it for an entropy bonus or another custom term. ``values`` are ``[B, T]`` with ``mask [B, T]``, or ``[N]``
     with ``cu_seqlens``, any float; masked ones may hold any value. The other arguments are those of
     :func:`policy_loss`. Returns a 0-dim tensor in the dtype of ``values`` (at least float32), with a gradient to them.
     Raises ``ValueError`` or ``TypeError`` naming the argument.
 
     Example: ``loss - 0.01 * aggregate(entropies, mask=mask, normalizer=loss_normalizer("token-mean", mask=whole))``
     """
-    found = find_aggregation(aggregation, actor_ids, max_length)
+    rule = find_aggregation(aggregation, actor_ids, max_length)
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise TypeError(f"values: expected a tensor of floats, got {getattr(values, 'dtype', type(values).__name__)}")
     check_optional(mask=mask, cu_seqlens=cu_seqlens, actor_ids=actor_ids)
@@ -186,21 +186,16 @@ def aggregate(
         raise ValueError(f"values has shape {tuple(values.shape)}: expected {expected}")
     trained = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     # Computed even if a normaliser is given, as this checks mask, boundaries and actors.
-    own = loss_normalizer(
-        aggregation,
-        mask=trained,
-        cu_seqlens=cu_seqlens,
-        actor_ids=actor_ids,
-        num_actors=num_actors,
-        max_length=max_length,
-    )
+    layout = {"mask": trained, "cu_seqlens": cu_seqlens, "actor_ids": actor_ids}
+    divisor = loss_normalizer(aggregation, **layout, num_actors=num_actors, max_length=max_length)
     trained = trained != 0
-    chosen = own if normalizer is None else as_normalizer(normalizer, values.device)
-    check_normalizer(found, chosen, num_actors)
-    if sees_values(values) and normalizer is not None:
-        check_normalizer_values(chosen)
+    if normalizer is not None:
+        divisor = as_normalizer(normalizer, values.device)
+        check_normalizer(rule, divisor, num_actors)
+        if sees_values(values):
+            check_normalizer_values(divisor)
     rows = RowLayout(values, cu_seqlens)
-    weights = found.weights(rows.sum(trained.double()), chosen.double(), actor_ids)
+    weights = rule.weights(rows.sum(trained.double()), divisor.double(), actor_ids)
     kept = torch.where(trained, values.to(torch.promote_types(values.dtype, torch.float32)), 0.0)
     return (rows.sum(kept.double()) * weights).sum().to(kept.dtype)
 
@@ -227,7 +222,7 @@ def loss_normalizer(
 
     Example: ``loss_normalizer("token-mean", mask=mask)``
     """
-    found = find_aggregation(aggregation, actor_ids, max_length)
+    rule = find_aggregation(aggregation, actor_ids, max_length)
     check_optional(mask=mask, cu_seqlens=cu_seqlens, actor_ids=actor_ids)
     lengths = _lengths(mask, cu_seqlens)
     if actor_ids is not None:
@@ -235,7 +230,7 @@ def loss_normalizer(
         num_actors = count_actors(num_actors)
         if sees_values(actor_ids):
             check_actor_values(actor_ids, num_actors)
-    return found.normalizer(lengths, actor_ids, num_actors, max_length).float()
+    return rule.normalizer(lengths, actor_ids, num_actors, max_length).float()
 
 
 def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

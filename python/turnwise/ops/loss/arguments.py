@@ -158,12 +158,11 @@ class Metrics(Mapping[str, Tensor]):
 def named_metrics(s: Streams, table: Tensor) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Turn the table ``[1 + num_actors, K]`` into ``metrics`` and ``actor_metrics``."""
     names = metric_names(s.ref_logprobs is not None, s.rollout_logprobs is not None, s.entropy is not None)
-    make = _as_dict if torch.compiler.is_compiling() else Metrics
-    return make(names, table, 0), make(names, table, _ACTORS) if s.actor_ids is not None else {}
+    metrics: Mapping[str, Tensor] = Metrics(names, table, 0)
+    actor_metrics: Mapping[str, Tensor] = {} if s.actor_ids is None else Metrics(names, table, _ACTORS)
+    if torch.compiler.is_compiling():
+        return dict(metrics), dict(actor_metrics)
+    return metrics, actor_metrics
 
 
 _ACTORS = slice(1, None)
-
-
-def _as_dict(names: tuple[str, ...], table: Tensor, rows: int | slice) -> dict[str, Tensor]:
-    return dict(Metrics(names, table, rows))

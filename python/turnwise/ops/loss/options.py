@@ -14,13 +14,13 @@ IS_LEVELS = ("token", "sequence")
 DIVERGENCES = {"tv": 0.15, "kl": 0.05}  # with the usual limit of DPPO
 
 
-def _require_finite(owner: str, name: str, value: float, low: float, expected: str) -> None:
+def _check_finite(owner: str, name: str, value: float, low: float, expected: str) -> None:
     if not (is_number(value) and low <= value < math.inf):
         raise ValueError(f"{owner}.{name}={value!r}: expected {expected}")
 
 
-def _require_share(owner: str, share: float) -> None:
-    _require_finite(owner, "share", share, 0.0, "a number in (0, 1]")
+def _check_share(owner: str, share: float) -> None:
+    _check_finite(owner, "share", share, 0.0, "a number in (0, 1]")
     if not 0 < share <= 1:
         raise ValueError(f"{owner}.share={share!r}: expected a number in (0, 1]")
 
@@ -45,8 +45,8 @@ class Variant:
 
     def _check_range(self, low: float, high: float) -> None:
         name = type(self).__name__
-        _require_finite(name, "low", low, 0.0, "a finite number >= 0")
-        _require_finite(name, "high", high, 0.0, "a finite number >= 0")
+        _check_finite(name, "low", low, 0.0, "a finite number >= 0")
+        _check_finite(name, "high", high, 0.0, "a finite number >= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Clip(Variant):
     def __post_init__(self) -> None:
         self._check_range(self.low, self.high)
         if self.dual_clip is not None:
-            _require_finite("Clip", "dual_clip", self.dual_clip, 1.0, "None or a finite number > 1")
+            _check_finite("Clip", "dual_clip", self.dual_clip, 1.0, "None or a finite number > 1")
             if self.dual_clip <= 1.0 + self.high:
                 raise ValueError(
                     f"Clip.dual_clip={self.dual_clip!r}: expected more than 1 + high = {1.0 + self.high!r}"
@@ -150,7 +150,7 @@ class SAPO(Variant):
 
     def __post_init__(self) -> None:
         for name in ("tau_positive", "tau_negative"):
-            _require_finite("SAPO", name, getattr(self, name), 1e-6, "a finite number > 0")
+            _check_finite("SAPO", name, getattr(self, name), 1e-6, "a finite number > 0")
 
     @property
     def bounds(self) -> tuple[float, float, float]:
@@ -196,7 +196,7 @@ class ClipCov(Variant):
 
     def __post_init__(self) -> None:
         self._check_range(self.low, self.high)
-        _require_share("ClipCov", self.share)
+        _check_share("ClipCov", self.share)
         if not is_number(self.lower):
             raise ValueError(f"ClipCov.lower={self.lower!r}: expected a number")
         if not (is_number(self.upper) and self.lower < self.upper):
@@ -218,8 +218,8 @@ class KLCov(Variant):
     coef: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_share("KLCov", self.share)
-        _require_finite("KLCov", "coef", self.coef, 0.0, "a finite number >= 0")
+        _check_share("KLCov", self.share)
+        _check_finite("KLCov", "coef", self.coef, 0.0, "a finite number >= 0")
 
     @property
     def bounds(self) -> tuple[float, float, float]:
@@ -249,7 +249,7 @@ class DPPO(Variant):
             raise ValueError(f"DPPO.divergence={self.divergence!r}: expected one of {', '.join(DIVERGENCES)}")
         low, high, cap = self.bounds
         self._check_range(low, high)
-        _require_finite("DPPO", "cap", cap, 1.0, "a finite number >= 1")
+        _check_finite("DPPO", "cap", cap, 1.0, "a finite number >= 1")
 
     @property
     def bounds(self) -> tuple[float, float, float]:
@@ -266,7 +266,7 @@ class DRO(Variant):
     beta: float
 
     def __post_init__(self) -> None:
-        _require_finite("DRO", "beta", self.beta, 1e-9, "a finite number > 0")
+        _check_finite("DRO", "beta", self.beta, 1e-9, "a finite number > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +290,9 @@ class VESPO(Variant):
 
     def __post_init__(self) -> None:
         for name in ("k_positive", "k_negative"):
-            _require_finite("VESPO", name, getattr(self, name), 0.0, "a finite number >= 0")
+            _check_finite("VESPO", name, getattr(self, name), 0.0, "a finite number >= 0")
         for name in ("lam_positive", "lam_negative"):
-            _require_finite("VESPO", name, getattr(self, name), 1e-4, "a finite number >= 1e-4")
+            _check_finite("VESPO", name, getattr(self, name), 1e-4, "a finite number >= 1e-4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class KL:
     def __post_init__(self) -> None:
         if self.estimator not in KL_ESTIMATORS:
             raise ValueError(f"KL.estimator={self.estimator!r}: expected one of {', '.join(KL_ESTIMATORS)}")
-        _require_finite("KL", "coef", self.coef, 0.0, "a finite number >= 0")
+        _check_finite("KL", "coef", self.coef, 0.0, "a finite number >= 0")
         if not isinstance(self.importance_weighted, bool):
             raise ValueError(f"KL.importance_weighted={self.importance_weighted!r}: expected True or False")
         if self.importance_weighted and self.estimator.endswith("+"):
@@ -368,7 +368,7 @@ class ImportanceCorrection:
     def __post_init__(self) -> None:
         if self.level not in IS_LEVELS:
             raise ValueError(f"ImportanceCorrection.level={self.level!r}: expected one of {', '.join(IS_LEVELS)}")
-        _require_finite("ImportanceCorrection", "cap", self.cap, 0.0, "a finite number > 0")
+        _check_finite("ImportanceCorrection", "cap", self.cap, 0.0, "a finite number > 0")
         if self.cap == 0:
             raise ValueError(f"ImportanceCorrection.cap={self.cap!r}: expected a finite number > 0")
         if self.bounds is None:

@@ -54,12 +54,13 @@ class Objective(NamedTuple):
         return self.aggregation.weights(lengths, normalizer.double(), s.actor_ids)
 
 
-def _metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:
-    optional = METRICS_REF * has_ref + METRICS_ROLLOUT * has_rollout + METRICS_ENTROPY * has_entropy
-    return METRICS + optional
-
-
-_NAMES = {flags: _metric_names(*flags) for flags in itertools.product((False, True), repeat=3)}
+_NAMES = {
+    (has_ref, has_rollout, has_entropy): METRICS
+    + METRICS_REF * has_ref
+    + METRICS_ROLLOUT * has_rollout
+    + METRICS_ENTROPY * has_entropy
+    for has_ref, has_rollout, has_entropy in itertools.product((False, True), repeat=3)
+}
 
 
 def metric_names(has_ref: bool, has_rollout: bool, has_entropy: bool) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def finish_kernel(
     slots, used, begin,
     HAS_REF: tl.constexpr, HAS_ROLLOUT: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program ``p`` adds up what belongs to actor ``begin + p``, where -1 is everything, and writes a row of metrics.
+    """Program ``p`` sums the slots of actor ``begin + p``, or all slots for -1, and writes a row of metrics.
 
     With ``order``, the slots sorted by actor, it reads only the actor's: from ``starts[a]`` to ``starts[a + 1]``.
     """

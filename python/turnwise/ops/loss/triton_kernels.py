@@ -254,7 +254,7 @@ def _weights(
 
 
 @triton.jit
-def _leave(partials, column, slots, slot, keep, values, ALL: tl.constexpr):
+def _store_sum(partials, column, slots, slot, keep, values, ALL: tl.constexpr):
     """A tile's sum of one column, over the tokens that ``keep`` names; masked tokens have 0 already."""
     values = values.to(tl.float32)
     if not ALL:
@@ -263,7 +263,7 @@ def _leave(partials, column, slots, slot, keep, values, ALL: tl.constexpr):
 
 
 @triton.jit
-def _leave_counts(partials, first, second, slots, slot, counts):
+def _store_counts(partials, first, second, slots, slot, counts):
     """The number of tokens of either kind, counted together as halves of an integer."""
     both = tl.sum(counts)
     tl.store(partials + first * slots + slot, (both & (OTHER - 1)).to(tl.float32))
@@ -271,7 +271,7 @@ def _leave_counts(partials, first, second, slots, slot, counts):
 
 
 @triton.jit
-def _leave_all(
+def _store_sums(
     partials, slots, slot, keep, low, upper, d, log_ratio, ratio, loss, kl, mismatch, importance, rejected, entropy,
     HAS_REF: tl.constexpr, HAS_ROLLOUT: tl.constexpr, HAS_ENTROPY: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -279,21 +279,21 @@ def _leave_all(
     if not ALL:
         low = keep & low
         upper = tl.where(keep, upper, 0)
-    _leave_counts(partials, TOKENS, LOW, slots, slot, tl.where(keep, 1, 0) + tl.where(low, OTHER, 0))
-    _leave_counts(partials, HIGH, CLIPPED_DUAL, slots, slot, upper)
-    _leave(partials, LOG_RATIO, slots, slot, keep, log_ratio, ALL)
-    _leave(partials, GROWTH, slots, slot, keep, ratio - 1 - log_ratio, ALL)
-    _leave(partials, LOSS, slots, slot, keep, loss, ALL)
+    _store_counts(partials, TOKENS, LOW, slots, slot, tl.where(keep, 1, 0) + tl.where(low, OTHER, 0))
+    _store_counts(partials, HIGH, CLIPPED_DUAL, slots, slot, upper)
+    _store_sum(partials, LOG_RATIO, slots, slot, keep, log_ratio, ALL)
+    _store_sum(partials, GROWTH, slots, slot, keep, ratio - 1 - log_ratio, ALL)
+    _store_sum(partials, LOSS, slots, slot, keep, loss, ALL)
     tl.store(partials + LARGEST * slots + slot, tl.max(tl.where(keep, d, -INF)))
     if HAS_REF:
-        _leave(partials, KL_VALUE, slots, slot, keep, kl, ALL)
+        _store_sum(partials, KL_VALUE, slots, slot, keep, kl, ALL)
     if HAS_ROLLOUT:
-        _leave(partials, MISMATCH, slots, slot, keep, mismatch, ALL)
-        _leave(partials, WEIGHT, slots, slot, keep, importance, ALL)
-        _leave(partials, SQUARE, slots, slot, keep, importance * importance, ALL)
-        _leave(partials, REJECTED, slots, slot, keep, rejected, ALL)
+        _store_sum(partials, MISMATCH, slots, slot, keep, mismatch, ALL)
+        _store_sum(partials, WEIGHT, slots, slot, keep, importance, ALL)
+        _store_sum(partials, SQUARE, slots, slot, keep, importance * importance, ALL)
+        _store_sum(partials, REJECTED, slots, slot, keep, rejected, ALL)
     if HAS_ENTROPY:
-        _leave(partials, ENTROPY, slots, slot, keep, entropy, ALL)
+        _store_sum(partials, ENTROPY, slots, slot, keep, entropy, ALL)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "pieces", "num_actors"])
@@ -417,7 +417,7 @@ def loss_kernel(
     surprise = tl.where(trained, surprise, 0.0)
     slot = program.to(tl.int64)
     if MODE == ONE_ROW or actor_ids is None:
-        _leave_all(
+        _store_sums(
             partials, slots, slot, trained, is_low, upper, d, log_ratio, ratio, loss, kl, mismatch,
             importance, rejected, surprise, ref is not None, rollout is not None, entropy is not None, True,
         )  # fmt: skip
@@ -428,7 +428,7 @@ def loss_kernel(
         slot += tl.min(row)
         turn = tl.min(tl.where(trained, actor, NO_ACTOR))
         while turn < NO_ACTOR:
-            _leave_all(
+            _store_sums(
                 partials, slots, slot, trained & (actor == turn), is_low, upper, d, log_ratio, ratio,
                 loss, kl, mismatch, importance, rejected, surprise, ref is not None, rollout is not None,
                 entropy is not None, False,

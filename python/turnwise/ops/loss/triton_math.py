@@ -33,13 +33,13 @@ SAME = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def exp(x):
-    """For tokens: 1e-7 for |x| < 1, 2e-6 at 20. Subnormal results, which ``tl.exp`` takes trouble over, don't occur."""
+    """For tokens: 1e-7 for |x| < 1, 2e-6 at 20. Subnormal results, for which ``tl.exp`` is slower, don't occur."""
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def exact_exp(x):
-    """For rows: with what rounding x * log2(e) loses put back."""
+    """For rows: adds back what the rounding of x * log2(e) loses."""
     power = x * LOG2E
     lost = tl.fma(x, LOG2E, -power)
     two = tl.exp2(power)

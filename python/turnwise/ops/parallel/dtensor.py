@@ -46,14 +46,14 @@ def _whole(name: str, tensor: Any, mesh: Any) -> Any:
 
 def _vocabulary_group(placements: list[Any], axis: int, name: str, mesh: Any) -> tuple[int | None, Any]:
     """The dimension of the mesh that shards the vocabulary, and its group; ``None`` if there is none."""
-    found = [i for i, placement in enumerate(placements) if placement.is_shard(axis)]
-    if len(found) > 1:
+    dimensions = [i for i, placement in enumerate(placements) if placement.is_shard(axis)]
+    if len(dimensions) > 1:
         raise ValueError(f"{name} has placements {tuple(placements)}: expected the vocabulary on one mesh dimension")
-    return (found[0], mesh.get_group(found[0])) if found else (None, None)
+    return (dimensions[0], mesh.get_group(dimensions[0])) if dimensions else (None, None)
 
 
 def _distributed(local: Tensor, like: Any, mesh: Any, placements: list[Any]) -> Any:
-    """The DTensor of local results in the shape of ``like``, which uneven shards don't tell."""
+    """The DTensor of local results in the shape of ``like``, which uneven shards don't show."""
     from torch.distributed.tensor import DTensor
 
     shape = like.shape
@@ -69,16 +69,16 @@ def _logprob(logits: Any, targets: Any, *, entropy: bool, **options: Any) -> Any
 
     register_shardings()
     mesh, last = logits.device_mesh, logits.dim() - 1
-    # A shard of tokens or vocabulary stays; sums that are still to be made are made.
+    # A shard of tokens or vocabulary stays; partial sums are reduced.
     inputs = [p if p.is_shard() and p.dim <= last else Replicate() for p in logits.placements]
     dimension, group = _vocabulary_group(inputs, last, "logits", mesh)
     rows = [Replicate() if i == dimension else p for i, p in enumerate(inputs)]
-    own = _local("logits", logits, mesh, inputs), _local("targets", targets, mesh, rows)
+    local = _local("logits", logits, mesh, inputs), _local("targets", targets, mesh, rows)
     out: Any
     if dimension is None:
-        out = logprob(*own, entropy=entropy, **options)
+        out = logprob(*local, entropy=entropy, **options)
     else:
-        out = vocab_parallel_logprob(*own, group=group, entropy=entropy, **options)
+        out = vocab_parallel_logprob(*local, group=group, entropy=entropy, **options)
     values = [_distributed(x, targets, mesh, rows) for x in (out if entropy else (out,))]
     return tuple(values) if entropy else values[0]
 
@@ -100,15 +100,15 @@ def _linear_logprob(
     rows = [p if p.is_shard(0) and i != dimension else Replicate() for i, p in enumerate(hidden.placements)]
     # Each rank's tokens give a part of the gradient of the weight.
     partial = [Partial() if row.is_shard() else head for row, head in zip(rows, heads, strict=True)]
-    own_weight = _placed("weight", weight, mesh, heads).to_local(grad_placements=partial)
-    own_bias = None if bias is None else _placed("bias", bias, mesh, heads).to_local(grad_placements=partial)
-    own_hidden, own_targets = _local("hidden", hidden, mesh, rows), _local("targets", targets, mesh, rows)
-    head = own_hidden, own_weight, own_targets
+    local_weight = _placed("weight", weight, mesh, heads).to_local(grad_placements=partial)
+    local_bias = None if bias is None else _placed("bias", bias, mesh, heads).to_local(grad_placements=partial)
+    local_hidden, local_targets = _local("hidden", hidden, mesh, rows), _local("targets", targets, mesh, rows)
+    head = local_hidden, local_weight, local_targets
     out: Any
     if dimension is None:
-        out = linear_logprob(*head, bias=own_bias, entropy=entropy, **options)
+        out = linear_logprob(*head, bias=local_bias, entropy=entropy, **options)
     else:
-        out = vocab_parallel_linear_logprob(*head, bias_shard=own_bias, group=group, entropy=entropy, **options)
+        out = vocab_parallel_linear_logprob(*head, bias_shard=local_bias, group=group, entropy=entropy, **options)
     values = [_distributed(x, targets, mesh, rows) for x in (out if entropy else (out,))]
     return tuple(values) if entropy else values[0]
 
@@ -121,10 +121,10 @@ def _policy_loss(s: Streams, options: LossOptions, check: bool, backend: str | N
     if backend not in (None, "torch"):
         raise ValueError(f"backend={backend!r}: expected None or 'torch', as logprobs is a DTensor")
     mesh = logprobs.device_mesh
-    places = [p if p.is_shard() else Replicate() for p in logprobs.placements]
-    sharded = [i for i, placement in enumerate(places) if placement.is_shard()]
+    placements = [p if p.is_shard() else Replicate() for p in logprobs.placements]
+    sharded = [i for i, placement in enumerate(placements) if placement.is_shard()]
     if len(sharded) > 1:
-        raise ValueError(f"logprobs has placements {tuple(places)}: expected a shard on one mesh dimension at most")
+        raise ValueError(f"logprobs has placements {tuple(placements)}: expected a shard on one mesh dimension at most")
     s = s._replace(**{name: _whole(name, getattr(s, name), mesh) for name in ("cu_seqlens", "actor_ids")})
     options = options._replace(normalizer=_whole("normalizer", options.normalizer, mesh))
     rows = row_count(logprobs, s.cu_seqlens)
@@ -133,9 +133,9 @@ def _policy_loss(s: Streams, options: LossOptions, check: bool, backend: str | N
         s = s._replace(advantages=_whole("advantages", s.advantages, mesh).reshape(rows))
         whole.add("advantages")
     streams = {name: x for name, x in s._asdict().items() if x is not None and name not in whole}
-    local = {name: _local(name, x, mesh, places) for name, x in streams.items()}
+    local = {name: _local(name, x, mesh, placements) for name, x in streams.items()}
     # Whole rows of a batch are a part of the stream of all rows.
-    if logprobs.dim() == 2 and sharded and places[sharded[0]].is_shard(0):
+    if logprobs.dim() == 2 and sharded and placements[sharded[0]].is_shard(0):
         s = s._replace(cu_seqlens=torch.arange(rows + 1, device=local["logprobs"].device) * logprobs.shape[1])
         local = {name: x.reshape(-1) for name, x in local.items()}
     s = s._replace(**local)

@@ -1,4 +1,4 @@
-"""The ranks of a process group: their place in it, what they must agree on, and sums over them."""
+"""The ranks of a process group: their positions, the arguments that must agree, and sums over them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def member_of(group: Any) -> GroupRank:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Agreement
+# Comparison
 # ---------------------------------------------------------------------------------------------------------------------
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
@@ -50,7 +50,7 @@ _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Val
 def exchange(member: GroupRank, describe: Callable[[], tuple[dict[str, Any], Any]]) -> list[Any]:
     """Gather what ``describe`` returns on every rank: facts that must be equal, and one that may differ.
 
-    Returns the latter, by rank. If ``describe`` raises on one rank, every rank raises, so that none waits for it.
+    Returns the latter, by rank. If ``describe`` raises on one rank, every rank raises, so that none waits forever.
     Raises ``ValueError`` for facts that differ. Makes a GPU wait.
     """
     error: Exception | None = None
@@ -60,21 +60,21 @@ def exchange(member: GroupRank, describe: Callable[[], tuple[dict[str, Any], Any
     except (TypeError, ValueError) as raised:
         error = raised
         message = type(raised).__name__, str(raised)
-    found: list[Any] = [None] * member.size
-    dist.all_gather_object(found, (error is None, message), group=member.group)
+    messages: list[Any] = [None] * member.size
+    dist.all_gather_object(messages, (error is None, message), group=member.group)
     if error is not None:
         raise error
-    for rank, (fine, (kind, text)) in enumerate(found):
+    for rank, (fine, (kind, text)) in enumerate(messages):
         if not fine:
             raise _ERRORS.get(kind, ValueError)(f"rank {rank} of the group: {text}")
-    first = found[0][1][0]
-    for rank, (_, (facts, _)) in enumerate(found):
+    first = messages[0][1][0]
+    for rank, (_, (facts, _)) in enumerate(messages):
         for name, value in facts.items():
             if value != first.get(name):
                 raise ValueError(
                     f"{name}: {value} on rank {rank} of the group, expected {first.get(name)}, as on rank 0"
                 )
-    return [own for _, (_, own) in found]
+    return [fact for _, (_, fact) in messages]
 
 
 def checksum(tensor: Tensor | None) -> str:
@@ -126,7 +126,7 @@ def share(value: Tensor, member: GroupRank) -> Tensor:
 
 
 class GroupRows(RowLayout):
-    """Rows whose tokens lie on several ranks: sums and maxima of a row cover the whole group."""
+    """Rows whose tokens are spread over several ranks: sums and maxima of a row cover the whole group."""
 
     def __init__(self, tokens: Tensor, cu_seqlens: Tensor | None, member: GroupRank, per_token: bool) -> None:
         super().__init__(tokens, cu_seqlens)

@@ -51,7 +51,7 @@ def sequence_parallel_policy_loss(
 
     It runs in plain PyTorch on any device, with all-reduces of ``[B]`` and ``[B, metrics]``. The ranks first compare
     their arguments, which makes a GPU wait. :class:`ClipCov` and :class:`KLCov` need ``selected``, this rank's part of
-    :func:`select_tokens`; :class:`Custom` is refused, as its function would see this rank's tokens alone. Raises
+    :func:`select_tokens`; :class:`Custom` is rejected, as its function would see only this rank's tokens. Raises
     ``ValueError`` or ``TypeError`` naming the argument, on every rank, and ``RuntimeError`` without a process group.
 
     Example: ``sequence_parallel_policy_loss(logprobs, old, advantages, cu_seqlens=cu, variant=GSPO()).loss.backward()``

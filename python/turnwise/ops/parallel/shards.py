@@ -47,7 +47,7 @@ def shift(softmax: Softmax, targets: Tensor, start: int) -> tuple[Softmax, Tenso
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Of one shard
+# One shard
 # ---------------------------------------------------------------------------------------------------------------------
 def scan(tile: Tile, entropy: bool, backend: str) -> Tensor:
     """Compute the states ``[1, 4, n]`` of a tile that holds all of the shard's columns."""
@@ -115,7 +115,7 @@ def _grad_reference(tile: Tile, upstream: Upstream) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Of the group
+# The group
 # ---------------------------------------------------------------------------------------------------------------------
 def combine(states: Tensor, targets: Tensor, shard: Shard, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the states ``[splits, 4, n]`` of all ranks: ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not wanted).
@@ -127,7 +127,7 @@ def combine(states: Tensor, targets: Tensor, shard: Shard, dtype: torch.dtype) -
     reference = torch.where(top == -torch.inf, 0.0, top)
     shifts = torch.where(own_top == -torch.inf, 0.0, own_top - reference)
     factors = shifts.exp()
-    # At most one split holds the target, and the others say NaN. Ids of no rank give NaN in the end.
+    # At most one split holds the target, and the others hold NaN. An id that no rank holds gives NaN.
     picked = own_picked[0]
     for other in own_picked[1:]:
         picked = torch.where(other.isnan(), picked, other)

@@ -84,7 +84,7 @@ def vocab_parallel_logprob(
     same result. Only numbers per token cross ranks: an all-reduce of maxima, and one of sums of exponentials and of the
     target's logit. The backward needs none.
 
-    ``vocab_start`` is the first column of the shard. By default the ranks tell each other their widths. On a CPU, or
+    ``vocab_start`` is the first column of the shard. By default the ranks exchange their widths. On a CPU, or
     with ``check=True``, they also compare shapes, options and targets; on a GPU both wait for the device.
 
     Raises ``ValueError`` or ``TypeError`` naming the argument, on every rank if the ranks compare, ``RuntimeError``
@@ -101,7 +101,7 @@ def vocab_parallel_logprob(
         facts = _facts("vocab_parallel_logprob", softmax, entropy, backend, targets) if compare else {}
         return {**facts, "dtype of logits_shard": logits_shard.dtype}, logits_shard.shape[-1]
 
-    start, _ = _place(member, logits_shard, targets, vocab_start, ignore_index, check, validate)
+    start, _ = _locate(member, logits_shard, targets, vocab_start, ignore_index, check, validate)
     softmax, shifted = shift(make_softmax(temperature, softcap, ignore_index), targets, start)
     width, chosen = logits_shard.shape[-1], _backend(backend, logits_shard)
     shard = Shard(member, width, width, softmax, entropy, chosen)
@@ -110,7 +110,7 @@ def vocab_parallel_logprob(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the ranks tell each other
+# Comparison of the ranks' arguments
 # ---------------------------------------------------------------------------------------------------------------------
 def _facts(function: str, softmax: Softmax, entropy: bool, backend: str | None, targets: Tensor) -> dict[str, Any]:
     return {
@@ -129,7 +129,7 @@ def _check_start(vocab_start: object) -> None:
         raise ValueError(f"vocab_start={vocab_start!r}: expected a whole number >= 0, or None")
 
 
-def _place(
+def _locate(
     member: GroupRank,
     shard: Any,
     targets: Any,
@@ -175,7 +175,11 @@ class LinearLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
             head, keep = Head(hidden, weight, targets, bias, positions, shard.softmax, shard.backend).trained()
-            states = _reference_states(head) if shard.backend == "torch" else scan_blocks(head, shard.entropy)
+            if shard.backend == "torch":
+                states = [scan(tile, True, "torch")[0] for _, _, tile in _reference_tiles(head)]
+                states = states or [torch.empty((4, 0), dtype=torch.float64, device=hidden.device)]
+            else:
+                states = scan_blocks(head, shard.entropy)
             if shard.backend != "triton":
                 states = [torch.cat(states, 1)[None]]
             dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -204,8 +208,8 @@ class LinearLogprob(torch.autograd.Function):
             if gradients.need_hidden:  # each rank has the part of its own columns
                 shard.member.reduce(gradients.hidden)
         leaves = (hidden, weight, bias)
-        found = (gradients.hidden, gradients.weight, gradients.bias)
-        grads = (g.to(x.dtype) if need else None for g, x, need in zip(found, leaves, needs, strict=True))
+        filled = (gradients.hidden, gradients.weight, gradients.bias)
+        grads = (g.to(x.dtype) if need else None for g, x, need in zip(filled, leaves, needs, strict=True))
         return *grads, None, None, None
 
 
@@ -216,11 +220,6 @@ def _reference_tiles(head: Head) -> Any:
     for block in head.blocks(max(_REFERENCE_LOGITS // head.vocabulary, 1)):
         rows = head.rows(block).to(wide)
         yield block, rows, Tile(rows @ weight.T, head.bias, head.targets[block], 0, *head.softmax.columns)
-
-
-def _reference_states(head: Head) -> list[Tensor]:
-    states = [scan(tile, True, "torch")[0] for _, _, tile in _reference_tiles(head)]
-    return states or [torch.empty((4, 0), dtype=torch.float64, device=head.hidden.device)]
 
 
 def _fill_reference(head: Head, gradients: Gradients, upstream: Upstream) -> None:
@@ -312,7 +311,7 @@ def shard_head(
         facts["requires_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         return facts | also(True), weight_shard.shape[0]
 
-    start, widest = _place(member, weight_shard, targets, vocab_start, ignore_index, check, validate)
+    start, widest = _locate(member, weight_shard, targets, vocab_start, ignore_index, check, validate)
     softmax, shifted = shift(make_softmax(temperature, softcap, ignore_index), targets, start)
     width = weight_shard.shape[0]
     shard = Shard(member, width, widest or width, softmax, entropy, _backend(backend, hidden))

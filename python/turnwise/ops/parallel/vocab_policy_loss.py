@@ -58,7 +58,7 @@ def vocab_parallel_linear_policy_loss(
 
     Losses that :func:`linear_policy_loss` computes in one pass take one pass here too: each chunk of tokens has its two
     all-reduces, and the forward also sums the gradient of ``hidden`` over the group, in float32. The others compute the
-    logits twice. The ranks first tell each other their widths, which makes a GPU wait once.
+    logits twice. The ranks first exchange their widths, which makes a GPU wait once.
 
     Raises ``ValueError`` or ``TypeError`` naming the argument, on every rank, ``RuntimeError`` without a process group,
     and ``BackendUnavailable`` if the named backend can't serve.

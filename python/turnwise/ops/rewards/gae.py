@@ -77,16 +77,10 @@ def _compute(
 
 
 def _checked(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    gamma: float,
-    lam: float,
-    backend: str,
+    rewards: Tensor, values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     try:
-        return _compute(rewards, values, mask, cu_seqlens, gamma, lam, backend)
+        return _compute(rewards, values, mask, cu_seqlens, *options)
     except (ValueError, TypeError, IndexError):
         # The kernel reports only that something is wrong. The slow checks find the value.
         _check(rewards, values, mask, cu_seqlens)
@@ -95,7 +89,8 @@ def _checked(
         raise
 
 
-_op = torch.library.custom_op("turnwise::gae", _checked, mutates_args=())
+_SCHEMA = torch.library.infer_schema(_compute, mutates_args=())
+_op = torch.library.custom_op("turnwise::gae", _checked, mutates_args=(), schema=_SCHEMA)
 
 
 @_op.register_fake
@@ -142,9 +137,8 @@ def gae(
     check_optional(mask=mask, cu_seqlens=cu_seqlens)
     check_share("gamma", gamma)
     check_share("lam", lam)
-    reason = transform_reason(backend, rewards, values, mask, cu_seqlens) or float64_reason(
-        rewards=rewards, values=values
-    )
+    reason = transform_reason(backend, rewards, values, mask, cu_seqlens)
+    reason = reason or float64_reason(rewards=rewards, values=values)
     chosen = select_backend(backend, rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
         _check(rewards, values, mask, cu_seqlens)

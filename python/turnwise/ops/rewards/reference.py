@@ -29,18 +29,18 @@ class Columns:
         starts = cu_seqlens.long()
         lengths = starts.diff()
         self.row = torch.repeat_interleave(lengths, output_size=tokens.shape[0])
-        self.place = torch.arange(tokens.shape[0], device=tokens.device) - starts[self.row]
+        self.column = torch.arange(tokens.shape[0], device=tokens.device) - starts[self.row]
         self.shape = torch.Size((len(lengths), int(lengths.max()) if len(lengths) else 0))
 
     def pad(self, stream: Tensor) -> Tensor:
         if not self.packed:
             return stream
         padded = stream.new_zeros(self.shape)
-        padded[self.row, self.place] = stream
+        padded[self.row, self.column] = stream
         return padded
 
     def unpad(self, padded: Tensor) -> Tensor:
-        return padded[self.row, self.place] if self.packed else padded
+        return padded[self.row, self.column] if self.packed else padded
 
 
 def _trained(rewards: Tensor, mask: Tensor | None, columns: Columns) -> Tensor:
@@ -57,10 +57,10 @@ def returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gam
         here = values[:, t] + gamma * behind
         behind = torch.where(trained[:, t], here, behind)
         result.append(torch.where(trained[:, t], here, 0.0))
-    return columns.unpad(_from_the_last(result, values))
+    return columns.unpad(_stack_reversed(result, values))
 
 
-def _from_the_last(columns: list[Tensor], like: Tensor) -> Tensor:
+def _stack_reversed(columns: list[Tensor], like: Tensor) -> Tensor:
     """Stack columns, given last one first, into ``[B, T]``. Writes nothing in place, which ``vmap`` can't follow."""
     return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(like)
 
@@ -79,4 +79,4 @@ def gae(
         next_value = torch.where(trained[:, t], v[:, t], next_value)
         advantages.append(torch.where(trained[:, t], here, 0.0))
         targets.append(torch.where(trained[:, t], here + v[:, t], 0.0))
-    return columns.unpad(_from_the_last(advantages, r)), columns.unpad(_from_the_last(targets, r))
+    return columns.unpad(_stack_reversed(advantages, r)), columns.unpad(_stack_reversed(targets, r))

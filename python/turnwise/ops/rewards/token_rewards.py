@@ -149,7 +149,10 @@ def _returns(
     token_rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float, backend: str
 ) -> Tensor:
     if backend == "torch":
-        return _reference_returns(token_rewards, mask, cu_seqlens, gamma)
+        check_tokens("token_rewards", token_rewards, mask, cu_seqlens)
+        if token_rewards.is_cpu:
+            check_reward_values("token_rewards", token_rewards, mask, cu_seqlens)
+        return returns_reference(token_rewards, mask, cu_seqlens, gamma).to(wide_type(token_rewards))
     returns = token_rewards.new_empty(token_rewards.shape, dtype=torch.float32)
     # Each backend fills `returns`; they differ in the form of the inputs that they read.
     if backend == "triton":
@@ -169,13 +172,6 @@ def _returns(
         if not core.token_returns(token_rewards, mask, cu_seqlens, gamma, returns, torch.get_num_threads()):
             check_reward_values("token_rewards", token_rewards, mask, cu_seqlens)
     return returns
-
-
-def _reference_returns(rewards: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, gamma: float) -> Tensor:
-    check_tokens("token_rewards", rewards, mask, cu_seqlens)
-    if rewards.is_cpu:
-        check_reward_values("token_rewards", rewards, mask, cu_seqlens)
-    return returns_reference(rewards, mask, cu_seqlens, gamma).to(wide_type(rewards))
 
 
 def wide_type(*streams: Tensor) -> torch.dtype:
@@ -286,7 +282,7 @@ def token_returns(
     """Compute the discounted rewards to go, ``G[t] = r[t] + gamma * G[next trained token of the row]``.
 
     Input forms and errors are those of :func:`token_reward_sum`, without ``lengths``. ``gamma`` is in ``[0, 1]``. The
-    recursion skips tokens that don't train and gives them 0, so the answer of a tool costs no discount. Returns float32
+    recursion skips tokens that don't train and gives them 0, so a tool's answer adds no discount. Returns float32
     (float64 for float64 rewards) in the shape of the rewards. No gradient flows.
 
     Example: ``token_returns(torch.tensor([[0., 0., 1.]]), 0.5)`` gives ``[[.25, .5, 1.]]``.
