@@ -9,24 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops import (
-    CISPO,
-    DPPO,
-    DRO,
-    GMPO,
-    GPG,
-    GSPO,
-    KL,
-    SAPO,
-    VESPO,
-    Clip,
-    ClipCov,
-    ImportanceCorrection,
-    KLCov,
-    Reinforce,
-    Variant,
-    policy_loss,
-)
+from turnwise import ops
 
 Pair = tuple[float, float]  # a value, and its derivative by the log-probability
 CLIPPED = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction")
@@ -46,10 +29,10 @@ def surrogate(ratio: float, a: float, low: float, high: float) -> Pair:
 
 
 def policy_terms(
-    v: Variant, lp: list[float], old: list[float], a: list[float], w: list[float], chosen: list[bool]
+    v: ops.Variant, lp: list[float], old: list[float], a: list[float], w: list[float], chosen: list[bool]
 ) -> list[Pair]:
     """The terms of a row's trained tokens, ``w`` their importance weights, before KL and aggregation."""
-    if isinstance(v, VESPO):  # which has the weights in its ratio
+    if isinstance(v, ops.VESPO):  # which has the weights in its ratio
         total = sum(clamp(x - y, -20, 20) for x, y in zip(lp, old, strict=True))
         total += sum(clamp(math.log(y) if y else -math.inf, math.log(1e-8), 20) for y in w)
         total = clamp(total, math.log(1e-8), 20)
@@ -60,14 +43,14 @@ def policy_terms(
             terms.append((-phi * adv * x, -phi * adv))
         return terms
     tokens = zip(lp, old, a, chosen, strict=True)
-    by_row = isinstance(v, GSPO | GMPO)
+    by_row = isinstance(v, ops.GSPO | ops.GMPO)
     terms = _row_terms(v, lp, old, a) if by_row else [_token_term(v, *token) for token in tokens]
     return [(loss * y, slope * y) for (loss, slope), y in zip(terms, w, strict=True)]
 
 
-def _row_terms(v: GSPO | GMPO, lp: list[float], old: list[float], a: list[float]) -> list[Pair]:
+def _row_terms(v: ops.GSPO | ops.GMPO, lp: list[float], old: list[float], a: list[float]) -> list[Pair]:
     n = max(len(lp), 1)
-    if isinstance(v, GSPO):
+    if isinstance(v, ops.GSPO):
         whole = math.exp(clamp(sum(x - y for x, y in zip(lp, old, strict=True)) / n, -20, 20))
         return [surrogate(whole, adv, v.low, v.high) for adv in a]
     d = [clamp(x - y, -20, 20) for x, y in zip(lp, old, strict=True)]
@@ -76,30 +59,30 @@ def _row_terms(v: GSPO | GMPO, lp: list[float], old: list[float], a: list[float]
     return [(loss, loss if adv != 0 and x == b else 0.0) for x, b, adv in zip(d, bounded, a, strict=True)]
 
 
-def _token_term(v: Variant, lp: float, old: float, a: float, chosen: bool) -> Pair:
+def _token_term(v: ops.Variant, lp: float, old: float, a: float, chosen: bool) -> Pair:
     d = clamp(lp - old, -20, 20)
     ratio = math.exp(d)
     match v:
-        case Clip():
+        case ops.Clip():
             loss, slope = surrogate(ratio, a, v.low, v.high)
             dual = v.dual_clip is not None and a < 0 and loss > -a * v.dual_clip
             return (-a * v.dual_clip, 0.0) if dual else (loss, slope if abs(lp - old) < 20 else 0.0)
-        case CISPO():
+        case ops.CISPO():
             weight = clamp(ratio, 1 - v.low, 1 + v.high)
             return -weight * a * lp, -weight * a
-        case GPG() | Reinforce():
+        case ops.GPG() | ops.Reinforce():
             return -a * lp, -a
-        case SAPO():
+        case ops.SAPO():
             tau = v.tau_positive if a > 0 else v.tau_negative
             gate = 1 / (1 + math.exp(clamp(-tau * (ratio - 1), -700, 700)))
             return -a * gate * 4 / tau, -a * 4 * gate * (1 - gate) * ratio
-        case ClipCov():
+        case ops.ClipCov():
             return (0.0, 0.0) if chosen else surrogate(ratio, a, v.low, v.high)
-        case KLCov():
+        case ops.KLCov():
             return -a * ratio + chosen * v.coef * abs(d), -a * ratio + chosen * v.coef * math.copysign(1, d)
-        case DRO():
+        case ops.DRO():
             return -a * lp + v.beta / 2 * (lp - old) ** 2, -a + v.beta * (lp - old)
-    assert isinstance(v, DPPO)
+    assert isinstance(v, ops.DPPO)
     p, q = math.exp(lp), math.exp(old)
     moved = abs(p - q) if v.divergence == "tv" else q * (old - lp) + (1 - q) * math.log((1 - q) / (1 - p))
     low, high, cap = v.bounds
@@ -125,13 +108,13 @@ def kl_term(kind: str, lp: float, ref: float) -> Pair:
     return value, (-d if kind.endswith("+") else slope)
 
 
-def kl_terms(kl: KL, v: Variant, lp: list[float], old: list[float], ref: list[float]) -> list[Pair]:
+def kl_terms(kl: ops.KL, v: ops.Variant, lp: list[float], old: list[float], ref: list[float]) -> list[Pair]:
     """A row's KL terms, weighed by the ratio, which is the row's in GSPO."""
     terms = [kl_term(kl.estimator, x, y) for x, y in zip(lp, ref, strict=True)]
     if not kl.importance_weighted or not lp:
         return terms
     d = [clamp(x - y, -20, 20) for x, y in zip(lp, old, strict=True)]
-    if isinstance(v, GSPO):
+    if isinstance(v, ops.GSPO):
         ratio, mean = math.exp(sum(d) / len(d)), sum(k for k, _ in terms) / len(d)
         return [(ratio * k, ratio * (mean + slope)) for k, slope in terms]
     pairs = zip(d, lp, old, terms, strict=True)
@@ -145,7 +128,7 @@ def run(arguments: dict[str, Any], **changes: Any) -> tuple[Any, torch.Tensor]:
     """The result, and the gradient under a loss scale of 2."""
     arguments = {**arguments, **changes}
     logprobs = arguments.pop("logprobs").clone().requires_grad_()
-    result = policy_loss(logprobs, **arguments)
+    result = ops.policy_loss(logprobs, **arguments)
     (result.loss * 2).backward()
     return result, logprobs.grad / 2
 
@@ -223,11 +206,11 @@ class Batch:
         arguments["cu_seqlens"] = torch.nn.functional.pad(self.kept.sum(1).cumsum(0), (1, 0))
         return arguments
 
-    def selection(self, v: ClipCov | KLCov) -> Tensor:
+    def selection(self, v: ops.ClipCov | ops.KLCov) -> Tensor:
         """The tokens singled out. ClipCov draws only when there are more candidates than it may take."""
         a = self.advantages if self.advantages.dim() == 2 else self.advantages[:, None].expand_as(self.logprobs)
         covariance = (a - a[self.mask].mean()) * (self.logprobs - self.logprobs[self.mask].mean())
-        if isinstance(v, KLCov):
+        if isinstance(v, ops.KLCov):
             count = max(1, int(v.share * int(self.mask.sum())))
             return self.mask & (covariance >= covariance[self.mask].sort(descending=True).values[count - 1])
         ratio = (self.logprobs - self.old).exp()
@@ -236,10 +219,10 @@ class Batch:
 
     def expected(self, aggregation: str = "token-mean") -> tuple[float, Tensor, dict[str, float]]:
         """Compute loss, gradient and metrics. Clip fractions are among them for a `Clip` alone."""
-        v: Variant = self.options.get("variant") or self.options.get("clip") or Clip()
-        kl: KL | None = self.options.get("kl")
-        correction: ImportanceCorrection | None = self.options.get("correction")
-        chosen = self.selection(v) if isinstance(v, ClipCov | KLCov) else torch.zeros_like(self.mask)
+        v: ops.Variant = self.options.get("variant") or self.options.get("clip") or ops.Clip()
+        kl: ops.KL | None = self.options.get("kl")
+        correction: ops.ImportanceCorrection | None = self.options.get("correction")
+        chosen = self.selection(v) if isinstance(v, ops.ClipCov | ops.KLCov) else torch.zeros_like(self.mask)
         shares, loss, grad = self._shares(aggregation), 0.0, torch.zeros_like(self.logprobs)
         tokens: list[dict[str, float]] = []
         for b, row in enumerate(self.mask.tolist()):
@@ -261,7 +244,7 @@ class Batch:
                 d = clamp(lp[i] - old[i], -20, 20)
                 ratio = math.exp(d)
                 found = {"approx_kl_k1": -d, "approx_kl_k3": ratio - 1 - d, "ratio_mean": ratio}
-                if isinstance(v, Clip):
+                if isinstance(v, ops.Clip):
                     bounds = a[i] < 0 and ratio < 1 - v.low, a[i] > 0 and ratio > 1 + v.high
                     dual = v.dual_clip is not None and a[i] < 0 and max(ratio, 1 - v.low) > v.dual_clip
                     found |= dict(zip(CLIPPED, (*bounds, dual), strict=True))

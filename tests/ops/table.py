@@ -13,34 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops import (
-    GMPO,
-    GSPO,
-    KL,
-    Clip,
-    ClipCov,
-    ImportanceCorrection,
-    KLCov,
-    Rejection,
-    aggregate,
-    factorize,
-    gae,
-    group_advantage,
-    grouped_policy_loss,
-    linear_logprob,
-    linear_policy_loss,
-    logprob,
-    loss_normalizer,
-    off_policy_mask,
-    optimal_token_baseline,
-    policy_loss,
-    rejection_mask,
-    select_tokens,
-    token_returns,
-    token_reward_sum,
-    top_entropy_mask,
-    value_loss,
-)
+from turnwise import ops
 
 
 class Size(NamedTuple):
@@ -96,89 +69,78 @@ def both(name: str, case: Case) -> dict[str, Case]:
 STREAMS = {"logprobs": "BT", "old_logprobs": "BT", "mask": "BT"}
 MORE = {"ref_logprobs": "BT", "rollout_logprobs": "BT", "actor_ids": "B", "normalizer": "A"}
 ALL = {**STREAMS, **MORE, "entropy": "BT"}
-POLICY = (policy_loss, "logprobs", "old_logprobs", "advantages")
-GROUPED = (grouped_policy_loss, "logprobs", "old_logprobs", "token_rewards", "group_ids")
-LINEAR = (linear_policy_loss, "hidden", "weight", "targets", "old_logprobs", "advantages")
+POLICY = (ops.policy_loss, "logprobs", "old_logprobs", "advantages")
+GROUPED = (ops.grouped_policy_loss, "logprobs", "old_logprobs", "token_rewards", "group_ids")
+LINEAR = (ops.linear_policy_loss, "hidden", "weight", "targets", "old_logprobs", "advantages")
 HEAD = {"hidden": "NH", "weight": "VH", "bias": "V", "targets": "N"}
 FULL: dict[str, Any] = {
     "aggregation": "agent-mean",
-    "kl": KL("k3", 0.1),
-    "correction": ImportanceCorrection("token", bounds=(0.2, 3.0)),
+    "kl": ops.KL("k3", 0.1),
+    "correction": ops.ImportanceCorrection("token", bounds=(0.2, 3.0)),
 }
-BY_SEQUENCE = {"correction": ImportanceCorrection("sequence"), "aggregation": "seq-mean-token-sum"}
+BY_SEQUENCE = {"correction": ops.ImportanceCorrection("sequence"), "aggregation": "seq-mean-token-sum"}
 REWARDS = {"token_rewards": "BT", "mask": "BT"}
+TRAINED = {"rewards": "BT", "values": "BT", "mask": "BT"}
+LOGITS = ({"logits": "BTV", "targets": "BT"}, ("logits",), SMALL, Size(24, 60))
 LP = ("logprobs",)
 
 # A name without a comma is an op's plainest call. The first entries of an op differ in what must be known before the
 # first gradient: counts of the batch, rows or actors; sums of rows.
 CASES: dict[str, Case] = {
     "factorize": Case(
-        lambda s, **_: [factorize(s["group_ids"], s["trajectory_ids"])[0]], {"group_ids": "B", "trajectory_ids": "B"}
+        lambda s, **_: [ops.factorize(s["group_ids"], s["trajectory_ids"])[0]],
+        {"group_ids": "B", "trajectory_ids": "B"},
     ),
     "group_advantage": Case(
         lambda s, **o: [
-            group_advantage(**s, **{"pool": "trajectory", "center": "length_weighted", "num_groups": IDS, **o})
+            ops.group_advantage(**s, **{"pool": "trajectory", "center": "length_weighted", "num_groups": IDS, **o})
         ],
         {"rewards": "N", "group_ids": "N", "trajectory_ids": "N", "lengths": "N", "valid": "N"},
         size=Size(7, 5),
     ),
-    **both("token_reward_sum", Case(lambda s, **o: [token_reward_sum(**s, **o)], REWARDS)),
+    **both("token_reward_sum", Case(lambda s, **o: [ops.token_reward_sum(**s, **o)], REWARDS)),
     "token_reward_sum, lengths": Case(
-        lambda s, **o: [token_reward_sum(**s, **o)], {"token_rewards": "BT", "lengths": "B"}
+        lambda s, **o: [ops.token_reward_sum(**s, **o)], {"token_rewards": "BT", "lengths": "B"}
     ),
-    **both("token_returns", Case(lambda s, **o: [token_returns(**s, gamma=0.9, **o)], REWARDS, size=MIDDLE)),
-    **both(
-        "gae",
-        Case(
-            lambda s, **o: gae(**s, gamma=0.9, lam=0.8, **o),
-            {"rewards": "BT", "values": "BT", "mask": "BT"},
-            (),
-            MIDDLE,
-        ),
-    ),
-    **both("policy_loss", Case(loss(*POLICY, clip=Clip(dual_clip=3.0)), {**STREAMS, "advantages": "B"}, LP)),
+    **both("token_returns", Case(lambda s, **o: [ops.token_returns(**s, gamma=0.9, **o)], REWARDS, size=MIDDLE)),
+    **both("gae", Case(lambda s, **o: ops.gae(**s, gamma=0.9, lam=0.8, **o), TRAINED, size=MIDDLE)),
+    **both("policy_loss", Case(loss(*POLICY, clip=ops.Clip(dual_clip=3.0)), {**STREAMS, "advantages": "B"}, LP)),
     **both("policy_loss, all streams", Case(loss(*POLICY, **FULL), {**ALL, "advantages": "BT"}, LP)),
     **both(
         "policy_loss, GSPO",
         Case(
-            loss(*POLICY, variant=GSPO(), aggregation="seq-mean-token-mean", kl=KL("k2", 0.1)),
+            loss(*POLICY, variant=ops.GSPO(), aggregation="seq-mean-token-mean", kl=ops.KL("k2", 0.1)),
             {**STREAMS, "advantages": "B", "ref_logprobs": "BT"},
             LP,
         ),
     ),
     "policy_loss, GMPO by sequence": Case(
-        loss(*POLICY, variant=GMPO(), **BY_SEQUENCE), {**STREAMS, "advantages": "BT", "rollout_logprobs": "BT"}, LP
+        loss(*POLICY, variant=ops.GMPO(), **BY_SEQUENCE), {**STREAMS, "advantages": "BT", "rollout_logprobs": "BT"}, LP
     ),
     "policy_loss, Clip-Cov": Case(
-        loss(*POLICY, variant=ClipCov()), {**STREAMS, "advantages": "BT", "selected": "BT", "actor_ids": "B"}, LP
+        loss(*POLICY, variant=ops.ClipCov()), {**STREAMS, "advantages": "BT", "selected": "BT", "actor_ids": "B"}, LP
     ),
     **both(
         "grouped_policy_loss", Case(loss(*GROUPED, num_groups=IDS, **FULL), {**ALL, **REWARDS, "group_ids": "B"}, LP)
     ),
     "grouped_policy_loss, GMPO by sequence": Case(
-        loss(*GROUPED, num_groups=IDS, variant=GMPO(), center="length_weighted", **BY_SEQUENCE),
+        loss(*GROUPED, num_groups=IDS, variant=ops.GMPO(), center="length_weighted", **BY_SEQUENCE),
         {**STREAMS, **REWARDS, "group_ids": "B", "rollout_logprobs": "BT", "lengths": "B", "valid": "B"},
         LP,
     ),
-    "logprob": Case(
-        lambda s, **o: logprob(**s, entropy=True, temperature=0.7, **o),
-        *({"logits": "BTV", "targets": "BT"}, ("logits",), SMALL, Size(24, 60)),
-    ),
-    "logprob, in place": Case(
-        lambda s, **o: [logprob(**s, inplace_backward=True, **o)],
-        *({"logits": "BTV", "targets": "BT"}, ("logits",), SMALL, Size(24, 60)),
-    ),
+    "logprob": Case(lambda s, **o: ops.logprob(**s, entropy=True, temperature=0.7, **o), *LOGITS),
+    "logprob, in place": Case(lambda s, **o: [ops.logprob(**s, inplace_backward=True, **o)], *LOGITS),
     "logprob, a matrix": Case(
-        lambda s, **o: [logprob(**s, softcap=3.0, ignore_index=7, **o)],
+        lambda s, **o: [ops.logprob(**s, softcap=3.0, ignore_index=7, **o)],
         *({"logits": "NV", "targets": "N"}, ("logits",), SMALL, Size(24, 60)),
     ),
     "linear_logprob": Case(
-        lambda s, **o: linear_logprob(**s, entropy=True, temperature=0.7, **o),
+        lambda s, **o: ops.linear_logprob(**s, entropy=True, temperature=0.7, **o),
         *({**HEAD, "positions": "N"}, ("hidden", "weight", "bias"), SMALL, Size(24, 60)),
         atol=1e-3,  # sums of which nothing is left where all weights are the same
     ),
     "linear_logprob, frozen": Case(
-        lambda s, **o: [linear_logprob(**s, temperature=0.7, **o)],
+        lambda s, **o: [ops.linear_logprob(**s, temperature=0.7, **o)],
         *({"hidden": "NH", "weight": "VH", "targets": "N"}, ("hidden",), SMALL, Size(24, 60)),
         atol=1e-3,
     ),
@@ -191,45 +153,45 @@ CASES: dict[str, Case] = {
 }
 # What is plain PyTorch on every device, and takes no `backend`.
 PLAIN: dict[str, Case] = {
-    **both("value_loss", Case(loss(value_loss, "values", "old_values", "returns"),
+    **both("value_loss", Case(loss(ops.value_loss, "values", "old_values", "returns"),
         {"values": "BT", "old_values": "BT", "returns": "BT", "mask": "BT", "actor_ids": "B"}, ("values",))),
     **both(
         "aggregate",
         Case(
-            lambda s, **o: [aggregate(**s, **{"aggregation": "agent-mean", "num_actors": IDS, **o})],
+            lambda s, **o: [ops.aggregate(**s, **{"aggregation": "agent-mean", "num_actors": IDS, **o})],
             {"values": "BT", "mask": "BT", "actor_ids": "B"},
             ("values",),
         ),
     ),
     **both(
         "loss_normalizer",
-        Case(lambda s, **_: [loss_normalizer("agent-mean", **s, num_actors=IDS)], {"mask": "BT", "actor_ids": "B"}),
+        Case(lambda s, **_: [ops.loss_normalizer("agent-mean", **s, num_actors=IDS)], {"mask": "BT", "actor_ids": "B"}),
     ),
     **both(
         "optimal_token_baseline",
         Case(
-            lambda s, **_: optimal_token_baseline(**s),
+            lambda s, **_: ops.optimal_token_baseline(**s),
             {**REWARDS, "old_logprobs": "BT", "sum_pi_squared": "BT", "group_ids": "B", "weights": "BT"},
         ),
     ),
-    "top_entropy_mask": Case(lambda s, **_: [top_entropy_mask(**s)], {"entropy": "BT", "mask": "BT"}),
+    "top_entropy_mask": Case(lambda s, **_: [ops.top_entropy_mask(**s)], {"entropy": "BT", "mask": "BT"}),
     **both(
         "off_policy_mask",
         Case(
-            lambda s, **_: [off_policy_mask(**s, threshold=0.5)],
+            lambda s, **_: [ops.off_policy_mask(**s, threshold=0.5)],
             {"logprobs": "BT", "rollout_logprobs": "BT", "advantages": "B", "mask": "BT"},
         ),
     ),
     **both(
         "rejection_mask",
         Case(
-            lambda s, **_: [rejection_mask(**s, criteria=Rejection("seq-mean", "k2", 0.5)).keep],
+            lambda s, **_: [ops.rejection_mask(**s, criteria=ops.Rejection("seq-mean", "k2", 0.5)).keep],
             {"old_logprobs": "BT", "rollout_logprobs": "BT", "mask": "BT"},
         ),
     ),
     **both(
         "select_tokens",
-        Case(lambda s, **_: [select_tokens(**s, variant=KLCov(0.2))], {**STREAMS, "advantages": "B"}),
+        Case(lambda s, **_: [ops.select_tokens(**s, variant=ops.KLCov(0.2))], {**STREAMS, "advantages": "B"}),
     ),
 }  # fmt: skip
 OPS = [name for name in CASES if "," not in name and name != "factorize"]

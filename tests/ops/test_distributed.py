@@ -16,15 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from turnwise.ops import (
-    SAPO,
-    group_advantage,
-    linear_logprob,
-    linear_policy_loss,
-    logprob,
-    loss_normalizer,
-    policy_loss,
-)
+from turnwise import ops
 
 pytestmark = pytest.mark.slow
 
@@ -71,17 +63,17 @@ class Model(nn.Module):
 
     def logprobs(self, tokens: Tensor, targets: Tensor) -> Tensor:
         hidden = torch.tanh(self.mix(self.embedding(tokens)))
-        return linear_logprob(hidden, self.head.weight, targets, bias=self.head.bias)  # type: ignore[return-value]
+        return ops.linear_logprob(hidden, self.head.weight, targets, bias=self.head.bias)  # type: ignore[return-value]
 
     def forward(self, way: str, tokens: Tensor, targets: Tensor, **batch: Any) -> Tensor:
         if way == "linear_logprob":
-            return policy_loss(self.logprobs(tokens, targets), **batch).loss
+            return ops.policy_loss(self.logprobs(tokens, targets), **batch).loss
         hidden = torch.tanh(self.mix(self.embedding(tokens)))
         if way == "linear_policy_loss":
-            return linear_policy_loss(hidden, self.head.weight, targets, bias=self.head.bias, **batch).loss
-        logprobs = logprob(nn.functional.linear(hidden, self.head.weight, self.head.bias), targets)
+            return ops.linear_policy_loss(hidden, self.head.weight, targets, bias=self.head.bias, **batch).loss
+        logprobs = ops.logprob(nn.functional.linear(hidden, self.head.weight, self.head.bias), targets)
         assert isinstance(logprobs, Tensor)
-        return policy_loss(logprobs, **batch).loss
+        return ops.policy_loss(logprobs, **batch).loss
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -109,14 +101,14 @@ def rows_of(batch: dict[str, Tensor], first: int, last: int, dtype: torch.dtype)
         name: values[tokens if len(values) == sum(LENGTHS) else slice(first, last)] for name, values in batch.items()
     }
     cut = {name: values.to(dtype) if values.is_floating_point() else values for name, values in cut.items()}
-    advantages = group_advantage(cut.pop("rewards"), torch.tensor(GROUPS[first:last]))
+    advantages = ops.group_advantage(cut.pop("rewards"), torch.tensor(GROUPS[first:last]))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    return {**cut, "advantages": advantages, "cu_seqlens": cu_seqlens, "num_actors": ACTORS, "variant": SAPO()}
+    return {**cut, "advantages": advantages, "cu_seqlens": cu_seqlens, "num_actors": ACTORS, "variant": ops.SAPO()}
 
 
 def normalizer_of(given: dict[str, Any], aggregation: str) -> Tensor:
     streams = {name: given[name] for name in ("mask", "cu_seqlens", "actor_ids", "num_actors")}
-    return loss_normalizer(aggregation, **streams)
+    return ops.loss_normalizer(aggregation, **streams)
 
 
 def loss_of(model: nn.Module, given: dict[str, Any], case: Case, normalizer: Tensor) -> Tensor:

@@ -9,24 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import (
-    AGGREGATIONS,
-    GMPO,
-    GSPO,
-    KL,
-    Clip,
-    ImportanceCorrection,
-    KLCov,
-    group_advantage,
-    grouped_policy_loss,
-    policy_loss,
-    token_reward_sum,
-)
+from turnwise import ops
 
 from .conftest import TARGETS
 
 GROUP_OPTIONS = ("num_groups", "trajectory_ids", "lengths", "pool", "center", "scale", "singleton", "ddof", "valid")
-WEIGHTED = {"correction": ImportanceCorrection("sequence", 1.5), "kl": KL("k3", 0.1, importance_weighted=True)}
+WEIGHTED = {"correction": ops.ImportanceCorrection("sequence", 1.5), "kl": ops.KL("k3", 0.1, importance_weighted=True)}
 
 
 def inputs(make_batch: Any, seed: int, form: str = "padded", rows: int = 24, width: int = 37, **options: Any) -> dict:
@@ -42,12 +30,14 @@ def inputs(make_batch: Any, seed: int, form: str = "padded", rows: int = 24, wid
 def in_turn(logprobs: Tensor, token_rewards: Tensor, group_ids: Tensor, **arguments: Any) -> tuple[Any, Tensor]:
     layout, shared = {k: arguments.get(k) for k in ("mask", "cu_seqlens")}, {"backend": arguments["backend"]}
     rule = {k: arguments.pop(k) for k in GROUP_OPTIONS if k in arguments}
-    advantages = group_advantage(token_reward_sum(token_rewards, **layout, **shared), group_ids, **rule, **shared)
-    return policy_loss(logprobs, advantages=advantages, **arguments), advantages
+    advantages = ops.group_advantage(
+        ops.token_reward_sum(token_rewards, **layout, **shared), group_ids, **rule, **shared
+    )
+    return ops.policy_loss(logprobs, advantages=advantages, **arguments), advantages
 
 
 def at_once(logprobs: Tensor, **arguments: Any) -> tuple[Any, Tensor]:
-    result = grouped_policy_loss(logprobs, **arguments)
+    result = ops.grouped_policy_loss(logprobs, **arguments)
     return result, result.advantages
 
 
@@ -69,15 +59,15 @@ def compare(target: Any, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", ops.AGGREGATIONS)
 @pytest.mark.parametrize(("rows", "width"), [(24, 37), (3, 1), (5, 700), (0, 4), (4, 0)])
 def test_equals_the_ops_in_turn(make_batch, target, form, aggregation, rows, width) -> None:
-    kl = KL("k3", 0.1, importance_weighted=form == "padded")
-    given = inputs(make_batch, rows + width, form, rows, width, kl=kl, clip=Clip(dual_clip=3.0))
+    kl = ops.KL("k3", 0.1, importance_weighted=form == "padded")
+    given = inputs(make_batch, rows + width, form, rows, width, kl=kl, clip=ops.Clip(dual_clip=3.0))
     compare(target, {**given, "aggregation": aggregation})
 
 
-@pytest.mark.parametrize("variant", [GSPO(0.05, 0.1), GMPO(0.2, 0.3), KLCov(0.2, 0.5)], ids=str)
+@pytest.mark.parametrize("variant", [ops.GSPO(0.05, 0.1), ops.GMPO(0.2, 0.3), ops.KLCov(0.2, 0.5)], ids=str)
 @pytest.mark.parametrize("form", ["padded", "packed"])
 def test_variants(make_batch, target, form, variant) -> None:
     compare(target, inputs(make_batch, 5, form, variant=variant, **WEIGHTED))
@@ -99,7 +89,7 @@ def test_rules(make_batch, target, rule) -> None:
 
 
 def test_native_gives_the_same_bits_as_the_ops_in_turn(make_batch) -> None:
-    given = inputs(make_batch, 6, rows=40, width=900, kl=KL("k3", 0.1))
+    given = inputs(make_batch, 6, rows=40, width=900, kl=ops.KL("k3", 0.1))
     got, want = (run(call, TARGETS["native"], given) for call in (at_once, in_turn))
     assert all(map(torch.equal, got[:3], want[:3]))
 

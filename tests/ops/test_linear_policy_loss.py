@@ -9,25 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import (
-    AGGREGATIONS,
-    CISPO,
-    GMPO,
-    GPG,
-    GSPO,
-    KL,
-    SAPO,
-    Clip,
-    ClipCov,
-    Custom,
-    ImportanceCorrection,
-    KLCov,
-    Reinforce,
-    linear_logprob,
-    linear_policy_loss,
-    policy_loss,
-    select_tokens,
-)
+from turnwise import ops
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.logprob import linear_native
 from turnwise.ops.logprob.choice import Chunks
@@ -39,7 +21,8 @@ __all__ = ["logits_made", "small_tiles"]  # fixtures
 CHUNKS = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
 LENGTHS = [7, 0, 1, 30, 12]
 TOKENS, VOCABULARY = sum(LENGTHS), 300
-FULL = {"clip": Clip(0.2, 0.28, dual_clip=3.0), "kl": KL("k3", 0.1), "correction": ImportanceCorrection("token", 1.5)}
+CORRECTION = ops.ImportanceCorrection("token", 1.5)
+FULL = {"clip": ops.Clip(0.2, 0.28, dual_clip=3.0), "kl": ops.KL("k3", 0.1), "correction": CORRECTION}
 CPU = TARGETS["native"]
 
 
@@ -78,7 +61,7 @@ def make(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[
         **options,
     }
     head = given["hidden"].double(), given["weight"].double(), given["targets"]
-    exact = linear_logprob(*head, bias=given["bias"], temperature=0.7).float()
+    exact = ops.linear_logprob(*head, bias=given["bias"], temperature=0.7).float()
     given["old_logprobs"] = exact + 0.4 * noise(TOKENS)
     given |= {"ref_logprobs": exact + 0.4 * noise(TOKENS)} if "kl" in options else {}
     given |= {"rollout_logprobs": exact + 0.3 * noise(TOKENS)} if "correction" in options else {}
@@ -103,12 +86,14 @@ def run(
     if target is None or two:
         head = {k: given.pop(k) for k in HEAD if k in given}
         with_entropy = given.pop("entropy", False)
-        out = linear_logprob(**leaves, **head, entropy=with_entropy, backend=backend)
+        out = ops.linear_logprob(**leaves, **head, entropy=with_entropy, backend=backend)
         logprob, entropy = out if with_entropy else (out, None)
         chosen = None if two else "torch"
-        result = policy_loss(logprob, **given, entropy=None if entropy is None else entropy.detach(), backend=chosen)
+        result = ops.policy_loss(
+            logprob, **given, entropy=None if entropy is None else entropy.detach(), backend=chosen
+        )
     else:
-        result = linear_policy_loss(**leaves, **given, backend=backend)
+        result = ops.linear_policy_loss(**leaves, **given, backend=backend)
     (result.loss * 2).backward()
     return result, {k: v.grad.cpu() for k, v in leaves.items() if k not in frozen}
 
@@ -130,10 +115,10 @@ def assert_same(got: tuple[Any, dict[str, Tensor]], want: tuple[Any, dict[str, T
 # ---------------------------------------------------------------------------------------------------------------------
 # Against float64
 # ---------------------------------------------------------------------------------------------------------------------
-VARIANTS = [Clip(), CISPO(), GPG(), Reinforce(), SAPO(), GSPO(0.2, 0.2), GMPO()]
+VARIANTS = [ops.Clip(), ops.CISPO(), ops.GPG(), ops.Reinforce(), ops.SAPO(), ops.GSPO(0.2, 0.2), ops.GMPO()]
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", ops.AGGREGATIONS)
 @pytest.mark.parametrize(
     "frozen", [(), ("weight",), ("hidden", "bias"), ("hidden", "weight"), ("weight", "bias")], ids=str
 )
@@ -151,7 +136,7 @@ def test_equals_the_two_ops(target, monkeypatch, aggregation, frozen) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_floats(target, dtype) -> None:
     # SAPO is smooth: where a loss clips, a rounded logit may take a token from one side to the other.
-    given = make(1, dtype, variant=SAPO(), kl=KL("k2", 0.1), entropy=True)
+    given = make(1, dtype, variant=ops.SAPO(), kl=ops.KL("k2", 0.1), entropy=True)
     got = run(given, target)
     assert got[1]["weight"].dtype == dtype
     assert_same(got, run(given), 2e-2 if dtype is torch.bfloat16 else 4e-3)
@@ -160,8 +145,8 @@ def test_narrow_floats(target, dtype) -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: type(v).__name__)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_every_variant(target, variant, level) -> None:
-    options = {} if isinstance(variant, GMPO) else {"correction": ImportanceCorrection(level, 1.5)}
-    options["kl"] = KL("k3", 0.1, importance_weighted=level == "token")
+    options = {} if isinstance(variant, ops.GMPO) else {"correction": ops.ImportanceCorrection(level, 1.5)}
+    options["kl"] = ops.KL("k3", 0.1, importance_weighted=level == "token")
     given = make(2, variant=variant, aggregation="seq-mean-token-mean", **options)
     assert_same(run(given, target), run(given), 5e-6)
 
@@ -185,7 +170,7 @@ def test_other_forms_of_the_streams(target) -> None:
         assert_same(run(each, target), run(each), 5e-6)
 
 
-@pytest.mark.parametrize("variant", [None, GSPO()], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("variant", [None, ops.GSPO()], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("rows", ["dropped", "in the kernel"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_ignored_tokens_are_left_out(target, monkeypatch, rows, variant, masked) -> None:
@@ -256,10 +241,10 @@ def ppo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * (logprobs - old_logprobs).exp()
 
 
-CHOOSING = [ClipCov(0.1, 0.3, 0.1, 0.05, 3.0), KLCov(0.2, 0.5)]
+CHOOSING = [ops.ClipCov(0.1, 0.3, 0.1, 0.05, 3.0), ops.KLCov(0.2, 0.5)]
 
 
-@pytest.mark.parametrize("variant", [*CHOOSING, Custom(ppo)], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("variant", [*CHOOSING, ops.Custom(ppo)], ids=lambda v: type(v).__name__)
 def test_chooses_the_tokens_that_the_two_ops_choose(target, variant) -> None:
     """One draw from torch's generator, and one call of a function of one's own, with log-probabilities alone."""
     given, found = make(1, variant=variant, aggregation="seq-mean-token-mean"), []
@@ -267,17 +252,17 @@ def test_chooses_the_tokens_that_the_two_ops_choose(target, variant) -> None:
         calls.clear()
         torch.manual_seed(3)
         found.append((run(given, target, two=two), torch.rand(1)))  # the generator stands where it stood
-        assert len(calls) == isinstance(variant, Custom) and all((call < 0).all() for call in calls)
+        assert len(calls) == isinstance(variant, ops.Custom) and all((call < 0).all() for call in calls)
     (want, drawn), (got, again) = found
     assert drawn == again
     assert_same(got, want, 5e-6)
     if variant in CHOOSING:  # what was chosen before is taken as it is
-        logprob = linear_logprob(
+        logprob = ops.linear_logprob(
             *(given[k] for k in ("hidden", "weight", "targets")), bias=given["bias"], temperature=0.7
         )
         streams = {k: given[k] for k in ("old_logprobs", "advantages", "mask", "cu_seqlens")}
         torch.manual_seed(3)
-        chosen = select_tokens(logprob, variant=variant, **streams)
+        chosen = ops.select_tokens(logprob, variant=variant, **streams)
         assert 1 < int(chosen.sum()) < int(given["mask"].sum())
         assert_same(run(given, target, selected=chosen), want, 5e-6)
 
@@ -296,7 +281,7 @@ def test_gradients_of_long_sequences_in_float16(target) -> None:
         leaves = [target.on(x).to(dtype).requires_grad_() for x in (hidden, weight)]
         streams = target.on([rest[0], *(x.to(dtype if dtype is torch.float64 else None) for x in rest[1:])])
         cu = target.on(torch.tensor([0, tokens]))
-        loss = linear_policy_loss(*leaves, *streams, cu_seqlens=cu, variant=SAPO(), backend=backend).loss
+        loss = ops.linear_policy_loss(*leaves, *streams, cu_seqlens=cu, variant=ops.SAPO(), backend=backend).loss
         grads.append(torch.autograd.grad(loss * 65536.0, leaves, retain_graph=True))
         assert all(map(torch.equal, grads[-1], torch.autograd.grad(loss * 65536.0, leaves)))
     for mine, theirs in zip(grads[1], grads[0], strict=True):

@@ -13,31 +13,6 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
-from turnwise.ops import (
-    GMPO,
-    GPG,
-    GSPO,
-    KL,
-    SAPO,
-    Clip,
-    ClipCov,
-    ImportanceCorrection,
-    KLCov,
-    Variant,
-    gae,
-    group_advantage,
-    linear_logprob,
-    linear_policy_loss,
-    logprob,
-    loss_normalizer,
-    optimal_token_baseline,
-    policy_loss,
-    select_tokens,
-    token_returns,
-    token_reward_sum,
-    top_entropy_mask,
-    value_loss,
-)
 from turnwise.ops.logprob import linear_native
 
 from .table import CASES, LOSSES, PLAIN, VOCABULARY, Case, Size, draw
@@ -90,14 +65,11 @@ def wrong_kinds(case: Case, name: str, good: Tensor) -> dict[str, tuple[Any, typ
     elif name in IDS:
         wrong["floats"] = good.float(), TypeError, "% has dtype torch.float32: expected int"
         for value in (-1, 10_000, *([2**32 + 1, 2**31, -(2**32)] if name == "actor_ids" else [])):
-            place = tuple(size - 1 for size in good.shape)
+            last = tuple(size - 1 for size in good.shape)
             changed = good.clone()
-            changed[place] = value
-            wrong[str(value)] = (
-                changed,
-                ValueError,
-                rf"^%\[{', '.join(map(str, place))}\]={value}: expected an id in \[0, ",
-            )
+            changed[last] = value
+            message = rf"^%\[{', '.join(map(str, last))}\]={value}: expected an id in \[0, "
+            wrong[str(value)] = changed, ValueError, message
     elif good.is_floating_point():
         if name not in ("bias", "normalizer"):  # converted
             wrong["float8"] = good.to(torch.float8_e4m3fn), TypeError, "% has dtype torch.float8_e4m3fn: expected"
@@ -105,11 +77,8 @@ def wrong_kinds(case: Case, name: str, good: Tensor) -> dict[str, tuple[Any, typ
             wrong["integers"] = good.int(), TypeError, "% has dtype torch.int32|^%: expected .*got torch.int32"
         if name in ("rewards", "token_rewards"):
             for value in (math.nan, math.inf):
-                wrong[str(value)] = (
-                    torch.full(good.shape, value),
-                    ValueError,
-                    rf"%\[\d+(, \d+)?\]={value}: expected a fin",
-                )
+                message = rf"%\[\d+(, \d+)?\]={value}: expected a fin"
+                wrong[str(value)] = torch.full(good.shape, value), ValueError, message
         if name == "normalizer":
             wrong["negative"] = good - 5, ValueError, "%.*expected counts >= 0"
             wrong["NaN"] = good * math.nan, ValueError, "%.*expected counts >= 0"
@@ -177,11 +146,10 @@ def test_a_wrapper_without_memory_is_refused(target, name) -> None:
 def test_no_target_means_ignore(target, name) -> None:
     """As -100 does in `torch.nn.functional.cross_entropy`."""
     given = draw(CASES[name], Size(3, 5))
-    place = (1, 2) if name == "logprob" else (7,)
-    given["targets"][place] = -100
-    message = (
-        rf"^targets\[{', '.join(map(str, place))}\]=-100: expected an id in \[0, {VOCABULARY}\)\. Pass ignore_index"
-    )
+    index = (1, 2) if name == "logprob" else (7,)
+    given["targets"][index] = -100
+    place = ", ".join(map(str, index))
+    message = rf"^targets\[{place}\]=-100: expected an id in \[0, {VOCABULARY}\)\. Pass ignore_index"
     with pytest.raises(ValueError, match=f"{message}=-100 to leave out the tokens with this target$"):
         CASES[name].call(target.on(given), backend=target.backend, check=target.device == "cuda")
 
@@ -193,22 +161,22 @@ def test_a_reward_that_is_no_number_is_found_in_a_long_row(gamma) -> None:
             rewards = torch.zeros(2, 3000)
             rewards[1, place] = wrong
             with pytest.raises(ValueError, match=rf"token_rewards\[1, {place}\]={wrong}: expected a finite number"):
-                token_returns(rewards, gamma)
+                ops.token_returns(rewards, gamma)
             with pytest.raises(ValueError, match=rf"rewards\[1, {place}\]={wrong}: expected a finite number"):
-                gae(rewards, torch.ones(2, 3000), gamma=gamma, lam=0.5)
+                ops.gae(rewards, torch.ones(2, 3000), gamma=gamma, lam=0.5)
 
 
 def test_lengths_hide_what_lies_behind_them(target) -> None:
     rewards, lengths = target.on((torch.tensor([[1.0, torch.nan], [2.0, 3.0]]), torch.tensor([1, 2])))
     call = {"backend": target.backend, "check": True}
-    assert token_reward_sum(rewards, lengths=lengths, **call).tolist() == [1.0, 5.0]
+    assert ops.token_reward_sum(rewards, lengths=lengths, **call).tolist() == [1.0, 5.0]
     with pytest.raises(ValueError, match=r"token_rewards\[0, 1\]=nan"):
-        token_reward_sum(rewards, lengths=lengths.flip(0), **call)
+        ops.token_reward_sum(rewards, lengths=lengths.flip(0), **call)
     for wrong, message in ((lengths + 1, r"\[1\]=3: expected a number in \[0, 2\]"), (lengths - 2, r"\[0\]=-1")):
         with pytest.raises(ValueError, match=f"lengths{message}"):
-            token_reward_sum(rewards, lengths=wrong, **call)
+            ops.token_reward_sum(rewards, lengths=wrong, **call)
     with pytest.raises(ValueError, match="lengths: expected neither mask nor"):
-        token_reward_sum(rewards, lengths=lengths, mask=rewards > 0, **call)
+        ops.token_reward_sum(rewards, lengths=lengths, mask=rewards > 0, **call)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,30 +185,24 @@ def test_lengths_hide_what_lies_behind_them(target) -> None:
 ACTORS = torch.zeros(3).long()
 OF_A_LOSS = [
     ({"clip": 0.2}, TypeError, r"clip=0\.2: expected a Clip"),
-    ({"clip": (0.2, 0.28)}, TypeError, r"clip=\(0\.2, 0\.28\): expected a Clip"),
-    ({"clip": Clip}, TypeError, r"clip=.*expected a Clip"),
-    ({"clip": GSPO()}, TypeError, r"clip=GSPO.*expected a Clip"),
-    ({"clip": Clip(), "variant": GSPO()}, ValueError, "clip=Clip.*and variant=GSPO.*expected one of them"),
+    ({"clip": ops.GSPO()}, TypeError, r"clip=GSPO.*expected a Clip"),
+    ({"clip": ops.Clip(), "variant": ops.GSPO()}, ValueError, "clip=Clip.*and variant=GSPO.*expected one of them"),
     ({"kl": 0.1}, TypeError, r"kl=0\.1: expected a KL"),
-    ({"kl": "k3"}, TypeError, "kl='k3': expected a KL"),
-    ({"kl": KL()}, ValueError, "ref_logprobs=None"),
+    ({"kl": ops.KL()}, ValueError, "ref_logprobs=None"),
     ({"correction": 2.0}, TypeError, r"correction=2\.0: expected an ImportanceCorrection"),
-    ({"correction": ImportanceCorrection()}, ValueError, "rollout_logprobs=None"),
+    ({"correction": ops.ImportanceCorrection()}, ValueError, "rollout_logprobs=None"),
     ({"variant": "gspo"}, TypeError, "variant='gspo'"),
-    ({"variant": GSPO}, TypeError, "variant=.*expected one of the option objects"),
-    ({"variant": Variant()}, TypeError, "variant=.*expected one of the option objects"),
+    ({"variant": ops.GSPO}, TypeError, "variant=.*expected one of the option objects"),
     ({"aggregation": "mean"}, ValueError, "aggregation='mean': expected one of token-mean"),
     ({"aggregation": ["token-mean"]}, ValueError, r"aggregation=\['token-mean'\]: expected one of"),
     ({"aggregation": "agent-mean"}, ValueError, "actor_ids=None"),
     ({"aggregation": "seq-mean-token-sum-norm"}, ValueError, "max_length=None"),
-    ({"aggregation": "seq-mean-token-sum-norm", "max_length": "5"}, ValueError, "max_length='5'"),
     ({"aggregation": "seq-mean-token-sum-norm", "max_length": math.inf}, ValueError, "max_length=inf"),
     ({"normalizer": "tokens"}, TypeError, "normalizer: expected a number or a tensor, got str"),
     ({"normalizer": True}, TypeError, "normalizer: expected a number or a tensor, got bool"),
     ({"normalizer": torch.ones(2)}, ValueError, r"normalizer has shape \(2,\): expected \(\)"),
     ({"actor_ids": ACTORS}, ValueError, "num_actors=None"),
     ({"actor_ids": ACTORS, "num_actors": 2.0}, ValueError, r"num_actors=2\.0: expected a count"),
-    ({"actor_ids": ACTORS, "num_actors": True}, ValueError, "num_actors=True: expected a count"),
     ({"actor_ids": ACTORS, "num_actors": 2**32 + 2}, ValueError, r"num_actors=4294967298: .*>= 1 and below 2\*\*31"),
     ({"actor_ids": [0, 0, 1], "num_actors": 2}, TypeError, "actor_ids: expected a tensor, got list"),
     ({"old_logprobs": None}, TypeError, "old_logprobs: expected a tensor, got NoneType"),
@@ -251,10 +213,8 @@ OF_A_LOSS = [
 def plain(name: str, **given: Any) -> Any:
     """A loss with the streams that it needs, and others."""
     streams = draw(CASES[name], Size(3, 5))
-    needed = {
-        k: v for k, v in streams.items() if k not in ("ref_logprobs", "rollout_logprobs", "actor_ids", "normalizer")
-    }
-    needed.pop("entropy", None)
+    optional = ("ref_logprobs", "rollout_logprobs", "actor_ids", "normalizer", "entropy")
+    needed = {k: v for k, v in streams.items() if k not in optional}
     return getattr(ops, name)(**{**needed, **given})
 
 
@@ -278,11 +238,11 @@ def test_options_of_a_loss_are_named(name, change, error, message) -> None:
 
 def test_what_a_loss_cannot_combine_is_named(target) -> None:
     streams = target.on((torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2)))
-    both = {"variant": GMPO(), "correction": ImportanceCorrection(), "rollout_logprobs": streams[0]}
+    both = {"variant": ops.GMPO(), "correction": ops.ImportanceCorrection(), "rollout_logprobs": streams[0]}
     with pytest.raises(ValueError, match="level='sequence', as GMPO"):
-        policy_loss(*streams, backend=target.backend, **both)
+        ops.policy_loss(*streams, backend=target.backend, **both)
     with pytest.raises(ValueError, match=r"expected \[N\], as cu_seqlens is given"):
-        policy_loss(*streams, backend=target.backend, cu_seqlens=target.on(torch.tensor([0, 6])))
+        ops.policy_loss(*streams, backend=target.backend, cu_seqlens=target.on(torch.tensor([0, 6])))
 
 
 def test_kernels_narrow_actor_ids_once_they_are_in_range(kernel, monkeypatch) -> None:
@@ -295,16 +255,16 @@ def test_kernels_narrow_actor_ids_once_they_are_in_range(kernel, monkeypatch) ->
         actors = kernel.on(torch.tensor([0, wrong, 1]))
         for aggregation in ("token-mean", "agent-mean"):
             call = {"actor_ids": actors, "num_actors": 2, "aggregation": aggregation, "backend": kernel.backend}
-            assert policy_loss(**given, **call).loss.isnan()
+            assert ops.policy_loss(**given, **call).loss.isnan()
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_numbers_may_be_those_of_numpy(name) -> None:
     actors = {"actor_ids": torch.tensor([0, 1, 1])}
-    want = plain(name, clip=Clip(0.25, 0.5), normalizer=7, num_actors=2, **actors).loss
+    want = plain(name, clip=ops.Clip(0.25, 0.5), normalizer=7, num_actors=2, **actors).loss
     with pytest.raises(ValueError, match="num_actors"):  # and what was wrong once does not stick
         plain(name, num_actors=2.0, **actors)
-    clip = Clip(np.float32(0.25), np.float64(0.5))
+    clip = ops.Clip(np.float32(0.25), np.float64(0.5))
     for number in (np.int64(2), torch.tensor(2), 2):
         got = plain(name, clip=clip, normalizer=np.float32(7), num_actors=number, **actors).loss
         assert torch.equal(got, want)
@@ -321,17 +281,16 @@ def test_float64_beside_float32_logprobs_is_computed_in_float32(name) -> None:
 
 def test_bounds_from_a_file_of_settings() -> None:
     """Lists, as JSON and TOML have them, are as good as tuples."""
-    listed: Any = ImportanceCorrection(bounds=[0.5, 5.0])  # type: ignore[arg-type]
-    assert listed == ImportanceCorrection(bounds=(0.5, 5.0)) and hash(listed) == hash(
-        ImportanceCorrection(bounds=(0.5, 5))
-    )
+    listed: Any = ops.ImportanceCorrection(bounds=[0.5, 5.0])  # type: ignore[arg-type]
+    paired = ops.ImportanceCorrection(bounds=(0.5, 5.0))
+    assert listed == paired and hash(listed) == hash(paired)
     plain("policy_loss", rollout_logprobs=torch.zeros(3, 5), correction=listed)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_selecting_variant_looks_at_its_streams_first(backend) -> None:
     with pytest.raises(ValueError, match=r"old_logprobs has shape \(3, 4\): expected \(3, 5\)"):
-        plain("policy_loss", old_logprobs=torch.zeros(3, 4), variant=ClipCov(), backend=backend)
+        plain("policy_loss", old_logprobs=torch.zeros(3, 4), variant=ops.ClipCov(), backend=backend)
     streams = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2)
     chosen = torch.zeros(2, 3, dtype=torch.bool)
     for selected, error, message in (
@@ -339,10 +298,10 @@ def test_a_selecting_variant_looks_at_its_streams_first(backend) -> None:
         (chosen.int(), TypeError, "expected a bool tensor"),
     ):
         with pytest.raises(error, match=message):
-            policy_loss(*streams, variant=KLCov(), selected=selected, backend=backend)
-    for variant in (0.2, GPG()):
+            ops.policy_loss(*streams, variant=ops.KLCov(), selected=selected, backend=backend)
+    for variant in (0.2, ops.GPG()):
         with pytest.raises(TypeError, match=r"variant=.*: expected one that singles out tokens, ClipCov or KLCov"):
-            select_tokens(*streams, variant)  # type: ignore[arg-type]
+            ops.select_tokens(*streams, variant)  # type: ignore[arg-type]
 
 
 def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
@@ -359,8 +318,8 @@ def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
         ({"hidden": torch.zeros(15, 0), "weight": torch.zeros(9, 0)}, ValueError, "expected at least one column"),
         ({"cu_seqlens": None}, TypeError, "cu_seqlens: expected a tensor, got NoneType"),
         ({"entropy": torch.ones(15)}, TypeError, "entropy: expected True or False"),
-        ({"selected": torch.ones(14).bool(), "variant": KLCov(), "normalizer": 1.0}, ValueError, "selected has shape"),
-        ({"variant": SAPO(), "clip": Clip()}, ValueError, "clip=Clip.*and variant=SAPO"),
+        ({"selected": torch.ones(14).bool(), "variant": ops.KLCov()}, ValueError, "selected has shape"),
+        ({"variant": ops.SAPO(), "clip": ops.Clip()}, ValueError, "clip=Clip.*and variant=SAPO"),
         ({"temperature": -1.0}, ValueError, r"temperature=-1\.0: expected a finite number > 0"),
         ({"temperature": math.nan}, ValueError, "temperature=nan"),
         ({"softcap": 0.0}, ValueError, r"softcap=0\.0: expected a finite number > 0, or None"),
@@ -373,17 +332,17 @@ def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
             if autocast and "dtype" in message:  # which makes it one type
                 continue
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pytest.raises(error, match=message):
-                linear_policy_loss(**{**given, "num_actors": 3, **change})
+                ops.linear_policy_loss(**{**given, "num_actors": 3, **change})
         head = {k: v for k, v in {**given, **change}.items() if k in ("hidden", "weight", "targets", "bias", *HEAD)}
         if {*change} <= {"hidden", "weight", "bias", *HEAD}:
             with pytest.raises(error, match=message):
-                linear_logprob(**head)
+                ops.linear_logprob(**head)
     for change, message in (({"temperature": 0}, "temperature=0"), ({"softcap": 0}, "softcap=0")):
         with pytest.raises(ValueError, match=message):
-            logprob(torch.zeros(3, 5), torch.zeros(3).long(), **change)
+            ops.logprob(torch.zeros(3, 5), torch.zeros(3).long(), **change)
     for logits in (torch.zeros(3), torch.zeros(3, 0)):
         with pytest.raises(ValueError, match=r"logits has shape"):
-            logprob(logits, torch.zeros(3).long())
+            ops.logprob(logits, torch.zeros(3).long())
 
 
 HEAD = ("temperature", "softcap", "ignore_index")
@@ -394,7 +353,7 @@ def test_advantages_that_could_be_per_token_are_said_to_count_per_sequence() -> 
     logprobs, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -1.0])
     hidden, weight, targets = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([1, 2])
     for cu, warns in ((torch.tensor([0, 2, 2]), True), (torch.tensor([0, 1, 2]), False)):
-        for function, streams in ((policy_loss, (logprobs,)), (linear_policy_loss, (hidden, weight, targets))):
+        for function, streams in ((ops.policy_loss, (logprobs,)), (ops.linear_policy_loss, (hidden, weight, targets))):
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 function(*streams, logprobs, advantages, cu_seqlens=cu)
@@ -402,47 +361,39 @@ def test_advantages_that_could_be_per_token_are_said_to_count_per_sequence() -> 
 
 
 ZEROS, PAIR = torch.zeros(2, 3), torch.zeros(2).long()
+VALUES = {"values": ZEROS, "old_values": ZEROS, "returns": ZEROS}
+GROUPED = {"rewards": torch.tensor([1.0, 2.0]), "group_ids": PAIR, "num_groups": 2}
 NORMALIZER = {"mask": torch.ones(2, 3), "aggregation": "token-mean"}
 OTHERS = [
-    (token_returns, {"token_rewards": ZEROS, "gamma": -0.1}, r"gamma=-0\.1: expected a number in \[0, 1\]"),
-    (token_returns, {"token_rewards": ZEROS, "gamma": 1.5}, r"gamma=1\.5"),
-    (token_returns, {"token_rewards": ZEROS, "gamma": math.nan}, "gamma=nan"),
-    (token_reward_sum, {"token_rewards": torch.zeros(())}, r"token_rewards has shape \(\)"),
-    (token_reward_sum, {"token_rewards": ZEROS, "cu_seqlens": torch.tensor([0, 3])}, r"\(2, 3\): expected \[N\]"),
-    (gae, {"rewards": ZEROS, "values": ZEROS, "gamma": 1.1}, r"gamma=1\.1: expected a number in \[0, 1\]"),
-    (gae, {"rewards": ZEROS, "values": ZEROS, "lam": -1.0}, r"lam=-1\.0: expected"),
-    (gae, {"rewards": ZEROS[0], "values": ZEROS[0]}, r"rewards has shape \(3,\): expected \[B, T\]"),
-    (value_loss, {"values": ZEROS, "old_values": ZEROS, "returns": ZEROS, "clip": 0}, "clip=0: expected None or a fin"),
-    (value_loss, {"values": ZEROS, "old_values": ZEROS, "returns": ZEROS, "clip": math.nan}, "clip=nan"),
+    (ops.token_returns, {"token_rewards": ZEROS, "gamma": -0.1}, r"gamma=-0\.1: expected a number in \[0, 1\]"),
+    (ops.token_returns, {"token_rewards": ZEROS, "gamma": 1.5}, r"gamma=1\.5"),
+    (ops.token_reward_sum, {"token_rewards": torch.zeros(())}, r"token_rewards has shape \(\)"),
+    (ops.token_reward_sum, {"token_rewards": ZEROS, "cu_seqlens": torch.tensor([0, 3])}, r"\(2, 3\): expected \[N\]"),
+    (ops.gae, {"rewards": ZEROS, "values": ZEROS, "gamma": 1.1}, r"gamma=1\.1: expected a number in \[0, 1\]"),
+    (ops.gae, {"rewards": ZEROS, "values": ZEROS, "lam": -1.0}, r"lam=-1\.0: expected"),
+    (ops.gae, {"rewards": ZEROS[0], "values": ZEROS[0]}, r"rewards has shape \(3,\): expected \[B, T\]"),
+    (ops.value_loss, {**VALUES, "clip": 0}, "clip=0: expected None or a fin"),
+    (ops.value_loss, {**VALUES, "clip": math.nan}, "clip=nan"),
+    (ops.value_loss, {**VALUES, "old_values": None}, "old_values=None: expected the values before"),
+    (ops.value_loss, {**VALUES, "aggregation": "sum"}, "aggregation='sum'"),
+    (ops.loss_normalizer, {"aggregation": "sum", "mask": ZEROS}, "aggregation='sum'"),
+    (ops.loss_normalizer, {"aggregation": "token-mean"}, "mask=None"),
+    (ops.loss_normalizer, {"aggregation": "agent-mean", "mask": ZEROS}, "actor_ids=None"),
+    (ops.loss_normalizer, {"aggregation": "agent-mean", "mask": ZEROS, "actor_ids": PAIR}, "num_actors=None"),
+    (ops.loss_normalizer, {**NORMALIZER, "actor_ids": PAIR + 1, "num_actors": 1}, r"\[0\]=1"),
+    (ops.loss_normalizer, {"aggregation": "seq-mean-token-sum-norm", "mask": ZEROS, "max_length": 0}, "max_length=0"),
+    (ops.top_entropy_mask, {"entropy": ZEROS, "share": 0}, r"share=0: expected a number in \(0, 1\]"),
     (
-        value_loss,
-        {"values": ZEROS, "old_values": None, "returns": ZEROS},
-        "old_values=None: expected the values before",
-    ),
-    (value_loss, {"values": ZEROS, "old_values": ZEROS, "returns": ZEROS, "aggregation": "sum"}, "aggregation='sum'"),
-    (loss_normalizer, {"aggregation": "sum", "mask": ZEROS}, "aggregation='sum'"),
-    (loss_normalizer, {"aggregation": "token-mean"}, "mask=None"),
-    (loss_normalizer, {"aggregation": "agent-mean", "mask": ZEROS}, "actor_ids=None"),
-    (loss_normalizer, {"aggregation": "agent-mean", "mask": ZEROS, "actor_ids": PAIR}, "num_actors=None"),
-    (loss_normalizer, {**NORMALIZER, "actor_ids": PAIR + 1, "num_actors": 1, "aggregation": "agent-mean"}, r"\[0\]=1"),
-    (loss_normalizer, {"aggregation": "seq-mean-token-sum-norm", "mask": ZEROS, "max_length": 0}, "max_length=0"),
-    (top_entropy_mask, {"entropy": ZEROS, "share": 0}, r"share=0: expected a number in \(0, 1\]"),
-    (
-        optimal_token_baseline,
+        ops.optimal_token_baseline,
         {"token_rewards": ZEROS, "old_logprobs": ZEROS, "sum_pi_squared": ZEROS, "group_ids": PAIR, "eps": -1},
         "eps=-1",
     ),
     *(
-        (group_advantage, {"rewards": torch.tensor([1.0, 2.0]), "group_ids": PAIR, "num_groups": 2} | change, message)
+        (ops.group_advantage, GROUPED | change, message)
         for change, message in (
             ({"num_groups": -2}, "num_groups=-2: expected a count >= 0"),
             ({"num_groups": 1.0}, r"num_groups=1\.0: expected a count >= 0"),
-            ({"num_groups": "2"}, "num_groups='2'"),
-            (
-                {"group_ids": torch.tensor([0, 2**63 - 1]), "num_groups": None},
-                r"\[1\]=9223372036854775807: .*below 2\*\*63",
-            ),
-            ({"group_ids": PAIR[:0], "num_groups": None}, r"group_ids has shape \(0,\)"),
+            ({"group_ids": torch.tensor([0, 2**63 - 1]), "num_groups": None}, r"\[1\]=9223372036854775807: .*2\*\*63"),
             ({"lengths": torch.tensor([1.0, -1.0]), "center": "length_weighted"}, r"lengths\[1\]=-1\.0"),
             ({"lengths": torch.tensor([1.0, math.inf]), "center": "length_weighted"}, r"lengths\[1\]=inf"),
             ({"center": "length_weighted"}, "lengths=None"),
@@ -463,6 +414,6 @@ OTHERS = [
 
 @pytest.mark.parametrize(("function", "given", "message"), OTHERS, ids=lambda value: getattr(value, "__name__", ""))
 def test_other_options_are_named(function, given, message) -> None:
-    for backend in ("native", "torch") if function is group_advantage else (None,):
+    for backend in ("native", "torch") if function is ops.group_advantage else (None,):
         with pytest.raises(ValueError, match=message):
             function(**given, **({"backend": backend} if backend else {}))

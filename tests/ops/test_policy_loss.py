@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -14,31 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise import _C
-from turnwise.ops import (
-    AGGREGATIONS,
-    CISPO,
-    GMPO,
-    GPG,
-    GSPO,
-    KL,
-    SAPO,
-    Clip,
-    ClipCov,
-    ImportanceCorrection,
-    KLCov,
-    PolicyLoss,
-    Reinforce,
-    policy_loss,
-)
+from turnwise import _C, ops
+from turnwise.ops.loss.arguments import Metrics
 from turnwise.ops.loss.options import KL_ESTIMATORS
 
-FULL = {"kl": KL("k3", 0.1), "clip": Clip(0.2, 0.28, dual_clip=3.0), "correction": ImportanceCorrection("token", 1.5)}
-VARIANTS = [Clip(0.1, 0.3, 1.5), GSPO(0.05, 0.1), GMPO(0.2, 0.3), SAPO(1.0, 1.05), KLCov(0.2, 0.5), CISPO(), GPG()]
-VARIANTS += [CISPO(0.2, 0.3), Reinforce(), ClipCov(0.1, 0.3, 1.0, 0.05, 3.0)]
+CORRECTION = ops.ImportanceCorrection("token", 1.5)
+FULL = {"kl": ops.KL("k3", 0.1), "clip": ops.Clip(0.2, 0.28, dual_clip=3.0), "correction": CORRECTION}
+VARIANTS = [ops.Clip(0.1, 0.3, 1.5), ops.GSPO(0.05, 0.1), ops.GMPO(0.2, 0.3), ops.SAPO(1.0, 1.05), ops.KLCov(0.2, 0.5)]
+VARIANTS += [ops.CISPO(), ops.GPG(), ops.CISPO(0.2, 0.3), ops.Reinforce(), ops.ClipCov(0.1, 0.3, 1.0, 0.05, 3.0)]
 
 
-def run(arguments: dict[str, Any], target: Any = None, **changes: Any) -> tuple[PolicyLoss, torch.Tensor]:
+def run(arguments: dict[str, Any], target: Any = None, **changes: Any) -> tuple[ops.PolicyLoss, torch.Tensor]:
     """``(PolicyLoss, gradient)`` on the CPU, with a loss scale of 2, so that a gradient that ignores it shows. Without
     a target by the reference in float64."""
     arguments = {**arguments, **changes}
@@ -48,9 +36,9 @@ def run(arguments: dict[str, Any], target: Any = None, **changes: Any) -> tuple[
         floats = {k for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
         arguments = {k: v.double() if k in floats else v for k, v in arguments.items()} | {"backend": "torch"}
     logprobs = arguments.pop("logprobs").clone().requires_grad_()
-    result = policy_loss(logprobs, **arguments)
+    result = ops.policy_loss(logprobs, **arguments)
     (result.loss * 2).backward()
-    on_cpu = PolicyLoss(result.loss.detach().cpu(), *({k: v.cpu() for k, v in m.items()} for m in result[1:]))
+    on_cpu = ops.PolicyLoss(result.loss.detach().cpu(), *({k: v.cpu() for k, v in m.items()} for m in result[1:]))
     return on_cpu, logprobs.grad.cpu() / 2
 
 
@@ -77,12 +65,12 @@ SIZES += [(2, 512), (2, 1040), (3, 700), (130, 5), (330, 2)]
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("form", ["padded", "packed"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("variant", [None, GMPO(0.2, 0.3)], ids=str)
+@pytest.mark.parametrize("aggregation", ops.AGGREGATIONS)
+@pytest.mark.parametrize("variant", [None, ops.GMPO(0.2, 0.3)], ids=str)
 def test_float32_equals_float64(make_batch, kernel, size, form, aggregation, variant) -> None:
     if size[1] > 2000 and kernel.simulated:
         size = (3, 2060)
-    options = {"variant": variant, "correction": ImportanceCorrection("sequence", 1.5)} if variant else FULL
+    options = {"variant": variant, "correction": ops.ImportanceCorrection("sequence", 1.5)} if variant else FULL
     batch = make_batch(sum(size), *size, **options)
     arguments = getattr(batch, form)(torch.float32, aggregation=aggregation)
     assert_same(run(arguments, kernel), run(arguments), *((1e-5, 2e-6) if variant else (2e-6, 1e-6)))
@@ -92,18 +80,19 @@ def test_float32_equals_float64(make_batch, kernel, size, form, aggregation, var
         assert_same(run(arguments, kernel), run(arguments))
 
 
+KLS = [*(ops.KL(kind, 0.3) for kind in KL_ESTIMATORS), *(ops.KL(k, 0.3, True) for k in ("k1", "abs", "k2", "k3"))]
+
+
 @pytest.mark.parametrize("form", ["padded", "packed"])
 @pytest.mark.parametrize("level", ["token", "sequence", None])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize(
-    "kl", [*(KL(kind, 0.3) for kind in KL_ESTIMATORS), *(KL(k, 0.3, True) for k in ("k1", "abs", "k2", "k3"))], ids=str
-)
+@pytest.mark.parametrize("kl", KLS, ids=str)
 @pytest.mark.parametrize("per_token", [False, True])
 def test_every_option(make_batch, kernel, variant, form, level, kl, per_token) -> None:
     """With rejected tokens, entropies, and a row beyond the clamp of a mean log-ratio."""
-    if isinstance(variant, GMPO) and level == "token":
+    if isinstance(variant, ops.GMPO) and level == "token":
         level = "sequence"  # the other is refused
-    correction = ImportanceCorrection(level, 1.5, bounds=(0.6, 1.4)) if level else None
+    correction = ops.ImportanceCorrection(level, 1.5, bounds=(0.6, 1.4)) if level else None
     batch = make_batch(5, 9, 70, kl=kl, correction=correction, variant=variant, per_token=per_token)
     batch.old[3] += 25
     arguments = getattr(batch, form)(torch.float32, aggregation="seq-mean-token-mean")
@@ -117,7 +106,7 @@ def test_the_clamps_at_their_bounds(target, variant) -> None:
     for advantage in (1.0, -1.0, 0.0):
         for kind in KL_ESTIMATORS:
             arguments = {"logprobs": logprobs, "old_logprobs": torch.zeros(1, 8), "variant": variant}
-            arguments |= {"advantages": torch.tensor([advantage]), "ref_logprobs": -logprobs, "kl": KL(kind, 0.1)}
+            arguments |= {"advantages": torch.tensor([advantage]), "ref_logprobs": -logprobs, "kl": ops.KL(kind, 0.1)}
             assert_same(run(arguments, target), run(arguments), 1e-5, 1e-6)
 
 
@@ -131,7 +120,7 @@ def test_exp_and_the_ratio_are_right_to_two_ulp(bound) -> None:
         logprobs = values.clone().requires_grad_()
         # Advantages that clip at no side: -1 above a ratio of 1, 1 below.
         advantages, whole_sum = -values.sign()[None], {"aggregation": "seq-mean-token-sum-norm", "max_length": 1}
-        policy_loss(logprobs[None], torch.zeros(1, 100_003), advantages, **whole_sum).loss.backward()
+        ops.policy_loss(logprobs[None], torch.zeros(1, 100_003), advantages, **whole_sum).loss.backward()
         found.append(torch.where(values == 0, 1.0, logprobs.grad * values.sign()))
     exact = values.double().exp()
     ulp = torch.from_numpy(np.spacing(exact.float().numpy())).double()
@@ -152,7 +141,7 @@ def test_importance_weighted_kl_by_hand(target) -> None:
         (lp, math.log(2) - 0.5, math.log(2)),
     ):
         streams = {"logprobs": lp, "old_logprobs": old, "advantages": torch.zeros(1), "ref_logprobs": lp - math.log(2)}
-        result, got = run(streams, target, kl=KL("k3", 1.0, importance_weighted=True))
+        result, got = run(streams, target, kl=ops.KL("k3", 1.0, importance_weighted=True))
         assert result.loss.item() == pytest.approx(loss, rel=1e-6)
         assert got.tolist() == [pytest.approx([grad / 2, grad / 2], rel=1e-6)]
         assert result.metrics["kl"].item() == pytest.approx(math.log(2) - 0.5, rel=1e-6)
@@ -178,7 +167,7 @@ def test_what_is_a_metric_alone(make_batch, target) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 def test_clip_cov_draws_a_share_of_the_candidates(make_batch, target) -> None:
     batch = make_batch(5, 20, 60)
-    variant = ClipCov(0.2, 0.2, share=0.02, lower=0.0, upper=10.0)
+    variant = ops.ClipCov(0.2, 0.2, share=0.02, lower=0.0, upper=10.0)
     wanted = int(0.02 * int(batch.mask.sum()))
     assert 1 < wanted < int(batch.selection(variant).sum())
     draws = []
@@ -197,7 +186,7 @@ def test_a_weight_at_a_bound_is_kept(target, level, bounds) -> None:
     """Equal policies weigh exactly 1."""
     lp = torch.tensor([[-1.0, -2.0]])
     arguments = {"logprobs": lp, "old_logprobs": lp, "rollout_logprobs": lp, "advantages": torch.tensor([-1.0])}
-    got, _ = run(arguments, target, correction=ImportanceCorrection(level, 2.0, bounds=bounds))
+    got, _ = run(arguments, target, correction=ops.ImportanceCorrection(level, 2.0, bounds=bounds))
     assert got.metrics["rejected"].item() == 0 and got.loss.item() == 1
 
 
@@ -214,6 +203,25 @@ def test_forms_of_an_argument(make_batch, target) -> None:
         (want, grad), (got, got_grad) = run(arguments, target, **usual), run(arguments, target, **usual, **change)
         assert torch.equal(got.loss, want.loss) and torch.equal(got_grad, grad)
         assert list(got.actor_metrics) == list(want.actor_metrics)
+
+
+def test_metrics_read_like_a_dict() -> None:
+    table = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    metrics, by_actor = Metrics(("a", "b"), table, 0), Metrics(("a", "b"), table, slice(1, None))
+    assert list(metrics) == ["a", "b"] and len(metrics) == 2 and "a" in metrics and "c" not in metrics
+    assert {name: value.item() for name, value in metrics.items()} == {"a": 1.0, "b": 2.0}
+    assert metrics["b"].shape == () and metrics["b"] is metrics["b"]
+    assert by_actor["a"].tolist() == [3.0, 5.0]
+    assert dict(metrics).keys() == {"a", "b"}
+    assert metrics.get("c") is None
+    assert metrics | {"a": 7} == {"a": 7, "b": metrics["b"]} and {"a": 7, "c": 8} | metrics == {**metrics, "c": 8}
+    with pytest.raises(TypeError):
+        metrics | 3
+    for same in (copy.deepcopy(metrics), pickle.loads(pickle.dumps(metrics))):
+        assert dict(same) == dict(metrics)
+    assert "tensor(1.)" in repr(metrics)
+    with pytest.raises(KeyError, match="c"):
+        metrics["c"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,17 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import (
-    GMPO,
-    GSPO,
-    KL,
-    Clip,
-    ImportanceCorrection,
-    group_advantage,
-    grouped_policy_loss,
-    policy_loss,
-    token_reward_sum,
-)
+from turnwise import ops
 
 MEGABYTE = 1 << 20
 FEW, MANY = 24, 25  # the most actors whose sums shared memory holds, and one more
@@ -78,7 +68,9 @@ def batch(seed: int, lengths: Tensor, *, packed: bool = True, dtype: torch.dtype
     return given
 
 
-def run(given: dict[str, Any], backend: str, device: str, dtype: torch.dtype, loss: Any = policy_loss, **options: Any):
+def run(
+    given: dict[str, Any], backend: str, device: str, dtype: torch.dtype, loss: Any = ops.policy_loss, **options: Any
+):
     """Loss, gradient, metrics and metrics by actor, on the CPU."""
     tensors = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
     tensors = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in tensors.items()}
@@ -105,11 +97,11 @@ def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "minimal": {"clip": Clip(0.2, 0.28, dual_clip=3.0), "kl": KL("k3", 0.1), "aggregation": "agent-mean"},
+    "minimal": {"clip": ops.Clip(0.2, 0.28, dual_clip=3.0), "kl": ops.KL("k3", 0.1), "aggregation": "agent-mean"},
     "full": {
-        "clip": Clip(0.2, 0.2),
-        "kl": KL("k1", 0.1),
-        "correction": ImportanceCorrection(level="token", cap=2.0, bounds=(0.5, 5.0)),
+        "clip": ops.Clip(0.2, 0.2),
+        "kl": ops.KL("k1", 0.1),
+        "correction": ops.ImportanceCorrection(level="token", cap=2.0, bounds=(0.5, 5.0)),
     },
 }
 
@@ -182,7 +174,7 @@ def test_reward_sums_of_short_rows(kernel, pattern: str, dtype: torch.dtype) -> 
     lengths = lengths_of(pattern, 3).repeat(3)
     given = batch(3, lengths, dtype=dtype)
     rewards, layout = given["token_advantages"], {name: given[name] for name in ("mask", "cu_seqlens")}
-    got = token_reward_sum(kernel.on(rewards.to(dtype)), **kernel.on(layout), backend=kernel.backend)
+    got = ops.token_reward_sum(kernel.on(rewards.to(dtype)), **kernel.on(layout), backend=kernel.backend)
     row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     want = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, row, rewards * given["mask"])
     torch.testing.assert_close(got.cpu().double(), want, rtol=1e-6, atol=1e-6)
@@ -195,9 +187,9 @@ COUNTED: dict[str, dict[str, Any]] = {
     "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum"},
     "agent-mean, 3": {"aggregation": "agent-mean", "num_actors": 3},
     "agent-mean, 40": {"aggregation": "agent-mean", "num_actors": 40},  # more than a warp has lanes
-    "GSPO": {"variant": GSPO(0.1, 0.2), "kl": KL("k3", 0.1, importance_weighted=True)},
-    "GMPO": {"variant": GMPO(0.2, 0.3)},
-    "sequence": {"correction": ImportanceCorrection("sequence", cap=1.5)},
+    "GSPO": {"variant": ops.GSPO(0.1, 0.2), "kl": ops.KL("k3", 0.1, importance_weighted=True)},
+    "GMPO": {"variant": ops.GMPO(0.2, 0.3)},
+    "sequence": {"correction": ops.ImportanceCorrection("sequence", cap=1.5)},
 }
 
 
@@ -215,13 +207,13 @@ def test_counts_and_sums_of_rows(kernel, pattern: str, counted: str, mask_dtype:
     if "num_actors" in options:
         given["actor_ids"] = torch.randint(0, options["num_actors"], (rows,), generator=generator)
     rewards = given["token_advantages"]
-    sums = token_reward_sum(rewards, **layout, backend="torch")
+    sums = ops.token_reward_sum(rewards, **layout, backend="torch")
     needed = {"kl": "ref_logprobs", "correction": "rollout_logprobs"}
     unused = ["entropy", *(stream for option, stream in needed.items() if option not in options)]
-    given = without(given | layout | {"advantages": group_advantage(sums, ids, backend="torch")}, *unused)
+    given = without(given | layout | {"advantages": ops.group_advantage(sums, ids, backend="torch")}, *unused)
     want = run(given, "torch", "cpu", torch.float64, **options)
     grouped = without(given, "advantages") | {"token_rewards": rewards, "group_ids": ids}
-    for streams, loss in ((given, policy_loss), (grouped, grouped_policy_loss)):
+    for streams, loss in ((given, ops.policy_loss), (grouped, ops.grouped_policy_loss)):
         check(run(streams, kernel.backend, kernel.device, torch.float32, loss, **options), want, 1e-4, 1e-4)
 
 
@@ -275,13 +267,13 @@ def test_rows_in_wider_memory_and_threads(aggregation: str, per_token: bool) -> 
         torch.set_num_threads(threads)
         try:
             leaf = take(wide["lp"]).detach().requires_grad_()
-            result = policy_loss(
+            result = ops.policy_loss(
                 leaf,
                 take(near["old"]),
                 take(wide["a"]) if per_token else wide["a"][:, 0],
                 mask=take(mask),
                 ref_logprobs=take(near["ref"]),
-                kl=KL("k3", 0.1),
+                kl=ops.KL("k3", 0.1),
                 aggregation=aggregation,
                 backend="native",
             )

@@ -15,19 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import (
-    CISPO,
-    GSPO,
-    KL,
-    LUSPO,
-    SAPO,
-    VESPO,
-    Clip,
-    ImportanceCorrection,
-    off_policy_mask,
-    policy_loss,
-    top_entropy_mask,
-)
+from turnwise import ops
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +59,7 @@ def draw_kl(choose: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     beta, weighted = choose.choice([0.0, 0.04]), choose.random() < 0.7
     if not beta:
         return {}, {}
-    kl = KL("k3", beta, importance_weighted=weighted)
+    kl = ops.KL("k3", beta, importance_weighted=weighted)
     return {"kl": kl, "optional": ("ref",)}, {"beta": beta, **({} if weighted else {"use_bias_correction_kl": False})}
 
 
@@ -96,7 +84,7 @@ def test_defaults(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seed
     for seed in seeds(4):
         s = streams(seed)
         lp, leaf = s.leaves()
-        kl = {"kl": KL("k3", beta, importance_weighted=True), "optional": ("ref",)} if beta else {}
+        kl = {"kl": ops.KL("k3", beta, importance_weighted=True), "optional": ("ref",)} if beta else {}
         same_loss(s.loss(target, lp, **kl), lp, trl_loss(s, leaf, **({"beta": beta} if beta else {})), leaf)
 
 
@@ -106,7 +94,7 @@ def test_clipped(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seeds
     for seed in seeds():
         s = streams(seed)
         dual = s.choose.choice([None, s.choose.uniform(1.6, 4)])
-        clip = Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual_clip=dual)
+        clip = ops.Clip(s.choose.uniform(0.05, 0.5), s.choose.uniform(0.05, 0.5), dual_clip=dual)
         kl, options = draw_kl(s.choose)
         lp, leaf = s.leaves()
         ours = s.loss(target, lp, clip=clip, **kl, **aggregation_of(loss_type, s.mask))
@@ -124,15 +112,15 @@ def test_variants(trl_loss: Any, streams: Any, same_loss: Any, target: Any, seed
         taus = s.choose.uniform(0.5, 2), s.choose.uniform(0.5, 2)
         kl, options = draw_kl(s.choose)
         variant, loss_type, chosen = {
-            "cispo": (CISPO(low=1.0, high=high), "cispo", {"epsilon_high": 1 + high}),
-            "sapo": (SAPO(*taus), "sapo", {"sapo_temperature_pos": taus[0], "sapo_temperature_neg": taus[1]}),
+            "cispo": (ops.CISPO(low=1.0, high=high), "cispo", {"epsilon_high": 1 + high}),
+            "sapo": (ops.SAPO(*taus), "sapo", {"sapo_temperature_pos": taus[0], "sapo_temperature_neg": taus[1]}),
             "gspo": (
-                GSPO(low, high),
+                ops.GSPO(low, high),
                 "grpo",
                 {"importance_sampling_level": "sequence", "epsilon": low, "epsilon_high": high},
             ),
             "luspo": (
-                LUSPO(low, high),
+                ops.LUSPO(low, high),
                 "luspo",
                 {"importance_sampling_level": "sequence", "epsilon": low, "epsilon_high": high},
             ),
@@ -152,9 +140,9 @@ def test_vespo(trl_loss: Any, streams: Any, same_loss: Any, mode: str) -> None:
     for seed in range(200):
         s = streams(seed, spread=0.3)
         kl, options = draw_kl(s.choose)
-        variant = VESPO()
+        variant = ops.VESPO()
         if seed >= 50:
-            variant = VESPO(*(s.choose.uniform(0.2, 4) for _ in range(4)))
+            variant = ops.VESPO(*(s.choose.uniform(0.2, 4) for _ in range(4)))
             names = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
             options |= dict(
                 zip(
@@ -169,7 +157,7 @@ def test_vespo(trl_loss: Any, streams: Any, same_loss: Any, mode: str) -> None:
             cap = s.choose.uniform(1.2, 3)
             raw = ((s.double("old") - s.double("rollout")) * s.mask).exp()
             bounds = (1 / cap, cap) if mode == "token_mask" else None
-            ours["correction"] = ImportanceCorrection("token", cap, bounds=bounds)
+            ours["correction"] = ops.ImportanceCorrection("token", cap, bounds=bounds)
             ours["optional"] = (*kl.get("optional", ()), "rollout")
             inside = (raw >= 1 / cap) & (raw <= cap)
             weights = raw.clamp(max=cap) if bounds is None else raw.masked_fill(~inside, 0.0)
@@ -198,7 +186,7 @@ def test_top_entropy(trl_loss: Any, streams: Any, same_loss: Any, loss_type: str
         lp, leaf = s.leaves()
         given = {"loss_type": loss_type, "top_entropy_quantile": share, "entropies": entropies.double()}
         expected = trl_loss(s, leaf, **given, **options)
-        keep = top_entropy_mask(entropies, share, mask=s.mask)
+        keep = ops.top_entropy_mask(entropies, share, mask=s.mask)
         dropped += bool((s.mask & ~keep).any())
         s.advantages = masked_advantages(s, keep)
         same_loss(s.loss(target, lp, **kl, **aggregation_of(loss_type, s.mask)), lp, expected, leaf)
@@ -221,7 +209,7 @@ def test_off_policy_sequences(trl_loss: Any, streams: Any, same_loss: Any, sampl
         kl, options = draw_kl(s.choose)
         lp, leaf = s.leaves()
         expected = trl_loss(s, leaf, inputs=inputs, off_policy_mask_threshold=threshold, **options)
-        keep = off_policy_mask(s.logprobs, sampler, s.advantages, threshold, mask=s.mask)
+        keep = ops.off_policy_mask(s.logprobs, sampler, s.advantages, threshold, mask=s.mask)
         dropped += bool((s.mask & ~keep).any())
         s.advantages = masked_advantages(s, keep)
         same_loss(s.loss(target, lp, **kl), lp, expected, leaf)
@@ -234,8 +222,8 @@ def test_metrics(trl_loss: Any, streams: Any) -> None:
         s = streams(seed, spread=1.0, empty_rows=False)
         metrics: dict[str, list[float]] = {}
         trl_loss(s, s.double("logprobs"), beta=0.04, use_bias_correction_kl=False, metrics=metrics)
-        kl = KL("k3", 0.04, importance_weighted=True)
-        got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=kl, ref_logprobs=s.ref).metrics
+        kl = ops.KL("k3", 0.04, importance_weighted=True)
+        got = ops.policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, kl=kl, ref_logprobs=s.ref).metrics
         assert got["clip_fraction_low"].item() == pytest.approx(metrics["clip_ratio/low_mean"][0], abs=1e-5)
         assert got["clip_fraction_high"].item() == pytest.approx(metrics["clip_ratio/high_mean"][0], abs=1e-5)
         if (s.ref - s.logprobs).abs().max() < 2:  # beyond e² - 3 > 4 TRL's estimate is not clamped, ours at 10
@@ -250,11 +238,11 @@ def test_a_far_reference_and_a_far_policy(trl_loss: Any, streams: Any) -> None:
     s = streams(3)
     s.ref = s.logprobs + 100
     assert not trl_loss(s, s.logprobs, beta=0.04).isfinite()
-    kl = {"kl": KL("k3", 0.04), "ref_logprobs": s.ref}
-    assert policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, **kl).loss.isfinite()
+    kl = {"kl": ops.KL("k3", 0.04), "ref_logprobs": s.ref}
+    assert ops.policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, **kl).loss.isfinite()
     s.old, s.advantages = s.logprobs - 100, -torch.ones_like(s.advantages)
     assert not trl_loss(s, s.logprobs).isfinite()
-    assert policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask).loss.isfinite()
+    assert ops.policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask).loss.isfinite()
 
 
 def test_gspo_with_advantages_per_token(trl_loss: Any) -> None:
@@ -265,7 +253,9 @@ def test_gspo_with_advantages_per_token(trl_loss: Any) -> None:
     for mine in (True, False):
         leaf = logprobs.clone().requires_grad_()
         if mine:
-            loss = policy_loss(leaf, logprobs, advantages, variant=GSPO(), aggregation="seq-mean-token-mean").loss
+            loss = ops.policy_loss(
+                leaf, logprobs, advantages, variant=ops.GSPO(), aggregation="seq-mean-token-mean"
+            ).loss
         else:
             s = SimpleNamespace(old=logprobs, ref=logprobs, advantages=advantages, mask=torch.ones(1, 2))
             loss = trl_loss(s, leaf, loss_type="grpo", importance_sampling_level="sequence")
@@ -283,5 +273,5 @@ def test_empty_rows_dilute_grpo(trl_loss: Any, streams: Any) -> None:
     s.mask[0] = False
     assert rows > 1 and s.mask.any(1).sum() == rows - 1
     theirs = trl_loss(s, s.double("logprobs"), loss_type="grpo")
-    ours = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, aggregation="seq-mean-token-mean").loss
+    ours = ops.policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, aggregation="seq-mean-token-mean").loss
     assert ours.item() == pytest.approx(theirs.item() * rows / (rows - 1), rel=1e-5)

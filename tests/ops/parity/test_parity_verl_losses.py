@@ -13,23 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from turnwise.ops import (
-    CISPO,
-    DPPO,
-    DRO,
-    GMPO,
-    GPG,
-    GSPO,
-    KL,
-    SAPO,
-    Clip,
-    ClipCov,
-    ImportanceCorrection,
-    KLCov,
-    Reinforce,
-    Variant,
-    policy_loss,
-)
+from turnwise import ops
 
 pytestmark = pytest.mark.slow
 
@@ -71,33 +55,33 @@ def _ranges(choose: Any, most: float = 0.5) -> tuple[float, float]:
     return choose.uniform(0.05, most), choose.uniform(0.05, most)
 
 
-def _clipped(variant: Any, most: float = 0.5) -> Callable[[Any], tuple[Variant, dict[str, Any]]]:
-    def draw(choose: Any) -> tuple[Variant, dict[str, Any]]:
+def _clipped(variant: Any, most: float = 0.5) -> Callable[[Any], tuple[ops.Variant, dict[str, Any]]]:
+    def draw(choose: Any) -> tuple[ops.Variant, dict[str, Any]]:
         low, high = _ranges(choose, most)
         return variant(low=low, high=high), {"clip_ratio_low": low, "clip_ratio_high": high}
 
     return draw
 
 
-def _vanilla(choose: Any) -> tuple[Variant, dict[str, Any]]:
-    clip = Clip(*_ranges(choose), dual_clip=choose.uniform(1.6, 4))
+def _vanilla(choose: Any) -> tuple[ops.Variant, dict[str, Any]]:
+    clip = ops.Clip(*_ranges(choose), dual_clip=choose.uniform(1.6, 4))
     return clip, {"clip_ratio_low": clip.low, "clip_ratio_high": clip.high, "clip_ratio_c": clip.dual_clip}
 
 
-def _sapo(choose: Any) -> tuple[Variant, dict[str, Any]]:
+def _sapo(choose: Any) -> tuple[ops.Variant, dict[str, Any]]:
     positive, negative = choose.uniform(0.5, 2), choose.uniform(0.5, 2)
-    return SAPO(positive, negative), {"tau_pos": positive, "tau_neg": negative}
+    return ops.SAPO(positive, negative), {"tau_pos": positive, "tau_neg": negative}
 
 
-VARIANTS: dict[str, tuple[Callable[[Any], tuple[Variant, dict[str, Any]]], list[str]]] = {
+VARIANTS: dict[str, tuple[Callable[[Any], tuple[ops.Variant, dict[str, Any]]], list[str]]] = {
     "vanilla": (_vanilla, AGGREGATIONS),
-    "gspo": (_clipped(GSPO, 0.1), AGGREGATIONS),
-    "cispo": (_clipped(CISPO), AGGREGATIONS),
-    "gpg": (lambda _: (GPG(), {}), AGGREGATIONS),
-    "reinforce": (lambda _: (Reinforce(), {}), AGGREGATIONS),
+    "gspo": (_clipped(ops.GSPO, 0.1), AGGREGATIONS),
+    "cispo": (_clipped(ops.CISPO), AGGREGATIONS),
+    "gpg": (lambda _: (ops.GPG(), {}), AGGREGATIONS),
+    "reinforce": (lambda _: (ops.Reinforce(), {}), AGGREGATIONS),
     # verl's SAPO and GMPO know one aggregation each, and the mean of GMPO counts empty rows.
     "sapo": (_sapo, ["seq-mean-token-mean"]),
-    "geo_mean": (_clipped(GMPO), ["seq-mean-token-mean"]),
+    "geo_mean": (_clipped(ops.GMPO), ["seq-mean-token-mean"]),
 }
 
 
@@ -131,24 +115,24 @@ def test_variants_in_pytorch(verl: Any, config: Any, streams: Any, same_loss: An
         agg = s.choose.choice(AGGREGATIONS)
         if name == "dro":
             beta = s.choose.uniform(0.01, 1)
-            variant: Variant = DRO(beta)
+            variant: ops.Variant = ops.DRO(beta)
             settings = config(policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=beta))
         else:
             (low, high), cap = _ranges(s.choose, 0.2), s.choose.uniform(1.6, 4)
-            variant = DPPO(name.removeprefix("dppo_"), low, high, cap)
+            variant = ops.DPPO(name.removeprefix("dppo_"), low, high, cap)
             settings = config(clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=cap)
         options: dict[str, Any] = {"variant": variant}
         lp, leaf = s.leaves()
         given = arguments(s, leaf, agg, settings)
         if corrected:
-            options |= {"correction": ImportanceCorrection("token", cap=2.0), "optional": ("rollout",)}
+            options |= {"correction": ops.ImportanceCorrection("token", cap=2.0), "optional": ("rollout",)}
             given["rollout_is_weights"], _ = compute_rollout_correction_weights(
                 s.double("old") - s.double("rollout"), s.mask.double(), rollout_is="token", rollout_is_threshold=2.0
             )
         ours = s.loss(target, lp, **options, **aggregation_of(agg, s.mask))
         expected, metrics = getattr(verl, f"compute_policy_loss_{name}")(**given)
         same_loss(ours, lp, expected, leaf)
-        got = policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, variant=variant).metrics
+        got = ops.policy_loss(s.logprobs, s.old, s.advantages, mask=s.mask, variant=variant).metrics
         assert got["approx_kl_k1"].item() == pytest.approx(metrics["actor/ppo_kl"], abs=1e-5)
         if name != "dro":
             far = got["clip_fraction_low"].item() + got["clip_fraction_high"].item()
@@ -158,14 +142,14 @@ def test_variants_in_pytorch(verl: Any, config: Any, streams: Any, same_loss: An
     assert name == "dro" or (trained > 0.2 and clipped > 0.03)
 
 
-DEFAULTS: dict[str, Variant] = {
-    "vanilla": Clip(0.2, 0.2, dual_clip=3.0),
-    "gspo": GSPO(0.2, 0.2),
-    "cispo": CISPO(0.2, 0.2),
-    "gpg": GPG(),
-    "reinforce": Reinforce(),
-    "sapo": SAPO(1.0, 1.05),
-    "kl_cov": KLCov(share=2e-4, coef=0.1),
+DEFAULTS: dict[str, ops.Variant] = {
+    "vanilla": ops.Clip(0.2, 0.2, dual_clip=3.0),
+    "gspo": ops.GSPO(0.2, 0.2),
+    "cispo": ops.CISPO(0.2, 0.2),
+    "gpg": ops.GPG(),
+    "reinforce": ops.Reinforce(),
+    "sapo": ops.SAPO(1.0, 1.05),
+    "kl_cov": ops.KLCov(share=2e-4, coef=0.1),
 }
 
 
@@ -181,7 +165,7 @@ def test_defaults(verl: Any, config: Any, streams: Any, same_loss: Any, target: 
             if s.mask.sum() < 3:
                 continue
         lp, leaf = s.leaves()
-        options = {"variant": DEFAULTS[name], "kl": KL("k3", 0.001), "optional": ("ref",)}
+        options = {"variant": DEFAULTS[name], "kl": ops.KL("k3", 0.001), "optional": ("ref",)}
         ours = s.loss(target, lp, **options, **aggregation_of(agg, s.mask))
         given = arguments(s, leaf, agg, settings)
         if name == "reinforce":
@@ -205,10 +189,10 @@ def test_covariance_variants(
         share, agg = s.choose.uniform(0.05, 0.6), s.choose.choice(AGGREGATIONS)
         low, high = _ranges(s.choose)
         s.advantages = torch.randn(s.mask.shape, generator=torch.Generator().manual_seed(seed))
-        variant: Variant = KLCov(share=share, coef=0.5)
+        variant: ops.Variant = ops.KLCov(share=share, coef=0.5)
         chosen = PolicyLossConfig(kl_cov_ratio=share, ppo_kl_coef=0.5)
         if name == "clip_cov":
-            variant = ClipCov(low=low, high=high, share=1.0, lower=-0.2, upper=1.0)
+            variant = ops.ClipCov(low=low, high=high, share=1.0, lower=-0.2, upper=1.0)
             chosen = PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=-0.2, clip_cov_ub=1.0)
         lp, leaf = s.leaves()
         ours = s.loss(target, lp, variant=variant, **aggregation_of(agg, s.mask))
@@ -225,7 +209,7 @@ def test_kl_penalty(verl: Any, streams: Any, same_loss: Any, target: Any, seeds:
         agg = s.choose.choice(AGGREGATIONS)
         lp, leaf = s.leaves()
         s.old, s.advantages = s.logprobs, torch.zeros_like(s.advantages)
-        ours = s.loss(target, lp, optional=("ref",), kl=KL(kind, coef=0.25), **aggregation_of(agg, s.mask))
+        ours = s.loss(target, lp, optional=("ref",), kl=ops.KL(kind, coef=0.25), **aggregation_of(agg, s.mask))
         estimate = verl.kl_penalty(leaf, s.double("ref"), kind)
         same_loss(ours, lp, 0.25 * verl.agg_loss(estimate, s.mask.double(), agg), leaf)
 
@@ -248,7 +232,7 @@ def test_rollout_correction(
         variant, settings = draw(s.choose)
         agg = s.choose.choice(aggregations)
         lp, leaf = s.leaves()
-        options = {"correction": ImportanceCorrection(level, cap=cap), "variant": variant}
+        options = {"correction": ops.ImportanceCorrection(level, cap=cap), "variant": variant}
         ours = s.loss(target, lp, optional=("rollout",), **options, **aggregation_of(agg, s.mask))
         given = arguments(s, leaf, agg, config(**settings))
         expected = getattr(verl, f"compute_policy_loss_{name}")(**given, rollout_is_weights=weights)[0]
@@ -264,7 +248,7 @@ def test_a_batch_without_tokens(verl: Any, agg: str) -> None:
     mask = torch.zeros(2, 3)
     assert verl.agg_loss(torch.ones(2, 3), mask, agg).isnan()
     lp = torch.zeros(2, 3, requires_grad=True)
-    loss = policy_loss(lp, lp.detach(), torch.ones(2), mask=mask, aggregation=agg, max_length=3).loss
+    loss = ops.policy_loss(lp, lp.detach(), torch.ones(2), mask=mask, aggregation=agg, max_length=3).loss
     loss.backward()
     assert loss.item() == 0 and lp.grad is not None and lp.grad.abs().max() == 0
 
@@ -274,7 +258,7 @@ def test_padding_that_is_no_number(verl: Any, config: Any) -> None:
     mask = torch.tensor([[1.0, 0.0]])
     old, lp = torch.tensor([[-1.0, -torch.inf]]), torch.tensor([[-1.0, -torch.inf]], requires_grad=True)
     theirs = verl.compute_policy_loss_vanilla(old, lp, torch.ones(1, 2), mask, "seq-mean-token-sum", config())[0]
-    ours = policy_loss(lp, old, torch.ones(1, 2), mask=mask, aggregation="seq-mean-token-sum").loss
+    ours = ops.policy_loss(lp, old, torch.ones(1, 2), mask=mask, aggregation="seq-mean-token-sum").loss
     ours.backward()
     assert theirs.isnan()
     assert ours.item() == -1 and lp.grad is not None and lp.grad[0].tolist() == [-1.0, 0.0]
