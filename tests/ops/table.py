@@ -167,28 +167,14 @@ PLAIN: dict[str, Case] = {
         "loss_normalizer",
         Case(lambda s, **_: [ops.loss_normalizer("agent-mean", **s, num_actors=IDS)], {"mask": "BT", "actor_ids": "B"}),
     ),
-    **both(
-        "optimal_token_baseline",
-        Case(
-            lambda s, **_: ops.optimal_token_baseline(**s),
-            {**REWARDS, "old_logprobs": "BT", "sum_pi_squared": "BT", "group_ids": "B", "weights": "BT"},
-        ),
-    ),
+    **both("optimal_token_baseline", Case(lambda s, **_: ops.optimal_token_baseline(**s),
+        {**REWARDS, "old_logprobs": "BT", "sum_pi_squared": "BT", "group_ids": "B", "weights": "BT"})),
     "top_entropy_mask": Case(lambda s, **_: [ops.top_entropy_mask(**s)], {"entropy": "BT", "mask": "BT"}),
-    **both(
-        "off_policy_mask",
-        Case(
-            lambda s, **_: [ops.off_policy_mask(**s, threshold=0.5)],
-            {"logprobs": "BT", "rollout_logprobs": "BT", "advantages": "B", "mask": "BT"},
-        ),
-    ),
-    **both(
-        "rejection_mask",
-        Case(
-            lambda s, **_: [ops.rejection_mask(**s, criteria=ops.Rejection("seq-mean", "k2", 0.5)).keep],
-            {"old_logprobs": "BT", "rollout_logprobs": "BT", "mask": "BT"},
-        ),
-    ),
+    **both("off_policy_mask", Case(lambda s, **_: [ops.off_policy_mask(**s, threshold=0.5)],
+        {"logprobs": "BT", "rollout_logprobs": "BT", "advantages": "B", "mask": "BT"})),
+    **both("rejection_mask", Case(
+        lambda s, **_: [ops.rejection_mask(**s, criteria=ops.Rejection("seq-mean", "k2", 0.5)).keep],
+        {"old_logprobs": "BT", "rollout_logprobs": "BT", "mask": "BT"})),
     **both(
         "select_tokens",
         Case(lambda s, **_: [ops.select_tokens(**s, variant=ops.KLCov(0.2))], {**STREAMS, "advantages": "B"}),
