@@ -198,7 +198,7 @@ FLAGS = (
 
 
 def stream(name: str, axes: str, size: Size, generator: torch.Generator) -> tuple[Tensor, float, Sequence[torch.dtype]]:
-    """Values, contiguous; what lies around them; the types that they may have."""
+    """Values, contiguous; the values around them; the types that they may have."""
     tokens = size.rows * size.width
     lengths = {"B": size.rows, "T": size.width, "N": tokens, "H": HIDDEN, "V": VOCABULARY, "A": IDS, "C": size.rows + 1}
     shape = tuple(lengths[axis] for axis in axes)
@@ -317,7 +317,7 @@ def lay(values: Tensor, layout: str, poison: float) -> Laid:
     for axis, stride in enumerate(strides):
         steps = torch.arange(values.shape[axis]) * stride
         place = place + steps.reshape(-1, *[1] * (values.dim() - 1 - axis))
-    # Large enough for whoever takes the stream for a contiguous one.
+    # Large enough for code that takes the stream for a contiguous one.
     last = int(place.max()) if values.numel() else 0
     buffer = torch.full((max(last, values.numel()) + 3 * MARGIN,), poison).to(values.dtype)
     buffer[place] = values

@@ -56,7 +56,7 @@ def on_gpu(index: int = 0) -> Any:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]]:
-    """``gpus(native={1: "why not"}, triton={})``: GPUs of which some refuse a backend. Gives what was asked of them."""
+    """``gpus(native={1: "why not"}, triton={})``: GPUs of which some reject a backend. Returns the probes made."""
 
     def make(native: dict[int, str], triton: dict[int, str], *, with_cuda: bool = True) -> list[tuple[str, int]]:
         asked = []
@@ -82,7 +82,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, int]]
 
 @pytest.mark.parametrize("reason", [TOO_OLD, NO_CODE])
 def test_a_device_that_does_not_take_the_native_kernels_gets_the_next(gpus, reason) -> None:
-    """Each device is asked once, and each that refuses is named once, with the reason. Others are not affected."""
+    """Each device is asked once, and each that rejects is named once, with the reason. Others are not affected."""
     asked = gpus(native={1: reason, 2: reason}, triton={2: "no C compiler"})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -76,9 +76,9 @@ def test_a_graph_is_walked_twice_and_a_loss_changed_in_place(target, name) -> No
     made = CASES[name].call(given, backend=target.backend)[0]
     once = torch.autograd.grad(2 * made.sum(), leaf, retain_graph=True)[0]
     again = torch.autograd.grad(2 * made.sum(), leaf, retain_graph=True)[0]
-    thrice = torch.autograd.grad(6 * made.sum(), leaf)[0]
+    third = torch.autograd.grad(6 * made.sum(), leaf)[0]
     assert torch.equal(once, again)
-    torch.testing.assert_close(thrice, 3 * once)
+    torch.testing.assert_close(third, 3 * once)
     if name in LOSSES:
         changed = CASES[name].call(given, backend=target.backend)[0]
         changed += 1
@@ -284,7 +284,7 @@ def test_the_forced_backend_holds_within_a_graph() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# torch.func and forward-mode differentiation: kernels refuse, and the reference is right
+# torch.func and forward-mode differentiation: kernels reject, and the reference is right
 # ---------------------------------------------------------------------------------------------------------------------
 SMOOTH = [*DIFFERENTIABLE, "policy_loss, GSPO, packed"]
 CONSTANT = [*(name for name in OPS if name not in DIFFERENTIABLE), "token_returns, packed"]
@@ -368,7 +368,7 @@ def test_any_argument_may_be_the_batched_one() -> None:
 def test_a_named_backend_refuses_transforms_and_says_what_to_do(kernel: Any, name: str) -> None:
     """What a kernel made of a wrapper would be read from no memory, or lose its tangent."""
     if kernel.device != "cpu":
-        pytest.skip("refused before a device is looked at")
+        pytest.skip("rejected before a device is read")
     function, x = function_of(name)
 
     def call(x: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def test_a_likely_target_keeps_its_digits(kernel) -> None:
 # What is computed
 # ---------------------------------------------------------------------------------------------------------------------
 def test_the_logits_of_a_frozen_weight_are_made_once(monkeypatch, logits_made) -> None:
-    """Those of a trained one thrice: forward, backward, and the product that the backward is."""
+    """Those of a trained one three times: forward, backward, and the product that the backward is."""
     given = make(7, 60, 700)
     run(given, CPU, linear=True)
     assert sum(logits_made) == 2 * 60 * 700

@@ -231,7 +231,7 @@ def test_a_wrong_id_of_a_masked_token_is_refused(wrong) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Choices by token, and functions of one's own
+# Choices by token, and custom functions
 # ---------------------------------------------------------------------------------------------------------------------
 calls: list[Tensor] = []
 
@@ -246,12 +246,12 @@ CHOOSING = [ops.ClipCov(0.1, 0.3, 0.1, 0.05, 3.0), ops.KLCov(0.2, 0.5)]
 
 @pytest.mark.parametrize("variant", [*CHOOSING, ops.Custom(ppo)], ids=lambda v: type(v).__name__)
 def test_chooses_the_tokens_that_the_two_ops_choose(target, variant) -> None:
-    """One draw from torch's generator, and one call of a function of one's own, with log-probabilities alone."""
+    """One draw from torch's generator, and one call of a custom function, with log-probabilities only."""
     given, found = make(1, variant=variant, aggregation="seq-mean-token-mean"), []
     for two in (True, False):
         calls.clear()
         torch.manual_seed(3)
-        found.append((run(given, target, two=two), torch.rand(1)))  # the generator stands where it stood
+        found.append((run(given, target, two=two), torch.rand(1)))  # the generator is where it was
         assert len(calls) == isinstance(variant, ops.Custom) and all((call < 0).all() for call in calls)
     (want, drawn), (got, again) = found
     assert drawn == again

@@ -91,7 +91,7 @@ KLS = [*(ops.KL(kind, 0.3) for kind in KL_ESTIMATORS), *(ops.KL(k, 0.3, True) fo
 def test_every_option(make_batch, kernel, variant, form, level, kl, per_token) -> None:
     """With rejected tokens, entropies, and a row beyond the clamp of a mean log-ratio."""
     if isinstance(variant, ops.GMPO) and level == "token":
-        level = "sequence"  # the other is refused
+        level = "sequence"  # the other is rejected
     correction = ops.ImportanceCorrection(level, 1.5, bounds=(0.6, 1.4)) if level else None
     batch = make_batch(5, 9, 70, kl=kl, correction=correction, variant=variant, per_token=per_token)
     batch.old[3] += 25

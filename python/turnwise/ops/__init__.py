@@ -1,4 +1,4 @@
-"""Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs torch and numpy alone.
+"""Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs only torch and numpy.
 
 Read in this order: common, advantage, rewards, logprob, loss, value_loss, masks, parallel.
 May import: _C, utils.

@@ -99,9 +99,9 @@ def off_policy_mask(
     model learns from its own mistakes, but those of a distant policy destabilise it.
 
     ``logprobs`` are of the current policy, ``rollout_logprobs`` of the sampler, or ``old_logprobs`` to see the drift of
-    updates alone. A NaN there, which an engine returns for a token that it could not score, counts as no drift. Streams
+    updates only. A NaN there, which an engine returns for a token that it could not score, counts as no drift. Streams
     and ``advantages`` have the shapes of :func:`policy_loss`. Masked tokens may hold any value and are never marked.
-    Multiply per-token advantages by the result to drop the policy gradient alone, as TRL does, or pass it as ``mask=``.
+    Multiply per-token advantages by the result to drop only the policy gradient, as TRL does, or pass it as ``mask=``.
     Raises ``ValueError`` or ``TypeError`` naming the argument.
 
     Example: ``off_policy_mask(logprobs, rollout_logprobs, advantages, 0.5, mask=mask)``

@@ -46,7 +46,7 @@ try:
     extension = importlib.import_module("turnwise._C")
 except ImportError as error:
     extension_error = f"the compiled module turnwise._C did not load ({error}); {_BUILD}"
-emulator: Any = None  # a module whose CUDA kernels run on CPU tensors; set by tests alone
+emulator: Any = None  # a module whose CUDA kernels run on CPU tensors; only tests set it
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 _has_triton = importlib.util.find_spec("triton") is not None
 

@@ -50,7 +50,7 @@ def is_transformed(*tensors: Any) -> bool:
 
 _TRANSFORMED = (
     "it is inside a transform of torch.func (grad, vmap, jvp) or under forward-mode differentiation, and the kernels "
-    "read and write memory alone; use backend='torch', or with ops.backend('torch'): around it"
+    "only read and write memory; use backend='torch', or with ops.backend('torch'): around it"
 )
 _warned = False
 

@@ -19,7 +19,7 @@ from turnwise.ops.logprob.tiles import Softmax, finish, new_state, scan, weights
 
 
 def serves(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if hidden alone needs a gradient. Weights of float16 underflow beside a likely target."""
+    """True if only hidden needs a gradient. Weights of float16 underflow beside a likely target."""
     needed = torch.is_grad_enabled() and hidden.requires_grad
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     return needed and frozen and hidden.dtype in (torch.float32, torch.bfloat16)
@@ -98,9 +98,9 @@ def _add_tile(
 def _finish_slope(head: Head, block: slice, logprob: Tensor, lse: Tensor, reference: Tensor, sums: Tensor) -> None:
     """Turn the sums of the other tokens into the slope: scale them, and add the target's term."""
     scale, cap, _ = head.softmax.columns
-    own = -torch.expm1(logprob) * scale  # 1 - p[t], exact near 0
+    target_term = -torch.expm1(logprob) * scale  # 1 - p[t], exact near 0
     if cap:
-        own *= 1 - ((logprob + lse) / (scale * cap)) ** 2
+        target_term *= 1 - ((logprob + lse) / (scale * cap)) ** 2
     targets = head.targets[block].clamp(0, head.vocabulary - 1)  # of an id out of range the log-probability is NaN
     sums.mul_(-torch.exp(reference - lse)[:, None])
-    sums.addcmul_(head.weight.index_select(0, targets).float(), own[:, None])
+    sums.addcmul_(head.weight.index_select(0, targets).float(), target_term[:, None])

@@ -20,7 +20,7 @@ def _dense(matrix: Tensor) -> Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-_adds_wide = True  # False once torch has refused to add a narrow product to a float32 matrix
+_adds_wide = True  # False once torch has rejected adding a narrow product to a float32 matrix
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -147,7 +147,7 @@ class Head:
         if not self.products.on_gpu:
             return choose_on_cpu(self.sizes, backward)
         tiles = choose(self.sizes, device_of(self.hidden), backward)
-        return tiles._replace(rows=tiles.group) if self.triton else tiles  # Triton's kernel writes gradients alone
+        return tiles._replace(rows=tiles.group) if self.triton else tiles  # Triton's kernel writes only gradients
 
     def blocks(self, size: int) -> list[slice]:
         return cut(slice(0, self.tokens), size)

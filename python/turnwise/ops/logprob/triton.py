@@ -141,8 +141,8 @@ def finish_kernel(
         if ENTROPY:
             products = tl.load(base + 2 * rows, mask=inside, other=0.0).to(tl.float64)
             weighted += factor * (products + shift * some)
-        mine = tl.load(base + 3 * rows, mask=inside, other=float("nan")).to(tl.float64)
-        picked = tl.where(mine == mine, mine, picked)
+        candidate = tl.load(base + 3 * rows, mask=inside, other=float("nan")).to(tl.float64)
+        picked = tl.where(candidate == candidate, candidate, picked)
     log = tl.log(total)
     tl.store(logprob_ptr + row, (picked - (reference + log)).to(tl.float32), mask=inside)
     tl.store(lse_ptr + row, (reference + log).to(tl.float32), mask=inside)

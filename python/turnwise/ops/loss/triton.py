@@ -155,7 +155,7 @@ def compute(streams: Streams, numbers: Sequence[float], modes: Sequence[int]) ->
     per_token = (logprobs, s.old_logprobs, s.advantages, s.mask, s.ref_logprobs, s.rollout_logprobs, s.entropy)
     flat = all(stream is None or stream.is_contiguous() for stream in per_token)
     tiling = _tiling(logprobs, packed, flat)
-    divisor, known = o.divisor(normalizer, s.mask, tokens)
+    divisor, inverse = o.divisor(normalizer, s.mask, tokens)
     many = o.num_actors > 0 and tiling.mode is not k.ONE_ROW  # a tile may hold rows of several actors
     few = not many and sum(stream is not None for stream in per_token) <= 4
     used = tiling.tiles + rows if many else tiling.tiles
@@ -175,7 +175,7 @@ def compute(streams: Streams, numbers: Sequence[float], modes: Sequence[int]) ->
             s.rollout_logprobs, normalizer, active, s.actor_ids, s.entropy, selected, counts, terms, grad, partials,
             slot_actors, *_strides(logprobs), *_strides(s.old_logprobs), *_strides(s.advantages), *_strides(s.mask),
             *_strides(s.ref_logprobs), *_strides(s.rollout_logprobs), *_strides(s.entropy), o.low, o.high, o.dual,
-            o.kl_coef, o.cap, o.below, o.above, known, tokens, rows, tiling.width, tiling.pieces, slots, o.num_actors,
+            o.kl_coef, o.cap, o.below, o.above, inverse, tokens, rows, tiling.width, tiling.pieces, slots, o.num_actors,
             VARIANT=o.variant, KL=o.kl or K3.value, KL_WEIGHTED=o.kl_weighted, LEVEL=o.level,
             AGGREGATION=o.aggregation, DIVISOR=divisor, MODE=tiling.mode, WHOLE=tiling.whole, BLOCK=tiling.block,
             num_warps=_warps(tiling.block, few), enable_fp_fusion=True,
@@ -276,7 +276,7 @@ _POINTERS = {
     "metrics": "*fp32",
     "factor": "*fp32",
 }
-_FLOATS = ("low", "high", "dual", "kl_coef", "cap", "below", "above", "known")
+_FLOATS = ("low", "high", "dual", "kl_coef", "cap", "below", "above", "inverse")
 
 
 def _case(

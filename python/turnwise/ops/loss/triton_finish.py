@@ -26,9 +26,9 @@ from turnwise.ops.loss.triton_math import FAR, INF, clamp, exp
 
 
 @triton.jit
-def _column(partials, column, slots, at, mine, present: tl.constexpr, BLOCK: tl.constexpr):
+def _column(partials, column, slots, at, valid, present: tl.constexpr, BLOCK: tl.constexpr):
     if present:
-        value = tl.load(partials + column * slots + at, mask=mine, other=0.0).to(tl.float64)
+        value = tl.load(partials + column * slots + at, mask=valid, other=0.0).to(tl.float64)
     else:
         value = tl.zeros([BLOCK], tl.float64)
     return value
@@ -57,26 +57,26 @@ def finish_kernel(
     while first < end:
         for part in tl.static_range(4):  # unrolled, so that many loads are in flight
             at = first + part * BLOCK + lanes
-            mine = at < end
+            valid = at < end
             if order is not None:
-                at = tl.load(order + at, mask=mine, other=0)
+                at = tl.load(order + at, mask=valid, other=0)
             elif slot_actors is not None:
-                actor = tl.load(slot_actors + at, mask=mine, other=-1)
-                mine = mine & (actor >= 0) & ((actor == group) | (lanes * 0 + group < 0))
-            tokens += _column(partials, TOKENS, slots, at, mine, True, BLOCK)
-            low += _column(partials, LOW, slots, at, mine, True, BLOCK)
-            high += _column(partials, HIGH, slots, at, mine, True, BLOCK)
-            clipped_dual += _column(partials, CLIPPED_DUAL, slots, at, mine, True, BLOCK)
-            log_ratio += _column(partials, LOG_RATIO, slots, at, mine, True, BLOCK)
-            growth += _column(partials, GROWTH, slots, at, mine, True, BLOCK)
-            total += _column(partials, LOSS, slots, at, mine, True, BLOCK)
-            largest = tl.maximum(largest, tl.load(partials + LARGEST * slots + at, mask=mine, other=-INF))
-            kl += _column(partials, KL_VALUE, slots, at, mine, HAS_REF, BLOCK)
-            mismatch += _column(partials, MISMATCH, slots, at, mine, HAS_ROLLOUT, BLOCK)
-            weight += _column(partials, WEIGHT, slots, at, mine, HAS_ROLLOUT, BLOCK)
-            square += _column(partials, SQUARE, slots, at, mine, HAS_ROLLOUT, BLOCK)
-            rejected += _column(partials, REJECTED, slots, at, mine, HAS_ROLLOUT, BLOCK)
-            entropy += _column(partials, ENTROPY, slots, at, mine, HAS_ENTROPY, BLOCK)
+                actor = tl.load(slot_actors + at, mask=valid, other=-1)
+                valid = valid & (actor >= 0) & ((actor == group) | (lanes * 0 + group < 0))
+            tokens += _column(partials, TOKENS, slots, at, valid, True, BLOCK)
+            low += _column(partials, LOW, slots, at, valid, True, BLOCK)
+            high += _column(partials, HIGH, slots, at, valid, True, BLOCK)
+            clipped_dual += _column(partials, CLIPPED_DUAL, slots, at, valid, True, BLOCK)
+            log_ratio += _column(partials, LOG_RATIO, slots, at, valid, True, BLOCK)
+            growth += _column(partials, GROWTH, slots, at, valid, True, BLOCK)
+            total += _column(partials, LOSS, slots, at, valid, True, BLOCK)
+            largest = tl.maximum(largest, tl.load(partials + LARGEST * slots + at, mask=valid, other=-INF))
+            kl += _column(partials, KL_VALUE, slots, at, valid, HAS_REF, BLOCK)
+            mismatch += _column(partials, MISMATCH, slots, at, valid, HAS_ROLLOUT, BLOCK)
+            weight += _column(partials, WEIGHT, slots, at, valid, HAS_ROLLOUT, BLOCK)
+            square += _column(partials, SQUARE, slots, at, valid, HAS_ROLLOUT, BLOCK)
+            rejected += _column(partials, REJECTED, slots, at, valid, HAS_ROLLOUT, BLOCK)
+            entropy += _column(partials, ENTROPY, slots, at, valid, HAS_ENTROPY, BLOCK)
         first += 4 * BLOCK
     # Write the row of metrics: means over tokens, in the order of `metric_names`.
     n = tl.sum(tokens)

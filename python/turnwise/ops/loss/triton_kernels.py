@@ -162,39 +162,39 @@ def rows_kernel(
     These are the tokens of the batch, the rows with tokens, the actors with tokens, and the tokens of each actor."""
     row = tl.program_id(0).to(tl.int64)
     begin, size = row * 0, row * 0 + width
-    place = row
+    line = row
     if cu_seqlens is not None:
         begin = tl.load(cu_seqlens + row).to(tl.int64)
         size = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
-        place = row * 0
+        line = row * 0
     # Sum over the row's trained tokens, block by block, whatever the variant and the correction need.
     nothing = tl.full([], 0, tl.float64)
     length, log_ratio, advantage, mismatch, kl = begin * 0, nothing, nothing, nothing, nothing
-    own = tl.zeros([BLOCK], tl.float32)
+    token_advantage = tl.zeros([BLOCK], tl.float32)
     if row_advantages is not None:
-        own = _per_row(row_advantages, row, BLOCK).to(tl.float32)
+        token_advantage = _per_row(row_advantages, row, BLOCK).to(tl.float32)
     done = begin * 0
     while done < size:
         at, left = begin + done, size - done
-        trained = _trained(mask, place, at, mask_row, mask_col, left, False, BLOCK)
+        trained = _trained(mask, line, at, mask_row, mask_col, left, False, BLOCK)
         length += tl.sum(trained.to(tl.int32))
         if (VARIANT == GSPO) | (VARIANT == GMPO) | (LEVEL == SEQUENCE):
-            old = _load(old_logprobs, place, at, old_row, old_col, left, False, BLOCK)
+            old = _load(old_logprobs, line, at, old_row, old_col, left, False, BLOCK)
         if (VARIANT == GSPO) | (VARIANT == GMPO):
-            logprob = _load(logprobs, place, at, logprobs_row, logprobs_col, left, False, BLOCK)
+            logprob = _load(logprobs, line, at, logprobs_row, logprobs_col, left, False, BLOCK)
             d = tl.where(trained, logprob - old, 0.0)
             if VARIANT == GMPO:
                 if advantages is not None:
-                    own = _load(advantages, place, at, advantages_row, advantages_col, left, False, BLOCK)
-                advantage += tl.sum(tl.where(trained, own, 0.0)).to(tl.float64)
-                d = tl.where(trained, gmpo_bounded(clamp(d, -FAR, FAR), own, low, high), 0.0)
+                    token_advantage = _load(advantages, line, at, advantages_row, advantages_col, left, False, BLOCK)
+                advantage += tl.sum(tl.where(trained, token_advantage, 0.0)).to(tl.float64)
+                d = tl.where(trained, gmpo_bounded(clamp(d, -FAR, FAR), token_advantage, low, high), 0.0)
             log_ratio += tl.sum(d).to(tl.float64)
         if (VARIANT == GSPO) & (KL_WEIGHTED != 0):
-            reference = _load(ref, place, at, ref_row, ref_col, left, False, BLOCK)
+            reference = _load(ref, line, at, ref_row, ref_col, left, False, BLOCK)
             estimate, _ = kl_term(tl.where(trained, reference - logprob, 0.0), KL)
             kl += tl.sum(estimate).to(tl.float64)
         if LEVEL == SEQUENCE:
-            sampled = _load(rollout, place, at, rollout_row, rollout_col, left, False, BLOCK)
+            sampled = _load(rollout, line, at, rollout_row, rollout_col, left, False, BLOCK)
             mismatch += tl.sum(tl.where(trained, old - sampled, 0.0)).to(tl.float64)
         done += BLOCK
     # Turn the sums into the row's terms.
@@ -232,7 +232,7 @@ def _inverse(value):
 
 @triton.jit
 def _weights(
-    normalizer, active, counts, terms, row, actor, known, num_actors,
+    normalizer, active, counts, terms, row, actor, inverse, num_actors,
     AGGREGATION: tl.constexpr, DIVISOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weight of each token in the loss."""
@@ -242,7 +242,7 @@ def _weights(
         number = tl.load(of_actor + actor, mask=actor < num_actors, other=0)
         weight = tl.broadcast_to(share * _inverse(number), [BLOCK])
     else:
-        share = known
+        share = inverse
         if DIVISOR == GIVEN:
             share = _inverse(tl.load(normalizer))
         elif DIVISOR == COUNTED:
@@ -302,44 +302,44 @@ def loss_kernel(
     entropy, selected, counts, terms, grad, partials, slot_actors,
     logprobs_row, logprobs_col, old_row, old_col, advantages_row, advantages_col, mask_row, mask_col, ref_row, ref_col,
     rollout_row, rollout_col, entropy_row, entropy_col,
-    low, high, dual, kl_coef, cap, below, above, known, tokens, rows, width, pieces, slots, num_actors,
+    low, high, dual, kl_coef, cap, below, above, inverse, tokens, rows, width, pieces, slots, num_actors,
     VARIANT: tl.constexpr, KL: tl.constexpr, KL_WEIGHTED: tl.constexpr, LEVEL: tl.constexpr, AGGREGATION: tl.constexpr,
     DIVISOR: tl.constexpr, MODE: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens: its gradient, and its sums in a slot of ``partials`` (a slot for each actor in it)."""
-    # Place of the tile: `place` and `start` index the streams, `flat` the contiguous gradient.
+    # Place of the tile: `line` and `start` index the streams, `flat` the contiguous gradient.
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     if MODE == ONE_ROW:
         row = (program // pieces).to(tl.int64)
-        place = row
+        line = row
         start = (program % pieces).to(tl.int64) * BLOCK
         left = width - start
         flat = row * width + start
     else:
         start = program.to(tl.int64) * BLOCK
-        place = start * 0
+        line = start * 0
         left = tokens - start
         flat = start
     # Whole tiles are read without masks, so that any width gets 16-byte loads.
     if WHOLE or left >= BLOCK:
-        trained = _trained(mask, place, start, mask_row, mask_col, left, True, BLOCK)
-        logprob = _load(logprobs, place, start, logprobs_row, logprobs_col, left, True, BLOCK)
-        old = _load(old_logprobs, place, start, old_row, old_col, left, True, BLOCK)
-        reference = _load(ref, place, start, ref_row, ref_col, left, True, BLOCK)
-        sampled = _load(rollout, place, start, rollout_row, rollout_col, left, True, BLOCK)
-        surprise = _load(entropy, place, start, entropy_row, entropy_col, left, True, BLOCK)
-        advantage = _load(advantages, place, start, advantages_row, advantages_col, left, True, BLOCK)
-        chosen = _load(selected, place * 0, flat, 0, 1, left, True, BLOCK)
+        trained = _trained(mask, line, start, mask_row, mask_col, left, True, BLOCK)
+        logprob = _load(logprobs, line, start, logprobs_row, logprobs_col, left, True, BLOCK)
+        old = _load(old_logprobs, line, start, old_row, old_col, left, True, BLOCK)
+        reference = _load(ref, line, start, ref_row, ref_col, left, True, BLOCK)
+        sampled = _load(rollout, line, start, rollout_row, rollout_col, left, True, BLOCK)
+        surprise = _load(entropy, line, start, entropy_row, entropy_col, left, True, BLOCK)
+        advantage = _load(advantages, line, start, advantages_row, advantages_col, left, True, BLOCK)
+        chosen = _load(selected, line * 0, flat, 0, 1, left, True, BLOCK)
     else:
-        trained = _trained(mask, place, start, mask_row, mask_col, left, False, BLOCK)
-        logprob = _load(logprobs, place, start, logprobs_row, logprobs_col, left, False, BLOCK)
-        old = _load(old_logprobs, place, start, old_row, old_col, left, False, BLOCK)
-        reference = _load(ref, place, start, ref_row, ref_col, left, False, BLOCK)
-        sampled = _load(rollout, place, start, rollout_row, rollout_col, left, False, BLOCK)
-        surprise = _load(entropy, place, start, entropy_row, entropy_col, left, False, BLOCK)
-        advantage = _load(advantages, place, start, advantages_row, advantages_col, left, False, BLOCK)
-        chosen = _load(selected, place * 0, flat, 0, 1, left, False, BLOCK)
+        trained = _trained(mask, line, start, mask_row, mask_col, left, False, BLOCK)
+        logprob = _load(logprobs, line, start, logprobs_row, logprobs_col, left, False, BLOCK)
+        old = _load(old_logprobs, line, start, old_row, old_col, left, False, BLOCK)
+        reference = _load(ref, line, start, ref_row, ref_col, left, False, BLOCK)
+        sampled = _load(rollout, line, start, rollout_row, rollout_col, left, False, BLOCK)
+        surprise = _load(entropy, line, start, entropy_row, entropy_col, left, False, BLOCK)
+        advantage = _load(advantages, line, start, advantages_row, advantages_col, left, False, BLOCK)
+        chosen = _load(selected, line * 0, flat, 0, 1, left, False, BLOCK)
 
     # Row values: advantage, actor (`num_actors`: out of range) and weight, which is NaN for a wrong actor.
     if MODE != ONE_ROW:
@@ -350,7 +350,7 @@ def loss_kernel(
     if actor_ids is not None:
         actor = tl.load(actor_ids + row).to(tl.int64)  # narrowed once it is in range
         actor = tl.where((actor >= 0) & (actor < num_actors), actor, num_actors).to(tl.int32)
-    weight = _weights(normalizer, active, counts, terms, row, actor, known, num_actors, AGGREGATION, DIVISOR, BLOCK)
+    weight = _weights(normalizer, active, counts, terms, row, actor, inverse, num_actors, AGGREGATION, DIVISOR, BLOCK)
     if actor_ids is not None:
         weight = tl.where(actor < num_actors, weight, float("nan"))
 
@@ -398,8 +398,8 @@ def loss_kernel(
                 mean_kl = _per_row(terms + MEAN_KL * rows, row, BLOCK)
                 term, kl_slope = importance_weighted(kl, kl_slope, row_ratio, mean_kl)
             else:
-                own = tl.where(tl.abs(d) > FAR, 0.0, kl)
-                term, kl_slope = importance_weighted(kl, kl_slope, ratio, own)
+                carried = tl.where(tl.abs(d) > FAR, 0.0, kl)
+                term, kl_slope = importance_weighted(kl, kl_slope, ratio, carried)
         scale = kl_coef * weight
         loss += scale * term
         slope += scale * kl_slope

@@ -95,9 +95,9 @@ def _scan_reference(tile: Tile) -> Tensor:
     top = x.amax(1)
     relative = x - torch.where(top == -torch.inf, 0.0, top)[:, None]
     products = torch.where(relative == -torch.inf, 0.0, relative.exp() * relative)
-    own = (tile.targets >= 0) & (tile.targets < x.shape[1])
-    picked = x.gather(1, torch.where(own, tile.targets, 0)[:, None])[:, 0]
-    return torch.stack([top, relative.exp().sum(1), products.sum(1), torch.where(own, picked, torch.nan)])[None]
+    owned = (tile.targets >= 0) & (tile.targets < x.shape[1])
+    picked = x.gather(1, torch.where(owned, tile.targets, 0)[:, None])[:, 0]
+    return torch.stack([top, relative.exp().sum(1), products.sum(1), torch.where(owned, picked, torch.nan)])[None]
 
 
 def _grad_reference(tile: Tile, upstream: Upstream) -> Tensor:
@@ -108,9 +108,9 @@ def _grad_reference(tile: Tile, upstream: Upstream) -> Tensor:
     if upstream.entropy is not None and upstream.grad_entropy is not None:
         finite = torch.where(p == 0, 0.0, log)
         d = d - upstream.grad_entropy[:, None] * p * (finite + upstream.entropy[:, None])
-    own = (tile.targets >= 0) & (tile.targets < x.shape[1])
-    index = torch.where(own, tile.targets, 0)[:, None]
-    d = d.scatter_add(1, index, torch.where(own, upstream.grad_logprob, 0.0)[:, None].to(d.dtype))
+    owned = (tile.targets >= 0) & (tile.targets < x.shape[1])
+    index = torch.where(owned, tile.targets, 0)[:, None]
+    d = d.scatter_add(1, index, torch.where(owned, upstream.grad_logprob, 0.0)[:, None].to(d.dtype))
     return torch.where(kept[:, None], d * slope * tile.scale, 0.0)
 
 

@@ -96,7 +96,7 @@ def returns_kernel(
         base = tl.multiple_of(first + (blocks - 1 - k) * BLOCK, 16)
         rewards = load_block(rewards_ptr, base, start, end, BLOCK).to(tl.float32)
         trained = load_trained(mask_ptr, base, start, end, HAS_MASK, BLOCK)
-        # A masked token hands on what follows it: factor 1, constant 0.
+        # A masked token passes on what follows it: factor 1, constant 0.
         factor = tl.where(trained, gamma, 1.0).to(tl.float32)
         constant = tl.where(trained, rewards, 0.0).to(tl.float64)
         factor, constant = tl.associative_scan((factor, constant), 0, compose, reverse=True)
@@ -114,10 +114,10 @@ def compose_gae(
 ):
     """``R = constant + by_returns * R' + by_value * V'`` and ``V = value if has else V'``, after the same of the tokens
     behind, which a reversed scan hands over first."""
-    known = behind_has != 0
+    has_value = behind_has != 0
     constant += by_returns.to(tl.float64) * behind
-    constant += tl.where(known, by_value * behind_value, 0.0).to(tl.float64)
-    by_value = by_returns * behind_by_value + tl.where(known, 0.0, by_value)
+    constant += tl.where(has_value, by_value * behind_value, 0.0).to(tl.float64)
+    by_value = by_returns * behind_by_value + tl.where(has_value, 0.0, by_value)
     value = tl.where(has != 0, value, behind_value)
     return by_returns * behind_by_returns, by_value, constant, value, has | behind_has
 
@@ -140,7 +140,7 @@ def gae_kernel(
         rewards = load_block(rewards_ptr, base, start, end, BLOCK).to(tl.float32)
         values = load_block(values_ptr, base, start, end, BLOCK).to(tl.float32)
         trained = load_trained(mask_ptr, base, start, end, HAS_MASK, BLOCK)
-        # A masked token hands on what follows it: factor 1, no weight, no constant.
+        # A masked token passes on what follows it: factor 1, no weight, no constant.
         values = tl.where(trained, values, 0.0)
         factor = tl.where(trained, by_returns, 1.0).to(tl.float32)
         weight = tl.where(trained, by_value, 0.0).to(tl.float32)
