@@ -124,7 +124,7 @@ class RowLayout:
 class Streams(NamedTuple):
     """The tensors of a policy loss, in the order of the compiled module. ``None`` means not given.
 
-    Token streams have the shape of ``logprobs``. The public functions pack their arguments into one, with the
+    Token streams have the shape of ``logprobs``. The public functions collect their arguments in one, with the
     normaliser still among the options; :func:`prepare` moves it here.
 
     Example: ``Streams(logprobs, old_logprobs, advantages, mask)``

@@ -308,7 +308,7 @@ def linear_policy_loss(
         "temperature": temperature, "softcap": softcap, "ignore_index": ignore_index, "bias": bias,
         "positions": positions, "check": check, "backend": backend,
     }  # fmt: skip
-    streams = Streams(
+    streams = Streams(  # targets instead of log-probabilities, which the head makes
         targets, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, None,
         selected,
     )  # fmt: skip

@@ -65,7 +65,7 @@ def vocab_parallel_linear_policy_loss(
 
     Example: ``vocab_parallel_linear_policy_loss(states, weight_shard, targets, old, advantages, cu_seqlens=cu)``
     """
-    streams = Streams(
+    streams = Streams(  # targets instead of log-probabilities, which the head makes
         targets, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, None,
         selected,
     )  # fmt: skip
