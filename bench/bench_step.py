@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def train(python: str, folder: Path, threads: int, **changes: Any) -> None:
     """Train with the demo's settings in a process of its own."""
-    with resources.as_file(resources.files("turnwise.cli.commands") / "demo_sudoku.toml") as settings:
+    with resources.as_file(resources.files("turnwise.cli.run") / "demo_sudoku.toml") as settings:
         command = [python, "-P", "-m", "turnwise", "train", str(settings), "--run_dir", str(folder)]
         given = {
             "threads": threads,

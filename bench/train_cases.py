@@ -211,7 +211,7 @@ def demo_update() -> tuple[Trained, TrainingBatch, int]:
 
     The batch holds the demo's demonstrations, about as many rows as a step samples; an advantage is a random number.
     """
-    file = resources.files("turnwise.cli.commands") / "demo_sudoku.toml"
+    file = resources.files("turnwise.cli.run") / "demo_sudoku.toml"
     with resources.as_file(file) as path:
         config = load_config(path, {"run_dir": "unused", "warm_start.steps": DEMO_ROWS // 64})
     task = build_task(config.task, {"seed": config.seed, **config.task_options})

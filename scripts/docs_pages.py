@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import turnwise
-from turnwise.cli.commands.config import markdown
+from turnwise.cli.look.config import markdown
 
 ROOMS = ("arena", "credit", "inference", "ops", "state", "tasks", "train", "types")
 """Rooms whose public names the API page lists, beside those of ``turnwise`` itself."""

@@ -11,7 +11,7 @@ import pytest
 
 import turnwise
 from turnwise.cli import main as cli
-from turnwise.cli.commands.config import list_sections
+from turnwise.cli.look.config import list_sections
 from turnwise.credit import registry
 from turnwise.train.validate import config_from_dict
 

@@ -14,7 +14,7 @@ from .installed import closure, link
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-PROBE = "from turnwise.cli import peer_probes; print(peer_probes.use_{module}())"
+PROBE = "from turnwise.cli.look import peer_probes; print(peer_probes.use_{module}())"
 GATEWAY = """
 import asyncio, json, urllib.request
 from turnwise.arena import Arena

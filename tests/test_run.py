@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from turnwise.arena import Filters, OverlongPenalty
-from turnwise.cli.commands.eval import evaluate_from_config
+from turnwise.cli.run.eval import evaluate_from_config
 from turnwise.inference.common.recompute import recomputes
 from turnwise.inference.weights.lora import shared_bases
 from turnwise.replay.replay import replay

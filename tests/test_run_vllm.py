@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.cli.commands.eval import evaluate_from_config
+from turnwise.cli.run.eval import evaluate_from_config
 from turnwise.run.build import build_run, train_from_config
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict

@@ -328,7 +328,7 @@ def test_settings_that_can_not_be(settings: dict[str, Any], said: str) -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ServeSettings] = []
-    monkeypatch.setattr("turnwise.cli.commands.serve.serve_until_stopped", seen.append)
+    monkeypatch.setattr("turnwise.cli.serve.serve.serve_until_stopped", seen.append)
     words = ["--engine-arg", "max_model_len=64", "--engine-arg", "enforce_eager=true", "--kv-cache-gb", "2"]
     words += ["--allowed-host", "gpu1"]
     assert cli.main(["serve", "m", *words]) == 0

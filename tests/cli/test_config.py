@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands.config import Key, explain, list_sections, markdown
+from turnwise.cli.look.config import Key, explain, list_sections, markdown
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.train import TrainConfig
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands import demo
+from turnwise.cli.run import demo
 from turnwise.run.build import Run
 from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of

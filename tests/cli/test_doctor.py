@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli import probes
-from turnwise.cli.commands import doctor
-from turnwise.cli.commands.doctor import Package
-from turnwise.cli.probes import Check
+from turnwise.cli.look import doctor, probes
+from turnwise.cli.look.doctor import Package
+from turnwise.cli.look.probes import Check
 
 EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands.eval import evaluate_from_config, measure, render
+from turnwise.cli.run.eval import evaluate_from_config, measure, render
 from turnwise.run import load
 from turnwise.train.checkpoint.checkpoint import CheckpointError
 from turnwise.train.run_folder import RunLock

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands.init import find_examples
+from turnwise.cli.make import find_examples
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 
 from ..report.test_page import Elements

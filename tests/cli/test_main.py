@@ -67,8 +67,8 @@ def add_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], No
         def run(options: argparse.Namespace) -> int:
             raise error
 
-        monkeypatch.setitem(sys.modules, "turnwise.cli.commands.fail", SimpleNamespace(run=run))
-        monkeypatch.setitem(cli.COMMANDS, "fail", cli.Command("For a test."))
+        monkeypatch.setitem(sys.modules, "turnwise.cli.fail", SimpleNamespace(run=run))
+        monkeypatch.setitem(cli.COMMANDS, "fail", cli.Command("fail:run", "For a test."))
 
     return add
 
@@ -182,8 +182,8 @@ def test_closed_pipe_is_quiet() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     code = (
-        "import sys, types\nfrom turnwise.cli import main as cli\ncli.COMMANDS['x'] = cli.Command('')\n"
-        "sys.modules['turnwise.cli.commands.x'] = types.SimpleNamespace(run=lambda options: print('x' * 100000) or 0)\n"
+        "import sys, types\nfrom turnwise.cli import main as cli\ncli.COMMANDS['x'] = cli.Command('x:run', '')\n"
+        "sys.modules['turnwise.cli.x'] = types.SimpleNamespace(run=lambda options: print('x' * 100000) or 0)\n"
         "sys.exit(cli.main(['x']))"
     )
     process = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands.tournament import play_tournament, render, to_json
+from turnwise.cli.run.tournament import play_tournament, render, to_json
 from turnwise.run.build import build_run
 from turnwise.tasks.kuhn_poker import equilibrium, kuhn_tree
 from turnwise.train.validate import config_from_dict
@@ -94,7 +94,7 @@ def test_mistakes_are_told(run_dir, changes, told):
 
 
 def test_the_table_marks_what_was_not_played(tmp_path):
-    from turnwise.cli.commands.tournament import Result
+    from turnwise.cli.run.tournament import Result
     from turnwise.train.league import Game, Payoffs, bradley_terry
 
     payoffs, names = Payoffs(), ("a", "b", "c")

@@ -9,8 +9,8 @@ import urllib.request
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.cli.commands import eval as eval_command
 from turnwise.cli.options import EXIT_USAGE
+from turnwise.cli.run import eval as eval_command
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.prometheus import Prometheus

@@ -1,5 +1,5 @@
-"""The command line: what the user types becomes a call of one command's ``run(options)``, which returns the exit code.
+"""The command line: a command calls one function with its options, which returns the exit code.
 
-Read in this order: main, options, probes, peer_probes.
-May import: turnwise, types, utils, ops, chat, inference, arena, train, tasks, integrations.
+Read in this order: main, options, run, look, serve, make.
+May import: turnwise, types, utils, inference, run, report, train.
 """

@@ -1,6 +1,6 @@
 """The table of commands and the parsing of their arguments.
 
-``turnwise NAME ...`` imports ``turnwise/cli/commands/NAME.py`` and calls its ``run(options)``. A user's mistake prints
+``turnwise NAME ...`` imports the function that the command's ``call`` names, and calls it. A user's mistake prints
 one line on stderr and exits with 2. A run that fails (out of memory, no backend, a dead server, any error while it
 trains) prints one line and exits with 1. ``--traceback`` shows where the error was raised. Ctrl-C exits with 130;
 ``turnwise train`` also with 143 after SIGTERM and 129 after SIGHUP, and with 75 if it lost its cluster.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from turnwise.cli.commands.bench import find_benches
+from turnwise.cli.make import find_benches
 from turnwise.cli.options import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.signals import SavedNote
@@ -35,12 +35,13 @@ Argument = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: a line of help and its arguments. With ``overrides`` it also takes dotted config keys. The help ends
-    with the ``epilog``.
+    """One command. With ``overrides`` it also takes dotted config keys. The help ends with the ``epilog``.
 
-    Example: ``Command("Check this machine.", (flag("--json", "print JSON, for scripts"),))``
+    Example: ``Command("look.doctor:run", "Check this machine.", (flag("--json", "print JSON, for scripts"),))``
     """
 
+    call: str
+    """Its function, as ``module:name`` below ``turnwise.cli``."""
     help: str
     arguments: tuple[Argument, ...] = ()
     overrides: bool = False
@@ -64,9 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = parse(arguments)
-        command = importlib.import_module(f"turnwise.cli.commands.{options.command}")
+        module, _, name = COMMANDS[options.command].call.partition(":")
+        run = getattr(importlib.import_module(f"turnwise.cli.{module}"), name)
         try:
-            code = command.run(options)
+            code = run(options)
         except SystemExit as error:  # of code that a config names: it must not look like success
             if error.code in EXIT_BY_SIGNAL:
                 raise
@@ -141,7 +143,7 @@ class CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if not self.lists_sections:
             return super().format_help()
-        from turnwise.cli.commands.config import section_table
+        from turnwise.cli.look.config import section_table
 
         return (
             f"{super().format_help()}\n"
@@ -167,8 +169,8 @@ def build_parsers(known: dict[str, Command]) -> tuple[CommandParser, dict[str, C
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     parsers = {}
     for name, command in known.items():
-        told: dict[str, Any] = {"help": command.help, "description": command.help, "epilog": command.epilog}
-        parsers[name] = commands.add_parser(name, **told, allow_abbrev=False)
+        texts: dict[str, Any] = {"help": command.help, "description": command.help, "epilog": command.epilog}
+        parsers[name] = commands.add_parser(name, **texts, allow_abbrev=False)
         parsers[name].lists_sections = command.overrides
         for option, settings in (*command.arguments, *COMMON):
             parsers[name].add_argument(option, **settings)
@@ -186,6 +188,7 @@ JSON = flag("--json", "print JSON, for scripts")
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
+        "run.demo:run",
         "Train a team of two agents to solve 4x4 sudoku on this machine.",
         (
             flag("--compare", "also train a single agent on as many tokens; takes longer"),
@@ -195,6 +198,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "init": Command(
+        "make:init",
         "Write a config and an episode to start from, or copy a shipped example.",
         (
             argument("folder", "where to write (default: here)", type=Path, nargs="?", default=Path(), metavar="DIR"),
@@ -203,6 +207,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "train": Command(
+        "run.train:run",
         "Train the policies that a config file describes.",
         (
             CONFIG,
@@ -215,10 +220,12 @@ COMMANDS: dict[str, Command] = {
         "SIGTERM, SIGHUP. After an error or a signal the same command goes on from the last step.",
     ),
     "config": Command(
+        "look.config:run",
         "Explain the config: all sections, one section, or one key.",
         (argument("key", "a section such as update, or a key such as update.lr", nargs="?", metavar="KEY"),),
     ),
     "eval": Command(
+        "run.eval:run",
         "Measure the held-out success of a run, of the policies that a config file describes, or of another server.",
         (
             argument("config", "config file or run folder", type=Path, nargs="?", metavar="CONFIG.toml|RUN_DIR"),
@@ -235,6 +242,7 @@ COMMANDS: dict[str, Command] = {
         overrides=True,
     ),
     "tournament": Command(
+        "run.tournament:run",
         "Play checkpoints of one or more runs against each other: payoffs and ratings, with intervals.",
         (
             argument("run_dirs", "folders of runs", type=Path, nargs="+", metavar="RUN_DIR"),
@@ -246,6 +254,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "export": Command(
+        "make:export",
         "Write the policies of a checkpoint as Hugging Face folders (safetensors), and push one of them to the Hub.",
         (
             RUN_DIR,
@@ -260,6 +269,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "view": Command(
+        "look.recorded:view",
         "Write the report of a run, finished or not, as one HTML file: curves, episodes, warnings.",
         (
             RUN_DIR,
@@ -267,8 +277,13 @@ COMMANDS: dict[str, Command] = {
             flag("--open", "open the report in the browser"),
         ),
     ),
-    "status": Command("Show how a run is doing, from the files in its folder alone.", (RUN_DIR, JSON)),
+    "status": Command(
+        "look.recorded:status",
+        "Show how a run is doing, from the files in its folder alone.",
+        (RUN_DIR, JSON),
+    ),
     "credit": Command(
+        "look.recorded:credit",
         "Recompute the advantages of a run's recorded episodes with another credit rule, and show the differences.",
         (
             RUN_DIR,
@@ -279,6 +294,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "replay": Command(
+        "look.recorded:replay",
         "Run a recorded episode again and show the first difference; the exit code is 1 if there is one.",
         (
             RUN_DIR,
@@ -290,6 +306,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "serve": Command(
+        "serve.serve:run",
         "Serve a model to runs that sample over HTTP, or a run's actors to clients of OpenAI and Anthropic.",
         (
             argument("model", "folder or Hugging Face Hub name of a model, or a run folder", metavar="MODEL|RUN_DIR"),
@@ -311,6 +328,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "worker": Command(
+        "serve.worker:run",
         "Play episodes of a run for the process of its loop, which has the same TURNWISE_CLUSTER_KEY.",
         (
             CONFIG,
@@ -322,6 +340,7 @@ COMMANDS: dict[str, Command] = {
         overrides=True,
     ),
     "bench": Command(
+        "make:bench",
         "Time the ops against PyTorch and other trainers.",
         (
             argument("names", "benches to run (default: all)", nargs="*", metavar="NAME"),
@@ -330,6 +349,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "doctor": Command(
+        "look.doctor:run",
         "Check which parts of turnwise work on this machine, and tell what the others need.",
         (JSON, argument("--seconds", "time limit of all checks (default: 120)", type=float, default=120.0)),
     ),

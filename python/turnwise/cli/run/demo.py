@@ -247,7 +247,7 @@ def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> N
 
 def demo_config(part: Part, run_dir: Path, seed: int, client: str = "transformers") -> TrainConfig:
     """Load the settings of ``part`` with a run folder, a seed and a client."""
-    with resources.as_file(resources.files("turnwise.cli.commands") / f"demo_{part.task}.toml") as path:
+    with resources.as_file(resources.files("turnwise.cli.run") / f"demo_{part.task}.toml") as path:
         return load_config(path, {"run_dir": str(run_dir), "seed": seed, "rollout.client": client})
 
 

@@ -1,6 +1,6 @@
 """The checks of ``turnwise doctor`` that import a package: each uses it once and describes what it did.
 
-Every probe runs in its own process (``python -m turnwise.cli.probes NAME``), because some packages take seconds to
+Every probe runs in its own process (``python -m turnwise.cli.look.probes NAME``), because some packages take seconds to
 import, hang, or break others. If a probe raises, the part does not work.
 """
 
@@ -284,7 +284,7 @@ def use_datasets() -> str:
 
 def probe_of(name: str) -> Callable[[], Any]:
     """Return the probe of a package, here or in ``peer_probes``."""
-    from turnwise.cli import peer_probes
+    from turnwise.cli.look import peer_probes
 
     here = sys.modules[__name__]
     found: Callable[[], Any] = getattr(here if hasattr(here, f"use_{name}") else peer_probes, f"use_{name}")

@@ -1,6 +1,7 @@
-"""Probes of ``turnwise doctor`` for other projects: environments, agents and trainers. See :mod:`turnwise.cli.probes`.
+"""Probes of ``turnwise doctor`` for other projects: environments, agents and trainers.
 
-A trainer is ok if turnwise is registered in it: the probe asks the trainer's own registry.
+A trainer is ok if turnwise is registered in it: the probe asks the trainer's own registry. See
+:mod:`turnwise.cli.look.probes`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,5 @@
+"""The commands that look at a run, the config's keys, or this machine.
+
+Read in this order: recorded, config, doctor, probes, peer_probes.
+May import: turnwise, cli, types, utils, ops, chat, arena, tasks, inference, train, report, replay, integrations.
+"""
