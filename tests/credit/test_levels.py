@@ -183,7 +183,11 @@ def test_branches_that_can_not_be_compared_and_samples_without_a_tree_are_refuse
         rule.compute([top])
     with pytest.raises(ValueError, match=r"step 0 of rollout 'a' tells no tree of episodes"):
         rule.compute_columns([make("a")])
-    assert rule.trees and not LevelCredit(rule="gigpo").trees and rule.compute_columns([]).shape == (0,)
+    assert (
+        rule.capabilities.trees
+        and not LevelCredit(rule="gigpo").capabilities.trees
+        and rule.compute_columns([]).shape == (0,)
+    )
 
 
 def test_from_a_configuration() -> None:

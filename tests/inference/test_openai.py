@@ -138,7 +138,7 @@ async def test_trouble_that_passes(trouble: Act) -> None:
         async with PoolClient({"judge": client}) as pool:
             with pytest.warns(UserWarning, match="engine judge failed, and its requests are sent again"):
                 assert (await pool.generate([request_of()]))[0].text == "4"
-            assert pool.fixed_policies == {"default"} and pool.stats()["retries"] == 1
+            assert pool.capabilities.fixed_policies == {"default"} and pool.stats()["retries"] == 1
 
 
 async def test_trouble_that_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ async def test_opponents_and_judges_never_train() -> None:
         judge = client_of(server, {"opponent": "judge-1"})
         learner = ScriptedClient(lambda request: "5")
         async with RoutingClient({"default": learner, "opponent": judge}) as client:
-            assert client.fixed_policies == {"opponent"}
+            assert client.capabilities.fixed_policies == {"opponent"}
             arena = Arena(client, ByteTokenizer(), sampling=Sampling(max_tokens=9))
             arena.add_actor(Actor("learner"))
             arena.add_actor(Actor("opponent", policy="opponent"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnwise.inference import RoutingClient, ScriptedClient
-from turnwise.types import InferenceClient, ModelError, ModelRequest, Sampling
+from turnwise.types import ClientCapabilities, InferenceClient, ModelError, ModelRequest, Sampling
 
 
 def scripted(*names: str) -> ScriptedClient:
@@ -82,5 +82,4 @@ def test_totals_add_up_and_peaks_do_not() -> None:
     client = RoutingClient({"a": counting("a", 2.0), "b": counting("b", 3.0), "c": scripted("c")})
     assert client.stats() == {"requests": 5.0}
     assert client.peaks() == {"running": 3.0}
-    assert not client.shares_weights
-    assert client.fixed_policies == frozenset()
+    assert client.capabilities == ClientCapabilities()

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("narrow_model")
 MODULE = """
 from turnwise import MultiTurnEpisode, Rubric
 from turnwise.tasks import OwnOptions, OwnTask
+from turnwise.types import TaskCapabilities
 
 
 def vowels(extras):
@@ -56,8 +57,7 @@ class TalkTask(OwnTask):
     success_metric = "vowels/ann"
     system_prompts = {"ann": "You are ann.", "bob": "You are bob.", "cid": "You are cid."}
     options_type = Options
-    credit_rule = "rae"
-    seats = ("ann", "bob", "cid")
+    capabilities = TaskCapabilities(credit_rule="rae", seats=("ann", "bob", "cid"))
     players = {}
 
     def questions(self):

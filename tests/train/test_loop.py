@@ -8,7 +8,7 @@ from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Trainer
 from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints
 from turnwise.train.config.optimization import CorrectionConfig, LossConfig
-from turnwise.types import Actor
+from turnwise.types import Actor, ClientCapabilities
 
 from ..trained import lines_of, weights_of
 
@@ -251,7 +251,11 @@ async def test_an_opponent_that_nobody_trains_needs_no_policy(make_trainer):
     made.arena.add_actor(Actor("opponent", policy="api"))
     with pytest.raises(ValueError, match="'opponent' plays with policy 'api'"):
         Trainer(made.arena, made.policies, made.config, validation=made.validation)
-    fixed.fixed_policies = {"api"}
+
+    class Api(ScriptedClient):
+        capabilities = ClientCapabilities(fixed_policies=frozenset({"api"}))
+
+    client.clients["api"] = fixed = Api(lambda request: "1", versions={"api": 0})
     trainer = Trainer(made.arena, made.policies, made.config, validation=made.validation)
     await trainer.run()
     assert (trainer.progress.step, client.version("default")) == (1, 1)

@@ -32,6 +32,7 @@ from turnwise.types import (
     InferenceClient,
     Sample,
     Sampling,
+    TokenizedClient,
     Tokenizer,
 )
 from turnwise.types.play import MAX_CONCURRENCY
@@ -280,10 +281,9 @@ def tokenizer_and_credit(
 
 def tokenizer_of(client: InferenceClient) -> Tokenizer:
     """Return the client's tokenizer. Raises ``ValueError`` if it has none."""
-    tokenizer: Tokenizer | None = getattr(client, "tokenizer", None)
-    if tokenizer is None:
+    if not isinstance(client, TokenizedClient) or client.tokenizer is None:
         raise ValueError(f"tokenizer=None: {type(client).__name__} brings none, expected the tokenizer of the model")
-    return tokenizer
+    return client.tokenizer
 
 
 def is_credit_rule(value: object) -> bool:

@@ -6,14 +6,14 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from turnwise.credit.grouping import grouped_advantage, rule_of
 from turnwise.credit.ties import tolerance
 from turnwise.samples.collect import collect_samples
-from turnwise.types import GenerateResult, Sample
+from turnwise.types import CreditCapabilities, GenerateResult, Sample
 from turnwise.utils.registry import build_with_options, import_class
 
 Key = tuple[Hashable, ...]
@@ -34,14 +34,7 @@ registry: dict[str, type[Credit]] = {}
 class Credit(ABC):
     """Base of the credit rules, see ``turnwise.types.CreditAssigner``. A rule defines ``compute_columns``."""
 
-    trees: bool = True
-    """True if the rule can compare the siblings of a tree."""
-
-    ends: bool = True
-    """True if it distinguishes trajectories of one rollout (``select="none"``) by ``Sample.trajectory_key``."""
-
-    values_of_states: ClassVar[bool] = False
-    """True if it needs values of states, estimated from branches or playouts."""
+    capabilities: CreditCapabilities = CreditCapabilities()
 
     def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
         """Return ``(rollout id, step index) -> advantage`` for every trainable step of ``results`` and their children.
@@ -52,12 +45,6 @@ class Credit(ABC):
         advantages = self.compute_columns(samples)
         places = [(sample.rollout_id, sample.step_index) for sample in samples]
         return dict(zip(places, advantages.tolist(), strict=True))
-
-    step_rewards: bool = True
-    """True if it compares rewards of single calls, so that a reward may differ by turn (``reward.turn_shaping``)."""
-
-    mixed_rewards: ClassVar[bool] = True
-    """False if it reads the values of reward functions one by one, which ``reward`` settings and edges don't change."""
 
     @abstractmethod
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.credit.base import Credit, build_rule
+from turnwise.credit.base import Credit, GroupCredit, build_rule
 from turnwise.credit.rules.gdpo import GDPOCredit
 from turnwise.credit.rules.gigpo import GiGPOCredit
-from turnwise.types import Sample
+from turnwise.types import CreditCapabilities, Sample, capabilities_of
 
 
 def credit_columns(
@@ -55,9 +55,10 @@ def credit_columns(
         raise ValueError(f"options={dict(options)!r}: expected None, as rule is {rule!r} and not a name")
     assigner = build_rule(rule, dict(options or {}), "rule", "options") if isinstance(rule, str) else rule
     name = type(assigner).__name__
-    if getattr(assigner, "values_of_states", False) or hasattr(assigner, "edges"):
+    can = capabilities_of(assigner, CreditCapabilities)
+    if can.values_of_states or can.whole_episodes:
         raise ValueError(f"rule={name}: it needs whole trees of episodes; expected a rule that needs only columns")
-    if lengths is None and getattr(assigner, "center", None) == "length_weighted":
+    if lengths is None and isinstance(assigner, GroupCredit) and assigner.center == "length_weighted":
         raise ValueError(f"lengths=None: {name} weighs rewards by completion tokens; pass one number per row")
     if states is None and isinstance(assigner, GiGPOCredit):
         raise ValueError(f"states=None: {name} compares calls made in one state; pass one hashable per row")

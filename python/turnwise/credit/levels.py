@@ -17,7 +17,7 @@ import numpy as np
 
 from turnwise.credit.base import Credit, build_rule
 from turnwise.credit.edges import Edge, Pay, Payee, build_edge, is_finished
-from turnwise.types import CreditAssigner, GenerateResult, Sample
+from turnwise.types import CreditAssigner, CreditCapabilities, ExplainedCredit, GenerateResult, Sample, capabilities_of
 
 
 @dataclass(kw_only=True)
@@ -35,8 +35,6 @@ class LevelCredit(Credit):
         ])
     """
 
-    ends = False
-    step_rewards = False
     rule: CreditAssigner | str = "hierarchy"
     options: Mapping[str, Any] = field(default_factory=dict)
     edges: Sequence[Edge | Mapping[str, Any]] = ()
@@ -51,12 +49,13 @@ class LevelCredit(Credit):
         if isinstance(self.edges, (str, Mapping)):
             raise TypeError(f"edges={self.edges!r}: expected a list of edges")
         self._edges = [build_edge(edge) for edge in self.edges]
-        if self._edges and not getattr(self._rule, "mixed_rewards", True):
+        ruled = capabilities_of(self._rule, CreditCapabilities)
+        if self._edges and not ruled.mixed_rewards:
             raise ValueError(
                 f"rule={self.rule!r}: it reads the values of reward functions, which edges do not change; expected "
                 "another rule, or no edges"
             )
-        self.trees = getattr(self._rule, "trees", True)
+        self.capabilities = CreditCapabilities(trees=ruled.trees, ends=False, step_rewards=False, whole_episodes=True)
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""
@@ -64,8 +63,9 @@ class LevelCredit(Credit):
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
         """Return the rule's causes, computed on the rewards that the edges paid."""
-        inner: Any = self._rule if hasattr(self._rule, "zero_causes") else super()
-        return list(inner.zero_causes(self.paid(samples), rows))
+        if isinstance(self._rule, ExplainedCredit):
+            return list(self._rule.zero_causes(self.paid(samples), rows))
+        return super().zero_causes(samples, rows)
 
     def paid(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return ``samples`` with the rewards that the edges pay.

@@ -8,7 +8,7 @@ from typing import Any
 from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.inference.common.base import GatedClient, policy_of
 from turnwise.inference.common.http import Endpoint, EndpointError
-from turnwise.types import ContextLengthError, FinishReason, ModelRequest, ModelResponse
+from turnwise.types import ClientCapabilities, ContextLengthError, FinishReason, ModelRequest, ModelResponse
 from turnwise.utils.threads import to_thread
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -43,8 +43,6 @@ class OpenAIClient(GatedClient):
         judge = PoolClient({"openai": openai}, attempts=6)
     """
 
-    shares_weights = False
-
     def __init__(
         self,
         server: str | Endpoint,
@@ -66,9 +64,9 @@ class OpenAIClient(GatedClient):
         super().__init__(self._endpoint.thread)
 
     @property
-    def fixed_policies(self) -> frozenset[str]:
-        """All policies, as this client accepts no weights."""
-        return frozenset(self.models)
+    def capabilities(self) -> ClientCapabilities:
+        """All policies are fixed, as this client accepts no weights."""
+        return ClientCapabilities(fixed_policies=frozenset(self.models))
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Raise ``ValueError``, because the server's models can't change."""

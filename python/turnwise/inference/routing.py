@@ -8,7 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from turnwise.inference.common.base import ClientBase, gather_all, policy_of
-from turnwise.types import InferenceClient, ModelRequest, ModelResponse
+from turnwise.types import (
+    ClientCapabilities,
+    InferenceClient,
+    MeasuredClient,
+    ModelRequest,
+    ModelResponse,
+    capabilities_of,
+)
 
 
 class RoutingClient(ClientBase):
@@ -30,14 +37,13 @@ class RoutingClient(ClientBase):
             client.version(name)  # raises for a policy that its client doesn't have
 
     @property
-    def fixed_policies(self) -> frozenset[str]:
-        """The policies whose clients accept no weights."""
-        return frozenset(name for name, client in self.clients.items() if name in getattr(client, "fixed_policies", ()))
-
-    @property
-    def shares_weights(self) -> bool:
-        """True if a client samples with the trainer's own modules."""
-        return any(getattr(client, "shares_weights", False) for client in self._distinct())
+    def capabilities(self) -> ClientCapabilities:
+        """The weights are shared if one client shares them; each policy is fixed if its own client fixes it."""
+        declared = {name: capabilities_of(client, ClientCapabilities) for name, client in self.clients.items()}
+        return ClientCapabilities(
+            shares_weights=any(each.shares_weights for each in declared.values()),
+            fixed_policies=frozenset(name for name, each in declared.items() if name in each.fixed_policies),
+        )
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order. Raises clients' errors; ``ValueError`` for unknown policies."""
@@ -74,17 +80,20 @@ class RoutingClient(ClientBase):
     def stats(self) -> dict[str, float]:
         """Sum the totals of all clients that have ``stats``."""
         totals: Counter[str] = Counter()
-        for client in self._distinct():
-            totals.update(getattr(client, "stats", dict)())
+        for client in self._measured():
+            totals.update(client.stats())
         return dict(totals)
 
     def peaks(self) -> dict[str, float]:
         """The largest peak, by name, of all clients that have ``peaks``."""
         largest: dict[str, float] = {}
-        for client in self._distinct():
-            for name, value in getattr(client, "peaks", dict)().items():
+        for client in self._measured():
+            for name, value in client.peaks().items():
                 largest[name] = max(value, largest.get(name, value))
         return largest
+
+    def _measured(self) -> list[MeasuredClient]:
+        return [client for client in self._distinct() if isinstance(client, MeasuredClient)]
 
     def _distinct(self) -> list[InferenceClient]:
         return list({id(client): client for client in self.clients.values()}.values())

@@ -212,8 +212,6 @@ class TinkerClient(GatedClient):
         [response] = await client.generate([ModelRequest([1, 17, 9], policy="solver")])
     """
 
-    shares_weights = False
-
     def __init__(
         self,
         server: TinkerServer,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from turnwise.tasks import Task
+from turnwise.tasks.base import SplittableTask, Task
 from turnwise.train.eval.ablate import Ablation, SubTeam
 from turnwise.utils.registry import did_you_mean
 
@@ -23,16 +22,15 @@ def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
         raise ValueError(f"task {task.name!r} has no actor {unknown[0]!r}; {did_you_mean(unknown[0], [*ids, ALL])}")
     if len(ids) < 2:
         raise ValueError(f"task {task.name!r} has one actor, {ids[0]!r}: expected a team")
-    with_actors: Callable[[Sequence[str]], Task] | None = getattr(task, "with_actors", None)
-    if with_actors is None:
+    if not isinstance(task, SplittableTask):
         raise ValueError(
             f"task {task.name!r} has no method with_actors(actors), which returns the task for some of its actors: "
             "see turnwise.tasks.Task"
         )
     found, problems = [], {}
     for name in ids if ALL in names else dict.fromkeys(names):
-        without, problem = _sub_team(with_actors, [actor for actor in ids if actor != name])
-        alone, _ = _sub_team(with_actors, [name])
+        without, problem = _sub_team(task, [actor for actor in ids if actor != name])
+        alone, _ = _sub_team(task, [name])
         if without is None and ALL not in names:
             raise ValueError(
                 f"task {task.name!r} can't be played without {name!r}: with_actors says: {problem}. Name another "
@@ -46,10 +44,10 @@ def ablations_of(task: Task, names: Sequence[str] = (ALL,)) -> list[Ablation]:
     return found
 
 
-def _sub_team(with_actors: Callable[[Sequence[str]], Task], actors: Sequence[str]) -> tuple[SubTeam | None, str]:
+def _sub_team(task: SplittableTask, actors: Sequence[str]) -> tuple[SubTeam | None, str]:
     """Return the sub_team of ``actors``, or ``None`` and the reason why they can't play."""
     try:
-        task: Any = with_actors(tuple(actors))
-        return SubTeam(tuple(actors), task.episodes(), task.success_metric), ""
+        team = task.with_actors(tuple(actors))
+        return SubTeam(tuple(actors), team.episodes(), team.success_metric), ""
     except ValueError as error:
         return None, str(error)

@@ -21,7 +21,6 @@ from turnwise.run.checks import (
     episodes_of,
     eval_sets,
     exploitability_of,
-    seats_of,
     task_of,
     tiny_model,
 )
@@ -57,7 +56,7 @@ from turnwise.train.model.loading import (
     load_references,
 )
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling
+from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import run_to_end
 
@@ -218,7 +217,9 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     else:
         learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh)
     attach_workers(config, task, arena)
-    callbacks = build_callbacks(config, actors, seats_of(task), arena, exploitability_of(task))
+    callbacks = build_callbacks(
+        config, actors, capabilities_of(task, TaskCapabilities).seats, arena, exploitability_of(task)
+    )
     trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
     return Run(config, task, tokenizer, arena, trainer, held)
 

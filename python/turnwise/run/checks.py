@@ -22,7 +22,7 @@ from turnwise.run.tinker.checks import check_tinker, is_remote
 from turnwise.run.tree_settings import sampler_of, tree_problem
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
-from turnwise.train.config.sampling import DEFAULT_CREDIT, RolloutConfig
+from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
 from turnwise.train.loop import EvalSet
@@ -32,7 +32,7 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.update.sft_data import Row, RowReader, Rows
 from turnwise.train.validate import contradictions
-from turnwise.types import Actor, CreditAssigner
+from turnwise.types import Actor, CreditAssigner, CreditCapabilities, TaskCapabilities, capabilities_of
 from turnwise.utils.registry import code_in, did_you_mean
 
 TINY_CONTEXT = 2048
@@ -83,7 +83,8 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
         actors = with_quotas(config, actors, task)
     problems.lines += check_tinker(resolved)
     problems.lines += cluster_problems(resolved)
-    problems.lines += check_selfplay(resolved, actors, seats_of(task), task.name, exploitability_of(task))
+    seats = capabilities_of(task, TaskCapabilities).seats
+    problems.lines += check_selfplay(resolved, actors, seats, task.name, exploitability_of(task))
     if config.eval.exploitability_every and exploitability_of(task) is not None:
         with problems.gathered():
             check_solvable(config, task)
@@ -168,19 +169,11 @@ def check_questions(config: TrainConfig, task: Task) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def seats_of(task: Task) -> Sequence[str]:
-    """Return the actors of ``task`` that play against each other; empty if the task has no ``seats``."""
-    return getattr(task, "seats", ())
-
-
 def exploitability_of(task: Task) -> Measure | None:
     """Return the exploitability measure of ``task``, or ``None`` for a task that is not solved exactly."""
-    solved: Any = task
-    if not (hasattr(solved, "solve") and hasattr(solved, "decisions")):
-        return None
-    from turnwise.tasks.two_player import measure_exploitability
+    from turnwise.tasks.two_player import SolvedGame, measure_exploitability
 
-    return partial(measure_exploitability, game=solved)
+    return partial(measure_exploitability, game=task) if isinstance(task, SolvedGame) else None
 
 
 def check_solvable(config: TrainConfig, task: Any) -> None:
@@ -233,9 +226,9 @@ def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
     """Replace ``credit.rule = "task"`` by the task's own credit rule."""
     if config.credit.rule != "task":
         return config
-    rule = getattr(task, "credit_rule", DEFAULT_CREDIT)
-    options = {**getattr(task, "credit_options", {}), **config.credit.options}
-    return config.model_copy(update={"credit": config.credit.model_copy(update={"rule": rule, "options": options})})
+    declared = capabilities_of(task, TaskCapabilities)
+    credit = {"rule": declared.credit_rule, "options": {**declared.credit_options, **config.credit.options}}
+    return config.model_copy(update={"credit": config.credit.model_copy(update=credit)})
 
 
 def build_credit(config: TrainConfig) -> CreditAssigner:
@@ -246,13 +239,14 @@ def build_credit(config: TrainConfig) -> CreditAssigner:
         raise ConfigError(str(error)) from error
     if problem := tree_problem(credit, config):
         raise ConfigError(problem)
-    if config.reward.turn_shaping not in (None, "none") and not getattr(credit, "step_rewards", True):
+    can = capabilities_of(credit, CreditCapabilities)
+    if config.reward.turn_shaping not in (None, "none") and not can.step_rewards:
         raise ConfigError(
             f"config key 'reward.turn_shaping' = {config.reward.turn_shaping!r}: the rule {config.credit.rule!r} does "
             "not compare the rewards of single calls: expected a rule such as 'grpo', 'dr_mas' or 'at_grpo'"
         )
     changed = sorted(config.reward.model_dump(exclude_defaults=True))
-    if changed and not getattr(credit, "mixed_rewards", True):
+    if changed and not can.mixed_rewards:
         raise ConfigError(
             f"config key 'reward.{changed[0]}' = {getattr(config.reward, changed[0])!r}: has no effect, as the rule "
             f"{config.credit.rule!r} reads the values of the reward functions themselves: expected no setting here"

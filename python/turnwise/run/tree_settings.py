@@ -9,7 +9,7 @@ from turnwise.credit import registry
 from turnwise.train.config.sampling import TreeConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.types import CreditAssigner
+from turnwise.types import CreditAssigner, CreditCapabilities, capabilities_of
 from turnwise.utils.registry import did_you_mean
 
 
@@ -43,14 +43,15 @@ def sampler_of(config: TrainConfig, actors: Sequence[str]) -> TreeSampler | None
 def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:
     """Return why the credit rule and the tree of ``config`` are incompatible; an empty string if they fit."""
     branches, tree, rule = config.rollout.branches, config.rollout.tree, config.credit.rule
-    plain = branches == 1 or (tree.select == "none" and getattr(credit, "ends", True))
-    if not plain and not getattr(credit, "trees", True):
-        either = ", or rollout.tree.select = 'none'" if getattr(credit, "ends", True) else ""
+    can = capabilities_of(credit, CreditCapabilities)
+    plain = branches == 1 or (tree.select == "none" and can.ends)
+    if not plain and not can.trees:
+        either = ", or rollout.tree.select = 'none'" if can.ends else ""
         return (
             f"config key 'credit.rule' = {rule!r}: the rule needs plain trajectories: expected rollout.branches = 1, "
             f"not {branches}{either}"
         )
-    if branches > 1 and not getattr(credit, "ends", True) and (tree.select == "none" or tree.beam_width > 1):
+    if branches > 1 and not can.ends and (tree.select == "none" or tree.beam_width > 1):
         return (
             f"config key 'credit.rule' = {rule!r}: the rule needs one end for each episode: expected "
             "rollout.tree.beam_width = 1, and rollout.tree.select other than 'none'"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from turnwise.types import GenerateResult, Rollout, Sample
+from turnwise.types import GenerateResult, GroupedCredit, Rollout, Sample
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
@@ -90,12 +90,11 @@ def mixed_prompts(samples: Sequence[Sample], credit: Any) -> dict[str, float]:
     It is reported for agents behind a gateway, which may call models in any situation, and for rules that compare in
     groups. A rule that compares whole attempts gives a high share, and means no harm by it.
     """
-    key_of = getattr(credit, "key_of", None)
-    if key_of is None or not any("call" in sample.info for sample in samples):
+    if not isinstance(credit, GroupedCredit) or not any("call" in sample.info for sample in samples):
         return {}
     prompts: dict[Any, list[tuple[int, ...]]] = {}
     for sample in samples:
-        prompts.setdefault(key_of(sample), []).append(tuple(sample.prompt_token_ids))
+        prompts.setdefault(credit.key_of(sample), []).append(tuple(sample.prompt_token_ids))
     compared = [group for group in prompts.values() if len(group) > 1]
     if not compared:
         return {}

@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.filters import Filters, StepKey
-from turnwise.types import CreditAssigner, GenerateResult, Sample, Step, TrainingBatch
+from turnwise.types import CreditAssigner, ExplainedCredit, GenerateResult, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
 
@@ -115,10 +115,9 @@ def set_advantages(
     for (rollout_id, index), advantage in zip(keys, advantages.tolist(), strict=True):
         steps_of[rollout_id][index].advantage = advantage
     zeros = np.flatnonzero(advantages == 0).tolist()
-    causes_of: Callable[..., Sequence[str]] | None = getattr(credit, "zero_causes", None)
-    if causes_of is None or not zeros:
+    if not isinstance(credit, ExplainedCredit) or not zeros:
         return {}
-    return {keys[row]: cause for row, cause in zip(zeros, causes_of(samples, zeros), strict=True)}
+    return {keys[row]: cause for row, cause in zip(zeros, credit.zero_causes(samples, zeros), strict=True)}
 
 
 def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:

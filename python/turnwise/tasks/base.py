@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from random import Random
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -39,12 +40,9 @@ Player = Callable[[str, Messages], str]
 class Task(Protocol):
     """A task: its players, its episodes, and the measure of success.
 
-    ``credit_rule`` (optional) is the rule that ``credit.rule = "task"`` selects, with ``credit_options`` (optional).
-    ``seats`` (optional) are the actors that play against each other; the rubric may have a metric ``score/<seat>``, 0
-    to 1, for each.
-    ``with_actors(actors)`` (optional) returns the task for some of its actors, in their acting order: its episodes play
-    the same requests without the others, and its success metric is of one of ``actors``. It raises ``ValueError`` if
-    they can't play alone. ``turnwise eval --ablate`` uses it.
+    ``capabilities`` (optional) declares its credit rule and its seats (:class:`turnwise.types.TaskCapabilities`). A
+    task may also be a :class:`SplittableTask`, a :class:`MatchTask` or a
+    :class:`~turnwise.tasks.two_player.query.SolvedGame`.
 
     Every result depends only on the task's options and the arguments. Equal calls return equal results in any process.
     """
@@ -84,6 +82,38 @@ class Task(Protocol):
 
     def random_player(self, seed: int) -> Player:
         """A player that knows only the format: the lower bound."""
+        ...
+
+
+@runtime_checkable
+class SplittableTask(Protocol):
+    """A task that some of its actors can play, which ``turnwise eval --ablate`` measures."""
+
+    def with_actors(self, actors: Sequence[str]) -> Task:
+        """Return the task for ``actors``, in their acting order.
+
+        Its episodes play the same requests without the others, and its success metric is of one of ``actors``. Raises
+        ``ValueError`` if they can't play alone.
+        """
+        ...
+
+
+@runtime_checkable
+class MatchTask(Protocol):
+    """A task whose seats play tournaments."""
+
+    def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
+        """Return the first ``n`` questions of a held-out split, to be played by other policies in each seat."""
+        ...
+
+
+@runtime_checkable
+class ScriptedTask(Protocol):
+    """A task with scripted players for tournaments."""
+
+    @property
+    def players(self) -> Mapping[str, Callable[[Random], Player]]:
+        """The players by name, each made with a generator."""
         ...
 
 

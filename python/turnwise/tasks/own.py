@@ -28,8 +28,8 @@ class OwnTask(GeneratedTask):
     :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. An artifact is
     ``{"question": question}``; override :meth:`artifact` for more. A hash of its text decides the split of a question,
     so no question is in two splits. For a warm start, tournaments and baselines also implement :meth:`demonstrations`,
-    :meth:`oracle` and :meth:`random_player`. For ``seats`` and ``credit_rule`` see
-    :class:`turnwise.tasks.base.Task`.
+    :meth:`oracle` and :meth:`random_player`. Its credit rule and its seats are
+    its ``capabilities`` (:class:`turnwise.types.TaskCapabilities`).
 
     Example::
 

@@ -62,7 +62,7 @@ from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
 from turnwise.train.validate import contradictions
-from turnwise.types import EpisodeRequest, Sampling, TrainingBatch
+from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
 from turnwise.utils.heap import frozen_heap
 from turnwise.utils.registry import name_of, numbered
@@ -107,13 +107,13 @@ class Trainer:
         check_step_not_overridden(arena)
         self.learner = LocalLearner(policies, config) if isinstance(policies, Mapping) else policies
         policies = self.learner.policies
-        fixed: frozenset[str] = getattr(arena.client, "fixed_policies", frozenset())
+        client = capabilities_of(arena.client, ClientCapabilities)
         for actor in arena.actors.values():
-            if actor.policy not in {*policies, *fixed}:
+            if actor.policy not in {*policies, *client.fixed_policies}:
                 raise ValueError(
                     f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}"
                 )
-        if config.loop.max_staleness and getattr(arena.client, "shares_weights", False):
+        if config.loop.max_staleness and client.shares_weights:
             raise ValueError(
                 f"loop.max_staleness={config.loop.max_staleness}: expected a client with its own copy of the weights, "
                 "as sampling goes on while the trainer updates its modules. Make the client with share=False"

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from turnwise.credit import registry as credit_rules
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.policies import OptimizerConfig
-from turnwise.train.config.sampling import DEFAULT_CREDIT, CreditConfig
+from turnwise.train.config.sampling import CreditConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import (
     ConfigError,
@@ -25,6 +25,7 @@ from turnwise.train.config.toml import (
 )
 from turnwise.train.update.loss import check_loss
 from turnwise.train.update.loss_types import find_loss
+from turnwise.types import TaskCapabilities, capabilities_of
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
 
@@ -160,7 +161,7 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
         if keys == ("credit", "options"):
             rule = str(data["credit"].get("rule", CreditConfig().rule))
             if rule == "task":
-                rule = getattr(task_type and task_type(task), "credit_rule", DEFAULT_CREDIT)
+                rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
             return option_types(import_by_name(credit_rules, rule, "credit.rule"))
         if keys == ("loss", "options"):
             return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))

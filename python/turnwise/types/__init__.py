@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, model_calls, training, protocols.
+Read in this order: play, model_calls, training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -9,6 +9,18 @@ Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packe
 
 from __future__ import annotations
 
+from turnwise.types.capabilities import (
+    CheckedClient,
+    ClientCapabilities,
+    CreditCapabilities,
+    MeasuredClient,
+    PooledClient,
+    RecoverableClient,
+    RoutedClient,
+    TaskCapabilities,
+    TokenizedClient,
+    capabilities_of,
+)
 from turnwise.types.model_calls import (
     ContextLengthError,
     FinishReason,
@@ -34,6 +46,8 @@ from turnwise.types.play import (
 )
 from turnwise.types.training import (
     CreditAssigner,
+    ExplainedCredit,
+    GroupedCredit,
     RewardFunction,
     Sample,
     TrainingBatch,
@@ -42,25 +56,37 @@ from turnwise.types.training import (
 __all__ = [
     "Actor",
     "Artifact",
+    "CheckedClient",
+    "ClientCapabilities",
     "ContextLengthError",
     "CreditAssigner",
+    "CreditCapabilities",
     "EpisodeRequest",
     "EpisodeState",
+    "ExplainedCredit",
     "FinishReason",
     "GenerateResult",
+    "GroupedCredit",
     "InferenceClient",
+    "MeasuredClient",
     "Message",
     "Messages",
     "ModelError",
     "ModelRequest",
     "ModelResponse",
     "PolicyVersions",
+    "PooledClient",
+    "RecoverableClient",
     "RewardFunction",
     "Rollout",
+    "RoutedClient",
     "Sample",
     "Sampling",
     "ScoringClient",
     "Step",
+    "TaskCapabilities",
+    "TokenizedClient",
     "Tokenizer",
     "TrainingBatch",
+    "capabilities_of",
 ]

@@ -105,6 +105,11 @@ class ModelResponse:
 class ModelError(RuntimeError):
     """A model call failed. The episode that made it becomes a result with ``error`` set and never trains."""
 
+    passes: bool = True
+    """The same request may succeed later."""
+    seconds: float = 0.0
+    """Seconds until then, if the server named a time."""
+
 
 class ContextLengthError(ModelError):
     """The prompt leaves no room in the model's context. ``actor_id`` is the actor that was asked, ``None`` a judge."""
@@ -118,6 +123,7 @@ class InferenceClient(Protocol):
 
     ``generate`` raises :class:`ModelError` if it can't serve a request, ``ContextLengthError`` for a prompt that is too
     long. ``load_weights`` checks names and shapes before it changes any weight; later responses carry ``version``.
+    A client that declares ``capabilities`` (:class:`ClientCapabilities`) can do more, or less, than their defaults.
     """
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -104,7 +104,10 @@ class TrainingBatch:
 
 
 class CreditAssigner(Protocol):
-    """Turns rewards into advantages. One rule is one file under ``turnwise/credit/rules``."""
+    """Turns rewards into advantages. One rule is one file under ``turnwise/credit/rules``.
+
+    A rule that declares ``capabilities`` (:class:`CreditCapabilities`) can do more, or less, than their defaults.
+    """
 
     def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
         """Map ``(rollout id, step index)`` to the advantage, for trainable steps of ``results`` and their children."""
@@ -117,6 +120,24 @@ class CreditAssigner(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class ExplainedCredit(Protocol):
+    """A credit rule that names the cause of each advantage of 0."""
+
+    def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> Sequence[str]:
+        """Return the cause of the advantage 0 for each of ``rows`` of ``samples``; ``dropped/<name>`` counts it."""
+        ...
+
+
+@runtime_checkable
+class GroupedCredit(Protocol):
+    """A credit rule that compares samples in groups."""
+
+    def key_of(self, sample: Sample) -> tuple[Hashable, ...]:
+        """Return the key of the group in which ``sample`` is compared."""
+        ...
 
 
 RewardFunction = Callable[..., "Mapping[str, Any] | float | Sequence[Any] | Awaitable[Any]"]

@@ -323,6 +323,6 @@ def test_a_run_trains(tmp_path, request, case, branches, options, metric):
     check_lines(lines)
     check_replays(tmp_path)
     assert run.task.success_metric == metric
-    assert metric != "score/model" or run.task.credit_rule == "rae"
+    assert metric != "score/model" or run.task.capabilities.credit_rule == "rae"
     if case is LAKE:
         assert max(line["metric/legal/player"] for line in lines if "metric/legal/player" in line) > 0

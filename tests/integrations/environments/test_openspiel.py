@@ -152,7 +152,7 @@ def test_a_run_trains_and_measures_exploitability(trained_on_kuhn):
     folder, run, lines = trained_on_kuhn
     check_lines(lines)
     check_replays(folder)
-    assert run.task.success_metric == "score/model" and run.task.credit_rule == "rae"
+    assert run.task.success_metric == "score/model" and run.task.capabilities.credit_rule == "rae"
     measured = [value for line in lines for key, value in line.items() if "exploitability" in key]
     assert measured and all(0 <= value <= 2 for value in measured)
     assert exploitability_of(run.task) is not None

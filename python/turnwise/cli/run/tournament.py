@@ -21,8 +21,9 @@ import numpy as np
 from turnwise.arena import Arena
 from turnwise.cli.options import EXIT_OK
 from turnwise.run.build import Run, build_run
-from turnwise.run.checks import seats_of, task_of
+from turnwise.run.checks import task_of
 from turnwise.tasks import Player, Task, build_task
+from turnwise.tasks.base import MatchTask, ScriptedTask
 from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
 from turnwise.train.checkpoint.files import read_tensors
 from turnwise.train.checkpoint.progress import find_checkpoint
@@ -36,7 +37,7 @@ from turnwise.train.league.pool import members_in, slot_name
 from turnwise.train.league.ratings import Ratings, bradley_terry
 from turnwise.train.run_folder import check_episode_types
 from turnwise.train.validate import load_config
-from turnwise.types import ModelError, ModelRequest, ModelResponse
+from turnwise.types import ModelError, ModelRequest, ModelResponse, TaskCapabilities, capabilities_of
 from turnwise.utils.registry import announce_code_of_run, did_you_mean
 from turnwise.utils.threads import run_to_end
 
@@ -124,7 +125,7 @@ def play_tournament(
 
 
 async def _round_robin(client: MatchClient, task: Task, participants: Sequence[Participant], games: int) -> Payoffs:
-    payoffs, seats = Payoffs(), seats_of(task)
+    payoffs, seats = Payoffs(), capabilities_of(task, TaskCapabilities).seats
     arena = client.arena()
     for first, second in combinations(participants, 2):
         client.seat(first, 0)
@@ -172,13 +173,13 @@ def _task_for(configs: Sequence[TrainConfig], name: str | None) -> Task:
         raise ValueError(f"the runs trained on {', '.join(map(repr, sorted(names)))}: name one with task=...")
     own = next((config for config in configs if name in (None, config.task)), None)
     task = build_task(str(name)) if own is None else task_of(own)
-    if len(seats_of(task)) < 2 or not hasattr(task, "match_requests"):
+    if len(capabilities_of(task, TaskCapabilities).seats) < 2 or not isinstance(task, MatchTask):
         raise ValueError(f"task={task.name!r}: expected a task with seats that play against each other")
     return task
 
 
 def _chosen_players(task: Task, chosen: Sequence[str] | None) -> list[str]:
-    known = list(getattr(task, "players", {}))
+    known = list(task.players) if isinstance(task, ScriptedTask) else []
     if chosen is None:
         return known
     if unknown := [name for name in chosen if name not in known]:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnwise.credit.base import Credit
-from turnwise.types import Sample
+from turnwise.types import CreditCapabilities, Sample
 
 
 @dataclass(kw_only=True)
 class EpisodicCredit(Credit):
     """Uses the rollout's reward of the actor as the advantage."""
 
-    step_rewards = False
+    capabilities = CreditCapabilities(step_rewards=False)
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from turnwise.credit.base import ALONE, CENTERED, EQUAL, MIN_STD, GroupCredit, Key
 from turnwise.credit.rules.reinforce_pp import by_policy, trained_tokens
-from turnwise.types import Sample
+from turnwise.types import CreditCapabilities, Sample
 
 
 @dataclass(kw_only=True)
@@ -36,10 +36,7 @@ class GDPOCredit(GroupCredit):
     Example: ``GDPOCredit(rewards={"correct": 1.0, "brief": 0.5})``
     """
 
-    trees = False
-    ends = False
-    step_rewards = False
-    mixed_rewards = False
+    capabilities = CreditCapabilities(trees=False, ends=False, step_rewards=False, mixed_rewards=False)
     rewards: Mapping[str, float]
     batch: str = "attempts"
     _seen: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # names of rewards so far

@@ -19,7 +19,7 @@ import numpy as np
 
 from turnwise.credit.base import GroupCredit, Key
 from turnwise.credit.returns import check_gamma, discounted_returns
-from turnwise.types import Sample
+from turnwise.types import CreditCapabilities, Sample
 
 
 def anchor_state(sample: Sample) -> Hashable:
@@ -34,8 +34,7 @@ def anchor_state(sample: Sample) -> Hashable:
 class GiGPOCredit(GroupCredit):
     """Compares trajectories in groups ``(group_id, actor)``, and rows with equal ``anchor(sample)``. Not for trees."""
 
-    trees = False
-    step_rewards = False
+    capabilities = CreditCapabilities(trees=False, step_rewards=False)
     gamma: float = 0.95
     omega: float = 1.0
     anchor: Callable[[Sample], Hashable] = anchor_state

@@ -23,7 +23,7 @@ import numpy as np
 
 from turnwise.credit.advice import first_advice
 from turnwise.credit.base import GroupCredit, Key
-from turnwise.types import Sample
+from turnwise.types import CreditCapabilities, Sample
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ class HierarchyCredit(GRPOCredit):
     The standard deviation is the population's (``ddof=0``).
     """
 
-    step_rewards = False
+    capabilities = CreditCapabilities(step_rewards=False)
     ddof: int = 0
 
     def group_key(self, sample: Sample) -> Key:

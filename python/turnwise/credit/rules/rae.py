@@ -21,7 +21,7 @@ import numpy as np
 
 from turnwise.credit.base import Credit
 from turnwise.credit.ties import tolerance
-from turnwise.types import Sample
+from turnwise.types import CreditCapabilities, Sample
 
 Seat = tuple[str, str]
 Game = tuple[Seat, tuple[str, int | None]]
@@ -41,7 +41,7 @@ class RAECredit(Credit):
     the mean of its rewards, or after each ``"trajectory"``.
     """
 
-    step_rewards = False
+    capabilities = CreditCapabilities(step_rewards=False)
     decay: float = field(default=0.95, kw_only=False)
     per: str = "batch"
     bias_correction: bool = False

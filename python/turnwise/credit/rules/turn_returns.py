@@ -19,15 +19,14 @@ import numpy as np
 
 from turnwise.credit.base import GroupCredit, Key
 from turnwise.credit.returns import check_gamma, discounted_returns
-from turnwise.types import Sample
+from turnwise.types import CreditCapabilities, Sample
 
 
 @dataclass(kw_only=True)
 class TurnReturnsCredit(GroupCredit):
     """Compares discounted returns in groups ``(group_id, actor, turn)``. For plain trajectories, not for trees."""
 
-    trees = False
-    step_rewards = False
+    capabilities = CreditCapabilities(trees=False, step_rewards=False)
     gamma: float = 0.95
 
     def __post_init__(self) -> None:

@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from turnwise.credit.base import Credit
 from turnwise.credit.returns import check_gamma
 from turnwise.credit.state_values import StateValues
-from turnwise.types import Rollout, Sample
+from turnwise.types import CreditCapabilities, Rollout, Sample
 
 
 @dataclass(kw_only=True)
@@ -40,8 +39,7 @@ class VineCredit(Credit):
     credit for later ones' rewards. Model calls of hooks are not actions and get 0.
     """
 
-    values_of_states: ClassVar[bool] = True
-    step_rewards = False
+    capabilities = CreditCapabilities(values_of_states=True, step_rewards=False)
     gamma: float = 1.0
     team: bool = False
 

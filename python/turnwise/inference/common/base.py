@@ -13,7 +13,15 @@ from typing import Any, Self, TypeVar
 
 from turnwise.chat.tokenizers import ends_of
 from turnwise.inference.common.http import LoopThread
-from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling, Tokenizer
+from turnwise.types import (
+    ClientCapabilities,
+    ContextLengthError,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    Sampling,
+    Tokenizer,
+)
 
 T = TypeVar("T")
 
@@ -23,6 +31,19 @@ LEAST_TEMPERATURE = 0.01
 
 class ClientBase(ABC):
     """Base of all clients. A client ends with ``close()`` or with its ``async with`` block."""
+
+    @property
+    def capabilities(self) -> ClientCapabilities:
+        """The client's capabilities beyond its protocol."""
+        return ClientCapabilities()
+
+    def stats(self) -> dict[str, float]:
+        """Return totals since the start by name; empty for a client that counts nothing."""
+        return {}
+
+    def peaks(self) -> dict[str, float]:
+        """Return the largest values since the last call by name; empty for a client that measures none."""
+        return {}
 
     @abstractmethod
     async def close(self) -> None:

@@ -36,7 +36,7 @@ from turnwise.inference.local.decode import (
 )
 from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_models, sampling_mode
 from turnwise.inference.weights.load import copy_weights
-from turnwise.types import ModelError, ModelRequest, ModelResponse, Tokenizer
+from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, Tokenizer
 
 _QUIET_TICKS = 16
 """Rounds of the event loop without a new request after which a batch is complete. This uses no clock, so the same
@@ -122,7 +122,7 @@ class TransformersClient(ClientBase):
         self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
-        self.shares_weights = share
+        self._shares_weights = share
         self._in_flight = in_flight
         held = models if share else copy_models(models)
         self._policies = load_models(held, share, device)
@@ -218,6 +218,11 @@ class TransformersClient(ClientBase):
             await asyncio.wait([drain])
         self._worker.shutdown(wait=True)
 
+    @property
+    def capabilities(self) -> ClientCapabilities:
+        """Whether it samples with the caller's own modules (``share``)."""
+        return ClientCapabilities(shares_weights=self._shares_weights)
+
     def stats(self) -> dict[str, float]:
         """Totals: ``requests, batches, prompt_tokens, prefilled_tokens, cached_tokens, generated_tokens``,
         ``decoded_tokens`` and ``seconds``.
@@ -299,7 +304,7 @@ class TransformersClient(ClientBase):
     def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse]:
         held = self._policies[policy]
         whole, each = (nullcontext(), ForwardLock(held, self._busy)) if self._in_flight else (self._busy, None)
-        with whole, sampling_mode(held.model, self.shares_weights):
+        with whole, sampling_mode(held.model, self._shares_weights):
             began = time.perf_counter()
             completions, work = complete(
                 held.model,
@@ -315,7 +320,7 @@ class TransformersClient(ClientBase):
 
     def _score(self, policy: str, rows: Sequence[ScoredSequence]) -> list[list[float]]:
         held = self._policies[policy]
-        with self._busy, sampling_mode(held.model, self.shares_weights):
+        with self._busy, sampling_mode(held.model, self._shares_weights):
             device = held.model.get_input_embeddings().weight.device
             return completion_logprobs(held.model, rows, device, cached=held.cached)
 

@@ -22,7 +22,14 @@ from turnwise.inference.common.http import LoopThread
 from turnwise.inference.pool.engine import EngineFailed, Limits, PoolEngine, Published
 from turnwise.inference.pool.router import PrefixRouter, Router
 from turnwise.inference.weights.load import collect_weights
-from turnwise.types import InferenceClient, ModelError, ModelRequest, ModelResponse
+from turnwise.types import (
+    ClientCapabilities,
+    InferenceClient,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    capabilities_of,
+)
 from turnwise.utils.threads import to_thread
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
@@ -94,15 +101,14 @@ class PoolClient(GatedClient):
         self._left: Counter[str] = Counter()  # the totals of engines that left
 
     @property
-    def shares_weights(self) -> bool:
-        """True if an engine samples with the trainer's own modules."""
-        return any(getattr(engine.client, "shares_weights", False) for engine in self._engines.values())
-
-    @property
-    def fixed_policies(self) -> frozenset[str]:
-        """The policies whose engines accept no weights."""
-        each = [frozenset(getattr(engine.client, "fixed_policies", ())) for engine in self._engines.values()]
-        return frozenset.intersection(*each) if each else frozenset()
+    def capabilities(self) -> ClientCapabilities:
+        """The weights are shared if one engine shares them; a policy is fixed if all engines fix it."""
+        declared = [capabilities_of(engine.client, ClientCapabilities) for engine in self._engines.values()]
+        fixed = [each.fixed_policies for each in declared]
+        return ClientCapabilities(
+            shares_weights=any(each.shares_weights for each in declared),
+            fixed_policies=frozenset.intersection(*fixed) if fixed else frozenset(),
+        )
 
     @property
     def closed(self) -> bool:
@@ -171,7 +177,7 @@ class PoolClient(GatedClient):
         engines = list(self._engines.values())
         totals = Counter(self._left)
         for engine in engines:
-            totals.update(getattr(engine.client, "stats", dict)())
+            totals.update(engine.stats())
         totals["retries"] += sum(engine.counts["retries"] for engine in engines)
         totals["restarts"] += self._restarts
         own = {f"engines/{e.name}/{name}": float(count) for e in engines for name, count in e.counts.items()}
@@ -181,7 +187,7 @@ class PoolClient(GatedClient):
         """The largest peak, by name, of all engines that have ``peaks``, and ``engines/<name>/outstanding``."""
         largest: dict[str, float] = {}
         for engine in list(self._engines.values()):
-            for name, value in getattr(engine.client, "peaks", dict)().items():
+            for name, value in engine.peaks().items():
                 largest[name] = max(value, largest.get(name, value))
             largest[f"engines/{engine.name}/outstanding"] = engine.most_outstanding
             engine.most_outstanding = engine.outstanding
@@ -264,7 +270,7 @@ class PoolClient(GatedClient):
                 break
             except Exception as error:  # whatever it is, the engine doesn't serve, and the error is kept
                 engine.error = str(error) or type(error).__name__
-                if not getattr(error, "passes", True):
+                if isinstance(error, ModelError | EngineFailed) and not error.passes:
                     engine.refusals = max(engine.refusals, self._attempts)
                 self._changed.set()
             await asyncio.sleep(min(FIRST_WAIT * 2 ** min(attempt, 16), LONGEST_WAIT))
@@ -301,7 +307,7 @@ class PoolClient(GatedClient):
         engine.end("it left the pool", lost=at_once)
         while engine.outstanding:
             await asyncio.sleep(0.01)
-        self._left.update(getattr(engine.client, "stats", dict)())
+        self._left.update(engine.stats())
         self._left["retries"] += engine.counts["retries"]
         await engine.close()
 

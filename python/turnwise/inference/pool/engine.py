@@ -13,7 +13,16 @@ from torch import Tensor
 
 from turnwise.inference.common.http import EndpointError
 from turnwise.inference.weights.weight_block import check_memory, storage_key
-from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse
+from turnwise.types import (
+    CheckedClient,
+    ContextLengthError,
+    InferenceClient,
+    MeasuredClient,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    RecoverableClient,
+)
 
 REFUSED = (400, 413, 422)
 """Statuses that any engine would answer to the same request."""
@@ -32,7 +41,7 @@ class EngineFailed(Exception):
     @classmethod
     def by(cls, error: Exception, lost: bool = False) -> EngineFailed:
         """The failure that ``error`` is. What a client doesn't call final may pass."""
-        passes, seconds = getattr(error, "passes", True), getattr(error, "seconds", 0.0)
+        passes, seconds = (error.passes, error.seconds) if isinstance(error, ModelError) else (True, 0.0)
         return cls(str(error) or type(error).__name__, lost=lost, passes=passes, seconds=seconds)
 
 
@@ -161,16 +170,23 @@ class PoolEngine:
         await asyncio.shield(self._health)
 
     async def _check_health(self) -> None:
-        check = getattr(self.client, "check_health", None)
-        if check is None:
+        if not isinstance(self.client, CheckedClient):
             return
         try:
             async with asyncio.timeout(self._limits.dead_after):
-                await check()
+                await self.client.check_health()
         except TimeoutError:
             raise EngineFailed(f"it did not answer for {self._limits.dead_after:g} seconds", lost=True) from None
         except (ModelError, OSError) as error:
             raise EngineFailed.by(error, lost=True) from error
+
+    def stats(self) -> dict[str, float]:
+        """Return the client's totals; empty for a client that counts nothing."""
+        return self.client.stats() if isinstance(self.client, MeasuredClient) else {}
+
+    def peaks(self) -> dict[str, float]:
+        """Return the client's peaks; empty for a client that measures none."""
+        return self.client.peaks() if isinstance(self.client, MeasuredClient) else {}
 
     # -- weights and service -------------------------------------------------------------------------------------------
     async def load(self, new: Published) -> None:
@@ -191,7 +207,7 @@ class PoolEngine:
 
     async def recover(self) -> bool:
         """Let the client send the weights again that it sent last, if the engine lost them. False if it can't."""
-        if not hasattr(self.client, "recover"):
+        if not isinstance(self.client, RecoverableClient):
             return False
         async with self._loading, asyncio.timeout(self._limits.timeout):
             await self.client.recover()

@@ -94,8 +94,6 @@ class VLLMServerClient(GatedClient):
             [response] = await client.generate([ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3))])
     """
 
-    shares_weights = False
-
     def __init__(
         self,
         server: str | Endpoint,

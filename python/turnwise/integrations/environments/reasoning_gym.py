@@ -18,7 +18,7 @@ from turnwise.integrations.environments.scoring import LockedScorer, PlainScorer
 from turnwise.tasks import Demonstration, Player, Split, TaskOptions
 from turnwise.tasks.base import check_split, split_of
 from turnwise.tasks.generated import GeneratedTask, texts_of
-from turnwise.types import EpisodeState
+from turnwise.types import EpisodeState, TaskCapabilities
 
 SOLVER = "solver"
 SYSTEM_PROMPT = "Put your final answer between <answer> and </answer>."
@@ -125,7 +125,7 @@ class ReasoningGymTask(GeneratedTask):
 
     options_type = ReasoningGymOptions
     success_metric = f"solved/{SOLVER}"
-    credit_rule = "grpo"
+    capabilities = TaskCapabilities(credit_rule="grpo")
     system_prompts: ClassVar[dict[str, str]] = {SOLVER: SYSTEM_PROMPT}
 
     def __init__(self, options: ReasoningGymOptions) -> None:

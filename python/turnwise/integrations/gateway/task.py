@@ -18,6 +18,7 @@ from turnwise.integrations.gateway.replay import ReplayedEpisode
 from turnwise.integrations.gateway.settings import settings_of
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.types import TaskCapabilities
 from turnwise.utils.files import read_json_lines
 from turnwise.utils.registry import import_by_name
 
@@ -60,8 +61,7 @@ class GatewayTask(OwnTask):
     success_metric = "reported_reward/agent"
     system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
     options_type = GatewayOptions
-    credit_rule = "hierarchy"
-    credit_options: ClassVar[dict[str, Any]] = {"ddof": 1}
+    capabilities = TaskCapabilities(credit_rule="hierarchy", credit_options={"ddof": 1})
 
     def __init__(self, options: GatewayOptions | None = None) -> None:
         super().__init__(options)

@@ -84,8 +84,6 @@ class Players(ClientBase):
     Responses are text: whoever runs the environment trains on the tokens of its traces.
     """
 
-    shares_weights = False
-
     def __init__(self, agents: vf.Agents, actors: Sequence[str]) -> None:
         self.agents, self.actors = agents, list(actors)
         self.tokenizer = ByteTokenizer()

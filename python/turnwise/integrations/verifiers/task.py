@@ -12,6 +12,7 @@ from turnwise.integrations.gateway.settings import settings_of
 from turnwise.integrations.verifiers.version import check_version
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.types import TaskCapabilities
 from turnwise.utils.registry import import_by_name
 
 
@@ -44,8 +45,7 @@ class VerifiersTask(OwnTask):
     success_metric = "reported_reward/agent"
     system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
     options_type = VerifiersOptions
-    credit_rule = "hierarchy"
-    credit_options: ClassVar[dict[str, Any]] = {"ddof": 1}
+    capabilities = TaskCapabilities(credit_rule="hierarchy", credit_options={"ddof": 1})
 
     def __init__(self, options: VerifiersOptions | None = None) -> None:
         check_version()

@@ -9,7 +9,7 @@ from turnwise.arena import Episode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.tasks.base import Demonstration, Player
 from turnwise.tasks.gsm8k.questions import QuestionOptions, QuestionTask
 from turnwise.tasks.gsm8k.reader import MARK, answers_match, extract_answer, without_thoughts
-from turnwise.types import Actor
+from turnwise.types import Actor, TaskCapabilities
 
 SOLVER = "solver"
 SYSTEM_PROMPT = f"Solve the problem step by step. End with a line {MARK} and the answer, a number."
@@ -56,7 +56,7 @@ class GSM8KTask(QuestionTask):
 
     name = "gsm8k"
     success_metric = f"correct/{SOLVER}"
-    credit_rule = "grpo"
+    capabilities = TaskCapabilities(credit_rule="grpo")
     options_type = GSM8KOptions
 
     def __init__(self, options: GSM8KOptions) -> None:

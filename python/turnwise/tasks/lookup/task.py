@@ -13,7 +13,7 @@ from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check
 from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.lookup.demonstrations import SOLVER, SYSTEM_PROMPT, call_text, demonstrations
 from turnwise.tasks.lookup.table import FRIEND, FRUITS, LOOK_UP, NAMES, TABLES, Question, Table
-from turnwise.types import Actor, EpisodeState, Messages
+from turnwise.types import Actor, EpisodeState, Messages, TaskCapabilities
 
 
 class LookupEpisode(SingleTurnEpisode):
@@ -80,7 +80,7 @@ class LookupTask(GeneratedTask):
     success_metric = f"right/{SOLVER}"
     system_prompts: ClassVar[dict[str, str]] = {SOLVER: SYSTEM_PROMPT}
     options_type = LookupOptions
-    credit_rule = "grpo"
+    capabilities = TaskCapabilities(credit_rule="grpo")
 
     @property
     def actors(self) -> list[Actor]:

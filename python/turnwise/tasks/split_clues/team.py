@@ -133,7 +133,6 @@ class SplitCluesTask(TeamTask):
 
     name = "split_clues"
     key = "rows"
-    credit_rule = "at_grpo"
     system_prompts = SYSTEM_PROMPTS
     options_type = SplitCluesOptions
     options: SplitCluesOptions

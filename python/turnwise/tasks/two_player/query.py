@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Decision:
     actions: tuple[str | None, ...]
 
 
+@runtime_checkable
 class SolvedGame(Protocol):
     """A task whose game is small enough to query a policy everywhere: ``kuhn_poker`` and ``tic_tac_toe``."""
 

@@ -14,7 +14,7 @@ from turnwise.arena.runtime.rng import derive_seed
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split
 from turnwise.tasks.two_player.episode import MODEL, TwoPlayerEpisode
 from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules
-from turnwise.types import Actor, EpisodeRequest
+from turnwise.types import Actor, EpisodeRequest, TaskCapabilities
 
 
 class TwoPlayerOptions(TaskOptions):
@@ -39,8 +39,7 @@ class TwoPlayerTask(ABC):
     name: ClassVar[str]
     options_type: ClassVar[type[TwoPlayerOptions]]
     max_turns: ClassVar[int]
-    seats: ClassVar[tuple[str, ...]] = SEATS
-    credit_rule = "rae"
+    capabilities = TaskCapabilities(credit_rule="rae", seats=SEATS)
     success_metric = f"score/{MODEL}"
 
     def __init__(self, options: Any = None) -> None:

@@ -140,10 +140,6 @@ class LoopConfig(Section):
         return self
 
 
-DEFAULT_CREDIT = "at_grpo"
-"""Credit rule of tasks that set no ``credit_rule``."""
-
-
 class CreditConfig(Section):
     """The credit rule, which turns rewards into advantages."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
+
+from turnwise.types import MeasuredClient
 
 RATES = {
     "tokens_per_second": ("generated_tokens", "seconds"),
@@ -32,14 +33,13 @@ class ClientMetrics:
     """
 
     def __init__(self, client: Any) -> None:
-        self._stats: Callable[[], dict[str, float]] = getattr(client, "stats", dict)
-        self._peaks: Callable[[], dict[str, float]] = getattr(client, "peaks", dict)
+        self._client = client if isinstance(client, MeasuredClient) else None
         self._before: dict[str, float] = {}
         self.take()
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call, or since the creation of this object."""
-        totals, peaks = self._stats(), self._peaks()
+        totals, peaks = (self._client.stats(), self._client.peaks()) if self._client else ({}, {})
         grown = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
         self._before = totals
         metrics = {

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from turnwise.train.config.schema import TrainConfig
+from turnwise.types import PooledClient, RoutedClient
 from turnwise.utils.files import parse_json_line
 from turnwise.utils.shared_names import EVENTS
 
@@ -30,8 +31,10 @@ class ClusterMetrics:
         self._used = config.cluster.backend != "embedded"
         self._events = config.run_dir / EVENTS
         self._read = self._events.stat().st_size if self._used and self._events.exists() else 0
-        clients = {id(each): each for each in getattr(client, "clients", {"": client}).values()}
-        self._pools = [each for each in clients.values() if hasattr(each, "serving") and hasattr(each, "versions")]
+        clients = (
+            {id(each): each for each in client.clients.values()} if isinstance(client, RoutedClient) else {0: client}
+        )
+        self._pools = [each for each in clients.values() if isinstance(each, PooledClient)]
         self.begin()
 
     def begin(self) -> None:

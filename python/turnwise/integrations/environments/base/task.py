@@ -15,7 +15,7 @@ from turnwise.integrations.environments.base.play import Game
 from turnwise.integrations.environments.base.texts import with_moves
 from turnwise.tasks import Demonstration, Player, Split
 from turnwise.tasks.base import check_counts, check_split, split_of
-from turnwise.types import Actor, EpisodeRequest, Messages
+from turnwise.types import Actor, EpisodeRequest, Messages, TaskCapabilities
 
 SEEDS = 2**31 - 1
 """Seeds lie below this number, which every package takes."""
@@ -52,12 +52,10 @@ class ForeignTask:
         return f"score/{MODEL}" if self.has_opponent else f"success/{self.game.actors[0]}"
 
     @property
-    def seats(self) -> tuple[str, ...]:
-        return self.game.actors if self.game.is_competitive else ()
-
-    @property
-    def credit_rule(self) -> str:
-        return "rae" if self.seats else "grpo"
+    def capabilities(self) -> TaskCapabilities:
+        if not self.game.is_competitive:
+            return TaskCapabilities(credit_rule="grpo")
+        return TaskCapabilities(credit_rule="rae", seats=self.game.actors)
 
     @property
     def actors(self) -> list[Actor]:
