@@ -67,8 +67,7 @@ Restored read_archive(const uint8_t* bytes, size_t size, LeafReader& leaves);
 // ---- the format
 namespace archive {
 
-// The first byte. Format 1 has no relaxed blocks, and all blocks have one position.
-constexpr uint8_t kFormat = 2;
+constexpr uint8_t kFormat = 2;              // the first byte
 constexpr unsigned kMaxHeight = 6;          // largest height of a regular tree
 constexpr unsigned kMaxRelaxedHeight = 11;  // and of a relaxed one, whose blocks may be partly empty
 // Follow the format at the start of the archive. Blocks are restored unchanged, so reader and writer must have the same

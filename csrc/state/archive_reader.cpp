@@ -188,8 +188,7 @@ class Reader {
     }
 
     Restored read() {
-        format_ = byte();
-        if (format_ < 1 || format_ > kFormat) damaged("an unknown format");
+        if (byte() != kFormat) damaged("an unknown format");
         for (size_t size : kBlockSizes) {
             if (number() != size) damaged("blocks of another size: a turnwise of another version wrote it");
         }
@@ -211,8 +210,8 @@ class Reader {
                 return block<Heap::Table>(op % 4);
         }
         if (op == kHeap) return heap();
-        if (format_ > 1 && op == kRelaxed) return block<Values>(Inner, true);
-        if (format_ > 1 && op == kRelaxedLike) return block<Values>(InnerLike, true);
+        if (op == kRelaxed) return block<Values>(Inner, true);
+        if (op == kRelaxedLike) return block<Values>(InnerLike, true);
         const bool like = op >= kNodeLike;
         const unsigned kind = op - (like ? kNodeLike : kNode);
         if (kind > static_cast<unsigned>(Kind::Opaque)) damaged("an unknown record");
@@ -331,10 +330,10 @@ class Reader {
         }
     }
 
-    // Whether each block of such arrays has one position. No tree has a block twice then.
+    // True if each block of such arrays has one position. No tree has a block twice then.
     template <class Array>
-    bool positioned() const {
-        return format_ == 1 || !std::is_same_v<Array, Values>;
+    static constexpr bool positioned() {
+        return !std::is_same_v<Array, Values>;
     }
 
     template <class Array, class Info>
@@ -522,7 +521,6 @@ class Reader {
     const uint8_t* at_;   // the next byte
     const uint8_t* end_;  // the end of the archive
     LeafReader& leaves_;
-    uint8_t format_ = 0;       // the first byte
     uint64_t leaf_count_ = 0;  // leaves that were used so far
     uint64_t values_ = 0;      // items of all chunks of values so far
     std::tuple<ReadBlocks<Values>, ReadBlocks<Entries>, ReadBlocks<Tokens>, ReadBlocks<Heap::Table>> blocks_;

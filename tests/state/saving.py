@@ -1,14 +1,23 @@
-"""Random States for the tests of files and pickles, and what makes two of them the same."""
+"""Random States for the tests of files and pickles, their comparison, and damaged structures."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 from typing import Any
 
 import numpy as np
 
-from turnwise.state import State, StateDict, StateList, Store, TokenArray
+from turnwise.state import CheckpointError, OpaqueError, State, StateDict, StateList, Store, TokenArray
+
+
+class Board:
+    """An object that no policy is known for."""
+
+    def __init__(self, cells: list[int] | None = None) -> None:
+        self.cells = cells if cells is not None else [0, 0]
+
 
 KEYS: list[Any] = ["a", "b", "key", 0, 1, 2**62, None, 2.5, (1, "t"), b"x", *(f"k{i}" for i in range(40))]
 
@@ -134,3 +143,67 @@ def shape(value: Any) -> Any:
         else:
             described.append(("list", [of(held) for held in item]))
     return root, described
+
+
+def use(state: State) -> None:
+    """Everything that a damaged structure could trip."""
+    state.to_python()
+    fork = state.fork()
+    for item in containers(fork)[:20]:
+        if isinstance(item, dict):
+            item["fresh"] = [1]
+            for key in list(item)[:3]:
+                del item[key]
+            assert "absent" not in item
+        else:
+            item.insert(0, 1)
+            item += [2, [3]]
+            del item[: len(item) // 2]
+    fork.data  # noqa: B018
+    fork.collect()
+    fork.fork().diff(state)
+    fork.store.stats()
+
+
+def mangled(structure: bytes, rng: random.Random) -> bytes:
+    data = bytearray(structure)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        place, length = rng.randrange(len(data)), rng.randrange(1, 12)
+        match rng.randrange(6):
+            case 0:
+                data[place] ^= 1 << rng.randrange(8)
+            case 1:
+                data[place] = rng.choice([0, 1, 2, 3, 127, 128, 255, rng.randrange(256)])
+            case 2:
+                del data[place : place + length]
+            case 3:
+                data[place:place] = rng.randbytes(length)
+            case 4:
+                data[place:place] = data[place : place + length]
+            case 5:
+                other = rng.randrange(len(data))
+                data[place : place + length] = data[other : other + length]
+        if not data:
+            data = bytearray(b"\0")
+    return bytes(data)
+
+
+def fuzz(seed: int, rounds: int) -> None:
+    rng = random.Random(seed)
+    store = Store()
+    refused_count = 0
+    for number in range(rounds):
+        if number % 100 == 0:
+            states = list(tree(rng, store, 4).values())
+            structure, objects, versions = store._archive(states)
+        damaged = mangled(structure, rng)
+        try:
+            loaded = store._restore(damaged, list(objects), versions)
+        except (CheckpointError, OpaqueError, MemoryError):
+            refused_count += 1
+            continue
+        for state in loaded:
+            with contextlib.suppress(RecursionError):  # tuples may be deep
+                use(state)
+    print(f"{refused_count} of {rounds} refused")
+    assert refused_count > rounds // 2

@@ -335,10 +335,8 @@ class FrozenSlotted(ForkableMixin):
 def test_dataclasses():
     env = Data(config={"big": [1]})
     fork = copy.deepcopy(env)
-    assert (
-        fork == env
-        and repr(fork) == repr(env) == "Data(config={'big': [1]}, board=[[0, 0], [0, 0]], tags=set(), turn=0)"
-    )
+    assert fork == env
+    assert repr(fork) == repr(env) == "Data(config={'big': [1]}, board=[[0, 0], [0, 0]], tags=set(), turn=0)"
     fork.board[0][0] = 3
     fork.tags.add(1)
     assert fork != env and env.tags == set()
@@ -451,8 +449,6 @@ def test_what_is_special_in_each_kind():
 
 
 # -- shallow copies and pickles ----------------------------------------------------------------------------------------
-
-
 def test_pickles_hold_plain_containers():
     env = Env()
     env.config = {"rules": [1]}

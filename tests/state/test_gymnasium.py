@@ -114,11 +114,8 @@ def test_a_forkable_game_pickles_with_its_moves(kind):
     env = moved(kind)
     copy.deepcopy(env)
     for again in (pickle.loads(pickle.dumps(env)), copy.copy(env)):
-        assert type(again) is kind and (again.s, again.moves, again._ezpickle_kwargs) == (
-            2,
-            [2, 2],
-            env._ezpickle_kwargs,
-        )
+        assert type(again) is kind and again._ezpickle_kwargs == env._ezpickle_kwargs
+        assert (again.s, again.moves) == (2, [2, 2])
     assert again.np_random is env.np_random
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import collections
 import pickle
 import random
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,6 @@ import pytest
 from turnwise.state import State, Store, load
 
 LONG = 64_000
-
-# A file of format 1, in which lists have no relaxed blocks: three versions, as `test_a_file_of_format_1_loads` says.
-FORMAT_1 = (
-    "c-rljO=uHA6vyA}Zgw}DO}e{jnvb^Wx>_h9N<aK+5wwCJf)#2(P%Fk}tFh^(rfKU3LQbMkghITCpdwTRFFh1b6+POc7f}#FL?|A-2!e;=n<f"
-    "?8hdqmS*!fT9z4x1!8IreiYv9E3f!={b3;-nT51`tnYU7h1^WQaTZr|e@$)z)&-h7F&s=du$9p^3@<^Gx3vy0YJ-@LnhdB0Y*7i#?b`<GrOP"
-    "Cxy2&n<sAy8Qgvi<*D6Eq>1RzWuszpzr9-iQBW2W5+IAGYj2!ANIUb-+g@4|N5HaWk%g`r{|P2UdohQC+!Sf$mO#*o-by+tTUK)#`2jV9^y^"
-    "p^J!<&Esp039?rYc&Tz4C)%B3>#JHit=xDCQ*TPArSj=3(&#NJ6=iJ2bFtXfzof&pnQYAbRANU~%rh)r51kGCW05jHEG!Tq+77IiQN)+@_P^"
-    "O?lL6w4j3ThM#P*A5}kb)r!)=|))ph-cCf?*2QQ!qlo1`0+g7^7gEf(Z&XQm~1F%@j;hu!VpE1KVy%Ha9gU;<0E$q&{q!MqMbV2Q<H`$UaHr"
-    "5p?k_ba97%tF08=M!{D9FR#FuTumwnAgIh_66k=xBd{O=4y2$Hdf*@&fqpn?Fckzr3ge%IMJy%)2wEIR6A>k(YpN^>He<lz2Gc>*ZDuj1;8}"
-    "@^%zR8#Fo%d<nJ<tsS&*rW)sPM&;H#!xr|2=Lb*-+%Y#4zX<uTgED{bcbPjkionCtN78UDMu#8%q|8(JU<&CmpmSn}c!gD5mW1nMD-aV8j02"
-    "O+#1=nz204=N}i<Ap)OT84Lnzwm5A8$@8?)j&+i^6z^PQ&^c*tjq$IX`P8;Oy$K{z?Z>FbuRnvWNSCM!AjdS%U7mZ7JCW%SY=vtJ)8+6?OZy"
-    "zbaLt9vXjd$F1xwx;j))YH*zB#?JJ6m=($s9&UqDg2axs?4a&-c"
-)
 
 AT_FRONT: dict[str, Callable[[Any], Any]] = {
     "insert": lambda items: items.insert(0, "new"),
@@ -225,21 +210,3 @@ def test_files_and_pickles_keep_the_lists_and_what_they_share(tmp_path: Path) ->
             del items[5:20]
         check_equal(again.data["l"], model)
     check_equal(restored["v9"].data["l"], list(states["v9"].data["l"]))
-
-
-def test_a_file_of_format_1_loads(tmp_path: Path) -> None:
-    (tmp_path / "old").write_bytes(zlib.decompress(base64.b85decode(FORMAT_1)))
-    old = load(tmp_path / "old")
-    first = [*([0, 1, 2] * 200), "end"]
-    child = [*first, [5]]
-    child[300] = "new"
-    grand = [*child[:5], *child[6:590], "in", *child[590:]]
-    keys = {f"k{i}": i for i in range(12)}
-    rest = {"t": [1, 2], "p": ((1, []),)}
-    assert old["state"].to_python() == {"l": first, "d": keys, **rest}
-    assert old["child"].to_python() == {"l": child, "d": keys, **rest}
-    assert old["grand"].to_python() == {"l": grand, "d": {k: v for k, v in keys.items() if k != "k3"}, **rest}
-    fork = old["grand"].fork()
-    fork.data["l"].insert(0, "front")
-    check_equal(fork.data["l"], ["front", *grand])
-    check_equal(old["child"].data["l"], child)

@@ -14,21 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.state import (
-    OpaqueError,
-    State,
-    StateError,
-    Store,
-    TokenArray,
-    to_python,
-)
+from turnwise.state import OpaqueError, State, StateError, Store, TokenArray, to_python
 
-
-class Board:
-    """An object that no policy is known for."""
-
-    def __init__(self, cells: list[int] | None = None) -> None:
-        self.cells = cells if cells is not None else [0, 0]
+from .saving import Board
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -80,8 +80,8 @@ def build_pair(recipe: Any, aliases: list[tuple[Any, Any]], held: list[tuple[Any
             ring.append(ring)
             return ring
         if part[0] in ("alias", "held"):
-            known = aliases if part[0] == "alias" else held
-            return known[part[1] % len(known)][side] if known else None
+            pairs = aliases if part[0] == "alias" else held
+            return pairs[part[1] % len(pairs)][side] if pairs else None
         return BUILDERS[part[0]](part[1], lambda inner: build(side, inner))
 
     return build(0, recipe), build(1, recipe)
@@ -170,10 +170,6 @@ def reinsert(d: Any) -> None:
         d[each] = d.pop(each)
 
 
-def swap(items: Any, i: int) -> None:
-    items[i], items[0] = items[0], items[i]
-
-
 DICT_WRITES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "set": operator.setitem,
     "delete": lambda d, key, value: operator.delitem(d, key),
@@ -212,9 +208,9 @@ LIST_WRITES: dict[str, Callable[[Any, Any, list[Any], Any], Any]] = {
     "index": lambda items, i, values, atom: items.index(atom, i),
     "count": lambda items, i, values, atom: items.count(atom),
     "+": lambda items, i, values, atom: items + [1],  # noqa: RUF005 - is what is tested
-    "swap": lambda items, i, values, atom: swap(items, i),
 }
 NUMBERS = st.one_of(st.none(), st.integers(-6, 6))
+VERSION, TARGET, PLACE = st.integers(0, 9), st.integers(0, 60), st.integers(0, 4300)
 
 
 def often(table: dict[str, Any], *again: str) -> st.SearchStrategy[str]:
@@ -257,8 +253,8 @@ class Histories(RuleBasedStateMachine):
         self.versions = [Version(self.store.state(data), model)]
 
     def version(self, n: int, writable: bool = True) -> Version:
-        known = [each for each in self.versions if not (writable and each.state.frozen)]
-        return known[n % len(known)]
+        versions = [each for each in self.versions if not (writable and each.state.frozen)]
+        return versions[n % len(versions)]
 
     def target(self, version: Version, n: int, kind: type) -> tuple[Any, Any] | None:
         """A container of the version, or one that is only held."""
@@ -267,9 +263,9 @@ class Histories(RuleBasedStateMachine):
 
     def step(self, version: Version, call: Callable[[int], Any], hold: int) -> None:
         """The same call on both sides; then equal results or equal errors."""
-        (how, ours), (how_too, theirs) = outcome(lambda: call(0)), outcome(lambda: call(1))
-        assert how == how_too, (ours, theirs)
-        if how == "raises":
+        (kind, ours), (their_kind, theirs) = outcome(lambda: call(0)), outcome(lambda: call(1))
+        assert kind == their_kind, (ours, theirs)
+        if kind == "raises":
             assert ours == theirs
             return
         if isinstance(theirs, (*CONTAINERS, tuple)):
@@ -280,7 +276,7 @@ class Histories(RuleBasedStateMachine):
             assert type(ours) is type(theirs) and ours == theirs
 
     # ---- writes
-    @rule(v=st.integers(0, 9), n=st.integers(0, 60), key=KEYS, recipe=RECIPES, what=often(DICT_WRITES, "set"))
+    @rule(v=VERSION, n=TARGET, key=KEYS, recipe=RECIPES, what=often(DICT_WRITES, "set"))
     def write_dict(self, v: int, n: int, key: Any, recipe: Any, what: str) -> None:
         version = self.version(v)
         found = self.target(version, n, dict)
@@ -290,8 +286,8 @@ class Histories(RuleBasedStateMachine):
         self.step(version, lambda side: DICT_WRITES[what](found[side], key, values[side]), n)
 
     @rule(
-        v=st.integers(0, 9),
-        n=st.integers(0, 60),
+        v=VERSION,
+        n=TARGET,
         i=st.integers(-6, 6),
         part=st.builds(slice, st.integers(-6, 6), NUMBERS, st.sampled_from([None, 1, 2, -1, -2, 3])),
         recipes=st.lists(RECIPES, min_size=1, max_size=4),
@@ -309,7 +305,7 @@ class Histories(RuleBasedStateMachine):
         place = part if what.endswith("slice") else i
         self.step(version, lambda side: LIST_WRITES[what](found[side], place, values[side], atom), n)
 
-    @rule(v=st.integers(0, 9), n=st.integers(0, 60), at=st.integers(0, 30), recipe=RECIPES, many=st.booleans())
+    @rule(v=VERSION, n=TARGET, at=st.integers(0, 30), recipe=RECIPES, many=st.booleans())
     def write_and_hold(self, v: int, n: int, at: int, recipe: Any, many: bool) -> None:
         """A plain container is put in, and the user goes on filling the very object."""
         version = self.version(v)
@@ -325,7 +321,7 @@ class Histories(RuleBasedStateMachine):
                 found[side].insert(at, values[side])
         version.held.append(values)
 
-    @rule(v=st.integers(0, 9), n=st.integers(0, 60), k=st.integers(0, 9))
+    @rule(v=VERSION, n=TARGET, k=st.integers(0, 9))
     def change_set(self, v: int, n: int, k: int) -> None:
         """Objects that the store can't look into are changed in place."""
         version = self.version(v)
@@ -342,13 +338,7 @@ class Histories(RuleBasedStateMachine):
                     found[side][f"set{k}"] = sets[n % len(sets)]
 
     # ---- many items
-    @rule(
-        v=st.integers(0, 9),
-        n=st.integers(0, 60),
-        size=st.sampled_from([9, 17, 70, 140, 1100]),
-        step=st.integers(1, 4),
-        back=st.booleans(),
-    )
+    @rule(v=VERSION, n=TARGET, size=st.sampled_from([9, 17, 70, 140, 1100]), step=st.integers(1, 4), back=st.booleans())
     def many_keys(self, v: int, n: int, size: int, step: int, back: bool) -> None:
         found = self.target(self.version(v), n, dict)
         if found is None:
@@ -361,7 +351,7 @@ class Histories(RuleBasedStateMachine):
             for key in range(size - 1, -1, -step) if back else range(0, size, step * 2):
                 d[key] = -key
 
-    @rule(v=st.integers(0, 9), n=st.integers(0, 60), turns=st.integers(10, 60))
+    @rule(v=VERSION, n=TARGET, turns=st.integers(10, 60))
     def churn(self, v: int, n: int, turns: int) -> None:
         """New keys come and go at the end, and the size stays."""
         found = self.target(self.version(v), n, dict)
@@ -370,13 +360,7 @@ class Histories(RuleBasedStateMachine):
                 d[f"turn {turn}"] = turn
                 d.popitem()
 
-    @rule(
-        v=st.integers(0, 9),
-        n=st.integers(0, 60),
-        size=st.sampled_from([5, 130, 300, 4200]),
-        at=st.integers(0, 4300),
-        cut=st.integers(0, 4300),
-    )
+    @rule(v=VERSION, n=TARGET, size=st.sampled_from([5, 130, 300, 4200]), at=PLACE, cut=PLACE)
     def many_items(self, v: int, n: int, size: int, at: int, cut: int) -> None:
         found = self.target(self.version(v), n, list)
         for items in found or ():
@@ -386,7 +370,7 @@ class Histories(RuleBasedStateMachine):
 
     # ---- versions
     @precondition(lambda self: len(self.versions) < MOST_VERSIONS)
-    @rule(v=st.integers(0, 9), n=st.sampled_from([None, 0, 1, 2]))
+    @rule(v=VERSION, n=st.sampled_from([None, 0, 1, 2]))
     def fork(self, v: int, n: int | None) -> None:
         version = self.version(v, writable=False)
         children = [version.state.fork()] if n is None else version.state.fork(n)
@@ -395,7 +379,7 @@ class Histories(RuleBasedStateMachine):
         assert all(not child.frozen for child in children)
 
     @precondition(lambda self: len(self.versions) < MOST_VERSIONS)
-    @rule(v=st.integers(0, 9))
+    @rule(v=VERSION)
     def commit(self, v: int) -> None:
         version = self.version(v)
         commit = version.state.commit()
@@ -403,7 +387,7 @@ class Histories(RuleBasedStateMachine):
         assert commit.frozen
         self.versions.append(Version(commit, copy.deepcopy(version.model)))
 
-    @rule(v=st.integers(0, 9), to=st.integers(0, 9))
+    @rule(v=VERSION, to=VERSION)
     def rollback(self, v: int, to: int) -> None:
         version, goal = self.version(v), self.version(to, writable=False)
         facades = [facade for facade, _ in version.pairs() if is_facade(facade)]
@@ -420,7 +404,7 @@ class Histories(RuleBasedStateMachine):
                 assert id(facade) not in alive
 
     @precondition(lambda self: sum(not each.state.frozen for each in self.versions) > 1)
-    @rule(v=st.integers(0, 9), drop=st.booleans())
+    @rule(v=VERSION, drop=st.booleans())
     def end(self, v: int, drop: bool) -> None:
         version = self.version(v)
         root = version.state.data
@@ -431,12 +415,12 @@ class Histories(RuleBasedStateMachine):
         self.versions.remove(version)
 
     @precondition(lambda self: any(each.state.frozen for each in self.versions))
-    @rule(v=st.integers(0, 9))
+    @rule(v=VERSION)
     def end_commit(self, v: int) -> None:
         commits = [each for each in self.versions if each.state.frozen]
         self.versions.remove(commits[v % len(commits)])
 
-    @rule(v=st.integers(0, 9))
+    @rule(v=VERSION)
     def round_trip(self, v: int) -> None:
         """Pickled and back: the same, in a store of its own, and it can be written."""
         version = self.version(v, writable=False)
@@ -457,7 +441,7 @@ class Histories(RuleBasedStateMachine):
         check_same(branch.data, model)
         check_same(copied.data, version.model, sets_are_one=not copied.frozen)
 
-    @rule(v=st.integers(0, 9))
+    @rule(v=VERSION)
     def collect(self, v: int) -> None:
         self.version(v, writable=False).state.collect()
 
@@ -465,7 +449,7 @@ class Histories(RuleBasedStateMachine):
     def collect_python(self) -> None:
         gc.collect()
 
-    @rule(v=st.integers(0, 9), w=st.integers(0, 9), n=st.integers(0, 60))
+    @rule(v=VERSION, w=VERSION, n=TARGET)
     def refused(self, v: int, w: int, n: int) -> None:
         """What can't be put in raises, and changes nothing."""
         version, other = self.version(v), self.version(w, writable=False)
@@ -477,7 +461,7 @@ class Histories(RuleBasedStateMachine):
                 with pytest.raises(OpaqueError):
                     found[0]["bad"] = bad
 
-    @rule(v=st.integers(0, 9))
+    @rule(v=VERSION)
     def shrink(self, v: int) -> None:
         version = self.version(v)
         if sum(map(len, containers(version.model))) > MOST_ITEMS:

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.state import (
-    FrozenError,
-    Store,
-    TokenArray,
-    to_python,
-)
+from turnwise.state import FrozenError, Store, TokenArray, to_python
 
 
 def test_token_array() -> None:
@@ -88,24 +83,21 @@ def test_token_arrays_in_states() -> None:
     for _ in range(200):
         version = rng.choice(list(models))
         tokens, model = version.data["tokens"], models[version]
-        what = rng.randrange(6)
-        if what == 0 and len(models) < 8:
+        last_first = model[::-1]
+        act, size, clears = rng.randrange(6), len(model), rng.random() < 0.2
+        if act == 0 and len(models) < 8:
             models[version.fork()] = list(model)
-        elif what == 1:
-            tokens.append(len(model))
-            model.append(len(model))
-        elif what == 2:
-            tokens.extend(range(700))
-            model.extend(range(700))
-        elif what == 3 and model:
-            tokens[len(model) // 2] = -5
-            model[len(model) // 2] = -5
-        elif what == 4:
-            for _ in range(min(600, len(model))):
-                assert tokens.pop() == model.pop()
-        elif what == 5 and rng.random() < 0.2:
-            tokens.clear()
-            model.clear()
+        for target in (tokens, model):
+            if act == 1:
+                target.append(size)
+            elif act == 2:
+                target.extend(range(700))
+            elif act == 3 and size:
+                target[size // 2] = -5
+            elif act == 4:
+                assert [target.pop() for _ in range(min(600, size))] == last_first[: min(600, size)]
+            elif act == 5 and clears:
+                target.clear()
         for each, expected in models.items():
             assert each.data["tokens"].numpy().tolist() == expected
             assert each.data["same"] is each.data["tokens"]

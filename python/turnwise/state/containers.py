@@ -18,19 +18,18 @@ _OF_THE_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | 
 }
 
 
-def _add_to(kind: type) -> Any:
+def add_to(kind: type) -> Any:
     """Copy the attributes of a class body onto a compiled type."""
 
     def add(body: type) -> type:
-        for name, member in vars(body).items():
-            if name not in _OF_THE_CLASS:
-                setattr(kind, name, member)
+        for name in vars(body).keys() - _OF_THE_CLASS:
+            setattr(kind, name, vars(body)[name])
         return kind
 
     return add
 
 
-@_add_to(StateDict)
+@add_to(StateDict)
 class _DictMethods:
     def setdefault(self: Any, key: Any, default: Any = None, /) -> Any:
         if key not in self:
@@ -97,7 +96,7 @@ def _bound(place: Any, size: int) -> int:
     return max(index + size, 0) if index < 0 else index
 
 
-@_add_to(StateList)
+@add_to(StateList)
 class _ListMethods:
     def index(self: Any, value: Any, start: Any = 0, stop: Any = sys.maxsize, /) -> int:
         size = len(self)
@@ -164,45 +163,44 @@ class _ListMethods:
     __deepcopy__ = copy_facade
 
 
-def _set_of(items: Iterable[Any]) -> set[Any]:
-    return set(items)
-
-
 _SET_METHODS = (
     *("__and__", "__rand__", "__or__", "__ror__", "__sub__", "__rsub__", "__xor__", "__rxor__"),
     *("__le__", "__lt__", "__ge__", "__gt__", "__eq__", "isdisjoint"),
 )
 for _view in (StateDictKeys, StateDictItems):
     # Keys and items get the set methods of collections.abc. The results are plain sets.
-    for _name in _SET_METHODS:
-        setattr(_view, _name, getattr(Set, _name))
+    add_to(_view)(type("_", (), {name: getattr(Set, name) for name in _SET_METHODS} | {"_from_iterable": set}))
     setattr(_view, "__hash__", None)  # noqa: B010
-    setattr(_view, "_from_iterable", staticmethod(_set_of))  # noqa: B010 - the compiled types take it, mypy does not
-
-
-def _key_in_view(self: Any, key: Any) -> bool:
-    return key in self.mapping
-
-
-def _item_in_view(self: Any, item: Any) -> bool:
-    if not (isinstance(item, tuple) and len(item) == 2):
-        return False
-    found = self.mapping.get(item[0], _MISSING)
-    return found is not _MISSING and (found is item[1] or found == item[1])
 
 
 def _view_repr(name: str) -> Any:
-    @recursive_repr("...")
-    def method(self: Any) -> str:
-        return f"{name}([{', '.join(map(repr, self))}])"
-
-    return method
+    return recursive_repr("...")(lambda self: f"{name}([{', '.join(map(repr, self))}])")
 
 
-for _kind, _title in ((StateDictKeys, "dict_keys"), (StateDictValues, "dict_values"), (StateDictItems, "dict_items")):
-    setattr(_kind, "__repr__", _view_repr(_title))  # noqa: B010
-setattr(StateDictKeys, "__contains__", _key_in_view)  # noqa: B010
-setattr(StateDictItems, "__contains__", _item_in_view)  # noqa: B010
+@add_to(StateDictKeys)
+class _KeysMethods:
+    __repr__ = _view_repr("dict_keys")
+
+    def __contains__(self: Any, key: Any) -> bool:
+        return key in self.mapping
+
+
+@add_to(StateDictItems)
+class _ItemsMethods:
+    __repr__ = _view_repr("dict_items")
+
+    def __contains__(self: Any, item: Any) -> bool:
+        if not (isinstance(item, tuple) and len(item) == 2):
+            return False
+        value = self.mapping.get(item[0], _MISSING)
+        return value is not _MISSING and (value is item[1] or value == item[1])
+
+
+@add_to(StateDictValues)
+class _ValuesMethods:
+    __repr__ = _view_repr("dict_values")
+
+
 KeysView.register(StateDictKeys)
 ItemsView.register(StateDictItems)
 ValuesView.register(StateDictValues)

@@ -25,9 +25,9 @@ def _references(values: list[Any]) -> list[int]:
 _BASE = _references([[]])[0]
 
 
-def held_once(values: list[Any]) -> list[bool]:
-    """Return True for each value that only the list and one other place hold."""
-    return [count == _BASE + 1 for count in _references(values)]
+def held_once(values: list[Any], elsewhere: int = 1) -> list[bool]:
+    """Return True for each value that only the list and ``elsewhere`` other places hold."""
+    return [count == _BASE + elsewhere for count in _references(values)]
 
 
 def is_constant(value: Any) -> bool:

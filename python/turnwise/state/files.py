@@ -18,7 +18,6 @@ import json
 import os
 import pickle
 import struct
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from turnwise import _C
 from turnwise._C import CheckpointError, OpaqueError, State
 from turnwise.state.leaves import dump_leaves, first_unpicklable, freeze_leaves, load_leaves
 from turnwise.utils.copies import is_made_anew, refusal
-from turnwise.utils.files import sync_folder
+from turnwise.utils.files import replacing, sync_folder
 
 MAGIC = b"\x89TWSTATE"
 FORMAT = 1
@@ -57,7 +56,8 @@ def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str,
             raise ValueError(f"states[{name!r}]: it belongs to another Store")
     # Take the States apart: their structure as bytes, and the leaves as a pickle and the memory of arrays.
     unique = {id(state): state for state in states.values()}
-    places = {key: place for place, key in enumerate(unique)}
+    index_of = {key: index for index, key in enumerate(unique)}
+    places = [index_of[id(state)] for state in states.values()]
     structure, leaves, versions = store._archive(list(unique.values()))
     try:
         pickled, buffers = dump_leaves(leaves)
@@ -66,7 +66,7 @@ def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str,
     # Write the header, which names the States, and then the sections.
     header = {
         "names": list(states),
-        "places": _unless_counting([places[id(state)] for state in states.values()]),
+        "places": None if places == list(range(len(places))) else places,
         "versions": len(versions),
         "frozen": [place for place, (frozen, _) in enumerate(versions) if frozen],
         "commits": [[place, commit] for place, (_, commit) in enumerate(versions) if commit >= 0],
@@ -79,37 +79,35 @@ def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str,
         [pickled],
         [part for view in buffers for part in (view, bytes(-view.nbytes % ALIGNMENT))],
     ]
-    with _replacing(Path(path)) as stream:
+    with replacing(Path(path)) as stream:
         _write(stream, sections)
-
-
-def _unless_counting(places: list[int]) -> list[int] | None:
-    return None if places == list(range(len(places))) else places
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(Path(path).parent)
 
 
 def _unpicklable(leaves: Sequence[Any], states: Mapping[str, State]) -> TypeError | None:
     """Return an error that names the object that can't be written, its State and its path."""
-    found = first_unpicklable(leaves)
-    if found is None:
+    unpicklable = first_unpicklable(leaves)
+    if unpicklable is None:
         return None
-    leaf, why = found
+    leaf, reason = unpicklable
     for name, state in states.items():
         path = state._path_of(leaf)
         if path is not None:
             where = "".join(f"[{key!r}]" for key in path)
-            return TypeError(f"states[{name!r}].data{where}: a {type(leaf).__name__}, which can't be pickled: {why}")
-    return TypeError(f"an object of type {type(leaf).__name__} can't be pickled: {why}")
+            return TypeError(f"states[{name!r}].data{where}: a {type(leaf).__name__}, which can't be pickled: {reason}")
+    return TypeError(f"an object of type {type(leaf).__name__} can't be pickled: {reason}")
 
 
 def _write(stream: IO[bytes], sections: list[list[bytes | memoryview]]) -> None:
     # The head comes first in the file, so compute the place and the digest of every section before writing.
     head = _HEAD.pack(MAGIC, FORMAT, SECTIONS)
     offset = _HEAD_BYTES
-    padding = 0
-    for place, parts in enumerate(sections):
-        if place == SECTIONS - 1:
-            padding = -offset % ALIGNMENT
-            offset += padding
+    for number, parts in enumerate(sections):
+        if number == SECTIONS - 1:
+            padding = bytes(-offset % ALIGNMENT)
+            offset += len(padding)
         digest = hashlib.blake2b(digest_size=_DIGEST)
         length = 0
         for part in parts:
@@ -118,43 +116,14 @@ def _write(stream: IO[bytes], sections: list[list[bytes | memoryview]]) -> None:
         head += _SECTION.pack(offset, length, digest.digest())
         offset += length
     stream.write(head + _digest_of(head))
-    for place, parts in enumerate(sections):
-        if place == SECTIONS - 1:
-            stream.write(bytes(padding))
-        for part in parts:
-            stream.write(part)
+    for number, parts in enumerate(sections):
+        if number == SECTIONS - 1:
+            stream.write(padding)
+        stream.writelines(parts)
 
 
 def _digest_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
-
-
-class _replacing:
-    """A stream whose bytes replace ``path`` at the end; after an error ``path`` is unchanged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> IO[bytes]:
-        descriptor, self.temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        self.stream = os.fdopen(descriptor, "wb")
-        return self.stream
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self.stream.flush()
-                mask = os.umask(0)
-                os.umask(mask)
-                os.chmod(self.temporary, 0o666 & ~mask)  # mkstemp gives access to the owner only
-                os.fsync(self.stream.fileno())
-                self.stream.close()
-                os.replace(self.temporary, self.path)
-                sync_folder(self.path.parent)
-        finally:
-            self.stream.close()
-            if os.path.exists(self.temporary):
-                os.unlink(self.temporary)
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
@@ -205,7 +174,9 @@ class _Header:
                 places = list(range(len(names)))
             frozen = set(fields["frozen"])
             commits = dict(fields["commits"])
-            versions = [(place in frozen, commits.get(place, -1)) for place in _range_of(count, len(data))]
+            if not isinstance(count, int) or not 0 <= count <= 2 * len(data):
+                raise ValueError(f"versions={count!r}")
+            versions = [(place in frozen, commits.get(place, -1)) for place in range(count)]
             good = (
                 all(isinstance(name, str) for name in names)
                 and len(set(names)) == len(names) == len(places)
@@ -229,12 +200,6 @@ class _Header:
                 raise CheckpointError("its arrays are cut off")
             yield whole[offset : offset + length]
             offset += length + -length % ALIGNMENT
-
-
-def _range_of(count: Any, most: int) -> range:
-    if not isinstance(count, int) or not 0 <= count <= 2 * most:
-        raise ValueError(f"versions={count!r}")
-    return range(count)
 
 
 def _read(stream: IO[bytes]) -> tuple[_Header, bytes, bytes, bytes]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any, ClassVar
 
 from turnwise._C import State, StateDict, StateList, TokenArray
 from turnwise.state.deep_copies import EXPLAINING, explained, fork_within, keep_alive
 from turnwise.state.exclusive import ATOMS, HOLDERS, exclusive_graphs, held_once, is_whole
-from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, _copy_random
+from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, copy_random
 from turnwise.utils.copies import check_copies, is_ez_pickle
 
 _LATER = "(turnwise: copied when asked for)"
@@ -150,10 +149,9 @@ _plans: dict[type, _Plan] = {}
 
 
 def _plan_of(cls: type) -> _Plan:
-    plan = _plans.get(cls)
-    if plan is None:
-        plan = _plans[cls] = _Plan(cls)
-    return plan
+    if cls not in _plans:
+        _plans[cls] = _Plan(cls)
+    return _plans[cls]
 
 
 class _Slots(MutableMapping[str, Any]):
@@ -317,29 +315,15 @@ class _Waiting(dict[str, _Cell]):
 
 def _copy_now(attributes: dict[str, Any], name: str) -> Any:
     later = attributes[_LATER]
-    held = [later.pop(name)]
+    cells = [later.pop(name)]
     if not later:
         del attributes[_LATER]
     if name not in attributes:  # otherwise it has been assigned since
-        attributes[name] = _value_of(held)
+        value = cells[0].value
+        if not held_once(cells, elsewhere=0)[0]:
+            value = copy_random(value) if type(value) is random.Random else copy.deepcopy(value)
+        attributes[name] = value
     return attributes[name]
-
-
-def _value_of(held: list[_Cell]) -> Any:
-    last = sys.getrefcount(held[0]) == _ONLY_HERE
-    value = held[0].value
-    if last:
-        return value
-    if type(value) is random.Random:
-        return _copy_random(value)
-    return copy.deepcopy(value)
-
-
-def _references_here(held: list[_Cell]) -> int:
-    return sys.getrefcount(held[0])
-
-
-_ONLY_HERE = _references_here([_Cell(None)])
 
 
 class _Later:
@@ -390,14 +374,13 @@ def _put_off(
 
 def _stand_in(cls: type, name: str) -> bool:
     """Install the descriptor for ``name``. Returns False if the class can't serve ``name`` for objects that lack it."""
-    known = vars(cls).get(name)
-    if type(known) is _Later:
+    if type(vars(cls).get(name)) is _Later:
         return True
-    found = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
-    if found and (hasattr(type(found[0]), "__set__") or hasattr(type(found[0]), "__delete__")):
+    members = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
+    if members and (hasattr(type(members[0]), "__set__") or hasattr(type(members[0]), "__delete__")):
         return False
     try:
-        setattr(cls, name, _Later(name, found))
+        setattr(cls, name, _Later(name, members))
     except (AttributeError, TypeError):
         return False
     return True

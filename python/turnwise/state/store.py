@@ -62,7 +62,7 @@ def _through_hooks(value: Any) -> Any:
     return fresh
 
 
-def _copy_random(source: random.Random) -> random.Random:
+def copy_random(source: random.Random) -> random.Random:
     fresh = type(source)()
     fresh.setstate(source.getstate())
     return fresh
@@ -108,10 +108,15 @@ COPIED_TYPES: tuple[type, ...] = (
 """Types whose objects forks copy with :func:`copy.deepcopy`."""
 
 
-def _foreign_type(module: str, name: str) -> type | None:
-    """Return a type of a library, if the library has been imported."""
-    return getattr(sys.modules.get(module), name, None)
-
+LIBRARY_TYPES: dict[tuple[str, str], Policy] = {
+    ("numpy", "ndarray"): NAMED["copy"],
+    **dict.fromkeys(
+        [("numpy", "generic"), ("numpy", "dtype"), ("torch", "dtype"), ("torch", "device")], NAMED["share"]
+    ),
+    **dict.fromkeys([("numpy.random", "Generator"), ("numpy.random", "RandomState")], NAMED["copy"]),
+    ("torch", "Generator"): Policy(_copy_torch_generator),
+}
+"""Policies for types of numpy and torch, by module and name; subclasses have the same."""
 
 LINKED_OBJECT: PolicyTuple = (LINKED, copies.deep_copy, True)
 """Policy for objects that may refer to one another and to containers of their State. A fork copies them together."""
@@ -194,36 +199,27 @@ class Store(_C.StoreBase):
         """Return the policy of a type, which the core caches; ``None`` if there is none."""
         for base in kind.__mro__:
             if base in self._registered:
-                policy = self._registered[base].as_tuple()
-                return policy if self._shared is None or policy[0] != SHARE else (SHARE, self._shared.note, False)
+                mode, copy_object, private = self._registered[base].as_tuple()
+                if self._shared is not None and mode == SHARE:
+                    copy_object = self._shared.note
+                return mode, copy_object, private
         if issubclass(kind, _C.State | _C.StateDict | _C.StateList):
             return None
-        # Types of numpy and torch, if these are imported: arrays, scalars and dtypes, generators.
-        ndarray = _foreign_type("numpy", "ndarray")
-        if ndarray is not None and issubclass(kind, ndarray):
-            # Subclasses can hold more than values: masks, units.
-            frozen = self.arrays == "frozen" and kind is ndarray
-            return (FREEZE, freeze_array, False) if frozen else NAMED["copy"].as_tuple()
-        for module, name in (("numpy", "generic"), ("numpy", "dtype"), ("torch", "dtype"), ("torch", "device")):
-            found = _foreign_type(module, name)
-            if found is not None and issubclass(kind, found):
-                return NAMED["share"].as_tuple()
-        for module, name in (("numpy.random", "Generator"), ("numpy.random", "RandomState")):
-            found = _foreign_type(module, name)
-            if found is not None and issubclass(kind, found):
-                return NAMED["copy"].as_tuple()
-        generator = _foreign_type("torch", "Generator")
-        if generator is not None and issubclass(kind, generator):
-            return Policy(_copy_torch_generator).as_tuple()
+        for (module, name), policy in LIBRARY_TYPES.items():
+            library_type = getattr(sys.modules.get(module), name, None)  # None: the library is not imported
+            if library_type is not None and issubclass(kind, library_type):
+                # Subclasses of arrays can hold more than values: masks, units.
+                frozen = name == "ndarray" and self.arrays == "frozen" and kind is library_type
+                return (FREEZE, freeze_array, False) if frozen else policy.as_tuple()
         # Types of Python, and objects that fork themselves.
         if kind is random.Random:
-            return Policy(_copy_random).as_tuple()
+            return Policy(copy_random).as_tuple()
         if kind in COPIED_TYPES:
             return NAMED["copy"].as_tuple()
         if getattr(kind, "__turnwise_forkable__", False):
             return LINKED_OBJECT
         if issubclass(kind, SHARED_TYPES):
-            shared = not _has_attributes(kind) or issubclass(kind, IDENTITY_TYPES)
+            shared = not getattr(kind, "__dictoffset__", 0) or issubclass(kind, IDENTITY_TYPES)
             return NAMED["share" if shared else "copy"].as_tuple()
         return None
 
@@ -259,7 +255,3 @@ def _store_with(kind: type[Store], attributes: dict[str, Any], check_shared: boo
     Store.__init__(store, check_shared=check_shared)
     vars(store).update(attributes)
     return store
-
-
-def _has_attributes(kind: type) -> bool:
-    return bool(getattr(kind, "__dictoffset__", 0))
