@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from timing import give_back_freed_memory
 from torch import Tensor, nn
 from train_cases import Case, make_model
 
+from turnwise.inference.local import decode
+from turnwise.inference.local.kv_cache import SharedPrefix
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.run.clients import KINDS
 from turnwise.train.validate import config_from_dict
@@ -119,12 +122,27 @@ class PlainGenerate:
         """Free nothing."""
 
 
-def methods(model: nn.Module, kinds: Sequence[str], kv_cache_gb: float) -> dict[str, Any]:
+class WithoutKernel:
+    """The client ``transformers`` with PyTorch's attention on a CPU too, in place of the C++ kernel for decoding."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.load_weights, self.close = client.load_weights, client.close
+
+    async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        with mock.patch.object(decode, "make_decoder", lambda *prefilled: SharedPrefix(*prefilled[:4])):
+            return await self.client.generate(requests)
+
+
+def methods(model: Any, kinds: Sequence[str], kv_cache_gb: float) -> dict[str, Any]:
     """Return the methods that answer requests with ``model``: ``generate`` itself, the clients of ``kinds`` that are
-    available, and ``vllm`` also without its prefix cache. Print a line for each one left out."""
+    available, ``transformers`` also without its kernel on a CPU, and ``vllm`` also without its prefix cache. Print a
+    line for each one left out."""
     made: dict[str, Any] = {PLAIN: PlainGenerate(model)}
     for kind in kinds:
         _add(made, f"turnwise {kind}", kind, model, {"kv_cache_gb": kv_cache_gb})
+    if "turnwise transformers" in made and model.device.type == "cpu":
+        made["turnwise transformers, without kernel"] = WithoutKernel(made["turnwise transformers"])
     if "turnwise vllm" in made:
         vllm = {"kv_cache_gb": kv_cache_gb, "engine_args": {"enable_prefix_caching": False}}
         _add(made, "turnwise vllm, no prefix cache", "vllm", model, vllm)

@@ -55,7 +55,7 @@ py::object checked(PyObject* result) {
     return py::reinterpret_steal<py::object>(result);
 }
 
-[[noreturn]] void refuse(const char* name, const std::string& reason) {
+[[noreturn]] void reject(const char* name, const std::string& reason) {
     throw py::type_error(name + (": " + reason));
 }
 
@@ -115,10 +115,10 @@ View read(py::handle tensor, const char* name, const TorchNames& names) {
         known = true;
         break;
     }
-    if (!known) refuse(name, "a dtype that is not read here");
+    if (!known) reject(name, "a dtype that is not read here");
     const py::object shape = checked(PyObject_GetAttr(tensor.ptr(), names.shape));
     view.dims = int(PyTuple_GET_SIZE(shape.ptr()));
-    if (view.dims > 2) refuse(name, "expected at most two dimensions");
+    if (view.dims > 2) reject(name, "expected at most two dimensions");
     read_pair(shape, view.shape);
     read_pair(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.stride)), view.stride);
     // data_ptr() raises for tensors inside torch.func's transforms. They have no address, like other wrappers.
@@ -146,8 +146,8 @@ View read_buffer(py::handle array, const char* name) {
     else if (format == "?")
         view.dtype = DType::boolean;
     else
-        refuse(name, "expected an array of float64, float32, int64 or bool");
-    if (found.ndim > 2) refuse(name, "expected at most two dimensions");
+        reject(name, "expected an array of float64, float32, int64 or bool");
+    if (found.ndim > 2) reject(name, "expected at most two dimensions");
     view.dims = int(found.ndim);
     for (py::ssize_t i = 0; i < found.ndim; ++i) {
         view.shape[i] = found.shape[size_t(i)];
@@ -160,7 +160,7 @@ View read_buffer(py::handle array, const char* name) {
 // Refuses tensors without memory. Wrappers such as DTensor or those of torch.func report a device but have no memory.
 View with_memory(const View& view, const char* name) {
     if (view.data == nullptr && view.size() > 0)
-        refuse(name,
+        reject(name,
                "expected a tensor with memory of its own, not a wrapper such as a DTensor: pass x.full_tensor(), or "
                "inside torch.func use backend='torch'");
     return view;
@@ -178,7 +178,7 @@ View view_of(py::handle tensor, const char* name) {
     const TorchNames& names = torch_names();
     View view;
     if (read_by_exchange(tensor, dlpack::DeviceType::cpu, view, names)) return with_memory(view, name);
-    if (!is_true(tensor, names.is_cpu)) refuse(name, "expected a CPU tensor");
+    if (!is_true(tensor, names.is_cpu)) reject(name, "expected a CPU tensor");
     return with_memory(read(tensor, name, names), name);
 }
 
@@ -192,7 +192,7 @@ View cuda_view_of(py::handle tensor, const char* name) {
     const TorchNames& names = torch_names();
     View view;
     if (read_by_exchange(tensor, dlpack::DeviceType::cuda, view, names)) return with_memory(view, name);
-    if (!is_true(tensor, names.is_cuda)) refuse(name, "expected a CUDA tensor");
+    if (!is_true(tensor, names.is_cuda)) reject(name, "expected a CUDA tensor");
     view = read(tensor, name, names);
     view.device = int(PyLong_AsLong(checked(PyObject_CallMethodNoArgs(tensor.ptr(), names.get_device)).ptr()));
     return with_memory(view, name);

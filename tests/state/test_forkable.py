@@ -302,7 +302,7 @@ def test_class_defaults_and_computed_attributes_stay_what_they_are():
     fork = copy.deepcopy(env)
     assert list(fork.grid) == [0, 0] and list(fork.table) == [0, 1, 2] and fork.computed == 1
     assert Lazy().grid == Lazy.grid == "default" and list(Lazy().table) == [0, 1, 2]
-    assert isinstance(vars(Lazy)["grid"].otherwise[0], str)
+    assert isinstance(vars(Lazy)["grid"].inherited[0], str)
 
 
 # -- kinds of classes --------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class Adoption {
             } else {
                 PyObject* policy = policy_of(state_, item);
                 pure = !policy ? -1 : policy != Py_None && Policy::of(policy).mode == Policy::Share;
-                if (pure == 1 && !hears(policy, item)) pure = -1;
+                if (pure == 1 && !notify(policy, item)) pure = -1;
             }
         }
         Py_LeaveRecursiveCall();
@@ -203,7 +203,7 @@ class Adoption {
     }
 
     // Calls a share policy's function, if it has one, with the object. False with an error set.
-    static bool hears(PyObject* policy, PyObject* object) {
+    static bool notify(PyObject* policy, PyObject* object) {
         PyObject* listener = PyTuple_GET_ITEM(policy, 1);
         if (listener == Py_None) return true;
         Py_INCREF(listener);
@@ -217,9 +217,9 @@ class Adoption {
     bool by_policy(PyObject* object, Value& value, int parent, PyObject* key, size_t index) {
         PyObject* tuple = policy_of(state_, object);
         if (!tuple) return false;
-        if (tuple == Py_None) return refuse(object, parent, key, index);
+        if (tuple == Py_None) return reject(object, parent, key, index);
         const Policy policy = Policy::of(tuple);
-        if (policy.mode == Policy::Share && !hears(tuple, object)) return false;
+        if (policy.mode == Policy::Share && !notify(tuple, object)) return false;
         if (policy.mode == Policy::Share || opaque_ == Opaque::Checked) return leaf(object, value);
         if (policy.makes_opaque() && opaque_ == Opaque::Live) {
             auto* node = new OpaqueNode(state_->heap.epoch(), leaf_of(object), leaf_of(tuple));
@@ -278,7 +278,7 @@ class Adoption {
     }
 
     // Sets the error "data['players'][0]: ..." with the type and what to do about it. Returns false.
-    bool refuse(PyObject* object, int parent, PyObject* key, size_t index) {
+    bool reject(PyObject* object, int parent, PyObject* key, size_t index) {
         // Build the path from the object up: through new containers, then from the root of the heap.
         PyObject* path = PyUnicode_FromString("");
         SlotIndex into = slot_;

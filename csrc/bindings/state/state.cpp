@@ -17,12 +17,13 @@ void bind_state(pybind11::module_& module) {
         if (!type || PyModule_AddObjectRef(m, name, type) < 0) throw pybind11::error_already_set();
         return type;
     };
-    state::types.error = exception("StateError", "A State was used in a way that it can't be.", PyExc_RuntimeError);
+    state::types.error =
+        exception("StateError", "A State was used in a way that it does not allow.", PyExc_RuntimeError);
     state::types.pruned = exception("PrunedError", "The State was pruned.", state::types.error);
     state::types.frozen = exception("FrozenError", "A write to a commit.", state::types.error);
-    state::types.opaque = exception("OpaqueError", "An object that no policy says how to fork.", PyExc_TypeError);
+    state::types.opaque = exception("OpaqueError", "An object without a policy for forking it.", PyExc_TypeError);
     state::types.checkpoint =
-        exception("CheckpointError", "A file or pickle of States that is damaged, or none.", PyExc_ValueError);
+        exception("CheckpointError", "A file or pickle that is damaged or holds no States.", PyExc_ValueError);
     if (!state::make_state_types(m) || !state::make_dict_types(m) || !state::make_list_types(m) ||
         !state::make_tokens_type(m) || !state::add_version_methods() || !state::add_archive_methods()) {
         throw pybind11::error_already_set();

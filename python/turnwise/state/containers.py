@@ -12,7 +12,7 @@ from turnwise._C import StateDict, StateDictItems, StateDictKeys, StateDictValue
 from turnwise.state.deep_copies import copy_facade
 
 _MISSING = object()
-_OF_THE_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | {
+_IN_EVERY_CLASS = frozenset(vars(type("_", (), {"__eq__": None}))) - {"__eq__"} | {
     "__firstlineno__",
     "__static_attributes__",
 }
@@ -22,7 +22,7 @@ def add_to(kind: type) -> Any:
     """Copy the attributes of a class body onto a compiled type."""
 
     def add(body: type) -> type:
-        for name in vars(body).keys() - _OF_THE_CLASS:
+        for name in vars(body).keys() - _IN_EVERY_CLASS:
             setattr(kind, name, vars(body)[name])
         return kind
 

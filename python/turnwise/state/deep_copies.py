@@ -22,16 +22,15 @@ _memos: dict[int, dict[int, Any]] = {}
 
 def fork_within(state: State, memo: dict[int, Any]) -> State:
     """Return the fork of ``state`` for this deep copy. The first call makes it, and later calls return the same."""
-    known = memo.get(id(state))
-    if known is None:
+    if id(state) not in memo:
         _memos[id(state)] = memo
         try:
-            known = state.fork()
+            memo[id(state)] = state.fork()
         finally:
             del _memos[id(state)]
-        memo[id(state)] = known
         keep_alive(state, memo)
-    return known
+    child: State = memo[id(state)]
+    return child
 
 
 def keep_alive(value: Any, memo: dict[int, Any]) -> None:
@@ -44,9 +43,7 @@ def copy_linked(objects: list[Any], state: State, child: State) -> list[Any]:
 
     Raises :class:`OpaqueError`, with the path, for an object that can't be copied.
     """
-    memo = _memos.get(id(state))
-    if memo is None:
-        memo = {}
+    memo = _memos.get(id(state), {})
     memo[id(state)] = child
     try:
         copies = [copy.deepcopy(each, memo) for each in objects]
@@ -92,21 +89,21 @@ def explained(owner: Any, error: TypeError, at: str = "") -> Exception:
     try:
         while True:
             parts = [(step, part) for step, part in _parts(culprit) if id(part) not in seen]
-            found = next(((step, part) for step, part in parts if not can_be_copied(part, dict(seen))), None)
-            if found is None:
+            cause = next(((step, part) for step, part in parts if not can_be_copied(part, dict(seen))), None)
+            if cause is None:
                 break
-            path, culprit = path + found[0], found[1]
+            path, culprit = path + cause[0], cause[1]
             seen[id(culprit)] = culprit
     finally:
         EXPLAINING.pop()
     if culprit is owner and not at:
         return error
-    what = f"{path}: an object of type {type(culprit).__name__}, which can't be copied ({error})"
+    message = f"{path}: an object of type {type(culprit).__name__}, which can't be copied ({error})"
     if culprit is owner or not getattr(type(owner), "__turnwise_forkable__", False):
-        return OpaqueError(what)
+        return OpaqueError(message)
     name = type(owner).__name__
     return OpaqueError(
-        f"{what}. If all copies may hold the same one, share the attribute: class {name}(ForkableMixin, share=(...))"
+        f"{message}. If all copies may hold the same one, share the attribute: class {name}(ForkableMixin, share=(...))"
     )
 
 

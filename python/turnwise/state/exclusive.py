@@ -74,14 +74,14 @@ def graph_of(value: Any, is_shared: Callable[[type], bool]) -> set[int] | None:
     search = _Search(None, is_shared)
     search.parts.append(0)
     search.walk(value, 0)
-    return None if search.bad else set(search.found)
+    return None if search.bad else set(search.references)
 
 
 class _Search:
     def __init__(self, home: State | None, is_shared: Callable[[type], bool]) -> None:
         self.home, self.is_shared = home, is_shared
         self.nodes: list[Any] = []
-        self.found: dict[int, list[int]] = {}  # id -> references met, and the part that met it first
+        self.references: dict[int, list[int]] = {}  # id -> references met, and the part that met it first
         self.parts: list[int] = []  # union-find: parts whose graphs overlap
         self.bad: set[int] = set()
 
@@ -98,10 +98,9 @@ class _Search:
             kind = type(item)
             if kind in ATOMS:
                 continue
-            known = self.found.get(id(item))
-            if known is not None:
-                known[0] += 1
-                self.parts[self.leader(known[1])] = self.leader(part)
+            if (entry := self.references.get(id(item))) is not None:
+                entry[0] += 1
+                self.parts[self.leader(entry[1])] = self.leader(part)
                 continue
             if kind is tuple and is_constant(item):
                 continue
@@ -126,7 +125,7 @@ class _Search:
         elif self.is_shared(kind):
             return True
         self.nodes.append(item)
-        self.found[id(item)] = [1, self.parts[-1]]
+        self.references[id(item)] = [1, self.parts[-1]]
         return True
 
     def all_constant(self, items: Iterable[Any]) -> bool:
@@ -141,7 +140,7 @@ class _Search:
 
     def result(self) -> list[bool]:
         for node, count in zip(self.nodes, _references(self.nodes), strict=True):
-            references, part = self.found[id(node)]
+            references, part = self.references[id(node)]
             if count != references + _BASE:
                 self.bad.add(part)
         bad = {self.leader(part) for part in self.bad}

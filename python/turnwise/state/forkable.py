@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, MutableMapping
+from itertools import compress
 from typing import Any, ClassVar
 
 from turnwise._C import State, StateDict, StateList, TokenArray
@@ -68,16 +69,16 @@ class ForkableMixin(_HasDict):
 
     def __init_subclass__(cls, share: tuple[str, ...] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
-        own = vars(cls).get("share") if share is None else share
-        if own is None:
+        names = vars(cls).get("share") if share is None else share
+        if names is None:
             return
-        if isinstance(own, str):
-            raise TypeError(f"share={own!r} of {cls.__name__}: expected a tuple of names, such as ({own!r},)")
-        if share is None and not (isinstance(own, tuple) and all(isinstance(name, str) for name in own)):
+        if isinstance(names, str):
+            raise TypeError(f"share={names!r} of {cls.__name__}: expected a tuple of names, such as ({names!r},)")
+        if share is None and not (isinstance(names, tuple) and all(isinstance(name, str) for name in names)):
             return  # an attribute of the class, with another meaning
-        if not all(isinstance(name, str) for name in own):
-            raise TypeError(f"share={own!r} of {cls.__name__}: expected names of attributes")
-        cls._turnwise_share = tuple(dict.fromkeys((*cls._turnwise_share, *own)))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"share={names!r} of {cls.__name__}: expected names of attributes")
+        cls._turnwise_share = tuple(dict.fromkeys((*cls._turnwise_share, *names)))
 
     def _show_dict(self) -> dict[str, Any]:
         attributes = _instance_dict(self)
@@ -196,13 +197,11 @@ def _take_over(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> No
         return
     home = _home_of(attributes, memo)
     values = [attributes[name] for name in names]
-    good = exclusive_graphs(values, home, OBJECTS.is_shared)
-    chosen = [value for value, is_good in zip(values, good, strict=True) if is_good]
+    exclusive = exclusive_graphs(values, home, OBJECTS.is_shared)
+    chosen = list(compress(names, exclusive))
     if chosen:
-        facades = iter((home or OBJECTS.state(None))._take_over(chosen))
-        for name, is_good in zip(names, good, strict=True):
-            if is_good:
-                attributes[name] = next(facades)
+        facades = (home or OBJECTS.state(None))._take_over(list(compress(values, exclusive)))
+        attributes.update(zip(chosen, facades, strict=True))
 
 
 def _is_new(value: Any) -> bool:
@@ -332,19 +331,19 @@ class _Later:
     Python calls it only if the object's own dict lacks the attribute.
     """
 
-    def __init__(self, name: str, otherwise: Any) -> None:
-        self.name, self.otherwise = name, otherwise
+    def __init__(self, name: str, inherited: Any) -> None:
+        self.name, self.inherited = name, inherited
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is not None:
             attributes = _instance_dict(instance)
             if self.name in attributes.get(_LATER, ()):
                 return _copy_now(attributes, self.name)
-        if not self.otherwise:
+        if not self.inherited:
             if instance is None:
                 raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}")
             raise AttributeError(f"{type(instance).__name__!r} object has no attribute {self.name!r}")
-        (member,) = self.otherwise
+        (member,) = self.inherited
         get = getattr(type(member), "__get__", None)
         return member if get is None else get(member, instance, owner)
 
@@ -358,11 +357,11 @@ def _put_off(
         del cells[name]  # it has been assigned since
     if names:
         values = [attributes[name] for name in names]
-        good = held_once(values)
+        exclusive = held_once(values)
         if any(type(value) in _LATER_KINDS for value in values):
-            good = list(map(all, zip(good, exclusive_graphs(values, None, OBJECTS.is_shared), strict=True)))
-        for name, value, is_good in zip(names, values, good, strict=True):
-            if not (is_good and _stand_in(type(source), name)):
+            exclusive = list(map(all, zip(exclusive, exclusive_graphs(values, None, OBJECTS.is_shared), strict=True)))
+        for name, value, is_exclusive in zip(names, values, exclusive, strict=True):
+            if not (is_exclusive and _install_descriptor(type(source), name)):
                 target[name] = copy.deepcopy(value, memo)
                 continue
             cells[name] = _Cell(value)
@@ -372,7 +371,7 @@ def _put_off(
         target[_LATER] = _Waiting(cells)
 
 
-def _stand_in(cls: type, name: str) -> bool:
+def _install_descriptor(cls: type, name: str) -> bool:
     """Install the descriptor for ``name``. Returns False if the class can't serve ``name`` for objects that lack it."""
     if type(vars(cls).get(name)) is _Later:
         return True

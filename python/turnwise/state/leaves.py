@@ -72,16 +72,13 @@ def find_harmless(module: str, name: str) -> Any:
     if name in HARMLESS.get(module, ()):
         return getattr(importlib.import_module(module), name)
     if module in ("numpy", "torch") and "." not in name:
-        found = getattr(importlib.import_module(module), name, None)
-        if module == "numpy":
-            import numpy as np
-
-            if isinstance(found, type) and issubclass(found, np.generic):
-                return found
-        elif isinstance(found, sys.modules["torch"].dtype):
-            return found
+        value = getattr(importlib.import_module(module), name, None)
+        if module == "torch" and isinstance(value, sys.modules["torch"].dtype):
+            return value
+        if module == "numpy" and isinstance(value, type) and issubclass(value, sys.modules["numpy"].generic):
+            return value
     raise CheckpointError(
-        f"it names {module}.{name}, which is none of the types that are known to be harmless: reading it can run "
+        f"it names {module}.{name}, which is not one of the types known to be harmless: reading it can run "
         f"any code, so it was not imported. If that class's code may run: load(path, allow=[{name}]). If you trust the "
         "whole file: load(path, allow_pickle=True)"
     )
@@ -110,11 +107,11 @@ class _Quick(pickle.Unpickler):
         self._find = find
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._find(module, name)
-        if isinstance(found, types.BuiltinFunctionType):
-            return found
-        if isinstance(found, type) and not found.__flags__ & _HEAP_TYPE and found is not type:
-            return found
+        named = self._find(module, name)
+        if isinstance(named, types.BuiltinFunctionType):
+            return named
+        if isinstance(named, type) and not named.__flags__ & _HEAP_TYPE and named is not type:
+            return named
         raise _NeedsGuard
 
 
@@ -225,7 +222,7 @@ def load_leaves(
     except Exception as error:  # a pickle can raise any exception
         raise CheckpointError(f"its objects can't be read: {type(error).__name__}: {error}") from error
     if type(leaves) is not list:
-        raise CheckpointError("its objects are no list")
+        raise CheckpointError("its objects are not a list")
     return leaves
 
 

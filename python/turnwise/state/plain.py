@@ -38,16 +38,14 @@ def to_python(value: Any) -> Any:
         is_container = kind in _CONTAINERS
         if not is_container and kind is not TokenArray and not isinstance(item, tuple):
             return item
-        known = memo.get(id(item))
-        if known is None:
+        if id(item) not in memo:
             kept.append(item)
             if not is_container:
-                known = item.tolist() if kind is TokenArray else rebuilt(item)
+                memo[id(item)] = item.tolist() if kind is TokenArray else rebuilt(item)
             else:
-                known = {} if kind in (StateDict, dict) else []
-                open_.append((item, known))
-            memo[id(item)] = known
-        return known
+                memo[id(item)] = {} if kind in (StateDict, dict) else []
+                open_.append((item, memo[id(item)]))
+        return memo[id(item)]
 
     def rebuilt(item: tuple[Any, ...]) -> Any:
         parts = [plain(part) for part in item]

@@ -8,7 +8,7 @@ from typing import Any
 from turnwise._C import TokenArray
 from turnwise.state.containers import add_to
 
-_MOST_SHOWN = 16
+_MAX_SHOWN = 16
 
 
 @add_to(TokenArray)
@@ -48,7 +48,7 @@ class _TokenMethods:
 
     def __repr__(self: Any) -> str:
         size = len(self)
-        if size <= _MOST_SHOWN:
+        if size <= _MAX_SHOWN:
             return f"TokenArray({self.tolist()})"
         first, last = (", ".join(map(str, self[part].tolist())) for part in (slice(0, 3), slice(-3, None)))
         return f"TokenArray([{first}, ..., {last}]: {size} tokens)"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from turnwise import _C
 from turnwise._C import State, StateDict, StateList, TokenArray
 from turnwise.state.leaves import freeze_array
 from turnwise.state.plain import to_python
@@ -51,11 +51,6 @@ class Stats:
     containers: int
     bytes: int
     unshared_bytes: int
-
-
-def stats(store: _C.StoreBase) -> Stats:
-    """Measure all living versions, in time proportional to their contents."""
-    return Stats(*store._account())
 
 
 # ---- differences ----------------------------------------------------------------------------------------------------
@@ -111,8 +106,8 @@ def _pairs_of_dicts(old: StateDict, new: StateDict) -> Iterator[tuple[Hashable, 
 
 
 def _pairs_of_lists(old: Sequence[Any], new: Sequence[Any]) -> Iterator[tuple[Hashable, Any, Any]]:
-    for index in range(max(len(old), len(new))):
-        yield index, old[index] if index < len(old) else ABSENT, new[index] if index < len(new) else ABSENT
+    for index, (before, after) in enumerate(zip_longest(old, new, fillvalue=ABSENT)):
+        yield index, before, after
 
 
 def _equal(old: Any, new: Any) -> bool:

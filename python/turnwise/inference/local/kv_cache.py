@@ -130,6 +130,10 @@ class Paths:
     A node attends to the places ``_begin [R]`` to ``_end [R]``, its own prompt, and to those in ``_path [R, L + S]``,
     the first ``L`` tokens of all prompts and its new ones. So a node splits without a copy of keys. The places of nodes
     that have ended stay in use.
+
+    With the kernel a step of ``turnwise demo`` takes 11% less CPU time than with :class:`SharedPrefix`, and one of 16
+    prompts with 8 answers of 32 tokens by a model of 135M parameters 1.4% less. ``bench/bench_inference.py`` compares
+    sampling alone.
     """
 
     def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor, prefix: int = 0) -> None:
