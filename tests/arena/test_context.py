@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from turnwise.arena import Episode, Rubric
-from turnwise.arena.runtime.content_key import content_key
 from turnwise.arena.runtime.context import current_context
-from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.runtime.hashing import content_key, derive_seed
 from turnwise.types import Artifact, EpisodeRequest
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import ArtifactStore
-from turnwise.arena.runtime.content_key import content_digest
+from turnwise.arena.runtime.hashing import content_digest
 from turnwise.arena.stores.holdout import HashSplit
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.arena import ArtifactStore
 from turnwise.arena.runtime.context import EpisodeContext, use_context
-from turnwise.arena.runtime.rng import LazyRandom
+from turnwise.arena.runtime.hashing import LazyRandom
 from turnwise.types import Artifact, EpisodeState, Rollout
 
 

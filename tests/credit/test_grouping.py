@@ -16,7 +16,7 @@ from turnwise.credit import (
     PassAtKCredit,
     ReinforcePPCredit,
 )
-from turnwise.credit.returns import discounted_returns
+from turnwise.credit.rules.turn_returns import discounted_returns
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 

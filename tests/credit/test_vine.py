@@ -222,7 +222,7 @@ def test_penalties_count_where_they_are_paid() -> None:
 def test_what_can_not_be_valued_is_told(make: Any) -> None:
     with pytest.raises(ValueError, match="no rollout of the batch has branches or playouts"):
         advantages([act("a", 1.0), act("a", 2.0)])
-    with pytest.raises(ValueError, match="tells no tree of episodes"):
+    with pytest.raises(ValueError, match="has no tree of episodes"):
         VineCredit().compute_columns([make("a", reward=1.0)])
 
 

@@ -44,7 +44,7 @@ async def test_one_action_reaches_the_client_in_few_calls(make_trainer, sampler,
     if sampler is None:
         trainer.arena.episodes["letters"].sampler = None
     paths, seen, client = CallPaths(), [], trainer.arena.client
-    generate, own = client.generate, f"inference/local/client.py {client.generate.__name__}"
+    generate, own = client.generate, "inference/local/client.py generate"
     asyncio.get_running_loop().set_task_factory(paths)
 
     async def generate_and_look(requests):

@@ -1,4 +1,4 @@
-"""Answers that actors hand on: what an action did to the team's answer."""
+"""Changes that an action makes to the team's answer."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from turnwise.state import to_python
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Counts of what an actor did to the answers that it was handed.
+    """Counts of an actor's changes to the answers that it received.
 
     An answer has one part, or several that are right or wrong each, such as the rows of a grid.
 
-    Example: of two drafts with three wrong parts the reviser changed one, and mended two parts:
+    Example: of two drafts with three wrong parts the reviser changed one, and fixed two parts:
     ``Contribution(handed=2, changed=1, wrong=3, fixed=2, right=5, broken=0)``
     """
 
     handed: int = 0
-    """Answers that the actor was handed."""
+    """Answers that the actor received."""
     changed: int = 0
-    """Those of them that it changed."""
+    """Answers that it changed."""
     wrong: int = 0
-    """Wrong parts that it was handed."""
+    """Wrong parts that it received."""
     fixed: int = 0
-    """Those of them that it made right."""
+    """Wrong parts that it fixed."""
     right: int = 0
-    """Right parts that it was handed."""
+    """Right parts that it received."""
     broken: int = 0
-    """Those of them that it made wrong."""
+    """Right parts that it broke."""
 
     def __add__(self, other: Contribution) -> Contribution:
         return Contribution(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def rates(self) -> dict[str, float]:
-        """Return the shares ``changed``, ``fixed`` and ``broken``; a share of nothing is left out."""
+        """Return the shares ``changed``, ``fixed`` and ``broken``; shares with a zero denominator are omitted."""
         shares = {"changed": self.handed, "fixed": self.wrong, "broken": self.right}
         return {name: getattr(self, name) / count for name, count in shares.items() if count}
 

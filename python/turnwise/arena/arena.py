@@ -24,6 +24,7 @@ from turnwise.arena.runtime.concurrency import (
     run_limited,
 )
 from turnwise.arena.runtime.context import EpisodeContext, current_context
+from turnwise.arena.runtime.hashing import derive_seed, rng_state, set_rng_state
 from turnwise.arena.runtime.model_call import (
     PendingCall,
     fit_to_context,
@@ -33,14 +34,12 @@ from turnwise.arena.runtime.model_call import (
     to_messages,
 )
 from turnwise.arena.runtime.privacy import check_batch, check_prompt
-from turnwise.arena.runtime.rng import derive_seed, rng_state, set_rng_state
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.setup import ArenaSetup, reward_problems
-from turnwise.arena.stores.outcomes import attempts_of, mean_reward, record_attempts
+from turnwise.arena.stores.contents import attempts_of, mean_reward, record_attempts
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples, mixed_prompts
 from turnwise.types import (
-    Actor,
     EpisodeRequest,
     GenerateResult,
     Messages,
@@ -263,7 +262,9 @@ class Arena(ArenaSetup):
         **sampling: Any,
     ) -> tuple[Messages, ModelRequest]:
         """Return the chat and the request that :meth:`call_model` would send."""
-        actor = None if actor_id is None else self._actor(actor_id)
+        if actor_id is not None and actor_id not in self.actors:
+            raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")
+        actor = None if actor_id is None else self.actors[actor_id]
         settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
             sampling.setdefault("max_tokens", actor.max_tokens)
@@ -349,11 +350,6 @@ class Arena(ArenaSetup):
             self.opponent_assignment.load_state_dict(state["opponent_assignment"])
 
     # -- inside --------------------------------------------------------------------------------------------------------
-    def _actor(self, actor_id: str) -> Actor:
-        if actor_id not in self.actors:
-            raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")
-        return self.actors[actor_id]
-
     def _call_seed(self, context: EpisodeContext | None) -> int:
         if context is not None:
             return context.next_call_seed()

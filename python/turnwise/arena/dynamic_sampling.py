@@ -49,7 +49,9 @@ async def sample_until_full(
     kept, over_quota = set(informative[:wanted]), set(informative[wanted:])
     for top in results:
         if top.group_id not in kept:
-            _exclude(top, "over_quota" if top.group_id in over_quota else "resample")
+            for result in top.walk():
+                result.rollout.meta["drop_reason"] = "over_quota" if top.group_id in over_quota else "resample"
+                result.is_trainable = False
     return results
 
 
@@ -62,12 +64,12 @@ def informative_groups(arena: ArenaRuntime, results: Sequence[GenerateResult]) -
         sample.advantage = float(advantage)
     informative = [sample for sample in samples if sample.advantage != 0]
     causes = arena.filters.causes(informative)
-    found = {
+    teaching = {
         s.root_result.group_id
         for s, cause in zip(informative, causes, strict=True)
         if cause is None and s.root_result is not None
     }
-    return [group_id for group_id in dict.fromkeys(top.group_id for top in results) if group_id in found]
+    return [group_id for group_id in dict.fromkeys(top.group_id for top in results) if group_id in teaching]
 
 
 def state_of(credit: CreditAssigner | None) -> dict[str, Any] | None:
@@ -95,9 +97,3 @@ def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Sample])
     first = {top.group_id for top in results if not top.rollout.meta.get("draw", 0)}
     kept = {sample.root_result.group_id for sample in trained if sample.root_result is not None}
     return {"resampled_groups": len(later - first), "informative_groups": len(kept)}
-
-
-def _exclude(top: GenerateResult, reason: str) -> None:
-    for result in top.walk():
-        result.rollout.meta["drop_reason"] = reason
-        result.is_trainable = False

@@ -23,7 +23,8 @@ from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
 from turnwise.arena.runtime.context import EpisodeContext, current_context, make_forkable, require_context
 from turnwise.arena.runtime.model_call import to_messages
 from turnwise.arena.runtime.tool_rounds import call_with_tools
-from turnwise.arena.runtime.user_code import hook, watched
+from turnwise.arena.runtime.user_code import hook
+from turnwise.arena.runtime.watch import watched
 from turnwise.arena.stores.store import ArtifactStore
 from turnwise.types import (
     ContextLengthError,
@@ -114,8 +115,8 @@ class Episode(ABC):
         reasons = {"difference": "has no team_value(state, arena, artifact): expected a MultiTurnEpisode that has"}
         reasons |= {"turn_shaping": turns, "gamma": turns}
         if not self.rubric.own:
-            told = "has one outcome and no own part: expected reward_parts(...), or Rubric(..., own=[...])"
-            reasons |= {"alpha": told, "mode": told}
+            reason = "has one outcome and no own part: expected reward_parts(...), or Rubric(..., own=[...])"
+            reasons |= {"alpha": reason, "mode": reason}
         if self.rubric.is_grouped:
             reasons["threshold"] = "has group functions, whose rewards come after the threshold"
         return reasons
@@ -238,7 +239,9 @@ class Episode(ABC):
         elif not self.rubric.is_grouped:  # group functions have not added their rewards yet
             check_rewarded(rollout)
         if failed_step(state) is None:
-            context.continuations = _checked(await hook(self.get_continuation, state, rollout), type(self).__name__)
+            context.continuations = list(await hook(self.get_continuation, state, rollout) or ())
+            if wrong := [one for one in context.continuations if not isinstance(one, EpisodeRequest)]:
+                raise TypeError(f"{type(self).__name__}.get_continuation gave {wrong[0]!r}: expected EpisodeRequests")
         return context.result()
 
     def _failed(self, context: EpisodeContext, error: InvalidActionError, arena: ArenaForHooks) -> EpisodeState:
@@ -250,13 +253,6 @@ class Episode(ABC):
         fail_step(acted[-1], error, self.invalid_reward - cost)
         context.rollout.meta["ended"] = INVALID
         return context.state
-
-
-def _checked(following: Any, where: str) -> list[EpisodeRequest]:
-    wrong = [one for one in following or () if not isinstance(one, EpisodeRequest)]
-    if wrong:
-        raise TypeError(f"{where}.get_continuation gave {wrong[0]!r}: expected EpisodeRequests")
-    return list(following or ())
 
 
 class SingleTurnEpisode(Episode):
@@ -299,9 +295,9 @@ class SingleTurnEpisode(Episode):
 
 def only_actor(names: Sequence[str]) -> str:
     """Return the default of the arena's actors: the only one, or the one called "solver" in any case."""
-    found = names if len(names) == 1 else [name for name in names if name.lower() == "solver"]
-    if len(found) == 1:
-        return found[0]
+    actors = names if len(names) == 1 else [name for name in names if name.lower() == "solver"]
+    if len(actors) == 1:
+        return actors[0]
     raise ValueError(f"the episode names no actor, and the arena has {list(names)}: set `actor` on the episode's class")
 
 

@@ -127,7 +127,8 @@ class EpisodeCheckpoints:
 
     def _path(self, id: str) -> Path:
         name = hashlib.blake2b(id.encode(), digest_size=12).hexdigest()
-        return self.folder / f"{_root_of(id)}-{name}.episode"
+        top = id.partition(".")[0].partition("/")[0]  # the top episode's id is a prefix of the ids of spawned ones
+        return self.folder / f"{top}-{name}.episode"
 
 
 def _write(path: Path, content: bytes, mode: str) -> None:
@@ -147,11 +148,6 @@ def _beam_to_save(beam: Beam, context: EpisodeContext) -> dict[str, Any]:
 def _saved_beam(kept: dict[str, Any], context: EpisodeContext) -> Beam:
     own = kept["context"]
     return Beam(**{**kept, "context": context if own is None else replace(context, beams=[], **own)})
-
-
-def _root_of(id: str) -> str:
-    """Return the id of the top episode, which is a prefix of the ids of spawned episodes."""
-    return id.partition(".")[0].partition("/")[0]
 
 
 def _key_of(context: EpisodeContext) -> Any:

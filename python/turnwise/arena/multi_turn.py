@@ -132,11 +132,11 @@ class MultiTurnEpisode(Episode, ABC):
         return state.done
 
     def team_answer(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
-        """Return ``(answer, right)``: the answer that ``state.current_actor`` is handed, and after its action leaves.
+        """Return ``(answer, right)``: the team's current answer, which ``state.current_actor`` gets and then leaves.
 
         ``right`` is true or false, or a list with one of them for each part of the answer. ``None`` means that there is
-        no answer yet, or that this actor hands none on. Called before and after each action of an evaluation, which
-        counts how often each actor changed, mended and broke what it was handed
+        no answer yet, or that this actor passes none on. Called before and after each action of an evaluation, which
+        counts how often each actor changed, fixed and broke the answer that it got
         (:class:`~turnwise.arena.answers.Contribution`).
         """
         return None
@@ -297,8 +297,8 @@ class MultiTurnEpisode(Episode, ABC):
         """Return a copy of the present answer and its right parts; ``None`` if there is none, or in training."""
         if not arena.is_evaluation:
             return None
-        found = await hook(self.team_answer, state, arena, artifact)
-        return plain_answer(found, f"{type(self).__name__}.team_answer")
+        answer = await hook(self.team_answer, state, arena, artifact)
+        return plain_answer(answer, f"{type(self).__name__}.team_answer")
 
     async def _mark_hidden(self, step: Step) -> None:
         """Mark the hidden parts of a completion as private, and let each actor read the parts that it was shown."""

@@ -11,12 +11,11 @@ from typing import Any
 
 from turnwise.arena.recording.recorder import EpisodeRecorder
 from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel
-from turnwise.arena.runtime.content_key import content_key, detach_from_state
 from turnwise.arena.runtime.context import EpisodeContext, Recorder, use_context
+from turnwise.arena.runtime.hashing import LazyRandom, content_key, derive_seed, detach_from_state
 from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
-from turnwise.arena.runtime.rng import LazyRandom, derive_seed
 from turnwise.arena.runtime.user_code import close_episode, in_own_task, own_cancellation_contained
 from turnwise.types import (
     ContextLengthError,
@@ -34,8 +33,8 @@ def check_requests(requests: Any) -> list[EpisodeRequest]:
     """Return ``requests`` as a list. Raises ``TypeError`` unless it is an iterable of valid EpisodeRequests."""
     if isinstance(requests, EpisodeRequest) or not isinstance(requests, Iterable):
         raise TypeError(f"requests={requests!r}: expected a list of EpisodeRequests")
-    found = list(requests)
-    for request in found:
+    checked = list(requests)
+    for request in checked:
         if not isinstance(request, EpisodeRequest):
             raise TypeError(f"requests holds {request!r}: expected EpisodeRequests")
         try:
@@ -44,7 +43,7 @@ def check_requests(requests: Any) -> list[EpisodeRequest]:
             raise TypeError(f"group_id={request.group_id!r}: expected a hashable value, such as a string") from None
         if request.seed is not None and not isinstance(request.seed, Integral):
             raise TypeError(f"seed={request.seed!r}: expected a whole number, or None")
-    return found
+    return checked
 
 
 def create_context(
@@ -63,7 +62,7 @@ def create_context(
     else:
         rollout_id, seed = parent.next_child()
     if request.seed is not None:
-        # Copies of one question with one seed get different seeds, whatever else is in the batch.
+        # Copies of one question with one seed get different seeds that do not depend on the rest of the batch.
         copy_number = seen[request.episode_type, group_id, request.seed]
         seen[request.episode_type, group_id, request.seed] += 1
         seed = derive_seed(arena.seed, "request", request.seed, copy_number)

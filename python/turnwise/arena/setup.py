@@ -14,10 +14,10 @@ from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.rewards.length_penalty import OverlongPenalty
 from turnwise.arena.rewards.mix import RewardMix, check_keys
 from turnwise.arena.runtime.concurrency import AnswerLimit, EpisodeCounter, PrioritySemaphore
+from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.model_call import PromptCache
-from turnwise.arena.runtime.rng import derive_seed
-from turnwise.arena.runtime.user_code import not_counted
-from turnwise.arena.stores.outcomes import Attempt
+from turnwise.arena.runtime.watch import not_counted
+from turnwise.arena.stores.contents import Attempt
 from turnwise.arena.stores.store import ArtifactStore
 from turnwise.chat.formats import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format

@@ -1,6 +1,6 @@
 """Credit rules turn rewards into advantages. One rule is one file under ``rules``; ``registry`` finds it by name.
 
-Read in this order: base, ties, grouping, rules, levels, edges, columns.
+Read in this order: base, grouping, rules, levels, columns.
 May import: types, utils, samples, _C.
 
 It needs numpy alone. Most rules need only a key per sample, see :class:`GroupCredit`. To write a new one, subclass
@@ -15,12 +15,9 @@ require("turnwise.credit", "numpy")
 
 from turnwise.credit.base import Credit, GroupCredit, build_rule, registry
 from turnwise.credit.columns import credit_columns
-from turnwise.credit.edges import Difference, FromChildren
-from turnwise.credit.levels import LevelCredit
+from turnwise.credit.levels import Difference, FromChildren, LevelCredit
 from turnwise.credit.rules.at_grpo import ATGRPOCredit
-from turnwise.credit.rules.constant import ConstantCredit
 from turnwise.credit.rules.dr_mas import DrMASCredit
-from turnwise.credit.rules.episodic import EpisodicCredit
 from turnwise.credit.rules.gdpo import GDPOCredit
 from turnwise.credit.rules.gigpo import GiGPOCredit
 from turnwise.credit.rules.grpo import DrGRPOCredit, GRPOCredit, HierarchyCredit, OPOCredit, RLOOCredit
@@ -29,6 +26,7 @@ from turnwise.credit.rules.rae import RAECredit
 from turnwise.credit.rules.reinforce_pp import ReinforcePPCredit
 from turnwise.credit.rules.turn_returns import TurnReturnsCredit
 from turnwise.credit.rules.vine import VineCredit
+from turnwise.credit.rules.without_baseline import ConstantCredit, EpisodicCredit
 
 registry.update(
     {

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.credit.grouping import grouped_advantage, rule_of
-from turnwise.credit.ties import tolerance
+from turnwise.credit.grouping import grouped_advantage, rule_of, tolerance
 from turnwise.samples.collect import collect_samples
 from turnwise.types import CreditCapabilities, GenerateResult, Sample
 from turnwise.utils.registry import build_with_options, import_class
@@ -43,8 +42,8 @@ class Credit(ABC):
         """
         samples = collect_samples(results)
         advantages = self.compute_columns(samples)
-        places = [(sample.rollout_id, sample.step_index) for sample in samples]
-        return dict(zip(places, advantages.tolist(), strict=True))
+        indices = [(sample.rollout_id, sample.step_index) for sample in samples]
+        return dict(zip(indices, advantages.tolist(), strict=True))
 
     @abstractmethod
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
@@ -153,6 +152,22 @@ class GroupCredit(Credit):
         weighted = self.center == "length_weighted"
         lengths = np.array([len(s.completion_token_ids) for s in samples]) if weighted else None
         return grouped_advantage(values, keys, units=units, lengths=lengths, **self._options())
+
+
+def tops_of(samples: Iterable[Sample]) -> list[GenerateResult]:
+    """Return the results at the top of the trees of episodes that ``samples`` come from, each once.
+
+    Raises ``ValueError`` for a sample without its tree.
+    """
+    tops: dict[int, GenerateResult] = {}
+    for sample in samples:
+        if sample.root_result is None:
+            raise ValueError(
+                f"step {sample.step_index} of rollout {sample.rollout_id!r} has no tree of episodes: expected samples "
+                "of turnwise.samples.collect.collect_samples(results)"
+            )
+        tops.setdefault(id(sample.root_result), sample.root_result)
+    return list(tops.values())
 
 
 def build_rule(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit.base import ALONE, CENTERED, EQUAL
-from turnwise.credit.ties import tolerance
+from turnwise.credit.grouping import tolerance
 from turnwise.types import Rollout, Sample, Step
 
 Edge = tuple[int, int] | None
@@ -30,19 +30,23 @@ class StateValues:
 
     def __init__(self, rollout: Rollout, samples: Sequence[Sample], *, gamma: float, team: bool) -> None:
         self.rollout, self.gamma, self.team = rollout, gamma, team
-        self.steps = {place: step for place, step in enumerate(rollout.steps) if _is_action(step)}
+        self.steps = {
+            index: step
+            for index, step in enumerate(rollout.steps)
+            if "env_response" in step.info and "error" not in step.info
+        }
         named = [*(str(step.actor_id) for step in self.steps.values()), *rollout.rewards, *self._playing_out()]
         self.actors = {actor: column for column, actor in enumerate(dict.fromkeys(named))}
         penalties = {sample.step_index: sample.reward - _reward_before(rollout, sample) for sample in samples}
-        self.rewards = {place: (step.reward or 0.0) + penalties.get(place, 0.0) for place, step in self.steps.items()}
+        self.rewards = {index: (step.reward or 0.0) + penalties.get(index, 0.0) for index, step in self.steps.items()}
         self.following, self.ends = self._links()
         self.was_sampled = any(len(actions) > 1 for actions in self.following.values()) or any(
             map(self._playouts, (START, *self.steps))
         )
         self.values: dict[int, np.ndarray | None] = {}
         self.advantages: dict[int, float] = {}
-        for place in (*sorted(self.steps, reverse=True), START):  # backwards, because a value depends on later ones
-            self._settle(place)
+        for index in (*sorted(self.steps, reverse=True), START):  # backwards, because a value depends on later ones
+            self._settle(index)
 
     def advantage(self, place: int) -> float:
         """Return the advantage of the step at ``place`` in the rollout; 0 if the step is no action."""
@@ -59,18 +63,18 @@ class StateValues:
         """Return the actions that follow each action, and the values of the ends by their last action."""
         by_origin: defaultdict[Edge, list[int]] = defaultdict(list)
         at: dict[Edge, int] = {None: START}
-        for place, step in self.steps.items():
-            by_origin[step.from_branch].append(place)
+        for index, step in self.steps.items():
+            by_origin[step.from_branch].append(index)
             if step.tree_node is not None:
-                at[step.tree_node, step.branch] = place
+                at[step.tree_node, step.branch] = index
         following: dict[int, list[int]] = {}
         last = dict(at)
-        for edge, places in by_origin.items():
-            for place in places:
-                if self.steps[place].tree_node is None:
-                    following[last[edge]], last[edge] = [place], place
+        for edge, indices in by_origin.items():
+            for index in indices:
+                if self.steps[index].tree_node is None:
+                    following[last[edge]], last[edge] = [index], index
                 else:
-                    following.setdefault(last[edge], []).append(place)
+                    following.setdefault(last[edge], []).append(index)
         ends = {last[edge]: self._outcome(edge, rewards, at) for edge, rewards in self._ends() if edge in last}
         return following, ends
 
@@ -123,7 +127,7 @@ class StateValues:
 
     def _playing_out(self) -> list[str]:
         """Return the actors that act in playouts."""
-        found = [one for place in (START, *self.steps) for one in self._playouts(place)]
+        found = [one for index in (START, *self.steps) for one in self._playouts(index)]
         return [str(actor) for one in found for actor in (*(actor for actor, _ in one["rewards"]), *one["outcome"])]
 
     def _played_out(self, place: int) -> np.ndarray | None:
@@ -140,8 +144,8 @@ class StateValues:
         """Set the value of the state after ``place``, and the advantages of the actions taken there."""
         actions, played_out = self.following.get(place, []), self._played_out(place)
         after = {action: self.values[action] for action in actions}
-        known = [value for value in after.values() if value is not None]
-        guess = np.mean(known, axis=0) if known else np.zeros(len(self.actors))
+        values = [value for value in after.values() if value is not None]
+        guess = np.mean(values, axis=0) if values else np.zeros(len(self.actors))
         worth = {
             action: self._before(str(self.steps[action].actor_id), self.rewards[action], guess if to is None else to)
             for action, to in after.items()
@@ -150,7 +154,7 @@ class StateValues:
             value = base = np.mean([worth[action] for action in actions], axis=0)
         else:
             value = played_out if played_out is not None else worth[actions[0]] if actions else None
-            base = value if known else None  # without a known next value, the advantage is 0
+            base = value if values else None  # without a known next value, the advantage is 0
         for action in actions:
             column = self.actors[str(self.steps[action].actor_id)]
             if base is None:
@@ -161,13 +165,9 @@ class StateValues:
             self.advantages[action] = 0.0 if equal else advantage
         if place in self.ends:
             value = self.ends[place]
-        elif not known:
+        elif not values:
             value = played_out  # without a known later value, only playouts give one
         self.values[place] = value
-
-
-def _is_action(step: Step) -> bool:
-    return "env_response" in step.info and "error" not in step.info
 
 
 def _reward_before(rollout: Rollout, sample: Sample) -> float:

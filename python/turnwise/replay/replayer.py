@@ -20,7 +20,7 @@ from turnwise.arena.rewards.mix import TURN_FACTOR
 from turnwise.arena.runner import create_context, run_episode
 from turnwise.arena.runtime.concurrency import FailureBudget, stop
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
-from turnwise.arena.runtime.rng import LazyRandom, derive_seed
+from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
 from turnwise.types import (
     ContextLengthError,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.tasks.base import Demonstration, Split, check_counts
 from turnwise.types import Actor, EpisodeRequest
 

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from turnwise.arena import Arena, EpisodeCheckpoints
 from turnwise.arena.dynamic_sampling import state_of
-from turnwise.arena.runtime.user_code import hook, take_counts
+from turnwise.arena.runtime.user_code import hook
+from turnwise.arena.runtime.watch import take_counts
 from turnwise.samples.pack import drop_stale
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress

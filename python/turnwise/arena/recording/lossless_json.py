@@ -35,8 +35,8 @@ class UntrustedValueError(ValueError):
 
 def _find(module: str, name: str) -> Any:
     """Return a data class that is already imported, or a harmless builtin."""
-    found = _imported(module, name)
-    return found if _is_data(found) else find_harmless(module, name)
+    imported = _imported(module, name)
+    return imported if _is_data(imported) else find_harmless(module, name)
 
 
 def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
@@ -51,10 +51,10 @@ def unpickle(content: bytes, *, allow_pickle: bool = False) -> Any:
 
 def _imported(module: str, title: str) -> Any:
     """Return the object ``module.title`` if the module is already imported, else ``None``."""
-    found: Any = sys.modules.get(module)
+    imported: Any = sys.modules.get(module)
     for part in title.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found
+        imported = getattr(imported, "__dict__", {}).get(part)
+    return imported
 
 
 def _is_data(found: Any) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -126,9 +125,12 @@ class EpisodeRecorder:
     # -- on disk -------------------------------------------------------------------------------------------------------
     def events_below(self, place: str) -> tuple[list[Event], dict[str, int]]:
         """Return the events of the episode with key ``place`` and of all below it, and the counts of their keys."""
-        inside_of = functools.partial(_is_below, place=place)
-        events = [event for event in self.events if inside_of(record_key_of(event))]
-        return events, {name: count for name, count in self.keys.items() if inside_of(name)}
+
+        def is_below(name: str) -> bool:
+            return name == place or (name.startswith(place) and name[len(place)] in "./+~#")
+
+        events = [event for event in self.events if is_below(record_key_of(event))]
+        return events, {name: count for name, count in self.keys.items() if is_below(name)}
 
     def restore(self, events: Sequence[Event], claimed: Mapping[str, int]) -> None:
         """Restore the result of :meth:`events_below` in the process that resumes a killed run."""
@@ -138,7 +140,7 @@ class EpisodeRecorder:
 
     def to_json(self, result: GenerateResult) -> dict[str, Any]:
         """Return the recording of the finished ``result`` as JSON."""
-        places = {
+        indices = {
             id(step): [node.rollout.id, index]
             for node in result.walk()
             for index, step in enumerate(node.rollout.steps)
@@ -148,7 +150,7 @@ class EpisodeRecorder:
             "request": {field.name: encode(getattr(self.request, field.name)) for field in fields(self.request)},
             "seed": self.seed,
             "arena": self.arena,
-            "events": [_event_to_json(kind, thing, places) for kind, thing in self.events],
+            "events": [_event_to_json(kind, thing, indices) for kind, thing in self.events],
         }
 
 
@@ -221,10 +223,6 @@ def _key_of(thing: Any) -> str:
     if isinstance(thing, (ModelCall, RecordedInput)):
         return thing.key
     return str(thing[0] if isinstance(thing, tuple) else thing)
-
-
-def _is_below(name: str, *, place: str) -> bool:
-    return name == place or (name.startswith(place) and name[len(place)] in "./+~#")
 
 
 def _encoded_error(context: EpisodeContext, error: Exception) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.arena.recording.lossless_json import UnserializableValueError, UntrustedValueError, decode
 from turnwise.arena.recording.recorder import ENDED, FORMAT
-from turnwise.arena.runtime.content_key import content_digest
+from turnwise.arena.runtime.hashing import content_digest
 from turnwise.types import EpisodeRequest, GenerateResult, Step
 
 

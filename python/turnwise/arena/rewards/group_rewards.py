@@ -37,11 +37,11 @@ async def score_groups(
     groups = scored_groups(arena, results)
     running = []
     for members in groups.values():
-        place, first = members[0]
+        index, first = members[0]
         # A separate branch gives the group's judge calls their own seeds. A parent episode records these calls. At the
         # top, each episode is replayed alone, so the group gets its own recorder, which is saved in ``meta``.
-        name = "group" if parent is None and first is results[place] else f"group {first.rollout.id}"
-        part = (contexts[place] if parent is None else parent).branch(name)
+        name = "group" if parent is None and first is results[index] else f"group {first.rollout.id}"
+        part = (contexts[index] if parent is None else parent).branch(name)
         if parent is None:
             part.recorder = EpisodeRecorder(
                 EpisodeRequest(first.rollout.episode_type, first.rollout.artifact), part.rollout.seed, {}
@@ -58,12 +58,12 @@ def scored_groups(
     A place is the index in ``results`` of the episode itself, or of the one that it continues.
     """
     groups: dict[Hashable, list[tuple[int, GenerateResult]]] = {}
-    for place, head in enumerate(results):
+    for index, head in enumerate(results):
         for result in with_continuations(head):
             rollout = result.rollout
             played = rollout.error is None and "dropped" not in rollout.meta and rollout.meta.get("ended") != INVALID
             if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
-                groups.setdefault((rollout.episode_type, result.group_id), []).append((place, result))
+                groups.setdefault((rollout.episode_type, result.group_id), []).append((index, result))
     return groups
 
 
@@ -80,23 +80,23 @@ async def _score(
     failures: FailureBudget,
 ) -> None:
     rubric = arena.episodes[group[0].rollout.episode_type].rubric
-    told: list[dict[str, Any]]
+    outcomes: list[dict[str, Any]]
     # An error counts for each rollout of the group.
     try:
         with use_context(part), contained("a group function"):
             scores = await rubric.score_group([result.rollout for result in group], arena)
-        told = [asdict(score) for score in scores]
+        outcomes = [asdict(score) for score in scores]
     except LeakError:
         raise
     except Exception as error:
-        told = [{"error": "".join(traceback.format_exception(error))} for _ in group]
+        outcomes = [{"error": "".join(traceback.format_exception(error))} for _ in group]
     finally:
         if parent is not None:
             parent.merge(part, selected=False)
     # The group's first rollout keeps the calls that the functions made.
     if parent is None and isinstance(part.recorder, EpisodeRecorder):
-        told[0] |= recorded_calls(part.recorder)
-    for result, said in zip(group, told, strict=True):
+        outcomes[0] |= recorded_calls(part.recorder)
+    for result, said in zip(group, outcomes, strict=True):
         apply_group_scores(result, said)
         if result.rollout.error is not None:
             failures.add(result.rollout.error)

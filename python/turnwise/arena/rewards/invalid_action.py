@@ -93,11 +93,11 @@ def leave_out_unpaid(rollout: Rollout) -> None:
     for step in rollout.steps:
         led_to = [rollout.meta] if ends is None else [ends[number] for number in step.info.get("ends", ())]
         paid = step.reward is not None or step.actor_id in rollout.rewards_of(step)
-        how = {end.get("ended") for end in led_to}
-        if step.trainable and not paid and how and how <= {INVALID, CONTEXT}:
+        ends_of_step = {end.get("ended") for end in led_to}
+        if step.trainable and not paid and ends_of_step and ends_of_step <= {INVALID, CONTEXT}:
             step.trainable = False
             step.info["error"] = (
                 "the next prompt left no room in the context, which ended the episode before this was rewarded"
-                if CONTEXT in how
+                if CONTEXT in ends_of_step
                 else "another actor's text was no action, which ended the episode"
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 from turnwise.arena.rewards.verdicts import read_choice, read_number
 from turnwise.arena.runtime.concurrency import gather_or_cancel
-from turnwise.arena.runtime.context import derive_seed
+from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.state import to_python
 from turnwise.types import InferenceClient, Messages, ModelResponse, Sampling
 from turnwise.types.protocols import ArenaForHooks

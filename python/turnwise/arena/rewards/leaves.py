@@ -77,10 +77,10 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
     """
     # Give each end its own context and a rollout of the steps that led to it.
     rollout, ends, own = context.rollout, context.ends, context.rollout.meta["own_end"]
-    places = {id(step): place for place, step in enumerate(rollout.steps)}
+    indices = {id(step): index for index, step in enumerate(rollout.steps)}
     scopes = []
     for number, end in enumerate(ends):
-        end.steps.sort(key=lambda step: places[id(step)])
+        end.steps.sort(key=lambda step: indices[id(step)])
         for step in end.steps:
             step.info.setdefault("ends", []).append(number)
         scope = context.branch(f"end{number}", end.state)

@@ -7,7 +7,7 @@
 
 With a ``threshold``, 1 replaces an ``m`` that reaches it, and 0 any other. ``V`` is the value of the team's present
 answer, before and after the action (:meth:`MultiTurnEpisode.team_value`). The difference of two values is a potential
-(Ng, Harada and Russell 1999, without discount): whoever mends the answer gains what whoever broke it lost.
+(Ng, Harada and Russell 1999, without discount): an actor that fixes the answer gains what the one that broke it lost.
 
 Steps and rollouts mix alike. A step's parts come from :meth:`MultiTurnEpisode.reward_parts`, a rollout's from the
 rubric (``Rubric(..., own=[...], valid=[...])``). Turns are shaped when the batch is complete, before credit.
@@ -82,9 +82,9 @@ class RewardMix:
     """Cost of a completion that can't be read."""
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", WEIGHTS), ("turn_shaping", TURN_FACTORS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {sorted(known)}")
+        for name, choices in (("mode", WEIGHTS), ("turn_shaping", TURN_FACTORS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {sorted(choices)}")
         for name in ("alpha", "difference", "invalid_cost"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
@@ -182,7 +182,7 @@ def add_differences(rewards: dict[str, float], steps: Iterable[Step], weight: fl
 
 def check_keys(reward: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``reward`` as a dict. Raises ``ValueError`` for a name that is no field of :class:`RewardMix`."""
-    known = [field.name for field in fields(RewardMix)]
-    if unknown := [name for name in reward if name not in known]:
-        raise ValueError(f"reward={dict(reward)!r}: unknown {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    names = [field.name for field in fields(RewardMix)]
+    if unknown := [name for name in reward if name not in names]:
+        raise ValueError(f"reward={dict(reward)!r}: unknown {unknown[0]!r}; {did_you_mean(unknown[0], names)}")
     return dict(reward)

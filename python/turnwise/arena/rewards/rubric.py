@@ -17,7 +17,8 @@ from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context, use_context
 from turnwise.arena.runtime.private_text import LeakError
 from turnwise.arena.runtime.recording_hooks import recorded_limit
-from turnwise.arena.runtime.user_code import count_error, hook
+from turnwise.arena.runtime.user_code import hook
+from turnwise.arena.runtime.watch import count_error
 from turnwise.types import EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
@@ -159,12 +160,14 @@ class Rubric:
         self, rollout: Rollout, arena: ArenaForHooks | None = None, state: EpisodeState | None = None
     ) -> Score:
         """Score one rollout. Raises ``ValueError``/``TypeError`` unless all rewards are finite numbers."""
+        steps = state.trajectory if state is not None and state.trajectory else rollout.steps
+        completions = [step.completion for step in steps if step.actor_id is not None and step.selected]
         available = {
             "rollout": rollout,
             "arena": arena,
             "artifact": rollout.artifact,
             "extras": rollout.extras,
-            "completion": _last_completion(rollout, state),
+            "completion": completions[-1] if completions else "",
             "state": state,
         }
         score, mix = Score(), _mix_of(arena, rollout)
@@ -319,17 +322,11 @@ def _by_place(parameters: Mapping[str, inspect.Parameter], offered: Sequence[str
     own = [name for name in asked if name not in offered]
     if len(asked) != 2 or (len(own) < 2 and not all(name.startswith("_") for name in own)):
         return {}
-    return {name: place for name, place in zip(asked, ("rollout", "arena"), strict=True) if name in own}
+    return {name: argument for name, argument in zip(asked, ("rollout", "arena"), strict=True) if name in own}
 
 
 def _actors_of(rollout: Rollout) -> list[str]:
     return list(dict.fromkeys(step.actor_id for step in rollout.steps if step.actor_id is not None))
-
-
-def _last_completion(rollout: Rollout, state: EpisodeState | None) -> str:
-    steps = state.trajectory if state is not None and state.trajectory else rollout.steps
-    taken = [step.completion for step in steps if step.actor_id is not None and step.selected]
-    return taken[-1] if taken else ""
 
 
 def _by_actor(name: str, value: Any, rollout: Rollout) -> dict[str, tuple[float, list[float] | None]]:

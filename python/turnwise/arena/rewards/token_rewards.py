@@ -51,14 +51,14 @@ def sum_tokens(value: Any, step: Step, where: str) -> tuple[float, list[float]]:
             f"{where}: got {len(given)} rewards by token, expected a number, or one for each of the {count} tokens of "
             "the completion"
         )
-    rewards = [check_reward(reward, f"{where}, token {place}") for place, reward in enumerate(given)]
+    rewards = [check_reward(reward, f"{where}, token {index}") for index, reward in enumerate(given)]
     # Apply the loss mask, if any.
     mask = step.info.get("loss_mask")
     if mask is not None:
         mask = torch.as_tensor([float(trains) for trains in mask])[None]
         if mask.shape[1] != count:
             raise ValueError(f"{where}: loss_mask has {mask.shape[1]} entries, expected one for each of {count} tokens")
-    # Only the reference backend adds up float64, so use it whatever backend is set elsewhere.
+    # Only the reference backend adds up float64, so use it despite other settings.
     total = token_reward_sum(torch.tensor([rewards], dtype=torch.float64), mask=mask, backend="torch")
     return check_reward(total, f"{where}, the sum over its tokens"), rewards
 
@@ -74,9 +74,9 @@ def set_reward(step: Step, value: Any, where: str) -> None:
 
 def settle_steps(rollout: Rollout) -> None:
     """Make floats of the rewards that an episode or a reward function set on steps of ``rollout``, also by token."""
-    for place, step in enumerate(rollout.steps):
+    for index, step in enumerate(rollout.steps):
         if type(step.reward) not in _SINGLE:
-            where = f"reward of step {place} (actor {step.actor_id!r}) of rollout {rollout.id!r}"
+            where = f"reward of step {index} (actor {step.actor_id!r}) of rollout {rollout.id!r}"
             where = f"{where}, episode type {rollout.episode_type!r}"
             if is_by_token(step.reward):
                 set_reward(step, step.reward, where)

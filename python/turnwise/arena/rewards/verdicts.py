@@ -137,7 +137,7 @@ def read_number(text: str, low: float | None = None, high: float | None = None) 
 def _values(text: str) -> list[_Value]:
     """Return the numbers of ``text`` that may be scores."""
     text = _NO_VALUES.sub(" ", text)
-    found = []
+    matches = []
     for match in _VALUE.finditer(text):
         before, after = text[: match.start()], text[match.end() :]
         if re.search(r"\bout\s+of\s*$", before, re.IGNORECASE):  # a scale, or the denominator of a word
@@ -150,7 +150,7 @@ def _values(text: str) -> list[_Value]:
             weak = match["whole"] is None or match["of"].lower() == "of"
             if weak and (_REFERENCE.search(before) or (counted and counted[1].lower() not in _AFTER)):
                 continue
-        found.append(
+        matches.append(
             _Value(
                 _number(match["number"]) * (-1 if match["sign"] == "-" else 1),
                 None if match["whole"] is None else _number(match["whole"]),
@@ -160,7 +160,7 @@ def _values(text: str) -> list[_Value]:
                 is_alone=bool(_ALONE.search(before) and re.match(r"[^\w\n]*(?:\n|$)", after)),
             )
         )
-    return found
+    return matches
 
 
 def _number(text: str) -> float:
@@ -176,7 +176,7 @@ def _scored(values: list[_Value], text: str) -> _Value:
         strong = [value for value in values if value.whole is not None and not value.is_part]
         chosen = strong if len(strong) == len(values) else values
     elif len({value.label for value in chosen}) == 1 and chosen[-1].label is not None:
-        chosen = chosen[-1:]  # who repeats a label changed their mind
+        chosen = chosen[-1:]  # a repeated label is a correction
     if any(value.is_part for value in chosen):
         raise _refused(text, "a single number, not a range, a bound or a sum")
     if len({(value.number, value.is_percent) for value in chosen}) != 1:

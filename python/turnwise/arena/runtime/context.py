@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.arena.runtime.private_text import PrivateTexts
-from turnwise.arena.runtime.rng import LazyRandom, derive_seed
 from turnwise.state import forkable
 from turnwise.types import (
     EpisodeRequest,

@@ -164,14 +164,14 @@ class PromptCache:
         plain = all(map(_is_text, messages))
         texts = [text for message in messages for text in message.items()] if plain else [repr(messages)]
         key = (format, *texts)
-        known = self._ids.get(key)
-        if known is None:
-            known = self._ids[key] = tuple(format.prompt_ids(messages))
+        ids = self._ids.get(key)
+        if ids is None:
+            ids = self._ids[key] = tuple(format.prompt_ids(messages))
             if len(self._ids) > self.SIZE:
                 self._ids.popitem(last=False)
         else:
             self._ids.move_to_end(key)
-        return list(known)
+        return list(ids)
 
 
 def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, actor_id: str | None) -> int:

@@ -72,8 +72,8 @@ def check_path(context: EpisodeContext, private: PrivateTexts, steps: Sequence[S
     for step in steps:
         mark = None if step.actor_id is None else private.leak(step.actor_id, step.prompt, steps)
         if mark is not None:
-            known = (other for other in context.steps if other is not None)
-            number = next(place for place, other in enumerate(known) if other is step)
+            recorded = (other for other in context.steps if other is not None)
+            number = next(index for index, other in enumerate(recorded) if other is step)
             raise LeakError(_describe_leak(context, number, str(step.actor_id), mark))
 
 

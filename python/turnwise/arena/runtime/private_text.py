@@ -109,14 +109,14 @@ class PrivateTexts:
             return None
         # Find the hidden texts in the prompt.
         prompt = "\0".join(normalize_text(text_of(message["content"])) for message in messages)
-        found = [key for key in hidden if contains_phrase(prompt, key)]
-        if not found:
+        present = [key for key in hidden if contains_phrase(prompt, key)]
+        if not present:
             return None
-        # A found text is no leak where it is part of the actor's own completions or of texts that it may see.
+        # A hidden text is no leak where it is part of the actor's own completions or of texts that it may see.
         own = {step.completion for step in steps if step is not None and step.actor_id == actor}
         said = [normalize_text(text) for text in own]
         seen = {key: mark for key, mark in self.marks.items() if key not in hidden}
-        for key in found:
+        for key in present:
             # An actor may see any part of a text that it may see. But an observation does not excuse a marked secret.
             marked = not hidden[key].observation
             excuses = [text for text in said if key in text]
@@ -162,7 +162,7 @@ def _parts_of(run: str) -> list[str]:
         return long
     if len(run.split()) >= MIN_HIDDEN_WORDS:
         return [run]
-    return [found[0] for found in _TAGGED.finditer(run) if re.search(r"\w", found["a"] or found["b"] or "")]
+    return [tagged[0] for tagged in _TAGGED.finditer(run) if re.search(r"\w", tagged["a"] or tagged["b"] or "")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.model_call import to_messages
 from turnwise.arena.runtime.recording_hooks import record_input
-from turnwise.arena.runtime.user_code import CallTimeoutError, call, count, count_error, is_async, not_counted
+from turnwise.arena.runtime.user_code import CallTimeoutError, call
+from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
 from turnwise.chat.messages import plain_messages, well_formed_texts
@@ -73,7 +74,7 @@ async def call_with_tools(
         if surplus > 0:
             count("tool_calls_not_run", surplus)
             parsed, calls = _shortened(parsed, actor.max_tool_calls + 1), calls[: actor.max_tool_calls + 1]
-        names = [f"call_{number}_{place}" for place in range(len(calls))]
+        names = [f"call_{number}_{index}" for index in range(len(calls))]
         answer = parsed.message(names)
         chats.add(messages, tools, asked.ids, format.cut(response.completion_token_ids), answer)
         run = calls[: actor.max_tool_calls]
@@ -106,14 +107,14 @@ async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
     """
 
     def answered() -> Any:
-        found = work()
-        return found if inspect.isawaitable(found) else _text_of(found)
+        answer = work()
+        return answer if inspect.isawaitable(answer) else _text_of(answer)
 
     try:
         text = await call("tool", work if is_async(work) else answered, limit=actor.tool_timeout, name=name)
         if type(text) is not str:  # of an ``async def``
             text = await call("tool", partial(_text_of, text), limit=actor.tool_timeout, name=name)
-    except Exception as error:  # whatever a tool raises is its answer
+    except Exception as error:  # any error of a tool is its answer
         count_error("tool", name, error)
         cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
         text = f"error: {error_text(cause)}"
@@ -164,5 +165,5 @@ def _refused(names: set[str]) -> None:
 
 def _shortened(parsed: ParsedCompletion, count: int) -> ParsedCompletion:
     """Return ``parsed`` with its first ``count`` good calls alone."""
-    good = [place for place, one in enumerate(parsed.calls) if one.status == OK]
+    good = [index for index, one in enumerate(parsed.calls) if one.status == OK]
     return replace(parsed, calls=parsed.calls[: good[count - 1] + 1])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from turnwise.arena.runtime.content_key import content_digest
+from turnwise.arena.runtime.hashing import content_digest
 from turnwise.arena.runtime.recording_hooks import records_input
 from turnwise.arena.stores.contents import StoreContents
 from turnwise.arena.stores.sampling import Samplable, SamplingRule, WeightedPool
@@ -88,18 +88,18 @@ class StoreSplit(Samplable):
         return (artifact for artifact in self._store if self._holds(artifact))
 
     def _holds(self, artifact: Artifact) -> bool:
-        known = self._sides.get(artifact.id)
-        if known is None or known[0] is not artifact:  # an id may be used again for other data
-            known = self._sides[artifact.id] = artifact, self._rule.side_of(artifact.data)
-        return known[1] == self.side
+        side = self._sides.get(artifact.id)
+        if side is None or side[0] is not artifact:  # an id may be used again for other data
+            side = self._sides[artifact.id] = artifact, self._rule.side_of(artifact.data)
+        return side[1] == self.side
 
     def _pool(self) -> WeightedPool:
         store = self._store
         store._catch_up()
-        held = store._contents
-        if self._drawn is None or self._drawn[0] is not held or self._drawn[1] != held.version:
+        contents = store._contents
+        if self._drawn is None or self._drawn[0] is not contents or self._drawn[1] != contents.version:
             artifacts = list(self)
-            outcomes = [held.outcome(artifact.id) for artifact in artifacts]
-            self._sides = {id: known for id, known in self._sides.items() if id in held.artifacts}
-            self._drawn = held, held.version, WeightedPool(artifacts, outcomes, held.plays, store.sampling)
+            outcomes = [contents.outcome(artifact.id) for artifact in artifacts]
+            self._sides = {id: side for id, side in self._sides.items() if id in contents.artifacts}
+            self._drawn = contents, contents.version, WeightedPool(artifacts, outcomes, contents.plays, store.sampling)
         return self._drawn[2]

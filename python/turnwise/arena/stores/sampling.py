@@ -111,8 +111,8 @@ class PrioritizedLevelReplay:
     ) -> list[float] | None:
         scores = [outcome.score for outcome in outcomes]
         best = max((score for score in scores if score is not None), default=1.0)
-        known = [best if score is None else score for score in scores]
-        promise = _inverse_ranks(known) if self.rank else known
+        scored = [best if score is None else score for score in scores]
+        promise = _inverse_ranks(scored) if self.rank else scored
         top = max(promise, default=0.0) or 1.0
         by_score = _shares([(value / top) ** (1.0 / self.temperature) for value in promise])
         by_age = _shares([float(plays - outcome.last) for outcome in outcomes])
@@ -186,7 +186,7 @@ class WeightedPool:
         # logarithms of the paper's u^(1/w), so that weights of very different sizes do not all round to 0.
         rings = [rng.expovariate(1.0) / weight for weight in self.weights]
         order = sorted(range(len(rings)), key=rings.__getitem__)
-        return [self.artifacts[place] for place in order[:k]]
+        return [self.artifacts[index] for index in order[:k]]
 
 
 class Samplable(ABC):

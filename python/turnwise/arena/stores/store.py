@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from turnwise.arena.runtime.content_key import detach_from_state
 from turnwise.arena.runtime.context import current_context
+from turnwise.arena.runtime.hashing import derive_seed, detach_from_state, rng_state, set_rng_state
 from turnwise.arena.runtime.recording_hooks import records_input
-from turnwise.arena.runtime.rng import derive_seed, rng_state, set_rng_state
 from turnwise.arena.stores.contents import UNKNOWN, StoreContents
 from turnwise.arena.stores.holdout import HashSplit, StoreSplit
 from turnwise.arena.stores.sampling import AttemptStats, Samplable, SamplingRule, WeightedPool, find_rule
@@ -143,22 +142,22 @@ class ArtifactStore(Samplable):
                 new_id = self._free_id() if id is None else id
                 ids = _parent_ids(parents)
                 artifact = Artifact(new_id, detach_from_state(data), weight, made_by, dict(meta or {}), ids, self.run)
-            held = self._contents
+            contents = self._contents
             # Refuse a taken id, a wrong weight, and with ``dedup`` known content.
-            if artifact.id in held.artifacts:
+            if artifact.id in contents.artifacts:
                 raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
             _check_weight(artifact.weight)
-            key = held.key(artifact)
-            if held.has(key):
+            key = contents.key(artifact)
+            if contents.has(key):
                 return None
             # Keep it in the file and in memory, and drop the oldest artifacts above ``max_size``.
-            outcome = AttemptStats(last=held.plays) if held.plays else UNKNOWN
+            outcome = AttemptStats(last=contents.plays) if contents.plays else UNKNOWN
             if self._file is not None:
-                self._file.insert(artifact, outcome, held.added + 1)
-            held.added += 1
-            held.keep(artifact, outcome, key)
-            while self.max_size is not None and len(held.artifacts) > self.max_size:
-                self._remove(next(iter(held.artifacts)))
+                self._file.insert(artifact, outcome, contents.added + 1)
+            contents.added += 1
+            contents.keep(artifact, outcome, key)
+            while self.max_size is not None and len(contents.artifacts) > self.max_size:
+                self._remove(next(iter(contents.artifacts)))
             return artifact
 
     @records_input()
@@ -235,12 +234,13 @@ class ArtifactStore(Samplable):
         # Update the statistics in memory and in the file.
         with self.transaction():
             artifact = self._of(id)
-            held = self._contents
-            held.plays += 1
-            outcome = held.outcome(id).after(reward, float(success), score, plays=held.plays, window=self.window)
+            contents = self._contents
+            contents.plays += 1
+            before, plays = contents.outcome(id), contents.plays
+            outcome = before.after(reward, float(success), score, plays=plays, window=self.window)
             self._put(artifact, outcome)
             if self._file is not None:
-                self._file.set_plays(held.plays)
+                self._file.set_plays(contents.plays)
             return outcome
 
     @records_input()
@@ -339,11 +339,11 @@ class ArtifactStore(Samplable):
 
     def _pool(self) -> WeightedPool:
         self._catch_up()
-        held = self._contents
-        if self._drawn is None or self._drawn[0] is not held or self._drawn[1] != held.version:
-            outcomes = [held.outcome(id) for id in held.artifacts]
-            pool = WeightedPool(list(held.artifacts.values()), outcomes, held.plays, self.sampling)
-            self._drawn = held, held.version, pool
+        contents = self._contents
+        if self._drawn is None or self._drawn[0] is not contents or self._drawn[1] != contents.version:
+            outcomes = [contents.outcome(id) for id in contents.artifacts]
+            pool = WeightedPool(list(contents.artifacts.values()), outcomes, contents.plays, self.sampling)
+            self._drawn = contents, contents.version, pool
         return self._drawn[2]
 
     def _free_id(self) -> str:

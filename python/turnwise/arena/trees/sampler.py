@@ -184,8 +184,8 @@ def select_branches(
         steps = [replace(step, reward=score) for step, score in zip(steps, ranked, strict=True)]
     left, chosen = list(range(len(steps))), list[int]()
     while left and len(chosen) < places:
-        chosen.append(left[call_selector(select, [steps[place] for place in left], rng)])
-        left = [place for place in left if place != chosen[-1] and not _are_twins(steps[place], steps[chosen[-1]])]
+        chosen.append(left[call_selector(select, [steps[index] for index in left], rng)])
+        left = [index for index in left if index != chosen[-1] and not _are_twins(steps[index], steps[chosen[-1]])]
     return chosen
 
 

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from turnwise.arena.rewards.invalid_action import CONTEXT
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, use_context
+from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.privacy import check_path
-from turnwise.arena.runtime.rng import derive_seed
 from turnwise.arena.runtime.tool_rounds import ROUND
-from turnwise.arena.runtime.user_code import close_states, hook, is_own
+from turnwise.arena.runtime.user_code import close_states, hook
+from turnwise.arena.runtime.watch import is_own
 from turnwise.arena.trees.sampler import BRANCH_SCORES, TreeSampler, call_selector, draw_share, select_branches
 from turnwise.arena.trees.value import BranchingEpisode, StateToValue, ValueEstimator
 from turnwise.state import prune
@@ -264,13 +265,13 @@ class TreeSearch:
         """Estimate the value of the state after each action."""
         if not self.sampler.playouts:
             return
-        places = {id(step): place for place, step in enumerate(self.root.steps)}
+        indices = {id(step): index for index, step in enumerate(self.root.steps)}
         states = []
         for branch in taken:
             steps, children = branch.beam.steps, branch.beam.children
             if branch.step.tree_node is not None:  # without a branch the beam already has them
                 steps, children = [*steps, *branch.steps], [*children, *branch.children]
-            states.append(StateToValue(f"v{places[id(branch.step)]}", branch.scope, steps, children, acted=True))
+            states.append(StateToValue(f"v{indices[id(branch.step)]}", branch.scope, steps, children, acted=True))
         for branch, playouts in zip(taken, await self.estimator.estimate(states), strict=True):
             branch.step.info["playouts"] = playouts
 
@@ -325,10 +326,10 @@ class TreeSearch:
         rng = random.Random(derive_seed(self.root.rollout.seed, "select", branched[0].step.tree_node))
         select, selected_by = self.sampler.selector(self.root.batch, rng)
         scores = None if self.sampler.score_by == "reward" else [branch.score for branch in branched]
-        places = select_branches(select, [branch.step for branch in branched], scores, count, rng)
-        for place in places if selected_by else ():
-            branched[place].step.info["selected_by"] = selected_by
-        return [branched[place] for place in places]
+        indices = select_branches(select, [branch.step for branch in branched], scores, count, rng)
+        for index in indices if selected_by else ():
+            branched[index].step.info["selected_by"] = selected_by
+        return [branched[index] for index in indices]
 
     def _drop_failed(self, failed: Sequence[tuple[Beam, ModelError | None]]) -> None:
         """Drop the beams whose model calls failed. Raises the first error if no beam is left."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from turnwise.arena.rewards.leaves import ScoredEpisode, score_leaf, scratch_rollout
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import EpisodeContext, use_context
-from turnwise.arena.runtime.rng import LazyRandom, derive_seed
+from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step

@@ -85,29 +85,29 @@ class GDPOCredit(GroupCredit):
         """Return each reward ``[B]`` float64, NaN where the actor has none. Raises for a name that no call ever had."""
         tops = {id(sample.root_result): sample.root_result for sample in samples if sample.root_result is not None}
         metrics = {node.rollout.id: node.rollout.metrics for top in tops.values() for node in top.walk()}
-        found = [self._of(sample, metrics) for sample in samples]
-        known = {name for each in found for name in each}
+        rewards = [self._of(sample, metrics) for sample in samples]
+        known = {name for each in rewards for name in each}
         if missing := [name for name in self.rewards if name not in known | self._seen] if known else []:
             raise ValueError(
                 f"rewards={dict(self.rewards)!r}: no call of this batch has {missing}; expected some of {sorted(known)}"
             )
         self._seen |= known
-        for row, each in enumerate(found):
+        for row, each in enumerate(rewards):
             if not each and samples[row].has_step_reward:
-                found[row] = dict.fromkeys(self.rewards, samples[row].reward)
+                rewards[row] = dict.fromkeys(self.rewards, samples[row].reward)
             elif wrong := {name: each[name] for name in self.rewards if not math.isfinite(each.get(name, 0.0))}:
                 where = f"step {samples[row].step_index} of rollout {samples[row].rollout_id!r}"
                 raise ValueError(f"{where} has rewards {wrong}: expected finite numbers")
-        return {name: np.array([each.get(name, math.nan) for each in found], dtype=np.float64) for name in self.rewards}
+        return {name: np.array([each.get(name, math.nan) for each in rewards], float) for name in self.rewards}
 
     def _of(self, sample: Sample, metrics: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:
         """Return the rewards of ``sample`` by name, from its step or from the metrics of its rollout."""
         if "rewards" in sample.info:
-            found: Mapping[str, float] = sample.info["rewards"]
-            return found
+            rewards: Mapping[str, float] = sample.info["rewards"]
+            return rewards
         if sample.rollout_id not in metrics:
             raise ValueError(
-                f"step {sample.step_index} of rollout {sample.rollout_id!r} tells no tree of episodes: expected "
+                f"step {sample.step_index} of rollout {sample.rollout_id!r} has no tree of episodes: expected "
                 "info['rewards'], or samples of turnwise.samples.collect.collect_samples(results)"
             )
         end = f"/{sample.actor}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnwise.credit.base import GroupCredit, Key
-from turnwise.credit.returns import check_gamma, discounted_returns
+from turnwise.credit.rules.turn_returns import check_gamma, discounted_returns
 from turnwise.types import CreditCapabilities, Sample
 
 
@@ -57,10 +57,10 @@ class GiGPOCredit(GroupCredit):
         """Return the undiscounted sum of the actor's rewards in the rollout for each call: its first call's return."""
         returns = discounted_returns(samples, 1.0)
         first: dict[Key, int] = {}
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             unit = self.unit_key(sample)
             if unit not in first or sample.step_index < samples[first[unit]].step_index:
-                first[unit] = place
+                first[unit] = index
         return returns[[first[self.unit_key(sample)] for sample in samples]]
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:

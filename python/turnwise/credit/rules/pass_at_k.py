@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnwise.credit.base import ALONE, CENTERED, EQUAL, Credit
-from turnwise.credit.ties import tolerance
+from turnwise.credit.grouping import tolerance
 from turnwise.types import Sample
 
 
@@ -67,7 +67,7 @@ class PassAtKCredit(Credit):
         for trajectories in _answers(samples).values():
             tied = _tied(samples, trajectories)
             cause = ALONE if len(trajectories) <= self.k else EQUAL if tied else CENTERED
-            causes |= dict.fromkeys((place for places in trajectories.values() for place in places), cause)
+            causes |= dict.fromkeys((index for indices in trajectories.values() for index in indices), cause)
         return [causes[row] for row in rows]
 
     def _of_group(self, rewards: np.ndarray) -> np.ndarray:
@@ -93,18 +93,18 @@ class PassAtKCredit(Credit):
 def _answers(samples: Sequence[Sample]) -> dict[object, dict[Hashable, list[int]]]:
     """Return the places of each question's trajectories in ``samples``."""
     groups: dict[object, dict[Hashable, list[int]]] = {}
-    for place, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         key = sample.group if sample.group is not None else (sample.group_id,)
-        groups.setdefault(key, {}).setdefault(sample.trajectory_key, []).append(place)
+        groups.setdefault(key, {}).setdefault(sample.trajectory_key, []).append(index)
     return groups
 
 
 def _tied(samples: Sequence[Sample], trajectories: Mapping[Hashable, Sequence[int]]) -> bool:
     """True if all trajectories have the same mean reward, up to rounding."""
-    rewards = [samples[place].reward for rows in trajectories.values() for place in rows]
+    rewards = [samples[index].reward for rows in trajectories.values() for index in rows]
     return bool(np.ptp(_rewards(samples, trajectories)) <= tolerance(rewards))
 
 
 def _rewards(samples: Sequence[Sample], trajectories: Mapping[Hashable, Sequence[int]]) -> np.ndarray:
     """Return the mean reward of each trajectory, ``[n]`` float64."""
-    return np.array([np.mean([samples[place].reward for place in rows]) for rows in trajectories.values()])
+    return np.array([np.mean([samples[index].reward for index in rows]) for rows in trajectories.values()])

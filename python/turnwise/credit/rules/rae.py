@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit.base import Credit
-from turnwise.credit.ties import tolerance
+from turnwise.credit.grouping import tolerance
 from turnwise.types import CreditCapabilities, Sample
 
 Seat = tuple[str, str]
@@ -66,8 +66,8 @@ class RAECredit(Credit):
         """Return advantages ``[B]`` float32 of ``samples``, in order, and move the baselines. Call once per batch."""
         advantages = np.zeros(len(samples), dtype=np.float32)
         calls: dict[Game, list[int]] = {}
-        for place, sample in enumerate(samples):
-            calls.setdefault(((sample.episode_type, sample.actor), sample.trajectory_key), []).append(place)
+        for index, sample in enumerate(samples):
+            calls.setdefault(((sample.episode_type, sample.actor), sample.trajectory_key), []).append(index)
         for games in ROUNDS[self.per](list(calls)):
             returns: dict[Seat, list[float]] = {}
             for game in games:

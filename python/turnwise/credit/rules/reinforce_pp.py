@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnwise.credit.base import CENTERED, EQUAL, Credit
+from turnwise.credit.grouping import tolerance
 from turnwise.credit.rules.grpo import GRPOCredit
-from turnwise.credit.ties import tolerance
 from turnwise.types import Sample
 
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from turnwise.credit.base import Credit
-from turnwise.credit.returns import check_gamma
+from turnwise.credit.base import Credit, tops_of
+from turnwise.credit.rules.turn_returns import check_gamma
 from turnwise.credit.state_values import StateValues
-from turnwise.types import CreditCapabilities, Rollout, Sample
+from turnwise.types import CreditCapabilities, Sample
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class VineCredit(Credit):
                 advantages[row] = tree.advantage(samples[row].step_index)
         if samples and not trees:
             raise ValueError(
-                "no rollout of the batch has branches or playouts, so nothing tells what its states are worth: "
+                "no rollout of the batch has branches or playouts, so the values of its states are unknown: "
                 "expected TreeSampler(branches=N) with N > 1, or TreeSampler(playouts=M) with M > 0"
             )
         return advantages
@@ -76,19 +76,6 @@ class VineCredit(Credit):
         rows_of: defaultdict[str, list[int]] = defaultdict(list)
         for row, sample in enumerate(samples):
             rows_of[sample.rollout_id].append(row)
-        rollouts = _rollouts_of(samples)
+        rollouts = {node.rollout.id: node.rollout for top in tops_of(samples) for node in top.walk()}
         for id, rows in rows_of.items():
             yield StateValues(rollouts[id], [samples[row] for row in rows], gamma=self.gamma, team=self.team), rows
-
-
-def _rollouts_of(samples: Sequence[Sample]) -> dict[str, Rollout]:
-    """Return the rollouts of all trees of episodes that ``samples`` come from, by id."""
-    tops = {}
-    for sample in samples:
-        if sample.root_result is None:
-            raise ValueError(
-                f"step {sample.step_index} of rollout {sample.rollout_id!r} tells no tree of episodes: expected "
-                "samples of turnwise.samples.collect.collect_samples(results)"
-            )
-        tops[id(sample.root_result)] = sample.root_result
-    return {node.rollout.id: node.rollout for top in tops.values() for node in top.walk()}

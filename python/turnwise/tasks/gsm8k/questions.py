@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.tasks.base import Split, TaskOptions, check_counts, check_split, split_of
 from turnwise.tasks.gsm8k.reader import Question, read_dataset, read_questions
 from turnwise.types import EpisodeRequest

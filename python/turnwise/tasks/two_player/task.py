@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split
 from turnwise.tasks.two_player.episode import MODEL, TwoPlayerEpisode
 from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.arena.runtime.rng import derive_seed
+from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.integrations.environments.base.episode import MODEL, ForeignEpisode
 from turnwise.integrations.environments.base.forks import RunningPlay, choose_way
 from turnwise.integrations.environments.base.options import ForeignOptions

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from turnwise.arena import Arena, ArtifactStore, Rubric, SingleTurnEpisode
-from turnwise.arena.stores.outcomes import attempts_of, mean_reward
+from turnwise.arena.stores.contents import attempts_of, mean_reward
 from turnwise.credit import GRPOCredit
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout, Step
 
