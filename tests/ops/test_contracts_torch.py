@@ -44,7 +44,7 @@ def prepared(target: Any, name: str, **drawn: Any) -> tuple[dict[str, Tensor], T
 # Autograd
 # ---------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, "linear_logprob, frozen"])
-def test_a_second_derivative_is_refused_or_right(target, name) -> None:
+def test_a_second_derivative_is_rejected_or_right(target, name) -> None:
     given, leaf = prepared(target, name)
     (slope,) = torch.autograd.grad(value(name, given, backend=target.backend), leaf, create_graph=True)
     if target.backend == "torch":

@@ -56,7 +56,7 @@ def test_a_build_without_cuda_says_so() -> None:
             backends.extension.cuda_scale(torch.zeros(1), torch.zeros(()), 0)
 
 
-def test_tensors_of_two_devices_are_refused(tmp_path, compile_and_run) -> None:
+def test_tensors_of_two_devices_are_rejected(tmp_path, compile_and_run) -> None:
     """Before a kernel reads the memory of another device, after which no call works any more."""
     program = tmp_path / "devices.cpp"
     program.write_text(

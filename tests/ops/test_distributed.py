@@ -25,12 +25,12 @@ VOCABULARY, WIDTH, ACTORS = 97, 24, 3
 LENGTHS = [7, 0, 12, 1, 30, 9, 5]
 GROUPS = [0, 0, 1, 1, 2, 2, 2]
 SPLIT = [(0, 4), (4, 7)]  # rows of each process: groups stay whole, and one has twice the tokens of the other
-WAYS = ("linear_logprob", "linear_policy_loss", "logprob")
+HEADS = ("linear_logprob", "linear_policy_loss", "logprob")
 
 
 class Case(NamedTuple):
     wrap: str  # "ddp" or "fsdp"
-    way: str  # how the head makes log-probabilities
+    head: str  # how the head makes log-probabilities
     precision: str  # "float64", "float32", "autocast", or "policy": FSDP2's own mixed precision
     aggregation: str = "token-mean"
 
@@ -39,8 +39,8 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case(wrap, way, p) for wrap in ("ddp", "fsdp") for way in WAYS for p in ("float64", "float32", "autocast")),
-    *(Case("fsdp", way, "policy") for way in WAYS),
+    *(Case(wrap, head, p) for wrap in ("ddp", "fsdp") for head in HEADS for p in ("float64", "float32", "autocast")),
+    *(Case("fsdp", head, "policy") for head in HEADS),
     *(Case(wrap, "linear_policy_loss", "float32", "agent-mean") for wrap in ("ddp", "fsdp")),
 ]
 # The largest error of a gradient over its largest entry: at most, and, where bfloat16 must show, at least.
@@ -65,11 +65,11 @@ class Model(nn.Module):
         hidden = torch.tanh(self.mix(self.embedding(tokens)))
         return ops.linear_logprob(hidden, self.head.weight, targets, bias=self.head.bias)  # type: ignore[return-value]
 
-    def forward(self, way: str, tokens: Tensor, targets: Tensor, **batch: Any) -> Tensor:
-        if way == "linear_logprob":
+    def forward(self, head: str, tokens: Tensor, targets: Tensor, **batch: Any) -> Tensor:
+        if head == "linear_logprob":
             return ops.policy_loss(self.logprobs(tokens, targets), **batch).loss
         hidden = torch.tanh(self.mix(self.embedding(tokens)))
-        if way == "linear_policy_loss":
+        if head == "linear_policy_loss":
             return ops.linear_policy_loss(hidden, self.head.weight, targets, bias=self.head.bias, **batch).loss
         logprobs = ops.logprob(nn.functional.linear(hidden, self.head.weight, self.head.bias), targets)
         assert isinstance(logprobs, Tensor)
@@ -113,7 +113,7 @@ def normalizer_of(given: dict[str, Any], aggregation: str) -> Tensor:
 
 def loss_of(model: nn.Module, given: dict[str, Any], case: Case, normalizer: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
-        return model(case.way, **given, aggregation=case.aggregation, normalizer=normalizer)
+        return model(case.head, **given, aggregation=case.aggregation, normalizer=normalizer)
 
 
 def type_of(case: Case) -> torch.dtype:
@@ -179,7 +179,7 @@ def alone(case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_of_two_processes_are_those_of_one(trained, case) -> None:
-    want = alone(case._replace(precision="float64", way="logprob"))
+    want = alone(case._replace(precision="float64", head="logprob"))
     least, most = ERROR[case.precision]
     for found in trained:
         got = found[str(case)]

@@ -222,7 +222,7 @@ def test_a_gpu_makes_the_logits_twice_where_that_is_faster(emulator, monkeypatch
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])
-def test_a_wrong_id_of_a_masked_token_is_refused(wrong) -> None:
+def test_a_wrong_id_of_a_masked_token_is_rejected(wrong) -> None:
     """Masked tokens are left out by an id that no token has; a wrong id must not pass for it."""
     given = make(15)
     given["targets"][3], given["mask"][3] = wrong, False

@@ -48,7 +48,7 @@ def test_a_function_sees_the_tokens_that_train_alone() -> None:
     torch.testing.assert_close(grad, torch.tensor([[-7.0, 0, -7], [-9, 0, 0]]) / 3)
 
 
-def test_what_is_no_loss_per_token_is_refused() -> None:
+def test_what_is_no_loss_per_token_is_rejected() -> None:
     streams = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2)
     for function in (lambda lp, old, a: (lp * a).mean(), lambda lp, old, a: 1.0, lambda lp, old, a: lp > a):
         with pytest.raises(ValueError, match=r"variant=Custom.* gave .*: expected the loss of each token"):

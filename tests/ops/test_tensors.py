@@ -41,7 +41,7 @@ def advantages(rewards: Any, ids: Any = IDS, valid: Any = None) -> Tensor:
     return out
 
 
-WAYS = {
+KINDS = {
     "plain": lambda tensor: tensor,
     "parameter": nn.Parameter,
     "subclass": lambda tensor: tensor.as_subclass(Subclass),
@@ -52,15 +52,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_every_kind_of_tensor_is_read(way: str, dtype: torch.dtype) -> None:
-    rewards = WAYS[way](torch.tensor([1.0, 0.0, 2.0, 5.0], dtype=dtype))
+def test_every_kind_of_tensor_is_read(kind: str, dtype: torch.dtype) -> None:
+    rewards = KINDS[kind](torch.tensor([1.0, 0.0, 2.0, 5.0], dtype=dtype))
     torch.testing.assert_close(advantages(rewards).float(), EXPECTED, atol=4e-3, rtol=0)
 
 
-@pytest.mark.parametrize("way", [lambda tensor: tensor, ByAttributes])
-def test_what_is_no_plain_tensor_of_the_cpu_is_refused_by_its_argument(way: Any) -> None:
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, ByAttributes])
+def test_what_is_no_plain_tensor_of_the_cpu_is_rejected_by_its_argument(kind: Any) -> None:
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0])
     for bad, expected in (
         (rewards.to("meta"), "rewards: expected a CPU tensor"),
@@ -68,16 +68,16 @@ def test_what_is_no_plain_tensor_of_the_cpu_is_refused_by_its_argument(way: Any)
         (rewards.expand(2, 2, 4), "rewards: expected at most two dimensions"),
     ):
         with pytest.raises(TypeError, match=expected):
-            advantages(way(bad))
+            advantages(kind(bad))
     for bad in (rewards[::2], rewards.expand(3, 4)):
         with pytest.raises(ValueError, match="rewards"):
-            advantages(way(bad))
+            advantages(kind(bad))
     with pytest.raises(TypeError, match="group_ids"):
-        advantages(rewards, way(IDS.to("meta")))
+        advantages(rewards, kind(IDS.to("meta")))
     with pytest.raises((TypeError, ValueError), match="group_ids"):
-        advantages(rewards, way(IDS.to(torch.int32)))
+        advantages(rewards, kind(IDS.to(torch.int32)))
     with pytest.raises((TypeError, ValueError, RuntimeError)):
-        advantages(way(rewards.to_sparse()))
+        advantages(kind(rewards.to_sparse()))
     with pytest.raises(AttributeError):
         advantages(rewards, object())
 
@@ -85,17 +85,17 @@ def test_what_is_no_plain_tensor_of_the_cpu_is_refused_by_its_argument(way: Any)
 def test_flags_are_read_as_booleans_and_nothing_as_not_given() -> None:
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0])
     valid = torch.tensor([True, True, False, True])
-    for way in (lambda tensor: tensor, ByAttributes):
-        assert advantages(rewards, valid=way(valid)).tolist() == pytest.approx([*EXPECTED[:2].tolist(), 0.0, 0.0])
+    for kind in (lambda tensor: tensor, ByAttributes):
+        assert advantages(rewards, valid=kind(valid)).tolist() == pytest.approx([*EXPECTED[:2].tolist(), 0.0, 0.0])
 
 
-@pytest.mark.parametrize("way", [lambda tensor: tensor, ByAttributes])
-def test_a_tensor_without_rows_is_no_missing_argument(way: Any) -> None:
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, ByAttributes])
+def test_a_tensor_without_rows_is_no_missing_argument(kind: Any) -> None:
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0])
     with pytest.raises(ValueError, match="shape of rewards"):
-        advantages(rewards, valid=way(torch.empty(0, dtype=torch.bool)))
+        advantages(rewards, valid=kind(torch.empty(0, dtype=torch.bool)))
     empty = torch.empty(0)
-    columns = (way(empty), way(empty.long()), empty, 0, None, None, way(empty.bool()))
+    columns = (kind(empty), kind(empty.long()), empty, 0, None, None, kind(empty.bool()))
     extension.group_advantage(*columns, rule(), 1)  # no rows, no error
 
 
@@ -104,7 +104,7 @@ def test_a_strided_mask_is_read_in_both_ways() -> None:
     rewards = torch.arange(12.0).reshape(3, 4).t()
     mask = torch.tensor([[1, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0]]).bool()[:, ::2]
     found = [torch.empty(4, dtype=torch.float64) for _ in range(2)]
-    for way, sums in zip((lambda tensor: tensor, ByAttributes), found, strict=True):
-        extension.token_reward_sum(way(rewards), way(mask), None, None, way(sums), 1)
+    for kind, sums in zip((lambda tensor: tensor, ByAttributes), found, strict=True):
+        extension.token_reward_sum(kind(rewards), kind(mask), None, None, kind(sums), 1)
     expected = (rewards * mask).sum(1).double()
     assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
