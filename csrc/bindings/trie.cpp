@@ -76,7 +76,8 @@ void bind_trie(py::module_& module) {
     py::class_<TokenTrie>(module, "TokenTrie", py::module_local(),
                           "Rows of a token stream, their common beginnings once, laid out depth first.")
         .def(py::init(&build), py::arg("tokens"), py::arg("starts"), py::arg("ends"), py::arg("least") = 0)
-        .def_property_readonly("source", &view<&TokenTrie::source>, "[U] where in the stream a place's token stands.")
+        .def_property_readonly("source", &view<&TokenTrie::source>,
+                               "[U] the index in the stream of each place's token.")
         .def_property_readonly("depth", &view<&TokenTrie::depth>, "[U] the position of a place in its rows.")
         .def_property_readonly("begin", &view<&TokenTrie::begin>, "[S + 1] the first place of each segment.")
         .def_property_readonly("parent", &view<&TokenTrie::parent>, "[S] the segment above, -1 for none.")

@@ -11,7 +11,7 @@ constexpr unsigned kFullWarp = 0xffffffffu;  // mask of all lanes
 constexpr int kWarp = 32;                    // lanes
 
 // The value of lane 0 in every lane. Where all lanes have the same one, this keeps it in a register: the compiler does
-// not compute it anew at each use.
+// not compute it again at each use.
 __device__ __forceinline__ int uniform(int value) {
     return __shfl_sync(kFullWarp, value, 0);
 }

@@ -2,7 +2,7 @@
 //
 // A sum is a number in base 2^32 that ends at the smallest float32: digit k counts units of 2^(32 k - 149). A value of
 // 53 bits touches at most three digits. Digits are signed 64-bit integers, so 2^31 additions fit without a carry. One
-// more word tells which values that are not finite came in.
+// more word records which values that are not finite came in.
 #pragma once
 
 #include "cuda/block.h"

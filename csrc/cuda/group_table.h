@@ -109,7 +109,7 @@ __device__ __forceinline__ void join_peers(unsigned peers, Word (&values)[count]
     }
 }
 
-// What each warp of a block has for up to 32 slots, in shared memory: for slot s at place s % 32.
+// Data of each warp of a block for up to 32 slots, in shared memory: for slot s at place s % 32.
 struct BlockTable {
     static constexpr int kValues = 6;       // most values of a slot
     static constexpr int kRow = kWarp + 1;  // places of a warp, and one that keeps the warps in different banks

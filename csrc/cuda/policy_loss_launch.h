@@ -55,7 +55,7 @@ struct Params {
     double* row_partials;              // [rows + warps, kRowSums]: the sums of a row within a span, at index row + span
     Word* totals;                      // [1 + num_actors, kSumWords, kColumns]: exact sums of the batch, then by actor
     int actors;                        // max(num_actors, 1)
-    // What the first launch must provide (count_rows, count_actors, sum_rows), and the kind of kernel.
+    // The results that the first launch must provide (count_rows, count_actors, sum_rows), and the kind of kernel.
     bool count_rows;    // lengths, and counts->rows
     bool count_actors;  // actor_tokens
     bool sum_rows;      // row_partials
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool kl_by_row(const PolicyLossOptions& o) {
 }
 
 // ---- Counts and sums that the first gradient needs -----------------------------------------------------------------
-// What the row sums read of a trained token; 0 where they need no such stream.
+// The number that the row sums read of a trained token; 0 where they need no such stream.
 struct RowSumInput {
     float logprob, old, ref, rollout, advantage;
     bool trained;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void add_actor_tokens(const Params& p, int actor, lon
 // Adds the trained tokens of rows to those of their actors. `count`: the row's, in one lane of every row; else 0.
 __device__ __forceinline__ void count_by_actor(const Params& p, int64_t row, int count, SpanCounts& counts) {
     const int lane = int(threadIdx.x) % kWarp, actor = count > 0 ? actor_of(p, row) : -1;
-    // The actors take turns, each with all of its rows. Only ids that no lane stands for go to memory at once.
+    // The actors take turns, each with all of its rows. Only ids that no lane holds go to memory at once.
     for (unsigned left = __ballot_sync(kFullWarp, actor >= 0); left;) {
         const int turn = __shfl_sync(kFullWarp, actor, __ffs(int(left)) - 1);
         const int total = warp_sum(actor == turn ? count : 0);

@@ -1,4 +1,4 @@
-// What the tokens of a row share in the policy loss, and the rows that a warp holds in shared memory.
+// Numbers that the tokens of a row share in the policy loss, and the rows that a warp holds in shared memory.
 #pragma once
 
 #include <type_traits>
@@ -43,7 +43,7 @@ __device__ __forceinline__ double common_weight(const Params& p, double* scratch
 }
 
 // ---- One row --------------------------------------------------------------------------------------------------------
-// What all tokens of a row share. 16 bytes, so one instruction loads them.
+// Numbers that all tokens of a row share. 16 bytes, so one instruction loads them.
 struct alignas(16) ClipRow {
     float weight;     // weight of a token's loss in the batch's
     float scaled;     // A times `weight`, with the sign of A even if that is 0 or NaN; A is 0 if given per token

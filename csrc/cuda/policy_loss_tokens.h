@@ -1,4 +1,4 @@
-// What each token adds to the loss, the gradient and the sums of the policy loss.
+// The part of each token in the loss, the gradient and the sums of the policy loss.
 #pragma once
 
 #include "cuda/policy_loss_launch.h"
@@ -31,7 +31,7 @@ static_assert(kColumns <= kColumnStride);
 // ---- Tokens ---------------------------------------------------------------------------------------------------------
 struct Sums {
     float of[kColumns] = {};  // indexed by Column
-    // Of Specialization other than full: clipped_high and clipped_dual together, and clipped_dual alone.
+    // For a Specialization other than full: clipped_high and clipped_dual together, and clipped_dual alone.
     float above = 0;
     unsigned dual = 0;
 };

@@ -15,13 +15,13 @@ uint64_t mix(uint64_t key) {
 template <class Key>
 int64_t by_table(Key key, int64_t count, int64_t low, int64_t range, int64_t* ids) {
     std::vector<int32_t> table(size_t(range), -1);
-    int32_t found = 0;
+    int32_t distinct = 0;
     for (int64_t i = 0; i < count; ++i) {
         int32_t& id = table[size_t(key(i) - low)];
-        if (id < 0) id = found++;
+        if (id < 0) id = distinct++;
         ids[i] = id;
     }
-    return found;
+    return distinct;
 }
 
 // For any keys: a hash table with linear probing, at most half full.
@@ -34,15 +34,15 @@ int64_t by_hash(Key key, int64_t count, int64_t* ids) {
         int64_t id;   // -1: free
     };
     std::vector<Slot> slots(capacity, Slot{0, -1});
-    int64_t found = 0;
+    int64_t distinct = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t wanted = key(i);
         size_t place = mix(uint64_t(wanted)) & (capacity - 1);
         while (slots[place].id >= 0 && slots[place].key != wanted) place = (place + 1) & (capacity - 1);
-        if (slots[place].id < 0) slots[place] = {wanted, found++};
+        if (slots[place].id < 0) slots[place] = {wanted, distinct++};
         ids[i] = slots[place].id;
     }
-    return found;
+    return distinct;
 }
 
 template <class Key>

@@ -215,7 +215,7 @@ void tree_attention_grad(const TreeSegments& segments, const TreeTensors& tensor
     const TreeAttentionKernels& kernel = kernels(out.dtype);
     const std::vector<Chunk> chunks = cut(segments, places, heads);
 
-    // What each chunk adds to the places above it.
+    // The parts that each chunk adds to the places above it.
     const int64_t bytes = bytes_of(out.dtype);
     std::vector<int64_t> start(chunks.size() + 1, 0);
     for (size_t i = 0; i < chunks.size(); ++i) start[i + 1] = start[i] + 2 * chunks[i].depth() * width * bytes;

@@ -66,7 +66,7 @@ class Heap {
     }
     // Puts `node` into a free slot and takes over its reference.
     SlotIndex add(Node* node);
-    // `plan` tells which slots the next calls of `add` will return, without adding anything.
+    // `plan` returns the slots that the next calls of `add` will return, without adding anything.
     struct Cursor {
         SlotIndex free;  // head of the chain of free slots, or kNoSlot
         SlotIndex end;   // the first slot after the table

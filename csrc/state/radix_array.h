@@ -345,7 +345,7 @@ class RadixArray {
         }
     }
 
-    Block* root_ = nullptr;  // null if nothing was ever added
+    Block* root_ = nullptr;  // null if nothing was added
     uint32_t size_ = 0;      // items
     uint32_t height_ = 0;    // levels of inner blocks above the chunks
 };

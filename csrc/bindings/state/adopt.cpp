@@ -16,7 +16,7 @@ PyObject* type_name(PyObject* object) {
 // Takes objects over into a heap. The heap does not change before `apply`, so an error leaves it as it was.
 class Adoption {
   public:
-    // What happens to opaque objects.
+    // The treatment of opaque objects.
     enum class Opaque {
         Copied,  // the state gets copies; the caller keeps the objects
         Live,    // the objects belong to the state from now on

@@ -168,7 +168,7 @@ PyObject* dict_clear(PyObject* self, PyObject*) {
 }
 
 // ---- views and iterators --------------------------------------------------------------------------------------------
-// What a view or iterator shows.
+// The part of each entry that a view or iterator shows.
 enum What { Keys, Values_, Items };
 
 struct Iterator {

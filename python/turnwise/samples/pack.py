@@ -76,10 +76,10 @@ def advantages_of(
         return np.array([sample.reward for sample in samples], dtype=np.float32)
     if getattr(type(credit), "compute_columns", None) in (None, CreditAssigner.compute_columns):
         table = credit.compute(results)
-        places = [(sample.rollout_id, sample.step_index) for sample in samples]
-        if missing := [place for place in places if place not in table]:
+        keys = [(sample.rollout_id, sample.step_index) for sample in samples]
+        if missing := [key for key in keys if key not in table]:
             raise ValueError(f"{type(credit).__name__}.compute gave no advantage for (rollout id, step) {missing[0]!r}")
-        advantages = np.array([table[place] for place in places], dtype=np.float32)
+        advantages = np.array([table[key] for key in keys], dtype=np.float32)
     else:
         advantages = np.asarray(credit.compute_columns(samples))
     if advantages.shape != (len(samples),) or not np.isfinite(advantages).all():
@@ -241,8 +241,8 @@ def _check_loss_mask(mask: Any, length: int, name: str) -> np.ndarray:
 def _index_of_unique(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Return the distinct ``names`` in order of appearance, and each name's index among them, ``[B]`` int64."""
     distinct = list(dict.fromkeys(names))
-    place_of = {name: place for place, name in enumerate(distinct)}
-    return distinct, np.fromiter(map(place_of.__getitem__, names), dtype=np.int64, count=len(names))
+    index_of = {name: index for index, name in enumerate(distinct)}
+    return distinct, np.fromiter(map(index_of.__getitem__, names), dtype=np.int64, count=len(names))
 
 
 def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:

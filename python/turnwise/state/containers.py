@@ -87,10 +87,10 @@ class _DictMethods:
     __deepcopy__ = copy_facade
 
 
-def _bound(place: Any, size: int) -> int:
+def _bound(given: Any, size: int) -> int:
     """Return a start or stop of ``list.index``, counted from the front."""
     try:
-        index = operator.index(place)
+        index = operator.index(given)
     except TypeError:
         raise TypeError("slice indices must be integers or have an __index__ method") from None
     return max(index + size, 0) if index < 0 else index

@@ -43,8 +43,8 @@ Version = tuple[bool, int]
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
-def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str, State]) -> None:
-    """Implement :meth:`Store.save`."""
+def save(store: Any, path: str | os.PathLike[str], states: Mapping[str, State]) -> None:
+    """Write States of ``store``, a :class:`Store`, to a file, see :meth:`Store.save`."""
     if not isinstance(states, Mapping):
         raise TypeError(f"states={states!r}: expected a mapping of names to States")
     for name, state in states.items():
@@ -68,9 +68,9 @@ def save(store: _C.StoreBase, path: str | os.PathLike[str], states: Mapping[str,
         "names": list(states),
         "places": None if places == list(range(len(places))) else places,
         "versions": len(versions),
-        "frozen": [place for place, (frozen, _) in enumerate(versions) if frozen],
-        "commits": [[place, commit] for place, (_, commit) in enumerate(versions) if commit >= 0],
-        "arrays": getattr(store, "arrays", "frozen"),
+        "frozen": [index for index, (frozen, _) in enumerate(versions) if frozen],
+        "commits": [[index, commit] for index, (_, commit) in enumerate(versions) if commit >= 0],
+        "arrays": store.arrays,
         "buffers": [view.nbytes for view in buffers],
     }
     sections: list[list[bytes | memoryview]] = [
@@ -144,7 +144,7 @@ def read(
             header, structure, pickled, buffers = _read(stream)
         leaves = load_leaves(pickled, header.views(buffers), allow=allowed, allow_pickle=allow_pickle)
         states = restore(store_for(header.arrays), structure, leaves, header.versions)
-        return {name: states[place] for name, place in zip(header.names, header.places, strict=True)}
+        return {name: states[index] for name, index in zip(header.names, header.places, strict=True)}
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error
     except OpaqueError as error:
@@ -176,11 +176,11 @@ class _Header:
             commits = dict(fields["commits"])
             if not isinstance(count, int) or not 0 <= count <= 2 * len(data):
                 raise ValueError(f"versions={count!r}")
-            versions = [(place in frozen, commits.get(place, -1)) for place in range(count)]
+            versions = [(index in frozen, commits.get(index, -1)) for index in range(count)]
             good = (
                 all(isinstance(name, str) for name in names)
                 and len(set(names)) == len(names) == len(places)
-                and all(isinstance(place, int) and 0 <= place < count for place in places)
+                and all(isinstance(index, int) and 0 <= index < count for index in places)
                 and all(isinstance(commit, int) for commit in commits.values())
                 and fields["arrays"] in ("frozen", "copy")
                 and all(isinstance(length, int) and length >= 0 for length in fields["buffers"])
@@ -189,7 +189,7 @@ class _Header:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"its header can't be read: {error!r}") from error
         if not good:
-            raise CheckpointError("its header makes no sense")
+            raise CheckpointError("its header is inconsistent")
         return header
 
     def views(self, buffers: bytes) -> Iterator[memoryview]:
@@ -215,7 +215,7 @@ def _read(stream: IO[bytes]) -> tuple[_Header, bytes, bytes, bytes]:
         raise CheckpointError(f"it has format {version}; this turnwise reads format {FORMAT}")
     if count != SECTIONS or _digest_of(head[:-_DIGEST]) != head[-_DIGEST:]:
         raise CheckpointError("its head is damaged: the checksum does not fit")
-    places = [_SECTION.unpack_from(head, _HEAD.size + place * _SECTION.size) for place in range(SECTIONS)]
+    places = [_SECTION.unpack_from(head, _HEAD.size + index * _SECTION.size) for index in range(SECTIONS)]
     end = max(offset + length for offset, length, _ in places)
     if size != end:
         raise CheckpointError(f"it has {size} bytes and should have {end}: it is cut off, or something was added")

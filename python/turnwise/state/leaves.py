@@ -55,7 +55,7 @@ def _torch_generator(device: str, state: bytes) -> Any:
     return generator
 
 
-class _Pickler(Pickler):
+class _LeafPickler(Pickler):
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Generator:
@@ -158,7 +158,7 @@ class _Guarded(_InPython):
         if not makes_classes:
             step(*arguments)
         if makes_classes or isinstance(self.stack[-1], type):
-            raise CheckpointError("it makes a class of its own")
+            raise CheckpointError("it makes a class")
 
     def _is_named(self, value: Any) -> bool:
         return any(value is each for each in self._named)
@@ -189,7 +189,7 @@ def dump_leaves(leaves: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
         return False
 
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=out_of_band).dump(list(leaves))
+    _LeafPickler(stream, protocol=5, buffer_callback=out_of_band).dump(list(leaves))
     return stream.getvalue(), buffers
 
 

@@ -15,23 +15,23 @@ class SharedObjects:
     """Fingerprints of a Store's shared objects: taken on insertion, and compared at forks and commits."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Callable[[], Any], bytes]] = {}
+        self._fingerprints: dict[int, tuple[Callable[[], Any], bytes]] = {}
 
     def note(self, value: Any) -> None:
-        if id(value) in self._known:
+        if id(value) in self._fingerprints:
             return
         digest = _digest(value)
         if digest is None:
             return
-        place, known = id(value), self._known
+        key, fingerprints = id(value), self._fingerprints
         try:
-            self._known[place] = (weakref.ref(value, lambda _: known.pop(place, None)), digest)
+            fingerprints[key] = (weakref.ref(value, lambda _: fingerprints.pop(key, None)), digest)
         except TypeError:  # without weak references the object lives as long as the store
-            self._known[place] = (lambda: value, digest)
+            fingerprints[key] = (lambda: value, digest)
 
     def check(self, state: State) -> None:
         """Raise :class:`StateError` for the first object that has changed."""
-        for reference, digest in list(self._known.values()):
+        for reference, digest in list(self._fingerprints.values()):
             value = reference()
             if value is not None and _digest(value) != digest:
                 raise StateError(
