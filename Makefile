@@ -299,7 +299,8 @@ cuda-build: $(VENV)/.builders  ## a wheel with CUDA: compiles with this machine'
 	@.ci/check-wheel $(BIN)/python . ON --no-build-isolation \
 	  '--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)'
 
-docs: $(VENV)/.installed  ## the documentation, into site/
+docs: $(VENV)/.installed  ## docs/api.md and docs/configuration.md, and the site, into site/
+	@$(BIN)/python scripts/docs_pages.py
 	@$(INSTALL) mkdocs-material 'mkdocstrings[python]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -76,9 +77,15 @@ def test_make_targets_exist_and_every_page_is_in_the_navigation() -> None:
     for path in DOCUMENTS:
         named |= set(re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8")))
     assert named <= targets
-    # So are the two pages that the build generates, the config reference and the API.
     named = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    assert named == {path.name for path in (ROOT / "docs").glob("*.md")} | {"api.md", "config.md"}
+    assert named == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_generated_pages_are_current() -> None:
+    pages = runpy.run_path(str(ROOT / "scripts" / "docs_pages.py"))["pages"]()
+    old = [path.name for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    assert old == [], "run `PYTHONPATH=python python scripts/docs_pages.py` with the Python of the tests, and commit"
+    assert all(f"\n## {section}\n" in pages[ROOT / "docs" / "configuration.md"] for section in SECTIONS)
 
 
 @pytest.mark.parametrize("words", commands("turnwise"), ids=" ".join)
@@ -144,6 +151,7 @@ FOREIGN = {
 }  # fmt: skip
 """Names in backticks that other projects, formulas or absent code have."""
 
+SUFFIXES = "py|pyi|cpp|cu|cuh|h|sh|sbatch|yaml|toml|md|jsonl?"
 FOLDERS = ("bench", "csrc", "docs", "examples", "python", "scripts", "tests")
 SOURCES = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix not in (".so", ".pyc")]
 NAMES = {path.name for path in (*SOURCES, *ROOT.glob("*"))}
@@ -161,17 +169,11 @@ def test_named_files_exist(path: Path) -> None:
     missing = set()
     for span in spans(path):
         for name in re.findall(rf"(?<![\w/.])(?:(?:{'|'.join(FOLDERS)}|turnwise)/[\w/.*<>-]+)", span):
-            if not any(
-                file for root in (ROOT, ROOT / "python") for file in root.glob(re.sub("<.*?>", "*", name.rstrip("/.")))
-            ):
-                missing.add(name)
-        for name in re.findall(
-            r"(?<![\w*.-])[\w-]+\.(?:py|pyi|cpp|cu|cuh|h|sh|sbatch|yaml|toml|md|jsonl?)\b(?!/)", span
-        ):
-            mine = re.match(
-                r"(my_|train_with_|run\.|config\.json|generation_config)", name
-            )  # a reader's own, or a model's
-            missing |= {name} - NAMES if not mine and name not in PACKAGE else set()
+            pattern = re.sub("<.*?>", "*", name.rstrip("/."))
+            missing |= set() if any(list(root.glob(pattern)) for root in (ROOT, ROOT / "python")) else {name}
+        for name in re.findall(rf"(?<![\w*.-])[\w-]+\.(?:{SUFFIXES})\b(?!/)", span):
+            foreign = re.match(r"(my_|train_with_|run\.|config\.json|generation_config)", name)
+            missing |= {name} - NAMES if not foreign and name not in PACKAGE else set()
     assert missing == set()
 
 

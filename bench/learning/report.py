@@ -1,7 +1,7 @@
-"""Draws the learning table: tables into ``docs/learning.md``, and curves into ``docs/images``.
+"""Draws the learning results: tables into ``results/README.md``, and the curves of ``docs/learning.md``.
 
 python bench/learning/report.py            # rewrites both from bench/learning/results
-python bench/learning/report.py --check    # fails if a table of the page is not what the results say
+python bench/learning/report.py --check    # fails if a table is not what the results say
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from turnwise.train.eval.statistics import estimate, paired_difference, wilson  
 
 ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "learning.md"
+TABLES = RESULTS / "README.md"
 IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"(<!-- results: (\S+) against (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""A table of the page: ``question``, or ``question/pattern of its settings``, and the contender to compare with."""
+"""A table: ``question``, or ``question/pattern of its settings``, and the contender to compare with."""
 
 IMAGE = re.compile(r"images/learning-(\w+)-(light|dark)\.svg")
 """A picture of the page: the curves of a question."""
@@ -38,14 +39,14 @@ Groups = dict[tuple[str, str], list[Row]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is out of date")
     options = parser.parse_args()
-    old = PAGE.read_text(encoding="utf-8")
+    old = TABLES.read_text(encoding="utf-8")
     new = BLOCK.sub(lambda found: found[1] + table(found[2], found[3]) + found[4], old)
     if options.check:
-        raise SystemExit(f"{PAGE}: run python bench/learning/report.py" if new != old else 0)
-    PAGE.write_text(new, encoding="utf-8")
-    for question, theme in dict.fromkeys(IMAGE.findall(old)):
+        raise SystemExit(f"{TABLES}: run python bench/learning/report.py" if new != old else 0)
+    TABLES.write_text(new, encoding="utf-8")
+    for question, theme in dict.fromkeys(IMAGE.findall(PAGE.read_text(encoding="utf-8"))):
         draw(question, theme)
 
 
@@ -189,7 +190,7 @@ def exploitability(rows: list[Row], _: Groups) -> str:
 
 
 def contribution(rows: list[Row], _: Groups) -> str:
-    """Return how much of what it is handed the team's last actor changes, mends and breaks, in the mean of seeds."""
+    """Return how much of what it is handed the team's last actor changes, fixes and breaks, in the mean of seeds."""
     found = []
     for row in rows:
         metrics = row.get("metrics", {})
@@ -201,7 +202,7 @@ def contribution(rows: list[Row], _: Groups) -> str:
 
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
-    Column("last actor mends, breaks", ("credit",), contribution),
+    Column("last actor fixes, breaks", ("credit",), contribution),
     Column("gradient norm, p99/p50", ("stability",), spikes),
     Column("exploitability", ("rae",), exploitability),
 )

@@ -72,19 +72,19 @@ def test_what_the_report_makes_of_rows():
     row = {"curve": [[0, 0.2], [100, 0.3], [200, 0.4], [300, 0.6], [400, 0.4]]}
     assert [tokens_to(row, success) for success in (0.2, 0.35, 0.5)] == pytest.approx([0.0, 150.0, 250.0])
     assert tokens_to(row, 0.9) is None
-    # The last actor of the team mends and breaks.
+    # The last actor of the team fixes and breaks.
     from report import contribution
 
-    def row(mended, broke):
-        first = {"proposer/mended": 0.9, "proposer/broke": 0.9}
-        return {"metrics": {**first, "reviser/mended": mended, "reviser/broke": broke}}
+    def row(fixed, broken):
+        first = {"proposer/fixed": 0.9, "proposer/broken": 0.9}
+        return {"metrics": {**first, "reviser/fixed": fixed, "reviser/broken": broken}}
 
     assert contribution([row(0.1, 0.02), row(0.3, 0.0)], {}) == "20.0% / 1.0%"
     assert contribution([{"metrics": {"solved/solver": 1.0}}], {}) == ""
 
 
 @pytest.mark.slow
-def test_the_page_says_what_the_results_say(monkeypatch):
+def test_the_tables_say_what_the_results_say(monkeypatch):
     import report
 
     monkeypatch.setattr(sys, "argv", ["report.py", "--check"])

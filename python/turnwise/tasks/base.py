@@ -20,6 +20,7 @@ from turnwise.utils.registry import did_you_mean
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "eval"]
+"""A part of a task's questions."""
 
 # The hash of a question's text decides its split, so no seed or count can move it to another: 8 parts train.
 SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)

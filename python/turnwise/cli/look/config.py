@@ -1,7 +1,7 @@
 """``turnwise config``: the reference of the config, generated from its models.
 
 Types, ranges and defaults come from the fields of :class:`turnwise.train.TrainConfig`, descriptions from the string
-below each field. The documentation prints the same reference as a page (:func:`markdown`).
+below each field. ``scripts/docs_pages.py`` writes the same reference as docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -85,23 +85,6 @@ def explain(name: str | None = None) -> str:
     near = near or [each for each in known if leaves and each.rpartition(".")[2] == leaves[0]]
     hint = f"did you mean {' or '.join(near)}?" if near else "`turnwise config` lists the sections"
     raise ValueError(f"KEY={name!r}: no such section or key; {hint}")
-
-
-def markdown() -> str:
-    """Write the whole reference as a page of the documentation."""
-    lines = [
-        "# Config reference",
-        "",
-        "`turnwise config KEY` prints the same. `NAME` stands for a name of your choice.",
-    ]
-    for section in list_sections():
-        lines += ["", f"## {section.name}", "", section.summary, ""]
-        lines += ["| key | type | range | default | description |", "|---|---|---|---|---|"] if section.keys else []
-        for key in section.keys:
-            name = key.name.removeprefix(f"{section.name}.")
-            cells = (f"`{name}`", key.type, key.range, f"`{key.default}`", key.description)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def section_table(indent: int) -> str:

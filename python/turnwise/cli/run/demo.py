@@ -71,7 +71,7 @@ PARTS = (
     ),
     Part(
         "sudoku",
-        "a proposer fills in a 4x4 sudoku, a reviser mends it, for two rounds",
+        "a proposer fills in a 4x4 sudoku, a reviser fixes it, for two rounds",
         "one agent with four tries",  # as many calls as the team has
         {"actors": ["proposer"], "max_turns": 4},
     ),

@@ -117,6 +117,7 @@ class AgentMean(Aggregation):
 _ALL = (TokenMean(), SeqMeanTokenSum(), SeqMeanTokenMean(), SeqMeanTokenSumNorm(), AgentMean())
 _BY_NAME = {aggregation.name: aggregation for aggregation in _ALL}
 AGGREGATIONS = tuple(_BY_NAME)
+"""Names of the ways to aggregate the losses of tokens into one number."""
 
 
 def find_aggregation(name: str, actor_ids: object, max_length: float | None) -> Aggregation:
