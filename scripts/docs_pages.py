@@ -162,7 +162,7 @@ def configuration() -> str:
         "",
         "Every key of a config file. `turnwise config KEY` prints the same. `NAME` stands",
     ]
-    lines += ["for a name of your choice. [Training](training.md#config-files) explains how keys combine."]
+    lines += ["for a name of your choice. [Training](training.md#from-the-command-line) explains config files."]
     for section in list_sections():
         lines += ["", f"## {section.name}", "", section.summary, ""]
         lines += ["| key | type | range | default | description |", "|---|---|---|---|---|"] if section.keys else []
