@@ -90,6 +90,8 @@ def entry(room: str, name: str, value: Any) -> list[str]:
     lines = [f"- `{name}{signature(value) if is_python(value) else ''}`: {text}"]
     members = vars(value).items() if inspect.isclass(value) and is_python(value) else ()
     methods = [f"`{each}`" for each, member in members if not each.startswith("_") and inspect.isroutine(member)]
+    if name in COMPILED:  # Python adds methods to these, in any order
+        methods.sort()
     return lines + ([f"  <br>{', '.join(methods)}"] if methods else [])
 
 
