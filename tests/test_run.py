@@ -16,7 +16,7 @@ import torch
 
 from turnwise.arena import Filters, OverlongPenalty
 from turnwise.cli.run.eval import evaluate_from_config
-from turnwise.inference.common.recompute import recomputes
+from turnwise.inference.common.hf_model import recomputes
 from turnwise.inference.weights.lora import shared_bases
 from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit

@@ -23,9 +23,9 @@ import torch
 from turnwise.cli import main as cli
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.server import server as serve
-from turnwise.inference.server.server import Server, ServerFailed, serving
+from turnwise.inference.server.server import ModelServer, ServerFailed, serving
 from turnwise.inference.server.settings import ServeSettings, server_command
-from turnwise.inference.transformers_server.launch import EngineSettings, build_model
+from turnwise.inference.transformers_server.launch import build_model
 
 from .inference.helpers import gone
 
@@ -55,12 +55,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Server]:
-    def make(mode: str = "well", said: list[str] | None = None, **settings: Any) -> Server:
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModelServer]:
+    def make(mode: str = "well", said: list[str] | None = None, **settings: Any) -> ModelServer:
         command = lambda _, port: [sys.executable, "-c", PROGRAM, str(port), str(tmp_path), mode]  # noqa: E731
         monkeypatch.setattr(serve, "server_command", command)
         lines = [] if said is None else said
-        return Server(ServeSettings("some/model", port=0, **settings), lines.append, lines.append)
+        return ModelServer(ServeSettings("some/model", port=0, **settings), lines.append, lines.append)
 
     return make
 
@@ -87,7 +87,7 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(stand_in: Any, tmp_pat
     said: list[str] = []
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as bystander:
         with stand_in(said=said) as server:
-            assert serve.is_well(server.url, 5.0)
+            assert serve.is_healthy(server.url, 5.0)
             [[leader, helper]] = started(tmp_path)
             assert server.pid == leader
             assert not gone(helper)
@@ -119,7 +119,7 @@ def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(
     with stand_in(said=said) as server:
         before = started(tmp_path)[0]
         os.kill(before[0], number)
-        until(lambda: len(started(tmp_path)) == 2 and serve.is_well(server.url, 1.0))
+        until(lambda: len(started(tmp_path)) == 2 and serve.is_healthy(server.url, 1.0))
         assert all(gone(pid) for pid in before) and server.restarts == 1
     all_gone(tmp_path)
     assert any(told in line for line in said)
@@ -132,7 +132,7 @@ def test_a_server_that_can_not_start_says_why(stand_in: Any, tmp_path: Path, mon
     assert len(started(tmp_path)) == 1
     all_gone(tmp_path)
     # One that takes too long is ended.
-    monkeypatch.setattr(serve, "is_well", lambda url, timeout: False)
+    monkeypatch.setattr(serve, "is_healthy", lambda url, timeout: False)
     with pytest.raises(ServerFailed, match=r"longer than start_timeout=0.5 s"):
         stand_in(start_timeout=0.5).start()
     all_gone(tmp_path)
@@ -151,7 +151,7 @@ async def test_serving_ends_with_the_block(stand_in: Any, tmp_path: Path) -> Non
     stand_in()
     with pytest.raises(RuntimeError, match="mine"):
         async with serving("some/model", restarts=0) as server:
-            assert serve.is_well(server.url, 5.0)
+            assert serve.is_healthy(server.url, 5.0)
             raise RuntimeError("mine")
     all_gone(tmp_path)
     stand_in("fails")
@@ -200,7 +200,7 @@ def test_turnwise_serve_ends_what_it_started(tmp_path: Path, number: signal.Sign
 def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.inference.server.settings._dtype_option", lambda model: {})
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
-    plain = Server(ServeSettings("m", port=0))
+    plain = ModelServer(ServeSettings("m", port=0))
     with pytest.raises(ValueError, match=r"'SOME_KEY'.* does not exist or is empty"):
         ServeSettings("m", api_key_env="SOME_KEY")
     for wrong, place in {"sésame": 2, "sesame\n": 7, "open sesame": 5, "\x7f": 1}.items():
@@ -209,12 +209,12 @@ def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
             ServeSettings("m", api_key_env="SOME_KEY")
         assert wrong not in str(caught.value)
     monkeypatch.setenv("SOME_KEY", "sesame")
-    named = Server(ServeSettings("m", "0.0.0.0", 0, api_key_env="SOME_KEY"))
+    named = ModelServer(ServeSettings("m", "0.0.0.0", 0, api_key_env="SOME_KEY"))
     assert named.key_file is None and named._key == "sesame"
-    assert len(plain._key) > 40 and plain._key != Server(ServeSettings("m", port=0))._key
+    assert len(plain._key) > 40 and plain._key != ModelServer(ServeSettings("m", port=0))._key
     for server in (plain, named):
         words = server_command(server.settings, 8000)
-        assert "--middleware=turnwise.inference.server.launch.Gate" in words
+        assert "--middleware=turnwise.inference.server.launch.RequestGate" in words
         assert not any(server._key in word for word in words), "everybody on the machine can read a command line"
         assert serve._environment(server.settings, server._key)["VLLM_API_KEY"] == server._key
 
@@ -228,7 +228,7 @@ def test_the_names_by_which_a_server_may_be_asked_and_a_port_that_is_taken() -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port={port}: can't serve there"):
-            Server(ServeSettings("m", port=port))
+            ModelServer(ServeSettings("m", port=port))
 
 
 def test_the_key_is_in_a_file_of_the_users_own_while_it_serves(stand_in: Any) -> None:
@@ -237,11 +237,11 @@ def test_the_key_is_in_a_file_of_the_users_own_while_it_serves(stand_in: Any) ->
         assert server.key_file.stat().st_mode & 0o777 == 0o600
         assert server.key_file.parent.stat().st_mode & 0o777 == 0o700
         for endpoint in (server.endpoint(), Endpoint(server.url.replace("127.0.0.1", "localhost"))):
-            assert endpoint._authorization() == {"Authorization": f"Bearer {server._key}"}
+            assert endpoint._key == server._key
             endpoint.close()
         server.key_file.chmod(0o644)
         endpoint = Endpoint(server.url)
-        assert endpoint._authorization() == {}, "somebody else may have written it"
+        assert endpoint._key is None, "somebody else may have written it"
         endpoint.close()
         server.key_file.chmod(0o600)
     assert not server.key_file.exists()
@@ -297,10 +297,9 @@ def test_what_the_transformers_engine_is_told(tmp_path: Path) -> None:
     )
     *words, options = server_command(settings, 8123)
     assert words == [sys.executable, "-P", "-m", "turnwise.inference.transformers_server.launch"]
-    told = EngineSettings(**json.loads(options))
-    expected = {"model": str(tmp_path), "host": "127.0.0.1", "port": 8123, "device": "cpu", "dtype": None, **how}
-    assert dataclasses.asdict(told) == {**expected, "adapters": {"critic": str(tmp_path)}}
-    model = build_model(dataclasses.replace(told, dtype="float16"))
+    told = ServeSettings(**json.loads(options))
+    assert told == dataclasses.replace(settings, port=8123, adapters={"critic": str(tmp_path)})
+    model = build_model(dataclasses.replace(told, engine_args={"device": "cpu", "dtype": "float16"}))
     assert (model.dtype, build_model(told).dtype) == (torch.float16, torch.bfloat16)
     assert "--load-format=dummy" in server_command(ServeSettings(str(tmp_path), dummy_weights=True), 1)
 

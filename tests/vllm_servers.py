@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from turnwise.inference.server import own
-from turnwise.inference.server.server import Server
+from turnwise.inference.server.server import ModelServer
 from turnwise.inference.server.settings import ServeSettings
 
 _kept: dict[str, list[LentServer]] = {}
@@ -26,7 +26,7 @@ class LentServer:
     """A running server, which a client can start and stop like one of its own."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self.server = Server(settings, log=print)
+        self.server = ModelServer(settings, log=print)
         self.lent = True
 
     def __getattr__(self, name: str) -> Any:
@@ -59,4 +59,4 @@ def lend(settings: ServeSettings, log: Any = None) -> LentServer:
 @pytest.fixture
 def lent_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``VLLMClient`` take running servers where it would start its own."""
-    monkeypatch.setattr(own, "Server", lend)
+    monkeypatch.setattr(own, "ModelServer", lend)

@@ -25,7 +25,7 @@ from scale.simulate import LatencyModel, SimulatedTrainer
 from scale.virtual_clock import run_virtually
 from scale.workload import Workload
 
-from turnwise.inference.pool.router import PrefixRouter, Router
+from turnwise.inference.pool.engine import PrefixRouter, Router
 from turnwise.train.config.sampling import LoopConfig
 from turnwise.train.config.schema import LogConfig, TrainConfig
 from turnwise.train.model.policy import Policy

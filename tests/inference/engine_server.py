@@ -109,11 +109,11 @@ def engine_here(model: Any, **settings: Any) -> Iterator[tuple[Endpoint, Any]]:
     from aiohttp import web
 
     from turnwise.inference.common.http import LoopThread
-    from turnwise.inference.transformers_server.engine import Engine
+    from turnwise.inference.transformers_server.engine import TransformersEngine
     from turnwise.inference.transformers_server.routes import Routes
 
     os.environ.setdefault(KEY_VARIABLE, "sesame")
-    engine, port, thread = Engine(model, "tiny", **settings), free_port(), LoopThread("engine")
+    engine, port, thread = TransformersEngine(model, "tiny", **settings), free_port(), LoopThread("engine")
 
     async def serve() -> web.AppRunner:
         runner = web.AppRunner(Routes(engine).app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)

@@ -133,7 +133,11 @@ def end_at(stage: str, how: int) -> None:
     def die() -> None:
         os.kill(os.getpid(), how)
 
-    rehearse, broadcast, read = group.Group.rehearse, group.Group.broadcast, receive.Receiver._read_block
+    rehearse, broadcast, read = (
+        group.BroadcastGroup.rehearse,
+        group.BroadcastGroup.broadcast,
+        receive.Receiver._read_block,
+    )
     met: list[int] = []
 
     def rehearsing(self: Any, *arguments: Any) -> Any:
@@ -157,7 +161,7 @@ def end_at(stage: str, how: int) -> None:
             die()
         return read(self, size)
 
-    group.Group.rehearse, group.Group.broadcast = rehearsing, broadcasting  # type: ignore[method-assign]
+    group.BroadcastGroup.rehearse, group.BroadcastGroup.broadcast = rehearsing, broadcasting  # type: ignore[method-assign]
     receive.Receiver._read_block = reading  # type: ignore[method-assign]
 
 
@@ -180,8 +184,8 @@ def mishear() -> None:
     """Hear another number in every rehearsal than the one that was broadcast."""
     from turnwise.inference.weights import group
 
-    plain = group.Group.rehearse
-    group.Group.rehearse = lambda self, number, check: plain(self, number, check)[::-1]  # type: ignore[method-assign]
+    plain = group.BroadcastGroup.rehearse
+    group.BroadcastGroup.rehearse = lambda self, number, check: plain(self, number, check)[::-1]  # type: ignore[method-assign]
 
 
 def pretend_gpu() -> None:

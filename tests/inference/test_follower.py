@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from turnwise.inference import PoolClient, Reply, ScriptedClient
-from turnwise.inference.pool.follower import Follower
+from turnwise.inference.pool.client import Follower
 from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling
 

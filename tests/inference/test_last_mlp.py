@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.inference.common.last_mlp import last_mlp_at
+from turnwise.inference.common.hf_model import last_mlp_at
 
 PLACES = torch.tensor([2, 3, 9, 13])  # of two rows of seven tokens
 

@@ -94,7 +94,7 @@ async def test_a_killed_server_comes_back_with_the_weights_and_all_end_with_the_
 
 def test_a_server_that_does_not_start_tells_its_last_lines(tmp_path: Path) -> None:
     started = [thread_of() for _ in range(1)]
-    with pytest.raises(ServerFailed, match=r"(?s)before it was well; the last lines of its log:.*no_such_device"):
+    with pytest.raises(ServerFailed, match=r"(?s)before it was healthy; the last lines of its log:.*no_such_device"):
         client_of(build("served"), engine_args={"device": "no_such_device"}, logs=tmp_path)
     assert "no_such_device" in (tmp_path / "vllm-0.log").read_text()
     assert thread_of() == started[0]

@@ -14,7 +14,7 @@ import torch
 from turnwise.inference import PoolClient, Reply, ScriptedClient, TransformersClient, VLLMServerClient
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.pool import client as pool_client
-from turnwise.inference.pool.router import REMEMBERED, PrefixRouter
+from turnwise.inference.pool.engine import REMEMBERED, PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
@@ -107,7 +107,7 @@ def test_affinity_ends_where_an_engine_is_too_far_ahead_or_gone() -> None:
 
 
 def test_a_router_forgets_the_oldest_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.inference.pool.router.REMEMBERED", 4)
+    monkeypatch.setattr("turnwise.inference.pool.engine.REMEMBERED", 4)
     router = PrefixRouter()
     choices(router, [prompt_of(n) for n in range(9)], {"a": 0, "b": 0})
     assert len(router._engine_of) == 4 < REMEMBERED

@@ -123,6 +123,7 @@ def test_one_receiver_needs_no_group(receivers: Receivers) -> None:
 def test_the_messages_of_nccl(receivers: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU gloo moves the bytes. A single receiver has a group too, as that is the way from GPU to GPU."""
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     numbers = receivers.start(2)
     for number in numbers:
         receivers.do(number, "pretend_gpu")
@@ -351,7 +352,7 @@ def test_a_receiver_that_talks_nonsense_is_lost_and_the_next_one_served(receiver
         other = wire.join("127.0.0.1", handle["port"], handle["key"], handle["mark"])
         with told("a receiver of weights at 127.0.0.1:.* was lost: invalid literal for int"):
             other.send(want="all")
-            until(lambda: other.has_news(0.1))
+            until(lambda: other.is_readable(0.1))
         other.close()
         assert receivers.open(numbers, handle) == [described(weights_of(0))]
 

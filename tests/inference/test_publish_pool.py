@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turnwise.inference import PoolClient, VLLMServerClient
-from turnwise.inference.pool.router import PrefixRouter
+from turnwise.inference.pool.engine import PrefixRouter
 from turnwise.inference.server import client as server_client
 from turnwise.inference.server.client import transfer_to
 from turnwise.inference.weights.publish import CollectiveTransfer

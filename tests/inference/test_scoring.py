@@ -87,8 +87,8 @@ def test_who_can_score_is_told_by_the_protocol() -> None:
 
 def test_batches_keep_to_both_limits() -> None:
     rows = [ScoredSequence((1,) * length, (2, 3), 1.0) for length in (9, 1, 5, 5, 1, 30)]
-    batches = length_batches(rows, max_rows=2, max_tokens=16)
+    batches = length_batches(range(len(rows)), rows, max_rows=2, max_tokens=16)
     assert sorted(index for batch in batches for index in batch) == list(range(6))
     assert all(len(batch) <= 2 for batch in batches)
     assert all(len(batch) * max(len(rows[i]) for i in batch) <= 16 or len(batch) == 1 for batch in batches)
-    assert length_batches([], 2, 16) == []
+    assert length_batches([], [], 2, 16) == []

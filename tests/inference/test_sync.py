@@ -296,13 +296,13 @@ def test_nothing_stays_behind_a_sender_that_is_killed(warm_python: str) -> None:
 
 def test_new_weights_cut_off_no_receiver_that_has_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that sent them may not have noticed yet that it is done."""
-    whole = wire.Wire.say_bytes
+    whole = wire.Wire.send_bytes
 
-    def say_bytes(self: wire.Wire, *content: Any, **frame: Any) -> None:
+    def send_bytes(self: wire.Wire, *content: Any, **frame: Any) -> None:
         whole(self, *content, **frame)
         time.sleep(0.2)
 
-    monkeypatch.setattr(wire.Wire, "say_bytes", say_bytes)
+    monkeypatch.setattr(wire.Wire, "send_bytes", send_bytes)
     transfer = make_transfer("gloo")
     try:
         for seed in range(3):

@@ -91,7 +91,7 @@ async def test_adapters_over_one_base() -> None:
             versions = dict.fromkeys(policies, 0)
             await check()
             assert len(engine.adapters()) == 2 and not set(first) & set(engine.adapters())
-            with pytest.raises(EndpointError, match=r"had to go for another one: start with more than 2 slots"):
+            with pytest.raises(EndpointError, match=r"was replaced by another one: start with more than 2 slots"):
                 await asked(endpoint, GENERATE, {**BODY, "model": first[0]})
 
 

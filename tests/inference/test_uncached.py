@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from turnwise.inference import TransformersClient
-from turnwise.inference.common.sizes import context_length, shortest_context
+from turnwise.inference.common.hf_model import context_length, shortest_context
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.types import ModelRequest, Sampling
 

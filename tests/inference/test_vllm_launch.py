@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from turnwise.inference.server import launch as vllm_launch
-from turnwise.inference.vllm import installed as vllm_installed
+from turnwise.inference.vllm import worker as vllm_worker
 from turnwise.inference.vllm.worker import WorkerExtension
 
 from .helpers import gone, until_gone
@@ -43,7 +43,7 @@ async def ask(
         said.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [HERE, KEYED], **scope}
-    await vllm_launch.Gate(app)(scope, receive, send)
+    await vllm_launch.RequestGate(app)(scope, receive, send)
     return said, passed
 
 
@@ -194,16 +194,16 @@ def test_the_version_of_vllm_tells_what_it_computes_on_and_whether_it_is_new_eno
 
         def version(name: str, found: dict[str, str] = found) -> str:
             if name not in found:
-                raise vllm_installed.PackageNotFoundError(name)
+                raise vllm_worker.PackageNotFoundError(name)
             return found[name]
 
-        monkeypatch.setattr(vllm_installed, "version", version)
-        assert vllm_installed.computes_on_cpu() is on_cpu
+        monkeypatch.setattr(vllm_worker, "version", version)
+        assert vllm_worker.computes_on_cpu() is on_cpu
         if said is None:
-            vllm_installed.vllm_or_raise()
+            vllm_worker.vllm_or_raise()
         else:
             with pytest.raises(ImportError, match=said):
-                vllm_installed.vllm_or_raise()
+                vllm_worker.vllm_or_raise()
 
 
 async def test_what_the_engine_had_to_do_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ async def test_what_the_engine_had_to_do_is_told_once(monkeypatch: pytest.Monkey
         scheduler = SimpleNamespace(**dict(zip(names, (running, waiting, skipped, use), strict=True)))
         vllm_launch.load.see(scheduler, SimpleNamespace(num_preempted_reqs=preempted))
 
-    monkeypatch.setattr(vllm_launch, "load", vllm_launch.Load())
+    monkeypatch.setattr(vllm_launch, "load", vllm_launch.EngineLoad())
     step(2, 3, 1, 0.5, 0)
     step(3, 1, 0, 0.25, 2)
     vllm_launch.load.see(None, None)
@@ -230,7 +230,7 @@ async def test_what_the_engine_had_to_do_is_told_once(monkeypatch: pytest.Monkey
 def test_arguments_reach_vllm_and_the_users_go_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(vllm_launch, "computes_on_cpu", lambda: True)
-    monkeypatch.setattr(vllm_launch.Load, "watch", lambda load: None)
+    monkeypatch.setattr(vllm_launch.EngineLoad, "watch", lambda load: None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setattr(vllm_launch, "end_with_starter", lambda: None)
     monkeypatch.setattr(vllm_launch.runpy, "run_module", lambda *a, **k: ran.append((a, list(sys.argv))))

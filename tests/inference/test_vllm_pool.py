@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnwise.inference import PoolClient, VLLMServerClient, VLLMServerReader
-from turnwise.inference.pool.router import PrefixRouter
+from turnwise.inference.pool.engine import PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.reader import ServedWeights
 from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from turnwise.inference.common.recompute import recompute_layers, recomputes
+from turnwise.inference.common.hf_model import recompute_layers, recomputes
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig

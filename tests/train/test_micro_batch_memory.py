@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.inference.common.recompute import recompute_layers
+from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model import policy as policy_module

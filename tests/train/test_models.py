@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from turnwise.arena import Arena
 from turnwise.chat import ChatFormat
 from turnwise.inference import TransformersClient
-from turnwise.inference.common.recompute import recomputes
+from turnwise.inference.common.hf_model import recomputes
 from turnwise.inference.weights.lora import AdaptedModel, activated, shared_bases
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.policies import LoraConfig, PolicyConfig

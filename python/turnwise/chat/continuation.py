@@ -34,7 +34,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _SampledCall:
     prompt: list[int]
     completion: list[int]
     answer: Message
@@ -58,7 +58,7 @@ class Conversations:
 
     def __init__(self, format: ChatFormat) -> None:
         self.format = format
-        self._calls: dict[Hashable, _Call] = {}
+        self._calls: dict[Hashable, _SampledCall] = {}
         self._tools: dict[bytes, bytes] = {}
         """The tools of the latest call with this history."""
         self._answers: set[bytes] = set()
@@ -67,18 +67,18 @@ class Conversations:
     def prompt(self, messages: Messages, tools: Sequence[Tool] = ()) -> Prompt:
         """Return the token ids of a chat of plain messages, see :func:`~turnwise.chat.messages.plain_messages`."""
         histories = _histories(messages)
-        own = tools_key(tools)
-        begun = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"]
-        place = next((place for place in reversed(begun) if (own, histories[place]) in self._calls), 0)
-        if not place:
-            shared = any(message_key(messages[place - 1]) in self._answers for place in begun)
-            other = any(histories[place] in self._tools for place in begun)
+        tool_key = tools_key(tools)
+        begun = [length for length, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        length = next((length for length in reversed(begun) if (tool_key, histories[length]) in self._calls), 0)
+        if not length:
+            shared = any(message_key(messages[length - 1]) in self._answers for length in begun)
+            other = any(histories[length] in self._tools for length in begun)
             reason = ("tools" if other else "history") if shared else ""
             return Prompt(self.format.prompt_ids(messages, tools), 0, reason, self.format.escapes(messages))
-        call, new = self._calls[own, histories[place]], messages[place:]
+        call, new = self._calls[tool_key, histories[length]], messages[length:]
         seen = [*call.prompt, *call.completion]
         escapes = self.format.escapes(new)
-        if not self._keeps_reasoning(messages, histories, place):
+        if not self._keeps_reasoning(messages, histories, length):
             return Prompt(self.format.prompt_ids(messages, tools), 0, "thinking", escapes, call.mark)
         ids = self.format.extend(call.prompt, call.completion, new, tools, call.answer)
         if ids is None or ids[: len(seen)] != seen:
@@ -89,9 +89,9 @@ class Conversations:
 
     def _keeps_reasoning(self, messages: Messages, histories: Sequence[bytes], until: int) -> bool:
         """True if no answer of this session came back with other reasoning than was sampled."""
-        for place, message in enumerate(messages[:until], 1):
+        for length, message in enumerate(messages[:until], 1):
             sent = str(message.get("reasoning_content") or "").strip()
-            if sent and sent != self._reasoning.get(histories[place], sent).strip():
+            if sent and sent != self._reasoning.get(histories[length], sent).strip():
                 return False
         return True
 
@@ -106,9 +106,9 @@ class Conversations:
     ) -> None:
         """Keep a finished call, so that later chats may continue it; their prompts have its ``mark``."""
         after = _histories([*messages, answer])[-1]
-        own = tools_key(tools)
-        self._calls[own, after] = _Call(list(prompt), list(completion), answer, mark)
-        self._tools[after] = own
+        tool_key = tools_key(tools)
+        self._calls[tool_key, after] = _SampledCall(list(prompt), list(completion), answer, mark)
+        self._tools[after] = tool_key
         self._answers.add(message_key(answer))
         self._reasoning[after] = answer.get("reasoning_content", "")
 

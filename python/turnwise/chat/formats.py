@@ -90,14 +90,14 @@ class ChatFormat(ChatEncoder):
         that calls tools, and those of the model's ``generation_config``
         (:func:`~turnwise.chat.tokenizers.keep_ends`).
         """
-        known = (self.tokenizer.eos_token_id, self._close, self._call_close, *ends_of(self.tokenizer))
-        return tuple(dict.fromkeys(token for token in known if token is not None))
+        ends = (self.tokenizer.eos_token_id, self._close, self._call_close, *ends_of(self.tokenizer))
+        return tuple(dict.fromkeys(token for token in ends if token is not None))
 
     @cached_property
     def end_token_ids(self) -> list[int]:
         """The tokens that end a written turn: the template's closing ones, else the end of sequence; or none."""
-        known = (self.tokenizer.eos_token_id, *self.stop_token_ids)
-        return self._closing or [token for token in known if token is not None][:1]
+        ends = (self.tokenizer.eos_token_id, *self.stop_token_ids)
+        return self._closing or [token for token in ends if token is not None][:1]
 
     @cached_property
     def visible_ends(self) -> dict[int, str]:
@@ -108,7 +108,7 @@ class ChatFormat(ChatEncoder):
     def cut(self, completion: Sequence[int]) -> list[int]:
         """Return ``completion`` up to its first stop token, which is kept."""
         stops = set(self.stop_token_ids)
-        end = next((place for place, token in enumerate(completion) if token in stops), len(completion))
+        end = next((index for index, token in enumerate(completion) if token in stops), len(completion))
         return list(completion[: end + 1])
 
     # -- continuation --------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class ChatFormat(ChatEncoder):
         if tail is None or any(message["role"] == "assistant" for message in new):
             return None
         close, seen = self._closing, list(completion)
-        if not seen or seen[-1] not in self.stop_token_ids:  # cut off, perhaps amid several closing tokens
+        if not seen or seen[-1] not in self.stop_token_ids:  # cut off, perhaps between closing tokens
             there = next((n for n in range(len(close) - 1, 0, -1) if seen[-n:] == close[:n]), 0)
             seen += close[there:]
         return [*prompt, *seen, *tail]
@@ -155,7 +155,7 @@ class ChatFormat(ChatEncoder):
                 after = self._ids([*begun, *new], tools)
             except Exception:  # a template may raise anything for a chat that it doesn't expect
                 return None
-            ends = [place for place, token in enumerate(before, 1) if token in (close, self._call_close)]
+            ends = [length for length, token in enumerate(before, 1) if token in (close, self._call_close)]
             end = ends[-1] if ends else 0
             if not end or after[:end] != before[:end]:
                 return None
@@ -190,10 +190,10 @@ class ChatFormat(ChatEncoder):
     def _call_close(self) -> int | None:
         """The last control token of a turn that calls tools, if it closes the turn and not a call in it."""
 
-        def chat(*places: str) -> Messages:
+        def chat(*arguments: str) -> Messages:
             calls = [
                 {"id": f"call_{n}", "type": "function", "function": {"name": "look", "arguments": {"at": at}}}
-                for n, at in enumerate(places)
+                for n, at in enumerate(arguments)
             ]
             return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
@@ -210,8 +210,8 @@ class ChatFormat(ChatEncoder):
     @cached_property
     def _closing_marks(self) -> set[int | None]:
         """The tokens that may close a turn."""
-        known = {index for spelling, index in self.control.items() if spelling not in MARKS}
-        return {*known, self.tokenizer.eos_token_id}
+        marks = {index for spelling, index in self.control.items() if spelling not in MARKS}
+        return {*marks, self.tokenizer.eos_token_id}
 
     def _written_after(self, first: Messages, second: Messages, tools: Sequence[Tool] = ()) -> list[int]:
         """Return what the template writes behind the text in which two chats differ."""
@@ -219,7 +219,7 @@ class ChatFormat(ChatEncoder):
             one, other = (self._ids(chat, tools, False)[::-1] for chat in (first, second))
         except Exception:  # a template may raise anything for a chat that it doesn't expect
             return []
-        same = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+        same = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
         return one[:same][::-1]
 
     # -- completions ---------------------------------------------------------------------------------------------------
@@ -292,13 +292,13 @@ def read_calls(text: str, reasoning: str, tools: Sequence[Tool]) -> ParsedComple
     """Parse calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
     calls, kept = [], []
     end = 0
-    for found in _CALL.finditer(text):
-        kept.append(text[end : found.start()])
-        end = found.end()
-        call = read_call(found[1].strip(), tools, closed=bool(found[2]))
+    for match in _CALL.finditer(text):
+        kept.append(text[end : match.start()])
+        end = match.end()
+        call = read_call(match[1].strip(), tools, closed=bool(match[2]))
         calls.append(call)
         if call.status != OK:
-            kept.append(found[0])
+            kept.append(match[0])
     return ParsedCompletion("".join([*kept, text[end:]]), reasoning, tuple(calls))
 
 
@@ -307,25 +307,25 @@ def read_call(raw: str, tools: Sequence[Tool], *, closed: bool = True) -> ToolCa
     if not closed:
         return ToolCall("", {}, raw, "unclosed_block")
     try:
-        found = json.loads(raw)
+        parsed = json.loads(raw)
     except (ValueError, RecursionError):
         return ToolCall("", {}, raw, "invalid_json")
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         return ToolCall("", {}, raw, "malformed_structure")
-    return checked_call(found.get("name"), found.get("arguments", {}), raw, tools)
+    return checked_call(parsed.get("name"), parsed.get("arguments", {}), raw, tools)
 
 
 def checked_call(name: Any, arguments: Any, raw: str, tools: Sequence[Tool], status: str = OK) -> ToolCall:
     """Return a call whose name and arguments were read, with the first reason why it is no call of a known tool."""
-    known = isinstance(name, str) and name in tool_names(tools)
+    is_known = isinstance(name, str) and name in tool_names(tools)
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             status = "invalid_json" if status == OK else status
-    if name and not known:
+    if name and not is_known:
         status = "unknown_tool"
-    elif status == OK and not known:
+    elif status == OK and not is_known:
         status = "missing_name"
     elif status == OK and not (isinstance(arguments, Mapping) and _is_plain(arguments, MAX_DEPTH)):
         status = "malformed_structure"

@@ -17,6 +17,7 @@ NOT_FAMILIES = ("default", "auto", "custom")
 NEEDS_NETWORK = ("gpt-oss",)
 """Families whose renderer downloads a vocabulary when it is made. ``"auto"`` never tries them."""
 
+
 _PROBES: tuple[tuple[Messages, list[Tool]], ...] = (
     ([{"role": "user", "content": "Hi there"}], []),
     ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n\nthere"}], []),
@@ -39,7 +40,7 @@ _PROBES: tuple[tuple[Messages, list[Tool]], ...] = (
         [EXAMPLE_TOOL],
     ),
 )
-"""Chats that tell the families apart."""
+"""Chats that each family renders differently."""
 
 
 class KnownFormat(ChatFormat):
@@ -63,24 +64,24 @@ class KnownFormat(ChatFormat):
 
     def _renderer_of(self, tokenizer: Any) -> Any:
         """Return the renderer of the tokenizer, or of its copy with stand-ins."""
-        found = self._renderers.get(id(tokenizer))
-        if found is None:
+        renderer = self._renderers.get(id(tokenizer))
+        if renderer is None:
             from renderers import create_renderer
 
             try:
-                found = self._renderers[id(tokenizer)] = create_renderer(tokenizer, self._config)
+                renderer = self._renderers[id(tokenizer)] = create_renderer(tokenizer, self._config)
             except Exception as error:  # the renderers assert, raise KeyError or RuntimeError, each in its own way
                 raise ValueError(
                     f"renderer={self.name!r}: doesn't fit the tokenizer: {type(error).__name__}: {error}"
                 ) from error
-        return found
+        return renderer
 
     def render(
         self, tokenizer: Any, messages: Messages, tools: Sequence[Any] = (), add_generation_prompt: bool = True
     ) -> list[int]:
         renderer = self._renderer_of(tokenizer)
-        found = renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=add_generation_prompt)
-        return [int(token) for token in found]
+        ids = renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=add_generation_prompt)
+        return [int(token) for token in ids]
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -122,14 +123,14 @@ class KnownFormat(ChatFormat):
             tokenizer = self._with_stand_ins
             shown, described = self._with_stand_ins_in(new, tools)
         try:
-            found = self._renderer_of(tokenizer).bridge_to_next_turn(
+            bridged = self._renderer_of(tokenizer).bridge_to_next_turn(
                 list(prompt), list(completion), shown, tools=described or None
             )
         except (ValueError, RecursionError):  # some parse the completion, as in ``parse``
             return None
-        if found is None:
+        if bridged is None:
             return None
-        ids, kept = [int(token) for token in found.token_ids], len(prompt) + len(completion)
+        ids, kept = [int(token) for token in bridged.token_ids], len(prompt) + len(completion)
         # The renderers drop what follows a stop token, so check that they kept every token.
         if ids[:kept] != [*prompt, *completion]:
             return None
@@ -145,7 +146,7 @@ class KnownFormat(ChatFormat):
         if ids and ids[-1] in self.stop_token_ids and ids[-1] not in self._family_stops:
             ids.pop()  # the family's parser doesn't know this end
         try:
-            found = self._renderer_of(self.tokenizer).parse_response(
+            parsed = self._renderer_of(self.tokenizer).parse_response(
                 ids, tools=list(tools) or None, prompt_ids=list(prompt) or None
             )
         except (ValueError, RecursionError):  # the renderers' own parsers of JSON, for numbers and nests without end
@@ -154,19 +155,19 @@ class KnownFormat(ChatFormat):
             return ParsedCompletion(text.content, text.reasoning, unread)
         if not tools:
             # Without tools the family's marks of a call are text like any other.
-            written = "".join(self._raw(ids, call) for call in found.tool_calls)
-            return ParsedCompletion((found.content or "") + written, found.reasoning_content or "")
-        calls, content = [], found.content or ""
-        for call in found.tool_calls:
+            written = "".join(self._raw(ids, call) for call in parsed.tool_calls)
+            return ParsedCompletion((parsed.content or "") + written, parsed.reasoning_content or "")
+        calls, content = [], parsed.content or ""
+        for call in parsed.tool_calls:
             raw = self._raw(ids, call)
             read = checked_call(call.name, call.arguments, raw, tools, str(call.status))
             calls.append(read)
             if read.status != OK:
                 content += raw
-        return ParsedCompletion(content, found.reasoning_content or "", tuple(calls))
+        return ParsedCompletion(content, parsed.reasoning_content or "", tuple(calls))
 
     def _raw(self, ids: Sequence[int], call: Any) -> str:
-        """Return the text of a call with its marks, where the renderer tells its place."""
+        """Return the text of a call with its marks, where the renderer reports its position."""
         if call.token_span is None:
             return str(call.raw)
         start, end = call.token_span
@@ -206,9 +207,9 @@ def find_family(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None 
 
     The template decides, and not the model's name: a fine-tuned model keeps its template and changes its name.
     """
-    own = ChatFormat(tokenizer, {key: part for key, part in (template_kwargs or {}).items() if key != _RETENTION})
+    template = ChatFormat(tokenizer, {key: part for key, part in (template_kwargs or {}).items() if key != _RETENTION})
     try:
-        expected = [own.render(tokenizer, chat, tools) for chat, tools in _PROBES]
+        expected = [template.render(tokenizer, chat, tools) for chat, tools in _PROBES]
     except Exception:  # a template may raise anything for a chat that it doesn't take
         return None
     for family in families():
@@ -227,9 +228,9 @@ _RETENTION = "thinking_retention"
 
 
 def _config_of(family: str, retention: str, options: Mapping[str, Any]) -> Any:
-    known = families()
-    if family not in known:
-        raise ValueError(f"renderer={family!r}: unknown; {did_you_mean(family, ['auto', 'template', *known])}")
+    names = families()
+    if family not in names:
+        raise ValueError(f"renderer={family!r}: unknown; {did_you_mean(family, ['auto', 'template', *names])}")
     renderers = _renderers()
     config = renderers.config_from_name(family)
     if type(config).model_fields.get(_RETENTION) is not None and retention != "template":

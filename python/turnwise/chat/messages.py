@@ -39,7 +39,7 @@ def plain_messages(messages: Any, *, ends_with_answer: bool = False) -> Messages
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
-    plain = [_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if plain[-1]["role"] == "assistant" and not ends_with_answer:
         raise ChatError("messages", "the last message is the assistant's: a begun answer can't be continued")
     return results_in_order(plain)
@@ -57,7 +57,7 @@ def _plain(message: Any, where: str) -> Message:
             if not isinstance(message["tool_calls"], Sequence) or isinstance(message["tool_calls"], str):
                 raise ChatError(f"{where}.tool_calls", f"got {str(message['tool_calls'])[:80]!r}, expected a list")
             plain["tool_calls"] = [
-                _plain_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(message["tool_calls"])
+                _plain_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(message["tool_calls"])
             ]
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str) and reasoning:
@@ -74,13 +74,13 @@ def text_of(content: Any, where: str) -> str:
     if not isinstance(content, Sequence):
         raise ChatError(where, f"got {str(content)[:80]!r}, expected text")
     texts = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind == "refusal" and isinstance(part, Mapping):
             text, kind = part.get("refusal"), "text"
         if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise ChatError(f"{where}[{place}]", f"got a part of type {kind!r}, expected text")
+            raise ChatError(f"{where}[{index}]", f"got a part of type {kind!r}, expected text")
         texts.append(text)
     return "".join(texts)
 
@@ -99,10 +99,10 @@ def arguments_of(function: Mapping[str, Any]) -> Any:
     if not isinstance(given, str):
         return dict(given) if isinstance(given, Mapping) else {}
     try:
-        found = json.loads(given or "{}")
+        parsed = json.loads(given or "{}")
     except (ValueError, RecursionError):
         return given
-    return found if isinstance(found, dict) else given
+    return parsed if isinstance(parsed, dict) else given
 
 
 def well_formed_texts(value: Any) -> Any:
@@ -122,48 +122,48 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 def results_in_order(messages: Messages) -> Messages:
     """Return ``messages`` with the results of each answer's calls in the order of these calls, by ``tool_call_id``.
 
-    Templates render results without their ids, so the order tells the model which call a result belongs to. Calls and
+    Templates render results without their ids, so only the order shows which call a result belongs to. Calls and
     results without any id stay as they are. Raises :class:`ChatError` for an id that is missing, doubled or unknown,
     and for a call without a result in a chat that goes on.
     """
     if not [message for message in messages if message["role"] == "tool" or "tool_calls" in message]:
         return messages
     ordered: Messages = []
-    place = 0
-    while place < len(messages):
-        known: list[str] = []
-        if messages[place]["role"] != "tool":
-            ordered.append(messages[place])
-            known = [str(call.get("id") or "") for call in messages[place].get("tool_calls") or ()]
-            place += 1
-        end = place
+    start = 0
+    while start < len(messages):
+        call_ids: list[str] = []
+        if messages[start]["role"] != "tool":
+            ordered.append(messages[start])
+            call_ids = [str(call.get("id") or "") for call in messages[start].get("tool_calls") or ()]
+            start += 1
+        end = start
         while end < len(messages) and messages[end]["role"] == "tool":
             end += 1
-        results = messages[place:end]
-        has_ids = any(known) or any(result.get("tool_call_id") for result in results)
-        goes_on = place < len(messages)
-        ordered += _matched(known, results, place) if has_ids and goes_on else results
-        place = end
+        results = messages[start:end]
+        has_ids = any(call_ids) or any(result.get("tool_call_id") for result in results)
+        goes_on = start < len(messages)
+        ordered += _matched(call_ids, results, start) if has_ids and goes_on else results
+        start = end
     return ordered
 
 
 def _matched(calls: Sequence[str], results: Messages, begin: int) -> Messages:
     """Return ``results``, which begin at ``messages[begin]``, in the order of the ids of ``calls``."""
-    found: dict[str, Message] = {}
-    for place, result in enumerate(results, begin):
-        name, where = str(result.get("tool_call_id") or ""), f"messages[{place}].tool_call_id"
+    by_id: dict[str, Message] = {}
+    for index, result in enumerate(results, begin):
+        name, where = str(result.get("tool_call_id") or ""), f"messages[{index}].tool_call_id"
         if name not in calls or not name:
             expected = f"expected one of {list(calls)}" if calls else "no call of the answer before it has an id"
             raise ChatError(where, f"got {name!r}: {expected}")
-        if name in found:
+        if name in by_id:
             raise ChatError(where, f"got {name!r} again: expected one result for each call")
-        found[name] = result
+        by_id[name] = result
     where = f"messages[{begin - 1}].tool_calls"
     if len(set(calls)) < len(calls):
         raise ChatError(where, f"got the ids {list(calls)}: expected an id of its own for each call")
-    if missing := [name for name in calls if name not in found]:
+    if missing := [name for name in calls if name not in by_id]:
         raise ChatError(where, f"no result for {missing}: expected a tool message for each call right after them")
-    return [found[name] for name in calls]
+    return [by_id[name] for name in calls]
 
 
 def fold_systems(messages: Messages, *, first: bool, later: bool, begun: bool = False) -> Messages:
@@ -180,15 +180,15 @@ def fold_systems(messages: Messages, *, first: bool, later: bool, begun: bool = 
     if first and lead == 1:
         folded.append({**messages[0], "role": "system"})
     elif first and lead:
-        texts = [text_of(message.get("content"), f"messages[{place}]") for place, message in enumerate(messages[:lead])]
+        texts = [text_of(message.get("content"), f"messages[{index}]") for index, message in enumerate(messages[:lead])]
         folded.append(_said("system", [text for text in texts if text], messages))
-    for place, message in enumerate(messages):
-        if roles[place] and place < lead and first:
+    for index, message in enumerate(messages):
+        if roles[index] and index < lead and first:
             continue
-        if roles[place] and later and place >= lead:
+        if roles[index] and later and index >= lead:
             folded.append({**message, "role": "system"})
-        elif roles[place]:
-            waiting.append(f"system: {text_of(message.get('content'), f'messages[{place}].content')}")
+        elif roles[index]:
+            waiting.append(f"system: {text_of(message.get('content'), f'messages[{index}].content')}")
         elif waiting and message["role"] == "user":
             folded.append(_with_texts(message, before=waiting))
             waiting = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, results_in_order
@@ -50,8 +50,8 @@ class ChatEncoder:
     """
 
     guards_marks = True
-    """Whether marks of reasoning, calls and results, such as ``<think>`` and ``<tool_call>``, stay text in messages of
-    others than the assistant. Control tokens stay text in all messages, whatever this says.
+    """True if marks of reasoning, calls and results, such as ``<think>`` and ``<tool_call>``, stay text in all messages
+    except the assistant's. Control tokens always stay text.
 
     Chats with tools, and those of agents, hold the text of strangers, in which a mark could begin or end a call or a
     result: there they stay text. The prompts of a plain chat are the program's own. It may ask for ``<think>``, and the
@@ -114,7 +114,7 @@ class ChatEncoder:
 
         def broken(text: str) -> str:
             text = self._normalized(text, self._spelling)
-            return self._spelling.sub(lambda found: found[0][0] + _ZERO_WIDTH + found[0][1:], text)
+            return self._spelling.sub(lambda match: match[0][0] + _ZERO_WIDTH + match[0][1:], text)
 
         return [_mapped(message, broken) for message in messages] if self._hostile(messages) else messages
 
@@ -125,10 +125,10 @@ class ChatEncoder:
     # -- system messages -----------------------------------------------------------------------------------------------
     def _with_systems(self, messages: Messages, *, begun: bool = False) -> Messages:
         """Return a chat, or the rest of a ``begun`` one, with system messages only where the template takes them."""
-        places = [place for place, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
-        if not places:
+        indices = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
+        if not indices:
             return messages
-        if places == [0] and not begun and messages[0]["role"] == "system" and self._takes_first_system:
+        if indices == [0] and not begun and messages[0]["role"] == "system" and self._takes_first_system:
             return messages
         first, later = self._takes_first_system, self._takes_later_systems
         return fold_systems(messages, first=first, later=later, begun=begun)
@@ -148,7 +148,7 @@ class ChatEncoder:
         last = len(roles) - 1 - roles[::-1].index("system")
 
         def shown(content: Callable[[str], Any], text: str) -> list[int]:
-            texts = [text if place == last else "x" for place in range(len(roles))]
+            texts = [text if index == last else "x" for index in range(len(roles))]
             chat = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=True)]
             return self.render(self.tokenizer, chat)
 
@@ -189,19 +189,19 @@ class ChatEncoder:
             return self.control
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         marks = self._tool_marks() if added else set()
-        found = {token.content: index for index, token in added.items() if index in marks and token.content.strip()}
-        return {**self.control, **found}
+        marked = {token.content: index for index, token in added.items() if index in marks and token.content.strip()}
+        return {**self.control, **marked}
 
     def _tool_marks(self) -> set[int]:
         chats = (EXAMPLE_CHAT, EXAMPLE_CHAT[1:], EXAMPLE_CHAT[1:3], EXAMPLE_CHAT[1:2])
-        found: set[int] = set()
+        ids: set[int] = set()
         for chat in chats:
             for tools in ([EXAMPLE_TOOL], []):
                 try:
-                    found |= set(self.render(self.tokenizer, chat, tools))
+                    ids |= set(self.render(self.tokenizer, chat, tools))
                 except Exception:  # as above
                     continue
-        return found
+        return ids
 
     def _pattern(self, message: Message) -> re.Pattern[str] | None:
         """Return the spellings that stay text in ``message``; ``None`` if there are none.
@@ -215,8 +215,10 @@ class ChatEncoder:
     def _hostile(self, messages: Messages, tools: Sequence[Any] = ()) -> bool:
         shown = [*messages, *({"role": "system", "content": tool} for tool in tools)]
         return any(
-            pattern is not None and _any_text(message, partial(self._spelled, pattern=pattern))
-            for message, pattern in ((message, self._pattern(message)) for message in shown)
+            self._spelled(text, pattern)
+            for message in shown
+            if (pattern := self._pattern(message)) is not None
+            for text in _texts(message, joined=True)
         )
 
     @cached_property
@@ -249,15 +251,17 @@ class ChatEncoder:
     # -- stand-ins for control tokens while a template renders ---------------------------------------------------------
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
-        return {spelling: f"{_OPEN}{chr(_FIRST + place)}{_CLOSE}" for place, spelling in enumerate(self.guarded)}
-
-    def _stand_in(self, text: str, pattern: re.Pattern[str]) -> str:
-        return pattern.sub(lambda found: self._stand_ins[found[0]], self._normalized(text, pattern))
+        return {spelling: f"{_OPEN}{chr(_FIRST + number)}{_CLOSE}" for number, spelling in enumerate(self.guarded)}
 
     def _with_stand_ins_in(self, messages: Messages, tools: Sequence[Any] = ()) -> tuple[Messages, list[Any]]:
+        def stand_in(match: re.Match[str]) -> str:
+            return self._stand_ins[match[0]]
+
         def shown(message: Message) -> Message:
             pattern = self._pattern(message)
-            return message if pattern is None else _mapped(message, partial(self._stand_in, pattern=pattern))
+            if pattern is None:
+                return message
+            return _mapped(message, lambda text: pattern.sub(stand_in, self._normalized(text, pattern)))
 
         described = [shown({"role": "system", "content": tool})["content"] for tool in tools]
         return [shown(message) for message in messages], described
@@ -291,14 +295,14 @@ class ChatEncoder:
     def _spell(self, text: str) -> list[int]:
         """Encode ``text`` in two parts without control tokens; prefer a cut whose tokens decode to ``text``."""
         control = set(self.guarded.values())
-        found: list[int] | None = None
-        for place in range(1, len(text)):
-            ids = self.encode(text[:place]) + self.encode(text[place:])
+        fallback: list[int] | None = None
+        for cut in range(1, len(text)):
+            ids = self.encode(text[:cut]) + self.encode(text[cut:])
             if control.isdisjoint(ids):
                 if self.tokenizer.decode(ids, skip_special_tokens=False) == text:
                     return ids
-                found = found or ids
-        return found or [token for character in text for token in self.encode(character) if token not in control]
+                fallback = fallback or ids
+        return fallback or [token for character in text for token in self.encode(character) if token not in control]
 
 
 def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
@@ -320,27 +324,18 @@ def _rendered(
     return ids if set(map(type, ids)) == {int} else [int(token) for token in ids]
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in ``value``, except roles."""
+def _texts(value: Any, joined: bool = False) -> Iterator[str]:
+    """Yield every text in ``value``, except roles; with ``joined`` also the joined texts of each list."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from () if key == "role" else _texts(part)
+            yield from () if key == "role" else _texts(part, joined)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _texts(part)
-
-
-def _any_text(value: Any, holds: Callable[[str], bool]) -> bool:
-    """Return True if ``holds`` is true of any text in ``value``, or of the joined texts of a list in it."""
-    if isinstance(value, str):
-        return holds(value)
-    if isinstance(value, Mapping):
-        return any(_any_text(part, holds) for part in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_any_text(part, holds) for part in value) or holds(_joined(value))
-    return False
+            yield from _texts(part, joined)
+        if joined:
+            yield _joined(value)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
@@ -360,8 +355,8 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 def _text(part: Any) -> str:
     """Return the text of one part of a content list: ``{"type": "text", "text": ...}``, or a plain string."""
-    found = part.get("text") if isinstance(part, Mapping) else part
-    return found if isinstance(found, str) else ""
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else ""
 
 
 def _joined(parts: Any) -> str:

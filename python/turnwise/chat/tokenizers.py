@@ -1,4 +1,4 @@
-"""turnwise's own copy of a tokenizer, the tokens that end a turn besides its own, and the bytes of its tokens."""
+"""turnwise's copy of a tokenizer, the model's further tokens that end a turn, and the bytes of tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def own_copy(tokenizer: Any) -> Any:
         return tokenizer
     key = id(tokenizer)
     state = (tokenizer.chat_template, len(tokenizer), str(tokenizer.special_tokens_map), ends_of(tokenizer))
-    known = _COPIES.get(key)
-    if known is not None and known[0]() is tokenizer and known[1] == state:
-        return known[2]
+    entry = _COPIES.get(key)
+    if entry is not None and entry[0]() is tokenizer and entry[1] == state:
+        return entry[2]
     try:
         copied = copy.deepcopy(tokenizer)
     except Exception as error:  # a tokenizer with code of its own may raise anything
@@ -52,14 +52,14 @@ def keep_ends(tokenizer: Any, generation_config: Any) -> None:
     They are its ``eos_token_id``, an id or a list. An id that the tokenizer doesn't have is left out, with a warning.
     Of the ids that stem from a model's configuration alone, whose defaults fit no tokenizer, only special tokens count.
     """
-    found = getattr(generation_config, "eos_token_id", None)
-    given = [int(token) for token in (found if isinstance(found, Iterable) else [found]) if token is not None]
+    eos = getattr(generation_config, "eos_token_id", None)
+    given = [int(token) for token in (eos if isinstance(eos, Iterable) else [eos]) if token is not None]
     if getattr(generation_config, "_from_model_config", False):
         added = getattr(tokenizer, "added_tokens_decoder", {})
         given = [token for token in given if token in added]
     elif unknown := [token for token in given if hasattr(tokenizer, "__len__") and token >= len(tokenizer)]:
         warnings.warn(
-            f"generation_config.eos_token_id={found!r}: the tokenizer has no token {unknown}, so no turn ends there",
+            f"generation_config.eos_token_id={eos!r}: the tokenizer has no token {unknown}, so no turn ends there",
             stacklevel=2,
         )
         given = [token for token in given if token not in unknown]
@@ -112,11 +112,7 @@ def _decoding_steps(tokenizer: Any) -> set[str]:
     return steps
 
 
-def _byte_of() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE: printable bytes stand for themselves, others from U+0100."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of()
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
+"""The byte of each character of byte-level BPE: printable bytes stand for themselves, others from U+0100."""

@@ -1,6 +1,6 @@
 """Inference clients: token ids in, token ids and log-probabilities out.
 
-Read in this order: scripted, common, openai, routing, weights, local, vllm, server, pool, tinker.
+Read in this order: scripted, common, openai, tinker, routing, weights, local, vllm, server, pool.
 May import: types, utils, chat.
 
 ``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from turnwise.chat import ChatFormat, ChatRenderer
@@ -88,11 +88,16 @@ class OpenAIClient(GatedClient):
 
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         self.version(request.policy)
-        sampling = request.sampling
+        sampling, format = request.sampling, self._format
         if not len(request.prompt_token_ids):
             raise ValueError("prompt_token_ids is empty: expected at least one token")
         if self._chat and request.messages is None:
             raise ValueError("the request has no messages: ask through an arena, or make the client with chat=False")
+        # The server ends a sequence itself. In a chat it also ends turns itself, with its own template.
+        asked = sampling.stop_token_ids
+        stops = asked if self._chat else dict.fromkeys((*asked, *format.stop_token_ids))
+        ends = set(format.stop_token_ids) if self._chat else {format.tokenizer.eos_token_id}
+        texts = [format.tokenizer.decode([token], skip_special_tokens=False) for token in stops if token not in ends]
         body = {
             "model": self.models[request.policy],
             **self._prompt(request),
@@ -101,20 +106,10 @@ class OpenAIClient(GatedClient):
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
             "top_k": sampling.top_k or None,
             "seed": None if sampling.seed is None else sampling.seed & (2**63 - 1),
-            "stop": [*sampling.stop, *self._stops(sampling.stop_token_ids)] or None,
+            "stop": [*sampling.stop, *texts] or None,
             **self._options,
         }
         return {name: value for name, value in body.items() if value is not None}
-
-    def _stops(self, asked: Sequence[int]) -> list[str]:
-        """Return the texts of the stop tokens that the server doesn't know.
-
-        It ends a sequence itself. In a chat it also ends turns itself, with its own template.
-        """
-        format = self._format
-        known = {format.tokenizer.eos_token_id} if not self._chat else set(format.stop_token_ids)
-        stops = asked if self._chat else dict.fromkeys((*asked, *format.stop_token_ids))
-        return [format.tokenizer.decode([token], skip_special_tokens=False) for token in stops if token not in known]
 
     def _prompt(self, request: ModelRequest) -> dict[str, Any]:
         messages = None if request.messages is None else self._format.disarmed(request.messages)
@@ -129,12 +124,12 @@ class OpenAIClient(GatedClient):
     # -- in the endpoint's thread --------------------------------------------------------------------------------------
     async def _one(self, request: ModelRequest) -> ModelResponse:
         try:
-            found = await self._endpoint.ask("POST", self._path, body=self._body(request))
+            answer = await self._endpoint.ask("POST", self._path, body=self._body(request))
         except EndpointError as error:
             if error.status in (400, 413) and any(words in str(error) for words in TOO_LONG):
                 raise ContextLengthError(str(error)) from error
             raise
-        text, reason = self._read(found)
+        text, reason = self._read(answer)
         ids = self._format.text_ids(text)
         if reason == "stop":
             ids += self._format.end_token_ids
@@ -142,16 +137,16 @@ class OpenAIClient(GatedClient):
             text, ids, [0.0] * len(ids), reason, [(len(ids), 0)], list(request.prompt_token_ids), trainable=False
         )
 
-    def _read(self, found: Any) -> tuple[str, FinishReason]:
+    def _read(self, answer: Any) -> tuple[str, FinishReason]:
         """Read text and finish reason from an answer. Errors name the server and the wrong field."""
         field = "choices[0].message.content" if self._chat else "choices[0].text"
         try:
-            [choice] = found["choices"]
+            [choice] = answer["choices"]
             text = choice["message"]["content"] if self._chat else choice["text"]
             reason = choice["finish_reason"]
         except (KeyError, TypeError, ValueError):
             raise EndpointError(
-                f"{self._where} answered {str(found)[:80]}: expected one choice, with {field} and finish_reason"
+                f"{self._where} answered {str(answer)[:80]}: expected one choice, with {field} and finish_reason"
             ) from None
         if not isinstance(text, str):
             raise EndpointError(f"{self._where} answered {field}={text!r} ({reason}): expected text")

@@ -47,15 +47,17 @@ class RoutingClient(ClientBase):
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order. Raises clients' errors; ``ValueError`` for unknown policies."""
-        places: dict[int, list[int]] = {}
-        for place, request in enumerate(requests):
-            places.setdefault(id(policy_of(self.clients, request.policy)), []).append(place)
-        shares = [[requests[place] for place in share] for share in places.values()]
-        calls = [policy_of(self.clients, share[0].policy).generate(share) for share in shares]
+        shares: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            shares.setdefault(id(policy_of(self.clients, request.policy)), []).append(index)
+        calls = [
+            self.clients[requests[share[0]].policy].generate([requests[index] for index in share])
+            for share in shares.values()
+        ]
         responses: dict[int, ModelResponse] = {}
-        for share, result in zip(places.values(), await gather_all(calls), strict=True):
+        for share, result in zip(shares.values(), await gather_all(calls), strict=True):
             responses |= zip(share, result, strict=True)
-        return [responses[place] for place in range(len(requests))]
+        return [responses[index] for index in range(len(requests))]
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Hand ``weights`` to the client of ``policy``."""

@@ -75,9 +75,9 @@ class ByteTokenizer:
 
         Returns ids, a string, or ``{"input_ids": ids}``.
         """
-        known = {"return_dict", "enable_thinking", "tools"}
-        if unknown := sorted(set(kwargs) - known):
-            raise TypeError(f"apply_chat_template got {unknown}: expected only {sorted(known)}")
+        options = {"return_dict", "enable_thinking", "tools"}
+        if unknown := sorted(set(kwargs) - options):
+            raise TypeError(f"apply_chat_template got {unknown}: expected only {sorted(options)}")
         text = "".join(f"tools: {json.dumps(tool)}\n" for tool in kwargs.get("tools") or ())
         for message in conversation:
             calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -207,7 +207,7 @@ class ScriptedClient(ClientBase):
         stops = {*end, *request.sampling.stop_token_ids}
         stopped = stop_check(request.sampling, self._tokenizer) or (lambda ids: False)
         stop = next(
-            (place for place, token in enumerate(ids[:limit]) if token in stops or stopped(ids[: place + 1])), None
+            (index for index, token in enumerate(ids[:limit]) if token in stops or stopped(ids[: index + 1])), None
         )
         ids = ids[:limit] if stop is None else ids[: stop + 1]
         logprobs = [0.0] * len(ids) if reply.logprobs is None else list(reply.logprobs[: len(ids)])

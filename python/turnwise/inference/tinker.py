@@ -59,7 +59,7 @@ class TinkerServer:
     """The server at ``url`` (``None``: the hosted service), which gets ``key`` with each request.
 
     ``timeout`` is the time in seconds that one answer may take, and ``patience`` the time that the server may be
-    unreachable. The SDK itself would wait for a dead server for many minutes, or for ever.
+    unreachable. The SDK itself would wait for a dead server for many minutes, or forever.
 
     Raises :class:`TinkerServerError` if the server can't be reached, and ``ImportError`` if the SDK is missing.
 

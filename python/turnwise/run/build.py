@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.arena import Arena, Filters, OverlongPenalty
-from turnwise.inference.common.sizes import shortest_context
+from turnwise.inference.common.hf_model import shortest_context
 from turnwise.run.checks import (
     build_credit,
     check_config,

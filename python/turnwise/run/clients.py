@@ -22,10 +22,10 @@ from turnwise.inference import (
     VLLMClient,
     VLLMServerClient,
 )
-from turnwise.inference.pool.follower import Follower
+from turnwise.inference.pool.client import Follower
 from turnwise.inference.server.client import transfer_to
-from turnwise.inference.server.server import ServerFailed, is_well
-from turnwise.inference.vllm.installed import vllm_or_raise
+from turnwise.inference.server.server import ServerFailed, is_healthy
+from turnwise.inference.vllm.worker import vllm_or_raise
 from turnwise.inference.weights.sync import SharedTransfer
 from turnwise.run.tinker.checks import check_server
 from turnwise.train.config.cluster import EnginesConfig
@@ -96,7 +96,7 @@ def _check_vllm(config: TrainConfig) -> None:
 def _await_first(read: Callable[[], Mapping[str, str]], seconds: float) -> dict[str, str]:
     """Return those of the engines (addresses by name) that are well, once one is; none if none is in ``seconds``."""
     deadline = time.monotonic() + seconds
-    while not (well := {name: url for name, url in read().items() if is_well(url, 2.0)}):
+    while not (well := {name: url for name, url in read().items() if is_healthy(url, 2.0)}):
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)

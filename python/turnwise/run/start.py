@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from turnwise.inference.common.sizes import context_length
+from turnwise.inference.common.hf_model import context_length
 from turnwise.tasks import Task
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog

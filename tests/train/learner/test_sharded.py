@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from turnwise.inference.vllm.lora import shapes_of
-from turnwise.inference.weights.load import copy_weights
+from turnwise.inference.weights.load import copy_weights, shapes_of
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.inference.weights.sync import make_transfer
 from turnwise.tasks.tiny import build_model, build_tokenizer

@@ -215,7 +215,7 @@ def use_aiohttp() -> str:
 
 
 def use_vllm() -> str:
-    from turnwise.inference.vllm.installed import vllm_or_raise
+    from turnwise.inference.vllm.worker import vllm_or_raise
 
     vllm_or_raise()
     import vllm

@@ -18,7 +18,7 @@ from rich.console import Console
 from turnwise.cli.options import EXIT_OK, parse_pairs
 from turnwise.inference.common.http import key_file, key_from_environment, write_key
 from turnwise.inference.common.proxies import LOOPBACK
-from turnwise.inference.server.server import Server
+from turnwise.inference.server.server import ModelServer
 from turnwise.inference.server.settings import ServeSettings
 from turnwise.run.build import Run
 from turnwise.run.load import load_run
@@ -133,7 +133,7 @@ def serve_until_stopped(settings: ServeSettings) -> None:
         say(f"stopping: {signal.Signals(number).name}")
         raise SystemExit(0)
 
-    server = Server(settings, say, log=lambda line: print(line, file=sys.stderr, flush=True))
+    server = ModelServer(settings, say, log=lambda line: print(line, file=sys.stderr, flush=True))
     if settings.host not in LOOPBACK:
         say(f"{settings.host} is open to other hosts: clients need the key, but it travels unencrypted")
     if server.key_file is not None:

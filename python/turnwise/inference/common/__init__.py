@@ -1,5 +1,5 @@
-"""Parts that every client uses: lifetime, checks, HTTP with keys, proxies, last MLP, recomputed layers, models' sizes.
+"""Parts that clients share: their lifetime and checks, HTTP with keys, proxies, and Hugging Face models.
 
-Read in this order: base, http, proxies, last_mlp, recompute, sizes.
+Read in this order: base, http, proxies, hf_model.
 May import: types, chat.
 """

@@ -1,4 +1,4 @@
-"""Send requests to an HTTP server that answers in JSON, from any thread, and check the answers. Nothing is repeated.
+"""Send requests to an HTTP server that answers in JSON, each once, from any thread, and check the answers.
 
 API keys come from the environment or a file. ``turnwise serve`` writes its key where the user's clients find it.
 """
@@ -268,14 +268,11 @@ def error_message(content: bytes) -> str:
 def _retry_after(headers: Mapping[str, str]) -> float:
     """The seconds that the server asks to wait, given as seconds or as a date; 0 if it gave neither."""
     given = headers.get("Retry-After", "").strip()
-    try:
+    with suppress(ValueError):
         return max(0.0, float(given))
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+    return 0.0
 
 
 def _text_of(error: BaseException) -> str:

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 def proxy_variables(environment: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the proxy variables that ``environment`` (default: this process's) sets."""
-    found = os.environ if environment is None else environment
-    return [name for name in _PROXIES if found.get(name)]
+    variables = os.environ if environment is None else environment
+    return [name for name in _PROXIES if variables.get(name)]
 
 
 def bypass_proxies(url: str, environment: MutableMapping[str, str] | None = None) -> None:
@@ -29,20 +29,20 @@ def bypass_proxies(url: str, environment: MutableMapping[str, str] | None = None
 
     For an address of this machine, all of :data:`LOOPBACK` are added.
     """
-    found = os.environ if environment is None else environment
+    variables = os.environ if environment is None else environment
     host = urlsplit(url).hostname or ""
     wanted = LOOPBACK if is_loopback(host) else (host,)
-    if not host or not proxy_variables(found):
+    if not host or not proxy_variables(variables):
         return
     added: list[str] = []
     for name, other in zip(_EXCEPT, reversed(_EXCEPT), strict=True):
-        known = [part.strip() for part in found.get(name, found.get(other, "")).split(",") if part.strip()]
-        missing = [] if "*" in known else [part for part in wanted if part not in known]
-        if missing or name not in found:
-            found[name] = ",".join([*known, *missing])
+        hosts = [part.strip() for part in variables.get(name, variables.get(other, "")).split(",") if part.strip()]
+        missing = [] if "*" in hosts else [part for part in wanted if part not in hosts]
+        if missing or name not in variables:
+            variables[name] = ",".join([*hosts, *missing])
         added += missing
     if added and environment is None:
-        name = proxy_variables(found)[0]
+        name = proxy_variables(variables)[0]
         log.warning("%s is set: added %s to NO_PROXY, as nothing else reaches %s", name, ",".join(wanted), url)
 
 

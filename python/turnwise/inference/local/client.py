@@ -24,7 +24,7 @@ from turnwise.inference.common.base import (
     stop_check,
     stop_token_ids,
 )
-from turnwise.inference.common.sizes import vocabulary_size
+from turnwise.inference.common.hf_model import vocabulary_size
 from turnwise.inference.local.decode import (
     Completion,
     ScoredSequence,
@@ -90,7 +90,7 @@ class TransformersClient(ClientBase):
     - ``share``: uses the given modules, not copies. The caller must not train them while a batch runs;
       ``await pause()`` waits until none does.
     - ``in_flight``: loads new weights between two tokens of the running batch instead of after it. The key-value cache
-      stays, and ``policy_versions`` of a response tells which weights sampled which tokens.
+      stays, and ``policy_versions`` of a response has the version of each token.
     - ``seed``: source of the seeds for requests without one.
 
     Example::
@@ -124,8 +124,7 @@ class TransformersClient(ClientBase):
         self.max_batch_tokens = max_batch_tokens
         self._shares_weights = share
         self._in_flight = in_flight
-        held = models if share else copy_models(models)
-        self._policies = load_models(held, share, device)
+        self._policies = load_models(models if share else copy_models(models), share, device)
         self._seeds = np.random.default_rng(seed)
         self._stats = BatchStats()
         self._waiting: list[_PendingRequest] = []
@@ -166,17 +165,15 @@ class TransformersClient(ClientBase):
             raise ModelError(f"the client is {'closed' if self._closed else 'paused'}")
         rows = [self._scored(*pair) for pair in zip(requests, completions, strict=True)]
         loop = asyncio.get_running_loop()
-        found: dict[int, list[float]] = {}
-        # Score policy by policy, in batches of similar length; `places` leads back to the order of the requests.
+        scores: dict[int, list[float]] = {}
+        # Score policy by policy, in batches of similar length; `batch` leads back to the order of the requests.
         for policy in sorted({request.policy for request in requests}):
-            own = [place for place, request in enumerate(requests) if request.policy == policy]
-            for batch in length_batches([rows[place] for place in own], self.max_batch_rows, self.max_batch_tokens):
-                places = [own[index] for index in batch]
-                scores = await loop.run_in_executor(
-                    self._worker, self._score, policy, [rows[place] for place in places]
-                )
-                found |= zip(places, scores, strict=True)
-        return [found[place] for place in range(len(rows))]
+            indices = [index for index, request in enumerate(requests) if request.policy == policy]
+            for batch in length_batches(indices, rows, self.max_batch_rows, self.max_batch_tokens):
+                batch_rows = [rows[index] for index in batch]
+                computed = await loop.run_in_executor(self._worker, self._score, policy, batch_rows)
+                scores |= zip(batch, computed, strict=True)
+        return [scores[index] for index in range(len(rows))]
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Copy ``weights`` (pairs of name and tensor) into ``policy``. Later tokens have the version ``version``.
@@ -185,10 +182,10 @@ class TransformersClient(ClientBase):
         adapter's weights, with or without the whole shared base. All names and shapes are checked before anything is
         copied; see :func:`copy_weights`.
         """
-        held = policy_of(self._policies, policy)
+        loaded = policy_of(self._policies, policy)
         with self._busy:
-            copy_weights(held.model, weights, policy)
-            held.version = version
+            copy_weights(loaded.model, weights, policy)
+            loaded.version = version
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
@@ -234,8 +231,8 @@ class TransformersClient(ClientBase):
 
     # -- requests -----------------------------------------------------------------------------------------------------
     def _row(self, request: ModelRequest) -> SequenceSpec:
-        held, sampling = policy_of(self._policies, request.policy), request.sampling
-        limit = completion_limit(request, vocabulary_size(held.model), held.context_length)
+        loaded, sampling = policy_of(self._policies, request.policy), request.sampling
+        limit = completion_limit(request, vocabulary_size(loaded.model), loaded.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SequenceSpec(
             tuple(request.prompt_token_ids),
@@ -247,10 +244,10 @@ class TransformersClient(ClientBase):
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
-        held = policy_of(self._policies, request.policy)
+        loaded = policy_of(self._policies, request.policy)
         whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
-        room = None if held.context_length is None else held.context_length + 1  # no new token needs room
-        completion_limit(whole, vocabulary_size(held.model), room)
+        room = None if loaded.context_length is None else loaded.context_length + 1  # no new token needs room
+        completion_limit(whole, vocabulary_size(loaded.model), room)
         if not completion:
             raise ValueError("completions: expected at least one token in each, to be scored")
         return ScoredSequence(tuple(request.prompt_token_ids), tuple(completion), request.sampling.temperature)
@@ -279,8 +276,11 @@ class TransformersClient(ClientBase):
                     try:
                         responses = await loop.run_in_executor(self._worker, self._compute, policy, jobs)
                     except Exception as error:
+                        message = f"policy {policy!r} failed on a batch of {len(jobs)}: {type(error).__name__}: {error}"
                         for job in jobs:  # an error for each caller: a shared one would collect all their tracebacks
-                            job.resolve(_failure(policy, len(jobs), error))
+                            failure = ModelError(message)
+                            failure.__cause__ = error
+                            job.resolve(failure)
                         continue
                     for job, response in zip(jobs, responses, strict=True):
                         job.resolve(response)
@@ -302,27 +302,27 @@ class TransformersClient(ClientBase):
 
     # -- computing, in the worker thread ------------------------------------------------------------------------------
     def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse]:
-        held = self._policies[policy]
-        whole, each = (nullcontext(), ForwardLock(held, self._busy)) if self._in_flight else (self._busy, None)
-        with whole, sampling_mode(held.model, self._shares_weights):
+        loaded = self._policies[policy]
+        whole, each = (nullcontext(), ForwardLock(loaded, self._busy)) if self._in_flight else (self._busy, None)
+        with whole, sampling_mode(loaded.model, self._shares_weights):
             began = time.perf_counter()
             completions, work = complete(
-                held.model,
+                loaded.model,
                 [job.row for job in jobs],
-                device=held.model.get_input_embeddings().weight.device,
-                abandoned=lambda: [place for place, job in enumerate(jobs) if job.abandoned],
-                forward_lock=each or nullcontext(held.version),
-                cached=held.cached,
+                device=loaded.model.get_input_embeddings().weight.device,
+                abandoned=lambda: [row for row, job in enumerate(jobs) if job.abandoned],
+                forward_lock=each or nullcontext(loaded.version),
+                cached=loaded.cached,
             )
             responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
             self._count(jobs, completions, work, time.perf_counter() - began)
         return responses
 
     def _score(self, policy: str, rows: Sequence[ScoredSequence]) -> list[list[float]]:
-        held = self._policies[policy]
-        with self._busy, sampling_mode(held.model, self._shares_weights):
-            device = held.model.get_input_embeddings().weight.device
-            return completion_logprobs(held.model, rows, device, cached=held.cached)
+        loaded = self._policies[policy]
+        with self._busy, sampling_mode(loaded.model, self._shares_weights):
+            device = loaded.model.get_input_embeddings().weight.device
+            return completion_logprobs(loaded.model, rows, device, cached=loaded.cached)
 
     def _response(self, job: _PendingRequest, completion: Completion) -> ModelResponse:
         ids = completion.token_ids
@@ -343,13 +343,6 @@ class TransformersClient(ClientBase):
         self._stats.decoded_tokens += work.decoded
         self._stats.generated_tokens += sum(len(completion.token_ids) for completion in completions)
         self._stats.seconds += seconds
-
-
-def _failure(policy: str, rows: int, error: Exception) -> ModelError:
-    """Make a new exception for each caller. A shared one would collect the tracebacks of all."""
-    failure = ModelError(f"policy {policy!r} failed on a batch of {rows}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
 
 
 def _batches(

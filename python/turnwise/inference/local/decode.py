@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from turnwise.inference.common.last_mlp import last_mlp_at
+from turnwise.inference.common.hf_model import last_mlp_at
 from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Uncached, make_decoder
 from turnwise.inference.local.sampling import RowSampler
 from turnwise.inference.weights.lora import activated
@@ -83,8 +83,8 @@ def complete(
     """
     forward_lock = forward_lock or nullcontext(0)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
-    place = {prompt: index for index, prompt in enumerate(prompts)}
-    index = torch.tensor([place[row.prompt] for row in rows], device=device)
+    number = {prompt: index for index, prompt in enumerate(prompts)}
+    index = torch.tensor([number[row.prompt] for row in rows], device=device)
     with forward_lock as version:
         prefix = _common_prefix(prompts) if model.config.model_type in SHARED_PREFIX_MODELS else 0
         decoder: Decoder
@@ -104,7 +104,7 @@ def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
     least one token of its own. A prefix of a few tokens counts as 0, as it isn't worth a pass of its own."""
     first, last = min(prompts), max(prompts)
     most = min(map(len, prompts)) - 1
-    same = next((place for place in range(most) if first[place] != last[place]), most)
+    same = next((index for index in range(most) if first[index] != last[index]), most)
     return same if len(prompts) > 1 and same >= _LEAST_PREFIX else 0
 
 
@@ -176,7 +176,9 @@ def _decode(
     sampler = RowSampler.build([row.sampling for row in rows], [row.seed for row in rows], width, device)
     limits = torch.tensor([row.limit for row in rows], device=device)
     lengths = torch.tensor([len(row.prompt) for row in rows], device=device)
-    stops = _stop_table(rows, device)
+    stop_width = max(1, max(len(row.stop_ids) for row in rows))
+    padded = [[*row.stop_ids, *([-1] * (stop_width - len(row.stop_ids)))] for row in rows]  # -1 is no token id
+    stops = torch.tensor(padded, device=device)
     tokens = torch.zeros((len(rows), width), dtype=torch.int64, device=device)
     logprobs = torch.zeros((len(rows), width), device=device)
     alive, going = torch.arange(len(rows), device=device), torch.ones(len(rows), dtype=torch.bool, device=device)
@@ -193,10 +195,10 @@ def _decode(
         versions.append(version)
         going &= (drawn[:, None] != stops[alive]).all(dim=1)
         if watched:
-            for place in going.nonzero()[:, 0].tolist():
-                row = int(alive[place])
+            for index in going.nonzero()[:, 0].tolist():
+                row = int(alive[index])
                 if row in watched and watched[row](tokens[row, : step + 1].tolist()):
-                    stopped[row], going[place] = step + 1, False
+                    stopped[row], going[index] = step + 1, False
         going &= step + 1 < limits[alive]
         if left := set(abandoned()) - aborted:
             leaving = torch.isin(alive, torch.tensor(sorted(left), device=device)) & going
@@ -243,23 +245,17 @@ def _split(decoder: Decoder, node: Tensor, drawn: Tensor, vocabulary: int) -> tu
     return new, order, distinct - parents * vocabulary
 
 
-def _stop_table(rows: Sequence[SequenceSpec], device: torch.device) -> Tensor:
-    """Stop ids ``[R, S]`` int64, padded with -1, which is no token id."""
-    width = max(1, max(len(row.stop_ids) for row in rows))
-    return torch.tensor([[*row.stop_ids, *([-1] * (width - len(row.stop_ids)))] for row in rows], device=device)
-
-
 def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion]:
     """Cut each row after its first stop token, at its stop string or at its limit."""
     completions = []
     tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-    for index, (row, ids, values) in enumerate(zip(rows, tokens, logprobs, strict=True)):
-        if index in drawn.aborted:
+    for number, (row, ids, values) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+        if number in drawn.aborted:
             completions.append(Completion([], [], "abort", []))
             continue
-        end = next((place for place, token in enumerate(ids[: row.limit]) if token in row.stop_ids), None)
-        if end is None and index in drawn.stopped:
-            end = drawn.stopped[index] - 1
+        end = next((index for index, token in enumerate(ids[: row.limit]) if token in row.stop_ids), None)
+        if end is None and number in drawn.stopped:
+            end = drawn.stopped[number] - 1
         reason: FinishReason = "length" if end is None else "stop"
         count = row.limit if end is None else end + 1
         completions.append(Completion(ids[:count], values[:count], reason, drawn.versions[:count]))
@@ -275,7 +271,7 @@ def cache_unsupported_reason(model: Any) -> str:
     if model.config.model_type in SHARED_PREFIX_MODELS:
         return ""  # the tests cover these
     weight = model.get_input_embeddings().weight
-    ids = [(place * 7919 + 1) % len(weight) for place in range(16)]
+    ids = [(number * 7919 + 1) % len(weight) for number in range(16)]
     prompts, index = [tuple(ids[:7]), tuple(ids[7:11])], torch.arange(2, device=weight.device)
     whole = Uncached(model, prompts, index)
     try:
@@ -334,10 +330,12 @@ def completion_logprobs(
     return [picked[index, kept - 1 - len(row.completion) :].tolist() for index, row in enumerate(rows)]
 
 
-def length_batches(rows: Sequence[ScoredSequence], max_rows: int, max_tokens: int) -> list[list[int]]:
-    """Group the indices of ``rows`` into batches within both limits. Rows of similar length share a batch."""
+def length_batches(
+    indices: Sequence[int], rows: Sequence[ScoredSequence], max_rows: int, max_tokens: int
+) -> list[list[int]]:
+    """Group ``indices`` of ``rows`` into batches within both limits. Rows of similar length share a batch."""
     batches: list[list[int]] = [[]]
-    for index in sorted(range(len(rows)), key=lambda place: len(rows[place])):
+    for index in sorted(indices, key=lambda index: len(rows[index])):
         if batches[-1] and (len(batches[-1]) == max_rows or (len(batches[-1]) + 1) * len(rows[index]) > max_tokens):
             batches.append([])
         batches[-1].append(index)

@@ -296,7 +296,11 @@ class _InPlaceLayer(DynamicLayer):
             self._buffers = [key_states[:, :, :0], value_states[:, :, :0]]
         start, end = self._length, self._length + key_states.shape[-2]
         if end > self._buffers[0].shape[-2]:
-            self._buffers = [_grown(buffer, end + _RESERVE) for buffer in self._buffers]
+            rows, heads, _, size = key_states.shape
+            larger = [buffer.new_empty((rows, heads, end + _RESERVE, size)) for buffer in self._buffers]
+            for new, old in zip(larger, self._buffers, strict=True):
+                new[:, :, :start] = old[:, :, :start]
+            self._buffers = larger
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = states
         self._length = end
@@ -312,13 +316,6 @@ class _InPlaceLayer(DynamicLayer):
         keys, values = (buffer[:, :, : self._length] for buffer in self._buffers)
         self.keys, self.values = keys, values
         return keys, values
-
-
-def _grown(buffer: Tensor, columns: int) -> Tensor:
-    rows, heads, length, size = buffer.shape
-    grown = buffer.new_empty((rows, heads, columns, size))
-    grown[:, :, :length] = buffer
-    return grown
 
 
 def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

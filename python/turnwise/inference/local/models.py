@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from turnwise.inference.common.sizes import context_length
+from turnwise.inference.common.hf_model import context_length
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.weights.lora import AdaptedModel
 
@@ -47,18 +47,18 @@ class LoadedModel:
     version: int
     context_length: int | None
     cached: bool = True
-    """Whether earlier tokens stay in a cache between two passes."""
+    """True if earlier tokens stay in a cache between two passes."""
 
 
 class ForwardLock:
     """Guards one forward pass of a policy whose weights may change between two passes. Returns their version."""
 
-    def __init__(self, held: LoadedModel, lock: FairLock) -> None:
-        self._held, self._lock = held, lock
+    def __init__(self, loaded: LoadedModel, lock: FairLock) -> None:
+        self._loaded, self._lock = loaded, lock
 
     def __enter__(self) -> int:
         self._lock.__enter__()
-        return self._held.version
+        return self._loaded.version
 
     def __exit__(self, *error: object) -> None:
         self._lock.__exit__(*error)
@@ -77,22 +77,22 @@ def load_models(
 ) -> dict[str, LoadedModel]:
     """Prepare ``models`` for a client, on ``device`` if given. Copies (not ``share``) record no gradients.
 
-    A trial of each model, or shared base, finds out if it can be cached. Warns of one that can't.
+    A trial of each model, or shared base, finds out if it can be cached. Warns about each that can't.
     """
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     loaded = {}
-    for name, model in models.items():
-        held: Any = model if share else model.requires_grad_(False).eval()
+    for name, given in models.items():
+        model: Any = given if share else given.requires_grad_(False).eval()
         if device is not None:
-            held = held.to(device)
-        lm = held.shared.model if isinstance(held, AdaptedModel) else held
-        if id(lm) not in found:
-            with sampling_mode(held, share):
-                found[id(lm)] = why = cache_unsupported_reason(held)
-            if why:
-                text = f"{type(lm).__name__}: each token passes the whole sequence through the model, as {why}"
+            model = model.to(device)
+        lm = model.shared.model if isinstance(model, AdaptedModel) else model
+        if id(lm) not in reasons:
+            with sampling_mode(model, share):
+                reasons[id(lm)] = reason = cache_unsupported_reason(model)
+            if reason:
+                text = f"{type(lm).__name__}: each token passes the whole sequence through the model, as {reason}"
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
-        loaded[name] = LoadedModel(held, 0, context_length(held.config), cached=not found[id(lm)])
+        loaded[name] = LoadedModel(model, 0, context_length(model.config), cached=not reasons[id(lm)])
     return loaded
 
 

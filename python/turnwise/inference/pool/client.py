@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
+import time
 import warnings
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,8 +21,7 @@ import numpy as np
 
 from turnwise.inference.common.base import GatedClient, gather_all
 from turnwise.inference.common.http import LoopThread
-from turnwise.inference.pool.engine import EngineFailed, Limits, PoolEngine, Published
-from turnwise.inference.pool.router import PrefixRouter, Router
+from turnwise.inference.pool.engine import EngineFailed, EngineLimits, PoolEngine, PrefixRouter, Published, Router
 from turnwise.inference.weights.load import collect_weights
 from turnwise.types import (
     ClientCapabilities,
@@ -85,7 +86,7 @@ class PoolClient(GatedClient):
         if attempts < 1:
             raise ValueError(f"attempts={attempts!r}: expected at least 1")
         super().__init__(LoopThread("turnwise-pool"))
-        self._limits, self._wait, self._attempts = Limits(timeout, dead_after), wait, attempts
+        self._limits, self._wait, self._attempts = EngineLimits(timeout, dead_after), wait, attempts
         self._keeps = keeps_weights
         self._random = random.Random()  # the global generator belongs to the run
         self._router = PrefixRouter() if router is None else router
@@ -150,7 +151,7 @@ class PoolClient(GatedClient):
 
     # -- engines that come and go --------------------------------------------------------------------------------------
     def join(self, name: str, client: InferenceClient) -> None:
-        """Add an engine. It serves once it has acknowledged the published weights, for which the others don't wait."""
+        """Add an engine. It serves once it has acknowledged the published weights. The others don't wait for it."""
         if not self._keeps:
             raise ValueError("keeps_weights=False: expected True, as an engine that joins needs the weights")
         self._thread.submit(self._join(name, client)).result()
@@ -169,7 +170,7 @@ class PoolClient(GatedClient):
     def versions(self) -> dict[str, dict[str, int]]:
         """For each engine that serves now, the version of each policy that it acknowledged last."""
         serving = [engine for engine in list(self._engines.values()) if engine.serving]
-        return {e.name: {policy: known[-1] for policy, known in e.versions.items()} for e in serving}
+        return {e.name: {policy: versions[-1] for policy, versions in e.versions.items()} for e in serving}
 
     def stats(self) -> dict[str, float]:
         """Sum the totals of all engines, with the pool's ``retries`` (requests asked elsewhere) and ``restarts``
@@ -180,8 +181,8 @@ class PoolClient(GatedClient):
             totals.update(engine.stats())
         totals["retries"] += sum(engine.counts["retries"] for engine in engines)
         totals["restarts"] += self._restarts
-        own = {f"engines/{e.name}/{name}": float(count) for e in engines for name, count in e.counts.items()}
-        return {**totals, **own}
+        by_engine = {f"engines/{e.name}/{name}": float(count) for e in engines for name, count in e.counts.items()}
+        return {**totals, **by_engine}
 
     def peaks(self) -> dict[str, float]:
         """The largest peak, by name, of all engines that have ``peaks``, and ``engines/<name>/outstanding``."""
@@ -231,7 +232,7 @@ class PoolClient(GatedClient):
     async def _wait_for_engines(self, unable: Collection[str] = ()) -> None:
         """Return if an engine serves that is not ``unable``.
 
-        Raises ``ModelError`` if none does for ``wait`` seconds, or if each was well and refused often enough.
+        Raises ``ModelError`` if none does for ``wait`` seconds, or if each was healthy and refused often enough.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._wait):
@@ -250,7 +251,7 @@ class PoolClient(GatedClient):
 
     # -- engines, in the pool's thread ---------------------------------------------------------------------------------
     def _exclude(self, engine: PoolEngine, error: str, lost: bool = False) -> None:
-        """Send ``engine`` no requests until it is well again and has all weights."""
+        """Send ``engine`` no requests until it is healthy again and has all weights."""
         was_serving = engine.serving
         engine.end(error, lost)
         if was_serving and not self._closed and self._engines.get(engine.name) is engine:
@@ -280,15 +281,15 @@ class PoolClient(GatedClient):
             self._restarts += again
 
     async def _catch_up(self, engine: PoolEngine) -> None:
-        """Let ``engine`` acknowledge all published weights, also those that are published meanwhile."""
+        """Let ``engine`` acknowledge all published weights, also those published in the meantime."""
 
-        def late() -> list[Published]:
+        def missing() -> list[Published]:
             return [new for policy, new in self._published.items() if loaded.get(policy) is not new]
 
         loaded = dict(engine.held)
-        if not late() and not await engine.recover():
+        if not missing() and not await engine.recover():
             loaded = {}
-        while news := late():
+        while news := missing():
             # The first one brings the base, which the server may have lost.
             first = max(news, key=lambda new: len(new.weights))
             await engine.load(first)
@@ -316,7 +317,7 @@ class PoolClient(GatedClient):
             for engine in self._engines.values():
                 engine.refusals = 0  # perhaps it takes these
             before = self._published.get(new.policy)
-            whole = self._published[new.policy] = new.over(before)  # engines that come meanwhile take these
+            whole = self._published[new.policy] = new.over(before)  # engines that join now take these
             engines = [engine for engine in self._engines.values() if engine.serving]
             results = await asyncio.gather(*(engine.load(new) for engine in engines), return_exceptions=True)
             refusals = [result for result in results if isinstance(result, ValueError | TypeError)]
@@ -353,3 +354,58 @@ class PoolClient(GatedClient):
 
 def _list(errors: Mapping[str, object]) -> str:
     return "; ".join(f"{name}: {error}" for name, error in errors.items())
+
+
+class Follower:
+    """Lets engines join and leave ``pool`` to match a list, until the pool is closed.
+
+    - ``read``: returns the list's epoch, which grows with every change, and the addresses of the engines by name.
+    - ``connect``: makes the client of the engine at an address.
+    - ``addresses``: those of the engines that the pool has.
+    - ``every``: seconds between two looks at the list.
+
+    An engine that is no longer listed, or whose address has changed, leaves at once: its answers don't count any more,
+    also those that are under way. An engine at a new address joins. Lists of an earlier epoch are ignored, as a shared
+    folder may show them again. If reading or connecting fails, the pool stays as it is until the next look; each new
+    error is a warning.
+
+    Example: ``Follower(pool, lambda: (4, {"engine-0": "http://10.0.0.2:8000"}), connect, {})``
+    """
+
+    def __init__(
+        self,
+        pool: PoolClient,
+        read: Callable[[], tuple[int, Mapping[str, str]]],
+        connect: Callable[[str], InferenceClient],
+        addresses: Mapping[str, str],
+        every: float = 0.5,
+    ) -> None:
+        self._pool, self._read, self._connect, self._every = pool, read, connect, every
+        self._addresses, self._epoch = dict(addresses), -1
+        self._thread = threading.Thread(target=self._run, name="turnwise-follower", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        warned = ""
+        while not self._pool.closed:
+            try:
+                self._look()
+            except Exception as error:
+                if not self._pool.closed and str(error) != warned:
+                    warned = str(error)
+                    warnings.warn(f"the pool's engines stay as they are: {error!r}", stacklevel=2)
+            time.sleep(self._every)
+
+    def _look(self) -> None:
+        epoch, listed = self._read()
+        if epoch <= self._epoch:
+            return
+        for name, address in list(self._addresses.items()):
+            if listed.get(name) != address:
+                del self._addresses[name]
+                asyncio.run(self._pool.leave(name, at_once=True))
+        for name, address in listed.items():
+            if name not in self._addresses:
+                self._pool.join(name, self._connect(address))
+                self._addresses[name] = address
+        self._epoch = epoch

@@ -1,12 +1,13 @@
-"""One engine of a pool: its requests, the weights that it acknowledged, and its health. Runs on the pool's loop."""
+"""One engine of a pool: its requests, acknowledged weights and health. And the router, which chooses an engine."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,12 @@ from turnwise.types import (
 REFUSED = (400, 413, 422)
 """Statuses that any engine would answer to the same request."""
 
+BLOCK = 16
+"""Tokens by which prompts are compared, as vLLM's prefix cache does it on a GPU."""
+
+REMEMBERED = 2**17
+"""Prefixes that a router remembers: 2 million tokens of prompts."""
+
 
 class EngineFailed(Exception):
     """Raised if an engine failed, so that another may succeed. An engine that is ``lost`` answers nothing any more.
@@ -46,7 +53,7 @@ class EngineFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """Seconds: ``timeout`` of a request or an update, and ``dead_after``, without an answer until a check of health."""
 
     timeout: float
@@ -91,10 +98,10 @@ class PoolEngine:
     """The engine ``name`` behind ``client``. It is sent requests while it is ``serving``.
 
     ``error`` is its last failure. ``versions`` has the acknowledged versions of each policy, in order, and ``held`` the
-    weights that it acknowledged last. ``refusals`` counts how often in a row it was well and did not get ready.
+    weights that it acknowledged last. ``refusals`` counts how often in a row it was healthy and did not get ready.
     """
 
-    def __init__(self, name: str, client: InferenceClient, limits: Limits) -> None:
+    def __init__(self, name: str, client: InferenceClient, limits: EngineLimits) -> None:
         self.name, self.client = name, client
         self.serving = False
         self.error = "it has not answered yet"
@@ -144,7 +151,7 @@ class PoolEngine:
         return policy not in self.versions or sampled <= set(self.versions[policy][first:])
 
     async def _watched(self, answer: asyncio.Future[list[ModelResponse]]) -> list[ModelResponse]:
-        """Return the result of ``answer``, unless it takes too long or the engine is lost meanwhile."""
+        """Return the result of ``answer``, unless it takes too long or the engine is lost."""
         lost = asyncio.ensure_future(self._lost.wait())
         try:
             async with asyncio.timeout(self._limits.timeout):
@@ -229,3 +236,52 @@ class PoolEngine:
         self.end("it is closed", lost=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
         await self.client.close()
+
+
+# -- routing -----------------------------------------------------------------------------------------------------------
+class Router(Protocol):
+    """Chooses engines. A pool calls it from one thread."""
+
+    def choose(self, request: ModelRequest, outstanding: Mapping[str, int]) -> str:
+        """Return one of the engines in ``outstanding``, which has each engine's number of unanswered requests."""
+        ...
+
+
+class PrefixRouter:
+    """Sends a request to the engine that was last sent the longest known prefix of its prompt, in whole blocks.
+
+    The prefix must be at least half of the prompt, and the engine at most ``imbalance`` requests ahead of the least
+    busy one. Else the least busy engine gets the request; of equally busy ones, the one that has got the fewest. So the
+    siblings of a group, the branches of a tree and the turns of an episode meet in one engine's prefix cache.
+
+    Example: ``PrefixRouter().choose(ModelRequest([1, 17, 9]), {"a": 3, "b": 2}) == "b"``
+    """
+
+    def __init__(self, imbalance: int = 16) -> None:
+        if imbalance < 0:
+            raise ValueError(f"imbalance={imbalance!r}: expected a count >= 0")
+        self._imbalance = imbalance
+        self._engine_of: OrderedDict[int, str] = OrderedDict()
+        self._sent: Counter[str] = Counter()
+
+    def choose(self, request: ModelRequest, outstanding: Mapping[str, int]) -> str:
+        """Return the engine for ``request``. ``outstanding`` has the unanswered requests of at least one engine."""
+        prompt = request.prompt_token_ids
+        # The hash of each prefix, from the shortest; the last one is that of the whole prompt.
+        prefixes, prefix = [], hash(request.policy)
+        for start in range(0, len(prompt), BLOCK):
+            prefix = hash((prefix, *prompt[start : start + BLOCK]))
+            prefixes.append(prefix)
+        half = max(len(prefixes) - 1, 0) // 2
+        last = next((self._engine_of[p] for p in reversed(prefixes[half:]) if p in self._engine_of), "")
+        if outstanding.get(last, float("inf")) <= min(outstanding.values()) + self._imbalance:
+            chosen = last
+        else:
+            chosen = min(outstanding, key=lambda name: (outstanding[name], self._sent[name]))
+        self._sent[chosen] += 1
+        for prefix in prefixes:
+            self._engine_of[prefix] = chosen
+            self._engine_of.move_to_end(prefix)
+        while len(self._engine_of) > REMEMBERED:
+            self._engine_of.popitem(last=False)
+        return chosen

@@ -36,9 +36,8 @@ from turnwise.inference.server.remote import (
     read_completion,
     sampling_error,
 )
-from turnwise.inference.vllm.lora import Adapter, full_weights, shapes_of
-from turnwise.inference.weights.load import check_weights, collect_weights
-from turnwise.inference.weights.lora import AdaptedModel
+from turnwise.inference.weights.load import check_weights, collect_weights, shapes_of
+from turnwise.inference.weights.lora import AdaptedModel, AdapterFiles, full_weights
 from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
 from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.inference.weights.wire import LOOPBACK, address_towards
@@ -47,19 +46,19 @@ from turnwise.utils.threads import to_thread
 
 
 @dataclass(slots=True)
-class _Policy:
-    """A policy as its client knows it.
+class _ServedPolicy:
+    """A policy of a server, as its client describes it.
 
-    ``base`` and ``own`` are the shapes that its weights must have; both are empty for a policy that takes no weights.
+    ``base_shapes`` and ``adapter_shapes`` must fit its weights; both are empty for a policy that takes no weights.
     ``served`` is the server's name for it, ``None`` for the server's own model.
     """
 
     served: str | None = None
     config: Any = None
     dtype: str = ""
-    base: dict[str, Tensor] = field(default_factory=dict)
-    own: dict[str, Tensor] = field(default_factory=dict)
-    adapter: Adapter | None = None
+    base_shapes: dict[str, Tensor] = field(default_factory=dict)
+    adapter_shapes: dict[str, Tensor] = field(default_factory=dict)
+    adapter: AdapterFiles | None = None
     version: int = 0
 
 
@@ -72,7 +71,7 @@ class VLLMServerClient(GatedClient):
       :meth:`load_weights`. Or it is the name of a model that the server has (``None``: the server's own), sampled
       unchanged at version 0. One server has one base; a :class:`~turnwise.inference.routing.RoutingClient` joins
       several.
-    - ``in_flight``: loads weights between two tokens, and ``policy_versions`` tells which weights sampled which tokens.
+    - ``in_flight``: loads weights between two tokens, and ``policy_versions`` has the version of each token.
       Else weights wait until the server is idle. The server holds requests back while it loads weights.
     - ``folder``: a folder that the server sees under the same path, for adapters, which always travel as files.
     - ``transfer``: the way weights travel. ``"auto"``: files in ``folder`` if that is given, else memory that a server
@@ -134,14 +133,14 @@ class VLLMServerClient(GatedClient):
         shapes are checked before anything is sent. If an update fails, the client raises ``ModelError``, and samples
         nothing until a later call succeeds.
         """
-        held = policy_of(self._policies, policy)
+        state = policy_of(self._policies, policy)
         if self._closed:
             raise ModelError("the client is closed")
-        if not held.base:
+        if not state.base_shapes:
             raise ValueError(f"policy={policy!r} is what the server has: give its model in `policies` to send weights")
         sources = collect_weights(weights, policy)
-        with_base = held.adapter is None or any(name in held.base for name in sources)
-        check_weights(sources, held.own | (held.base if with_base else {}), policy)
+        with_base = state.adapter is None or any(name in state.base_shapes for name in sources)
+        check_weights(sources, state.adapter_shapes | (state.base_shapes if with_base else {}), policy)
         self._thread.submit(self._load(policy, sources, version)).result()
 
     def version(self, policy: str) -> int:
@@ -154,7 +153,7 @@ class VLLMServerClient(GatedClient):
         return self._server.info is not None and (self._synced or not self._sends)
 
     async def check_health(self) -> None:
-        """Raise ``ModelError`` if the server can't be reached, or says that it is not well."""
+        """Raise ``ModelError`` if the server can't be reached, or reports that it is not healthy."""
         await self._result(self._thread.submit(self._endpoint.ask("GET", "/health", reads=False)))
 
     async def recover(self) -> None:
@@ -167,9 +166,9 @@ class VLLMServerClient(GatedClient):
         self._closed = True
         await to_thread(self._endpoint.close)
         self._transfer.close()
-        for held in self._policies.values():
-            if held.adapter is not None:
-                shutil.rmtree(held.adapter.folder, ignore_errors=True)
+        for state in self._policies.values():
+            if state.adapter is not None:
+                shutil.rmtree(state.adapter.folder, ignore_errors=True)
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -178,7 +177,7 @@ class VLLMServerClient(GatedClient):
         return {**self._stats, "seconds": self._busy_seconds()}
 
     def peaks(self) -> dict[str, float]:
-        """What the server had at most since it was last asked: ``running`` and ``waiting`` requests, ``kv_cache_use``.
+        """Return the server's peaks since the last call: ``running`` and ``waiting`` requests, ``kv_cache_use``.
 
         Empty if the server doesn't count, or doesn't answer.
         """
@@ -232,13 +231,13 @@ class VLLMServerClient(GatedClient):
         completion = read_completion(content, self._server.where, limit, info.vocabulary)
         versions = self._versions_of(request.policy, completion)
         if versions is None:
-            await self._wait_for_news()
+            await self._wait_for_update()
             versions = self._versions_of(request.policy, completion)
         if versions is None:
             raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", passes=True)
         return self._response(request, completion, versions)
 
-    async def _wait_for_news(self) -> None:
+    async def _wait_for_update(self) -> None:
         """Return once this client knows the server's weights, if another client sends them."""
 
     def _versions_of(self, policy: str, completion: ServerCompletion) -> PolicyVersions | None:
@@ -283,28 +282,28 @@ class VLLMServerClient(GatedClient):
     async def _connect(self) -> None:
         if self._server.info is None:
             await self._server.connect(self._sends)
-            for name, held in self._policies.items():
-                if held.base:
-                    self._server.check_model(name, held.config, held.dtype)
+            for name, state in self._policies.items():
+                if state.base_shapes:
+                    self._server.check_model(name, state.config, state.dtype)
 
     async def _load(self, policy: str, sources: dict[str, Tensor], version: int) -> None:
-        held = self._policies[policy]
-        base = {name: tensor for name, tensor in sources.items() if name in held.base}
-        own = {name: tensor for name, tensor in sources.items() if name in held.own}
+        state = self._policies[policy]
+        base = {name: tensor for name, tensor in sources.items() if name in state.base_shapes}
+        adapter_weights = {name: tensor for name, tensor in sources.items() if name in state.adapter_shapes}
         async with self._lock:
             await self._connect()
             if base:
                 self._handle = await to_thread(self._transfer.send, base)
-            known = self._synced and self._unusable is None and await self._server.has_our_weights()
-            adapters = {} if known else self._adapters()
-            if held.adapter is not None:
-                adapters[policy] = (held.adapter, own)
-            await self._sync(self._handle if base or not known else None, adapters, {policy: version})
-            held.version = version
+            has_weights = self._synced and self._unusable is None and await self._server.has_our_weights()
+            adapters = {} if has_weights else self._adapters()
+            if state.adapter is not None:
+                adapters[policy] = (state.adapter, adapter_weights)
+            await self._sync(self._handle if base or not has_weights else None, adapters, {policy: version})
+            state.version = version
 
     def _adapters(self) -> Adapters:
         """All adapters, with the weights that their files already hold."""
-        return {name: (held.adapter, {}) for name, held in self._policies.items() if held.adapter is not None}
+        return {name: (state.adapter, {}) for name, state in self._policies.items() if state.adapter is not None}
 
     async def _sync(self, handle: WeightHandle | None, adapters: Adapters, new: Mapping[str, int]) -> None:
         """Load ``handle`` and ``adapters`` into the server, with the versions ``new`` from then on.
@@ -312,14 +311,14 @@ class VLLMServerClient(GatedClient):
         After a failure the state of the server is unknown. Unless ``new`` weights failed, they can be sent again.
         """
         began = time.perf_counter()
-        versions = {**{name: held.version for name, held in self._policies.items()}, **new}
+        versions = {**{name: state.version for name, state in self._policies.items()}, **new}
         try:
             await self._server.put(handle, adapters, versions)
         except EndpointError as error:
             self._synced = False
-            told = f"weights did not arrive whole at {self._endpoint.url} ({error})"
-            self._unusable = f"new {told}; send them again" if new else None
-            raise EndpointError(self._unusable or told, passes=error.passes) from error
+            message = f"weights did not arrive whole at {self._endpoint.url} ({error})"
+            self._unusable = f"new {message}; send them again" if new else None
+            raise EndpointError(self._unusable or message, passes=error.passes) from error
         self._synced, self._unusable = True, None
         self._stats["syncs"] += 1
         self._stats["sync_seconds"] += time.perf_counter() - began
@@ -338,7 +337,7 @@ STATS = {
 request lost its keys and values, to a full cache or to new weights in flight, and recomputed them."""
 
 LOAD_SECONDS = 5.0
-"""The most seconds in which a server must say what its engine had to do."""
+"""The most seconds in which a server must report its engine's load."""
 
 
 def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
@@ -357,34 +356,34 @@ def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> We
     return make_transfer(name, address_towards([*others, *hosts][0]) if name in ("gloo", "nccl") else LOOPBACK)
 
 
-def _describe(models: Mapping[str, Any], place: Path, mark: str) -> tuple[dict[str, _Policy], dict[str, Tensor]]:
+def _describe(models: Mapping[str, Any], folder: Path, mark: str) -> tuple[dict[str, _ServedPolicy], dict[str, Tensor]]:
     """Describe the policies of ``models``, and write their adapters to files below ``place``, in folders with ``mark``.
 
     Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
     """
-    policies: dict[str, _Policy] = {}
+    policies: dict[str, _ServedPolicy] = {}
     bases: dict[int, dict[str, Tensor]] = {}
     shapes: dict[int, dict[str, Tensor]] = {}
     for name, model in models.items():
         if not isinstance(model, nn.Module):
-            policies[name] = _Policy(served=model)
+            policies[name] = _ServedPolicy(served=model)
             continue
         plain: Any = model.shared.model if isinstance(model, AdaptedModel) else model
         if id(plain) not in bases:
             bases[id(plain)] = full_weights(model)
             shapes[id(plain)] = shapes_of(bases[id(plain)])
         dtype = next(tensor.dtype for tensor in bases[id(plain)].values() if tensor.is_floating_point())
-        held = policies[name] = _Policy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
-        held.base = shapes[id(plain)]
+        state = policies[name] = _ServedPolicy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
+        state.base_shapes = shapes[id(plain)]
         if isinstance(model, AdaptedModel) and model.name is not None:
-            held.served = f"{name}-{mark}"
-            held.own = shapes_of(model.state_dict())
-            held.adapter = Adapter(held.served, place / f"{name}-{mark}", model.shared.configs[model.name])
-            held.adapter.write(model.state_dict())
+            state.served = f"{name}-{mark}"
+            state.adapter_shapes = shapes_of(model.state_dict())
+            state.adapter = AdapterFiles(state.served, folder / f"{name}-{mark}", model.shared.configs[model.name])
+            state.adapter.write(model.state_dict())
     if len(bases) > 1:
-        own = [name for name, policy in policies.items() if policy.base]
+        names = [name for name, policy in policies.items() if policy.base_shapes]
         raise ValueError(
-            f"policies {', '.join(map(repr, own))} have {len(bases)} bases: expected one per server. Give each "
+            f"policies {', '.join(map(repr, names))} have {len(bases)} bases: expected one per server. Give each "
             "base a server and a client, and join them by a RoutingClient"
         )
     return policies, next(iter(bases.values()), {})

@@ -1,7 +1,7 @@
 """Run vLLM's API server, and end it with its starter: ``python -m turnwise.inference.server.launch``.
 
 The starter holds the other end of the server's standard input. When that closes, or the starter is gone, the server and
-all processes of its group are killed. :class:`Gate` guards all routes of the server.
+all processes of its group are killed. :class:`RequestGate` guards all routes of the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
-from turnwise.inference.vllm.installed import computes_on_cpu
+from turnwise.inference.vllm.worker import computes_on_cpu
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """vLLM's server as a module. The CPU package has it too, but no `vllm serve`."""
@@ -40,7 +40,7 @@ REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter")
 RPC = "/collective_rpc"
 
 LOAD = "/turnwise/load"
-"""The route that tells what the engine had to do: see :class:`Load`."""
+"""The route that reports the engine's load: see :class:`EngineLoad`."""
 
 ROUTES = {
     "GET": {"/health", "/metrics", "/v1/models", "/version", "/weight_info", LOAD},
@@ -90,10 +90,10 @@ class Admission:
         return None
 
     def _knows_host(self, given: list[bytes]) -> bool:
-        found = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?", given[0].decode("latin-1")) if len(given) == 1 else None
-        if found is None:
+        match = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?", given[0].decode("latin-1")) if len(given) == 1 else None
+        if match is None:
             return False
-        name = found[1].strip("[]").removesuffix(".").lower()
+        name = match[1].strip("[]").removesuffix(".").lower()
         try:
             ip_address(name)
         except ValueError:
@@ -101,8 +101,8 @@ class Admission:
         return True
 
 
-class Load:
-    """What the engine had to do, from vLLM's reports of each step.
+class EngineLoad:
+    """The engine's load, from vLLM's reports of each step.
 
     ``preemptions`` are counted from the start. Peaks are those since the last :meth:`take`: requests ``running`` and
     ``waiting``, and ``kv_cache_use``, the share in [0, 1] of the memory for keys and values.
@@ -139,10 +139,10 @@ class Load:
         PrometheusStatLogger.record = seen
 
 
-load = Load()
+load = EngineLoad()
 
 
-class Gate:
+class RequestGate:
     """Middleware that passes on what :class:`Admission` admits, and calls of the worker's methods in :data:`REMOTE`.
 
     vLLM by itself asks no key on the routes that load weights.

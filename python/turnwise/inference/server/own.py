@@ -1,4 +1,4 @@
-"""The vLLM client that needs no server from outside: it starts ``turnwise serve`` for each base, and ends it."""
+"""The vLLM client that starts ``turnwise serve`` for each base itself, and ends it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from turnwise.inference.common.http import EndpointError
 from turnwise.inference.pool.client import PoolClient
 from turnwise.inference.routing import RoutingClient
 from turnwise.inference.server.client import VLLMServerClient
-from turnwise.inference.server.server import Server
+from turnwise.inference.server.server import ModelServer
 from turnwise.inference.server.settings import ServeSettings
-from turnwise.inference.vllm.installed import vllm_or_raise
+from turnwise.inference.vllm.worker import vllm_or_raise
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.types import Tokenizer
 from turnwise.utils.threads import to_thread
@@ -37,7 +36,7 @@ class VLLMClient(RoutingClient):
     - ``max_num_seqs``: the most requests that one server runs at once. They join at any time (continuous batching).
     - ``kv_cache_gb``: memory per server for keys and values, in GiB. Prompts with equal beginnings share them.
     - ``in_flight``: loads new weights between two tokens. Running requests recompute their keys and values, and
-      ``policy_versions`` tells which weights sampled which tokens. Else weights wait until nothing runs.
+      ``policy_versions`` has the version of each token. Else weights wait until nothing runs.
     - ``timeout``, ``attempts``: seconds for an answer and for a restart of a server, and the most times that a request
       is sent, as in :class:`PoolClient`.
     - ``transfer``: the way weights travel: ``"shared_memory"``, ``"safetensors"`` (temporary files), or ``"auto"``,
@@ -97,9 +96,16 @@ class VLLMClient(RoutingClient):
                 list(starting.map(lambda server: server.start(), self.servers))
             clients: dict[str, Any] = {}
             for server, group in zip(self.servers, groups, strict=True):
-                engine = _Engine(server, timeout, tokenizer, group, in_flight=in_flight, transfer=transfer, seed=seed)
-                how = {"timeout": timeout, "dead_after": dead_after, "wait": timeout, "attempts": attempts}
-                pool = PoolClient({server.url: engine}, **how, keeps_weights=False, seed=seed)  # type: ignore[arg-type]
+                options = {"in_flight": in_flight, "transfer": transfer, "seed": seed}
+                pool = PoolClient(
+                    {server.url: _OwnServerClient(server, timeout, tokenizer, group, **options)},
+                    timeout=timeout,
+                    dead_after=dead_after,
+                    wait=timeout,
+                    attempts=attempts,
+                    keeps_weights=False,
+                    seed=seed,
+                )
                 clients |= dict.fromkeys(group, pool)
         except BaseException:
             self._stop_servers()
@@ -120,16 +126,16 @@ class VLLMClient(RoutingClient):
         self._folder.cleanup()
 
 
-class _Engine(VLLMServerClient):
-    """The client of one server. It knows when the server has failed for good."""
+class _OwnServerClient(VLLMServerClient):
+    """The client of one server. Its health check fails once the server has failed for good."""
 
-    def __init__(self, server: Server, timeout: float, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, server: ModelServer, timeout: float, *arguments: Any, **settings: Any) -> None:
         super().__init__(server.endpoint(timeout=timeout), *arguments, **settings)
-        self._own = server
+        self._launched = server
 
     async def check_health(self) -> None:
-        if self._own.failure:
-            raise EndpointError(self._own.failure)
+        if self._launched.failure:
+            raise EndpointError(self._launched.failure)
         await super().check_health()
 
 
@@ -142,7 +148,7 @@ def _by_base(models: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], logs: Path | None) -> Server:
+def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], logs: Path | None) -> ModelServer:
     """A server for models over one base, which starts without weights. ``folder`` holds the base's configuration."""
     adapted = [model for model in models.values() if isinstance(model, AdaptedModel)]
     plain: Any = adapted[0].shared.model if adapted else next(iter(models.values()))
@@ -150,7 +156,7 @@ def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], 
     config.architectures = [type(plain).__name__]  # vLLM chooses its own class by this name
     config.save_pretrained(folder)
     dtype = next(parameter.dtype for parameter in plain.parameters() if parameter.is_floating_point())
-    own = {"dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
+    engine_args = {"dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
     ranks = [model.shared.configs[model.name].r for model in adapted if model.name is not None]
     settings = ServeSettings(
         str(folder),
@@ -158,19 +164,20 @@ def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], 
         dummy_weights=True,
         adapter_slots=len(ranks),
         adapter_rank=max(ranks, default=1),
-        **{**shared, "engine_args": {**own, **shared["engine_args"]}},
+        **{**shared, "engine_args": {**engine_args, **shared["engine_args"]}},
     )
     if logs is None:
-        return Server(settings)
+        return ModelServer(settings)
     logs.mkdir(parents=True, exist_ok=True)
-    return Server(settings, log=partial(_keep, logs / f"vllm-{folder.name}.log"))
+    path = logs / f"vllm-{folder.name}.log"
+
+    def append(line: str) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+
+    return ModelServer(settings, log=append)
 
 
-def _keep(path: Path, line: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        print(line, file=file)
-
-
-def _end(servers: Sequence[Server]) -> None:
+def _end(servers: Sequence[ModelServer]) -> None:
     for server in servers:
         server.stop(wait=False)

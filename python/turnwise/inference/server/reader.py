@@ -1,4 +1,4 @@
-"""A client that only samples: another process sends weights to the server, and says which versions it has sent."""
+"""A client that only samples: another process sends weights to the server, and reports their versions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class ServedWeights:
     def by(cls, client: VLLMServerClient) -> ServedWeights:
         """Describe what ``client`` has sent. Call it after each ``load_weights``."""
         sent = dict(client._server.sent)
-        names = {name: held.served for name, held in client._policies.items()}
+        names = {name: state.served for name, state in client._policies.items()}
         return cls(names, {label: sent[label] for label in list(sent)[-LABELS:]})
 
 
 class VLLMServerReader(VLLMServerClient):
     """Completes prompts with a vLLM server to which another client sends weights, such as one in the trainer's process.
 
-    - ``served``: what that client has sent; :meth:`follow` takes the news after each update.
-    - ``wait``: seconds to wait for news if the server has weights that the reader doesn't know of.
+    - ``served``: what that client has sent; :meth:`follow` takes the latest after each update.
+    - ``wait``: seconds to wait for :meth:`follow` if the server has weights that the reader doesn't know.
 
-    The reader returns no token of weights that it doesn't know of. It waits for the news of an answer's weights, and
-    raises ``ModelError`` if nobody tells it. It takes no weights.
+    The reader returns only tokens of weights that it knows. It waits for :meth:`follow` if an answer has others, and
+    raises ``ModelError`` if that takes too long. It takes no weights.
 
     Example::
 
@@ -54,37 +54,37 @@ class VLLMServerReader(VLLMServerClient):
         if not wait >= 0:
             raise ValueError(f"wait={wait!r}: expected seconds >= 0")
         super().__init__(server, tokenizer, served.names, seed=seed)
-        self._wait, self._news = wait, asyncio.Event()
+        self._wait, self._update = wait, asyncio.Event()
         self._sends = self._synced = True  # labels count, and there is nothing to send at the start
         self.follow(served)
 
     def follow(self, served: ServedWeights) -> None:
         """Accept the tokens of ``served`` from now on, and no others. Raises ``ValueError`` for other policies."""
-        if served.names != (names := {name: held.served for name, held in self._policies.items()}):
+        if served.names != (names := {name: state.served for name, state in self._policies.items()}):
             raise ValueError(f"served.names={dict(served.names)}: expected {names}, as at the start")
         self._server.sent = {label: dict(versions) for label, versions in served.labels.items()}
         for versions in served.labels.values():
             for name, version in versions.items():
                 self._policies[name].version = version
-        self._thread.call(self._news.set)
+        self._thread.call(self._update.set)
 
     async def _recover(self) -> None:
         await self._connect()
-        await self._wait_for_news()
+        await self._wait_for_update()
 
-    async def _wait_for_news(self) -> None:
-        """Return once the server has weights that the reader knows of."""
+    async def _wait_for_update(self) -> None:
+        """Return once the server has weights that the reader knows."""
         label = None
         try:
             async with asyncio.timeout(self._wait):
                 while True:
-                    self._news.clear()
+                    self._update.clear()
                     label = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
                     if label in self._server.sent:
                         return
-                    await self._news.wait()
+                    await self._update.wait()
         except TimeoutError:
             raise ModelError(
-                f"{self._endpoint.url} has weights of label {label!r}, of which the reader was not told in "
-                f"{self._wait:g} seconds: call follow() after each update"
+                f"{self._endpoint.url} has weights of label {label!r}, which the reader did not learn "
+                f"within {self._wait:g} seconds: call follow() after each update"
             ) from None

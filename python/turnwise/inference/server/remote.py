@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from turnwise.inference.common.http import Endpoint, EndpointError
-from turnwise.inference.vllm.lora import Adapter
+from turnwise.inference.weights.lora import AdapterFiles
 from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.types import ContextLengthError, FinishReason, ModelError
 from turnwise.utils.threads import to_thread
@@ -33,7 +33,7 @@ FLOOR = -9999.0
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
-Adapters = dict[str, tuple[Adapter, Mapping[str, Tensor]]]
+Adapters = dict[str, tuple[AdapterFiles, Mapping[str, Tensor]]]
 """Adapters to load into a server, by policy, with their new weights (none: the weights in their files)."""
 
 
@@ -111,13 +111,13 @@ class RemoteServer:
 
         Raises :class:`EndpointError` if another client has sent it weights.
         """
-        found = await self._endpoint.ask("GET", "/weight_info")
-        label = found.get("weight_version") if isinstance(found, dict) else None
+        answer = await self._endpoint.ask("GET", "/weight_info")
+        label = answer.get("weight_version") if isinstance(answer, dict) else None
         if label in self.sent:
             return True
         if label != START_LABEL and not str(label).startswith(self._mark):
             raise EndpointError(
-                f"{self._endpoint.url} holds weights that somebody else sent (label {label!r}): a server can take "
+                f"{self._endpoint.url} holds weights that another client sent (label {label!r}): a server can take "
                 "weights from one client at a time"
             )
         return False
@@ -126,8 +126,8 @@ class RemoteServer:
     async def put(self, handle: WeightHandle | None, adapters: Adapters, versions: Mapping[str, int]) -> None:
         """Replace the base by the weights of ``handle``, and load ``adapters``.
 
-        The server computes nothing meanwhile. Until everything is loaded, the server's label is one that no answer may
-        have. So no token counts as one of ``versions`` if a step fails, or if another client resumes the server.
+        The server computes nothing until everything is loaded. Until then its label is one that no answer may have. So
+        no token counts as one of ``versions`` if a step fails, or if another client resumes the server.
         """
         self._count += 1
         label = f"{self._mark}-{self._count}"
@@ -152,7 +152,7 @@ class RemoteServer:
             raise
         await self._post("/resume")
 
-    async def _put_adapter(self, adapter: Adapter) -> None:
+    async def _put_adapter(self, adapter: AdapterFiles) -> None:
         """Load an adapter, or read it again if the server has it.
 
         The server numbers adapters in the order of loading. The worker reads a known adapter again by its number. The
@@ -180,10 +180,12 @@ class RemoteServer:
 
     async def _call_worker(self, method: str, *arguments: Any) -> list[Any]:
         """Call ``method`` of each worker, and return the results."""
-        found = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
-        if not isinstance(found, dict) or not found.get("results"):
-            raise EndpointError(f"{self._endpoint.url}/collective_rpc of {method} answered {found!r}: expected results")
-        return found["results"]
+        answer = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
+        if not isinstance(answer, dict) or not answer.get("results"):
+            raise EndpointError(
+                f"{self._endpoint.url}/collective_rpc of {method} answered {answer!r}: expected results"
+            )
+        return answer["results"]
 
     async def _post(
         self,

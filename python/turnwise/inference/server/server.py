@@ -1,6 +1,6 @@
 """Start a vLLM server that turnwise's clients can sample from and send weights to, and keep it running.
 
-:class:`Server` starts one server, waits until it is healthy, restarts it when it dies or hangs, and stops only the
+:class:`ModelServer` starts one server, waits until it is healthy, restarts it when it dies or hangs, and stops only the
 processes that it started. :func:`serving` runs one inside an ``async with`` block.
 """
 
@@ -49,11 +49,11 @@ class ServerFailed(RuntimeError):
     """Raised if the server did not start or died too often. The message ends with the last lines of its log."""
 
 
-class Server:
+class ModelServer:
     """One server and the thread that watches it. ``say`` gets a line per event, ``log`` each line of the server's log.
 
-    ``with Server(settings) as server`` serves at ``server.url`` until the end of the block. A server that dies or hangs
-    is restarted at the same address, with its initial weights and its key. Clients notice and send their weights again.
+    ``with ModelServer(settings) as server`` serves at ``server.url`` until the end of the block. A server that dies or
+    hangs is restarted at the same address, with its initial weights and its key. Clients send their weights again.
 
     If ``settings`` name no key, the server makes one and keeps it in ``key_file`` while it serves. Every
     :class:`~turnwise.inference.common.http.Endpoint` of this user on this host finds it there. ``failure`` says why the
@@ -85,10 +85,10 @@ class Server:
     def start(self) -> None:
         """Start the server, and return when it is healthy. Raises :class:`ServerFailed` if it never is."""
         if self._thread is not None:
-            raise RuntimeError("the server was started before: make a new Server")
+            raise RuntimeError("the server was started before: make a new ModelServer")
         if self.key_file is not None:
             write_key(self.key_file, self._key)
-        self._thread = threading.Thread(target=self._look_after, name="turnwise-serve", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="turnwise-serve", daemon=True)
         self._thread.start()
         try:
             while not self._ready.wait(0.1) and not self._over.is_set():
@@ -128,7 +128,7 @@ class Server:
         """The id of the serving process, which leads its own group; ``None`` while there is none."""
         return None if self._process is None else self._process.pid
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> ModelServer:
         self.start()
         return self
 
@@ -136,7 +136,7 @@ class Server:
         self.stop()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
-    def _look_after(self) -> None:
+    def _watch(self) -> None:
         try:
             failures = 0
             while True:
@@ -146,18 +146,20 @@ class Server:
                 if self._stopping.is_set():
                     return
                 if not self._ready.is_set():
-                    self.failure = self._told(f"the server of {self.settings.model} {problem} before it was well")
+                    self.failure = self._with_log(
+                        f"the server of {self.settings.model} {problem} before it was healthy"
+                    )
                     return
                 failures = 1 if time.monotonic() - began > STABLE_SECONDS else failures + 1
                 if failures > self.settings.restarts:
-                    self.failure = self._told(f"the server {problem}, {failures} times in a row")
+                    self.failure = self._with_log(f"the server {problem}, {failures} times in a row")
                     return
                 pause = min(2.0 ** (failures - 1), 30.0)
                 self._say(f"the server {problem}; starting it again in {pause:g} s ({failures}. time in a row)")
                 self._stopping.wait(pause)
                 self.restarts += 1
         except Exception as error:
-            self.failure = f"the server could not be looked after: {error!r}"
+            self.failure = f"the server could not be watched: {error!r}"
             raise
         finally:
             self._over.set()
@@ -175,37 +177,37 @@ class Server:
         reader = threading.Thread(target=self._read_log, args=(process,), daemon=True)
         reader.start()
         try:
-            problem = self._until_well(process)
+            problem = self._until_healthy(process)
             if problem is None:
                 self._say(f"serving {self.settings.model} at {self.url}")
                 self._ready.set()
-                problem = self._until_ill(process)
+                problem = self._until_unhealthy(process)
         finally:
             end_group(process, patience=15.0 if self._stopping.is_set() else 0.0)
             reader.join(timeout=5)
             self._process = None
         return problem
 
-    def _until_well(self, process: subprocess.Popen[bytes]) -> str | None:
+    def _until_healthy(self, process: subprocess.Popen[bytes]) -> str | None:
         self._say(f"waiting for {self.settings.model} at {self.url}: loading takes seconds to minutes")
         deadline = time.monotonic() + self.settings.start_timeout
         while not self._stopping.wait(0.2):
             if has_ended(process):
                 return how_it_ended(process)
-            if is_well(self.url, 2.0):
+            if is_healthy(self.url, 2.0):
                 return None
             if time.monotonic() > deadline:
                 return f"took longer than start_timeout={self.settings.start_timeout:g} s"
         return "was stopped"
 
-    def _until_ill(self, process: subprocess.Popen[bytes]) -> str:
+    def _until_unhealthy(self, process: subprocess.Popen[bytes]) -> str:
         seen = asked = time.monotonic()
         while not self._stopping.wait(0.2):
             if has_ended(process):
                 return how_it_ended(process)
             if time.monotonic() - asked < PROBED[0]:
                 continue
-            if is_well(self.url, PROBED[1]):
+            if is_healthy(self.url, PROBED[1]):
                 seen = time.monotonic()
             elif time.monotonic() - seen > HUNG:
                 return f"did not answer for {HUNG:g} s"
@@ -220,12 +222,12 @@ class Server:
                 self._lines.append(text)
                 self._log(text)
 
-    def _told(self, what: str) -> str:
-        return "\n".join([f"{what}; the last lines of its log:", *self._lines])
+    def _with_log(self, message: str) -> str:
+        return "\n".join([f"{message}; the last lines of its log:", *self._lines])
 
 
 @asynccontextmanager
-async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
+async def serving(model: str | Path, **settings: Any) -> AsyncIterator[ModelServer]:
     """Serve ``model`` (a folder or hub name) until the end of the block.
 
     ``settings`` are those of :class:`ServeSettings`, except that ``port`` is a free one unless given. A client uses
@@ -233,7 +235,7 @@ async def serving(model: str | Path, **settings: Any) -> AsyncIterator[Server]:
 
     Example: ``async with serving("Qwen/Qwen3-0.6B", kv_cache_gb=4) as server: print(server.url)``
     """
-    server = Server(ServeSettings(**{"port": 0, **settings, "model": str(model)}))
+    server = ModelServer(ServeSettings(**{"port": 0, **settings, "model": str(model)}))
     starting = asyncio.create_task(to_thread(server.start))
     try:
         await asyncio.shield(starting)
@@ -248,13 +250,13 @@ def _environment(settings: ServeSettings, key: str) -> dict[str, str]:
     from turnwise.inference.server.launch import HOSTS, KEY, STARTER
 
     names = (*settings.allowed_hosts, settings.host, socket.gethostname(), socket.gethostname().partition(".")[0])
-    own = {
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         KEY: key,  # every user of the machine could read an argument
         HOSTS: ",".join(names),
         STARTER: str(os.getpid()),
     }
-    return {**os.environ, **SERVER_ENVIRONMENT, **own}
+    return {**os.environ, **SERVER_ENVIRONMENT, **variables}
 
 
 def _free_port(settings: ServeSettings) -> int:
@@ -269,7 +271,7 @@ def _free_port(settings: ServeSettings) -> int:
         return probe.getsockname()[1]
 
 
-def is_well(url: str, timeout: float) -> bool:
+def is_healthy(url: str, timeout: float) -> bool:
     """True if the server at ``url`` answers within ``timeout`` seconds that it is healthy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

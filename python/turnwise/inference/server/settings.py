@@ -28,6 +28,9 @@ OF_ENGINE: dict[str, dict[str, Any]] = {
 TRANSFORMERS_ARGS = ("device", "dtype")
 """Names in ``engine_args`` that the transformers engine takes."""
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks of an engine's adapters that vLLM accepts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
@@ -56,7 +59,7 @@ class ServeSettings:
 
     adapter_rank: int = 16
     engine: Literal["vllm", "transformers"] = "vllm"
-    """What computes. The transformers engine needs no further package than aiohttp."""
+    """The program that computes. The transformers engine needs only aiohttp as a further package."""
 
     dummy_weights: bool = False
     """Start with random weights, for a client that sends its own. ``model`` then needs no weights."""
@@ -113,17 +116,23 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
 
 def _transformers_command(settings: ServeSettings, port: int) -> list[str]:
     aiohttp_or_raise()
-    names = ("model", "host", "max_batch_rows", "dummy_weights", "adapter_slots", "adapter_rank")
+    names = ("model", "host", "engine", "max_batch_rows", "dummy_weights", "adapter_slots", "adapter_rank")
     given = {name: getattr(settings, name) for name in names}
     adapters = {name: str(folder) for name, folder in settings.adapters.items()}
-    options = json.dumps({**given, "port": port, "adapters": adapters, **settings.engine_args})
+    options = json.dumps({**given, "port": port, "adapters": adapters, "engine_args": dict(settings.engine_args)})
     return [sys.executable, "-P", "-m", "turnwise.inference.transformers_server.launch", options]
 
 
 def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
     """vLLM's server, with the options that turnwise's clients need."""
+    from transformers import AutoConfig
+
     from turnwise.inference.vllm.worker import EXTENSION
 
+    # By default, vLLM computes float32 models in half precision.
+    dtype = settings.engine_args.get("dtype")
+    if dtype is None:
+        dtype = getattr(AutoConfig.from_pretrained(settings.model).get_text_config(), "dtype", None)
     options: dict[str, Any] = {
         "model": settings.model,
         "host": settings.host,
@@ -136,14 +145,20 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
         "worker_extension_cls": EXTENSION,
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
         "max_num_seqs": settings.max_num_seqs,
-        **({} if "dtype" in settings.engine_args else _dtype_option(settings.model)),
+        **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
         **({"load_format": "dummy"} if settings.dummy_weights else {}),
         "disable_uvicorn_access_log": True,
-        "middleware": "turnwise.inference.server.launch.Gate",
+        "middleware": "turnwise.inference.server.launch.RequestGate",
         **_lora_options(settings),
         **{name.replace("-", "_"): value for name, value in settings.engine_args.items()},
     }
-    words = [word for name, value in options.items() for word in _as_option(name, value)]
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}")
     adapters = [f"{name}={folder}" for name, folder in settings.adapters.items()]
     words += ["--lora-modules", *adapters] if adapters else []
     return [sys.executable, "-P", "-m", "turnwise.inference.server.launch", *words]
@@ -156,28 +171,14 @@ COMMANDS: dict[str, Callable[[ServeSettings, int], list[str]]] = {
 """The command of each engine's server, for a port."""
 
 
-def _dtype_option(model: str) -> dict[str, str]:
-    """The dtype of the model's files. By default, vLLM computes float32 models in half precision."""
-    from transformers import AutoConfig
-
-    dtype = getattr(AutoConfig.from_pretrained(model).get_text_config(), "dtype", None)
-    return {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-
-
 def _lora_options(settings: ServeSettings) -> dict[str, Any]:
     slots = len(settings.adapters) + settings.adapter_slots
     if not slots:
         return {}
-    from turnwise.inference.vllm.lora import largest_rank
-
     configs = [json.loads((Path(at) / "adapter_config.json").read_text()) for at in settings.adapters.values()]
-    ranks = [config["r"] for config in configs] + ([settings.adapter_rank] if settings.adapter_slots else [])
+    largest = max([config["r"] for config in configs] + ([settings.adapter_rank] if settings.adapter_slots else []))
+    if largest > ADAPTER_RANKS[-1]:
+        raise ValueError(f"lora.rank={largest}: expected at most {ADAPTER_RANKS[-1]}, which is what vLLM serves")
+    served = next(rank for rank in ADAPTER_RANKS if rank >= largest)
     # vLLM's CPU kernels apply the adapter in the last slot to rows without an adapter, so that slot stays empty.
-    return {"enable_lora": True, "max_loras": slots + 1, "max_lora_rank": largest_rank(ranks)}
-
-
-def _as_option(name: str, value: Any) -> list[str]:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    return [f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"]
+    return {"enable_lora": True, "max_loras": slots + 1, "max_lora_rank": served}

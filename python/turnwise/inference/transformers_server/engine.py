@@ -45,7 +45,7 @@ class _Loaded:
     fixed: bool
 
 
-class Engine(TransformersClient):
+class TransformersEngine(TransformersClient):
     """Samples with ``model``, which it names ``name``, and with adapters over it, each a policy of its own name.
 
     - ``adapter_slots``: adapters that :meth:`load_adapter` adds. One more takes the place of the one that was loaded
@@ -63,8 +63,7 @@ class Engine(TransformersClient):
         self.name, self.labels = name, [START_LABEL]
         self._base, self._config = SharedBase(model.eval()), model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._plain = self._base.plain()
-        how: dict[str, Any] = {"max_batch_rows": max_batch_rows, "share": True, "in_flight": True}
-        super().__init__({name: self._plain}, _NoTokenizer(), **how)
+        super().__init__({name: self._plain}, _NoTokenizer(), max_batch_rows=max_batch_rows, share=True, in_flight=True)
         self._slots, self._rank = adapter_slots, adapter_rank
         self._adapters: dict[str, _Loaded] = {}  # in the order in which they were loaded
         self._loads = 0
@@ -89,7 +88,7 @@ class Engine(TransformersClient):
     def check_served(self, name: str) -> None:
         """Raise :class:`UnknownModelError` unless ``name`` is the base or an adapter, in vLLM's words."""
         if name in self._dropped:
-            raise ValueError(f"adapter {name!r} had to go for another one: start with more than {self._slots} slots")
+            raise ValueError(f"adapter {name!r} was replaced by another one: start with more than {self._slots} slots")
         if name not in self._policies:
             raise UnknownModelError(f"The model `{name}` does not exist.")
 
@@ -104,7 +103,7 @@ class Engine(TransformersClient):
             await to_thread(self._busy.__enter__)
             self._held = True
         elif not keep:
-            self._release()  # a batch that stands still would never end
+            self._release()  # a stopped batch would never end
             await self.pause()
 
     async def go_on(self) -> None:
@@ -125,8 +124,8 @@ class Engine(TransformersClient):
         """Give ``label`` to all tokens that are sampled from now on."""
         with self._between_tokens():
             self.labels.append(label)
-            for held in self._policies.values():
-                held.version = len(self.labels) - 1
+            for loaded in self._policies.values():
+                loaded.version = len(self.labels) - 1
 
     def reload(self, handle: Mapping[str, Any]) -> None:
         """Replace the base's weights by those of ``handle``.
@@ -144,7 +143,10 @@ class Engine(TransformersClient):
         """
         if name in self._policies:
             raise ValueError(f"The lora adapter '{name}' has already been loaded.")
-        config = _read_config(folder)
+        try:
+            config = peft_or_raise().LoraConfig.from_pretrained(str(folder))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{folder}: expected the folder of a LoRA adapter in peft's format: {error}") from error
         if not fixed and (not self._slots or config.r > self._rank):
             raise ValueError(
                 f"{folder} holds an adapter of rank {config.r}: expected at most adapter_rank={self._rank} and "
@@ -185,13 +187,6 @@ class Engine(TransformersClient):
     def _drop(self, name: str) -> None:
         self._base.remove_adapter(self._adapters.pop(name).model)
         del self._policies[name]
-
-
-def _read_config(folder: Path) -> Any:
-    try:
-        return peft_or_raise().LoraConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder}: expected the folder of a LoRA adapter in peft's format: {error}") from error
 
 
 def _read_weights(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Run the engine's server, and end it with its starter: ``python -m turnwise.inference.transformers_server.launch``.
 
-The one argument has the fields of :class:`EngineSettings` in JSON. ``turnwise serve --engine transformers`` starts this
+The one argument has fields of :class:`ServeSettings` in JSON. ``turnwise serve --engine transformers`` starts this
 program, watches it and restarts it.
 """
 
@@ -10,57 +10,37 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from turnwise.inference.server.launch import end_with_starter
+from turnwise.inference.server.settings import ServeSettings
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Settings of the engine: those of ``ServeSettings`` with the same names."""
-
-    model: str
-    host: str
-    port: int
-    max_batch_rows: int = 512
-    dummy_weights: bool = False
-    """Take random weights: ``model`` needs only its configuration."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    adapter_slots: int = 0
-    adapter_rank: int = 16
-    device: str | None = None
-    """By default a GPU if there is one."""
-    dtype: str | None = None
-    """By default the dtype of the model's files."""
-
-
-def build_model(settings: EngineSettings) -> Any:
-    """Load the model, or build it with random weights."""
+def build_model(settings: ServeSettings) -> Any:
+    """Load the model, or build it with random weights. It gets a GPU if there is one, and the dtype of its files."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(settings.model)
-    dtype = settings.dtype or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    dtype = settings.engine_args.get("dtype") or getattr(config.get_text_config(), "dtype", None) or torch.float32
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if settings.dummy_weights:
         model = AutoModelForCausalLM.from_config(config, dtype=kind)
     else:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=kind)
-    return model.to(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.to(settings.engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-async def serve(settings: EngineSettings) -> None:
+async def serve(settings: ServeSettings) -> None:
     """Serve until the process ends. Raises ``OSError`` for a port that is taken."""
     from aiohttp import web
 
-    from turnwise.inference.transformers_server.engine import Engine
+    from turnwise.inference.transformers_server.engine import TransformersEngine
     from turnwise.inference.transformers_server.routes import Routes
 
     slots = {"adapter_slots": settings.adapter_slots, "adapter_rank": settings.adapter_rank}
-    engine = Engine(build_model(settings), settings.model, max_batch_rows=settings.max_batch_rows, **slots)
+    engine = TransformersEngine(build_model(settings), settings.model, max_batch_rows=settings.max_batch_rows, **slots)
     for name, folder in settings.adapters.items():
         engine.load_adapter(name, Path(folder), fixed=True)
     # Without handler_cancellation a client that hangs up would leave its request running.
@@ -73,7 +53,7 @@ async def serve(settings: EngineSettings) -> None:
 def main() -> None:
     """Run the server in this process."""
     threading.Thread(target=end_with_starter, name="turnwise-starter", daemon=True).start()
-    asyncio.run(serve(EngineSettings(**json.loads(sys.argv[1]))))
+    asyncio.run(serve(ServeSettings(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from turnwise.inference.server.launch import REMOTE, RPC, Admission
-from turnwise.inference.transformers_server.engine import Engine, UnknownModelError
+from turnwise.inference.transformers_server.engine import TransformersEngine, UnknownModelError
 from turnwise.inference.weights.weight_block import TransferError
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
 from turnwise.utils.threads import to_thread
@@ -31,7 +31,7 @@ FIXED = {"ignore_eos": True, "logprobs": 0, "detokenize": False}
 class Routes:
     """Answers requests with ``engine``. Changes of weights run one after the other, also if their client hangs up."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TransformersEngine) -> None:
         self._engine = engine
         self._changing = asyncio.Lock()
 

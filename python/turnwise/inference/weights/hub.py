@@ -1,10 +1,10 @@
 """Serves the receivers of a collective transfer in rounds: one broadcast to all, however many there are.
 
 A receiver connects, proves that it knows the key, and asks for weights by their number. The first that asks opens a
-*round*: the sender waits for those that took the weights before, and sends to all that asked by then, in one group. Who
-asks during the round gets the weights alone, over its own connection, and so does a single receiver that asks later.
-The group of a round serves the next one too if its receivers are the same; otherwise the sender makes another, and the
-*epoch* grows by one.
+*round*: the sender waits for those that took the weights before, and sends to all that asked by then, in one group. A
+receiver that asks during the round gets the weights over its own connection, and so does a single receiver that asks
+later. The group of a round serves the next one too if its receivers are the same; otherwise the sender makes another,
+and the *epoch* grows by one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.inference.weights.group import NUMBER_BYTES, Group, GroupFailed, GroupStore, TorchStore
+from turnwise.inference.weights.group import NUMBER_BYTES, BroadcastGroup, GroupFailed, GroupStore, Progress, TorchStore
 from turnwise.inference.weights.wire import Frame, Wire, WrongKey, admit, proof_of
 
 QUIET_SECONDS = 0.25
-"""Seconds without another receiver after which a round begins for which no other is known to come."""
+"""Seconds without another receiver after which a round begins, if no other is expected."""
 
 ANSWER_SECONDS = 5.0
-"""The most seconds in which a receiver must say that it left a group."""
+"""The most seconds in which a receiver must report that it left a group."""
 
 GRACE_SECONDS = 0.5
-"""Seconds in which sending may end by itself before new weights end it: receivers may just have got all bytes."""
+"""Seconds in which sending may finish before new weights stop it: receivers may just have got all bytes."""
 
 ATTEMPTS = 3
-"""Groups that fail, of those that still want the same weights, until each gets them alone."""
+"""Groups of the same receivers that may fail until each receiver gets the weights alone."""
 
 MAX_HANDSHAKES = 64
 """Connections at the same time that have not proved to know the key."""
@@ -48,7 +48,7 @@ CHUNK = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TransferLimits:
     """Bytes of a ``bucket``, and seconds; see :class:`~turnwise.inference.weights.publish.CollectiveTransfer`."""
 
     bucket: int
@@ -57,37 +57,37 @@ class Limits:
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class Peer:
     """A receiver that knows the key. ``wants`` and ``took`` are numbers of weights, 0 for none."""
 
     wire: Wire
     wants: int = 0
     took: int = 0
     sending: int = 0
-    """The weights that it was sent alone, until it says that they arrived."""
+    """The weights that it was sent alone, until it reports that they arrived."""
     streaming: bool = False
     report: Frame = field(default_factory=dict)
-    """The last that it said about the group of the epoch."""
+    """Its last report about the group of the epoch."""
     lost: bool = False
 
 
 class BroadcastLost(Exception):
-    """Raised if a round ends early, with the reason."""
+    """Raised with the reason if a round ends early."""
 
 
 class Hub:
     """The listener of a sender, its receivers, and the thread that serves them in rounds.
 
-    The transfer is not among its attributes, so that a forgotten transfer ends the hub.
+    It holds no reference to the transfer, so that a transfer without users ends the hub.
     """
 
-    def __init__(self, backend: str, host: str, key: str, mark: str, limits: Limits) -> None:
+    def __init__(self, backend: str, host: str, key: str, mark: str, limits: TransferLimits) -> None:
         self._backend, self._host, self._key, self._mark, self._limits = backend, host, key, mark, limits
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port = self._listener.getsockname()[1]
         self.counts: Counter[str] = Counter(epoch=0, in_groups=0, alone=0, lost=0)
         self._changed = threading.Condition()  # guards what follows
-        self._members: list[Member] = []
+        self._members: list[Peer] = []
         self._block: Tensor | None = None
         self._sequence = self._before = 0  # the weights offered, and the last ones that a receiver took
         self._round_of = 0  # the weights of the last round
@@ -96,9 +96,9 @@ class Hub:
         self._replaced = self._closed = False
         self._last_asked, self._expected = 0.0, 0
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
-        self._board: GroupStore = GroupStore()
-        self._group: Group | None = None
-        self._in_group: list[Member] = []
+        self._store: GroupStore = GroupStore()
+        self._group: BroadcastGroup | None = None
+        self._in_group: list[Peer] = []
         for work in (self._listen, self._serve):
             threading.Thread(target=work, name="turnwise-publish", daemon=True).start()
 
@@ -166,17 +166,14 @@ class Hub:
         try:
             wire = admit(connection, self._key, self._mark)
             wire.limit_writes(self._limits.deadline)
-        except OSError as error:
-            warnings.warn(f"no receiver of weights is at the other end of a connection: {error}", stacklevel=2)
-            connection.close()
-            return
-        except WrongKey as error:
-            warnings.warn(str(error), stacklevel=2)
+        except (OSError, WrongKey) as error:
+            stranger = "" if isinstance(error, WrongKey) else "a connection is not that of a receiver of weights: "
+            warnings.warn(f"{stranger}{error}", stacklevel=2)
             connection.close()
             return
         finally:
             self._handshakes.release()
-        member = Member(wire)
+        member = Peer(wire)
         with self._changed:
             if self._closed:
                 wire.close()
@@ -184,13 +181,13 @@ class Hub:
             self._members.append(member)
         try:
             while True:
-                self._hear(member, wire.receive())
+                self._handle(member, wire.receive())
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._lose(member, str(error), leaves=isinstance(error, OSError))
         finally:
             wire.close()
 
-    def _hear(self, member: Member, frame: Frame) -> None:
+    def _handle(self, member: Peer, frame: Frame) -> None:
         if "ask" in frame:
             self._answer(member, frame)
             return
@@ -204,48 +201,48 @@ class Hub:
             return
         sequence = int(frame["want"])
         with self._changed:
-            known = sequence == self._sequence
-            if self._replaced or (known and not self._in_round):
-                # The next round serves or, after new weights, refuses it.
+            is_current = sequence == self._sequence
+            if self._replaced or (is_current and not self._in_round):
+                # The next round serves or, after new weights, rejects it.
                 member.wants, self._last_asked = sequence, time.monotonic()
                 self._changed.notify_all()
                 return
-        if known:
+        if is_current:
             self._send_alone(member, sequence)
         else:
             self._reject(member)
 
-    def _answer(self, member: Member, frame: Frame) -> None:
-        """Read or write the board for a receiver."""
+    def _answer(self, member: Peer, frame: Frame) -> None:
+        """Read or write the group's store for a receiver."""
         with self._changed:
-            if frame["board"] != self.counts["epoch"]:
+            if frame["epoch"] != self.counts["epoch"]:
                 return
-            board = self._board
-        number, question, said = frame["ask"], frame["question"], frame["said"]
-        if question == "get":
+            store = self._store
+        number, method, [key, *values] = frame["ask"], frame["method"], frame["values"]
+        if method == "get":
 
-            def tell(value: bytes) -> None:
+            def send(value: bytes) -> None:
                 with suppress(OSError):  # its own thread notices
                     member.wire.send(to=number, answer=b64encode(value).decode())
 
-            board.when_there(str(said[0]), tell)
+            store.when_set(str(key), send)
             return
-        if question == "set":
-            board.set(str(said[0]), b64decode(said[1]))
+        if method == "set":
+            store.set(str(key), b64decode(values[0]))
             answer: Any = True
-        elif question == "add":
-            answer = board.add(str(said[0]), int(said[1]))
+        elif method == "add":
+            answer = store.add(str(key), int(values[0]))
         else:
-            answer = board.has(list(said[0]))
+            answer = store.has(list(key))
         member.wire.send(to=number, answer=answer)
 
-    def _reject(self, member: Member) -> None:
+    def _reject(self, member: Peer) -> None:
         with self._changed:
             holds, member.wants = self._sequence, 0
         with suppress(OSError):  # its own thread notices
             member.wire.send(gone=f"its sender holds weights number {holds}")
 
-    def _send_alone(self, member: Member, sequence: int) -> None:
+    def _send_alone(self, member: Peer, sequence: int) -> None:
         """Send the weights to one receiver, for which no other waits."""
         with self._changed:
             block = self._block
@@ -257,7 +254,7 @@ class Hub:
             return
         try:
             chunks = (memoryview(chunk.cpu().numpy()) for chunk in block.split(CHUNK))
-            member.wire.say_bytes(chunks, alone=block.numel())
+            member.wire.send_bytes(chunks, alone=block.numel())
         except OSError as error:
             self._lose(member, f"it took no weights: {error}")
         finally:
@@ -266,7 +263,7 @@ class Hub:
                 self._users -= 1
                 self._changed.notify_all()
 
-    def _lose(self, member: Member, why: str, leaves: bool = False) -> None:
+    def _lose(self, member: Peer, reason: str, leaves: bool = False) -> None:
         """Cut the connection to a receiver, which can connect again. No warning if it ``leaves`` with all it wants."""
         with self._changed:
             if member.lost or self._closed:
@@ -279,7 +276,7 @@ class Hub:
             self._changed.notify_all()
         member.wire.cut()
         if missed or not leaves:
-            warnings.warn(f"a receiver of weights at {member.wire.there} was lost: {why}", stacklevel=2)
+            warnings.warn(f"a receiver of weights at {member.wire.there} was lost: {reason}", stacklevel=2)
 
     # -- rounds, in a thread of their own ------------------------------------------------------------------------------
     def _serve(self) -> None:
@@ -303,12 +300,12 @@ class Hub:
                     self._changed.notify_all()
         self._leave_group()
 
-    def _waiting(self) -> list[Member]:
+    def _waiting(self) -> list[Peer]:
         if self._replaced or not self._sequence:
             return []
         return [member for member in self._members if member.wants == self._sequence]
 
-    def _gather(self) -> list[Member]:
+    def _gather(self) -> list[Peer]:
         """Wait for the receivers of a round, and return them. Only the first round of weights expects some."""
         latest, first = time.monotonic() + self._limits.gather, self._round_of != self._sequence
         while waiting := self._waiting():
@@ -323,7 +320,7 @@ class Hub:
             self._changed.wait(left)
         return []
 
-    def _send_to_all(self, members: list[Member], block: Tensor, sequence: int, late: bool) -> None:
+    def _send_to_all(self, members: list[Peer], block: Tensor, sequence: int, late: bool) -> None:
         for attempt in itertools.count(1):
             with self._changed:
                 left = [member for member in members if member.wants == sequence and not member.lost]
@@ -343,7 +340,7 @@ class Hub:
                     warnings.warn(f"weights could not be broadcast: {error!r}", stacklevel=2)
                 self._give_up(left, str(error))
 
-    def _broadcast(self, members: list[Member], block: Tensor, sequence: int) -> None:
+    def _broadcast(self, members: list[Peer], block: Tensor, sequence: int) -> None:
         """Send ``block`` to ``members`` in one group. Raises an error if one of them did not get it."""
         deadline = Progress(self._limits.deadline)
         if self._group is None or set(members) != set(self._in_group):
@@ -387,7 +384,7 @@ class Hub:
                 member.took, member.wants = sequence, 0
             self.counts["in_groups"] += len(members)
 
-    def _check(self, members: Sequence[Member], epoch: int, deadline: Progress) -> None:
+    def _check(self, members: Sequence[Peer], epoch: int, deadline: Progress) -> None:
         """Raise :class:`BroadcastLost` if the round can't end well. The caller holds the lock."""
         if self._replaced or self._closed:
             raise BroadcastLost("the weights were replaced")
@@ -395,26 +392,29 @@ class Hub:
             if member.lost:
                 raise BroadcastLost(f"{member.wire.there} is gone")
             if member.report.get("failed") == epoch:
-                raise BroadcastLost(f"{member.wire.there} failed: {member.report.get('why')}")
+                raise BroadcastLost(f"{member.wire.there} failed: {member.report.get('reason')}")
         if not deadline.left():
             raise BroadcastLost(f"nothing arrived for {self._limits.deadline:g} s")
 
-    def _make_group(self, members: list[Member], device: torch.device) -> None:
+    def _make_group(self, members: list[Peer], device: torch.device) -> None:
         self._leave_group()
+        store, seconds = GroupStore(), 2 * self._limits.deadline
         with self._changed:
             self.counts["epoch"] += 1
-            self._board, self._in_group = GroupStore(), list(members)
-        seconds = 2 * self._limits.deadline
-        store = TorchStore(self._board, seconds)
-        self._group = Group(device, store, 0, len(members) + 1, self._host, seconds)
+            self._store, self._in_group = store, list(members)
+
+        def ask(method: str, key: Any, *values: Any) -> Any:
+            return store.get(key, seconds) if method == "get" else getattr(store, method)(key, *values)
+
+        self._group = BroadcastGroup(device, TorchStore(ask), 0, len(members) + 1, self._host, seconds)
 
     def _leave_group(self) -> None:
         if self._group is not None:
             self._group.abandon()
         self._group, self._in_group = None, []
 
-    def _give_up(self, members: Sequence[Member], why: str) -> None:
-        """End the group's broadcast, and lose the members that don't say that they left it."""
+    def _give_up(self, members: Sequence[Peer], reason: str) -> None:
+        """End the group's broadcast, and drop the members that don't report that they left it."""
         epoch = self.counts["epoch"]
         self._leave_group()
         for member in members:
@@ -423,7 +423,7 @@ class Hub:
                     member.wire.send(abort=epoch)
         deadline = Progress(ANSWER_SECONDS)
 
-        def silent() -> list[Member]:
+        def silent() -> list[Peer]:
             ends = ("got", "failed")
             return [m for m in members if not m.lost and epoch not in [m.report.get(end) for end in ends]]
 
@@ -436,18 +436,4 @@ class Hub:
                     member.took, member.wants = self._round_of, 0
                     self.counts["in_groups"] += 1
         for member in late:
-            self._lose(member, f"it did not leave a group that failed ({why})")
-
-
-class Progress:
-    """Seconds that are left until the next sign of progress."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self.restart()
-
-    def restart(self) -> None:
-        self._until = time.monotonic() + self._seconds
-
-    def left(self) -> float:
-        return max(self._until - time.monotonic(), 0.0)
+            self._lose(member, f"it did not leave a group that failed ({reason})")

@@ -68,6 +68,16 @@ def check_weights(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], 
             check_memory({name: source})
 
 
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` as meta tensors, for :func:`check_weights`. Tied ones stay tied."""
+    check_memory(weights)
+    meta: dict[Any, Tensor] = {}
+    for tensor in weights.values():
+        if storage_key(tensor) not in meta:
+            meta[storage_key(tensor)] = torch.empty_like(tensor, device="meta")
+    return {name: meta[storage_key(tensor)] for name, tensor in weights.items()}
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:3]))
     return (

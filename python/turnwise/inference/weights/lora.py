@@ -12,12 +12,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from turnwise.inference.common.recompute import recompute_layers
+from turnwise.inference.common.hf_model import recompute_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,9 +119,10 @@ class SharedBase:
 
     def weights(self) -> dict[str, Tensor]:
         """The base's own weights, by their names without adapters. Tied ones appear under each name."""
-        adapters = {id(tensor) for tensor in self._adapter_tensors()}
-        own = self.model.state_dict(keep_vars=True)
-        return {name.replace(_BASE_LAYER, "."): t for name, t in own.items() if id(t) not in adapters}
+        kinds = [getattr(layer, kind) for layer in self._layers for kind in layer.adapter_layer_names]
+        adapters = {id(tensor) for kind in kinds for tensor in kind.parameters()}
+        tensors = self.model.state_dict(keep_vars=True)
+        return {name.replace(_BASE_LAYER, "."): t for name, t in tensors.items() if id(t) not in adapters}
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         """Make ``weights`` the base's own, without a copy. Tied ones need only one of their names."""
@@ -139,9 +143,9 @@ class SharedBase:
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass, with the adapter that made them."""
-        recompute_layers(self.model, self._recompute_as_now)
+        recompute_layers(self.model, self._contexts)  # a method, which a deep copy of the base binds to the copy
 
-    def _recompute_as_now(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), self._as(self.active, self.model.training)
 
     @contextmanager
@@ -162,11 +166,6 @@ class SharedBase:
             raise ValueError(
                 f"target_modules={config.target_modules!r}: the model ties its embedding to its head; name other layers"
             )
-
-    def _adapter_tensors(self) -> Iterator[Tensor]:
-        for layer in self._layers:
-            for kind in layer.adapter_layer_names:
-                yield from getattr(layer, kind).parameters()
 
 
 class AdaptedModel(nn.Module):
@@ -269,3 +268,26 @@ def _linear_layers(model: Any) -> list[str]:
 
 def _as_list(key: str | None) -> list[str]:
     return [] if key is None else [key]
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a plain model, or of an adapter's base, by their names in a checkpoint."""
+    weights = model.shared.weights() if isinstance(model, AdaptedModel) else model.state_dict(keep_vars=True)
+    return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of a LoRA adapter, as ``name`` of an engine: ``folder`` holds them in peft's format."""
+
+    name: str
+    folder: Path
+    config: Any
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Write the adapter's config and ``weights`` (with peft's names) into its folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = replace(self.config, inference_mode=True)
+        config.save_pretrained(str(self.folder))
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        save_file(tensors, self.folder / "adapter_model.safetensors", metadata={"format": "pt"})

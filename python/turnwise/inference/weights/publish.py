@@ -1,4 +1,4 @@
-"""The sender's side of a collective transfer. How it serves its receivers stands in ``hub``.
+"""The sender's side of a collective transfer. ``hub`` serves its receivers.
 
 vLLM 0.32 has a weight transfer of its own over NCCL, which is not used here. Its ranks meet in a ``TCPStore`` without a
 key and unpickle what they find there. Its broadcast has no deadline, so an engine that dies stops all others. And it
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from turnwise.inference.weights.hub import Hub, Limits
-from turnwise.inference.weights.weight_block import BlockWriter, TransferError
+from turnwise.inference.weights.hub import Hub, TransferLimits
+from turnwise.inference.weights.weight_block import BlockWriter, TransferError, new_block
 from turnwise.inference.weights.wire import LOOPBACK, sender_key
 
 BUCKET_MIB = 512.0
 """MiB of one broadcast."""
 
 DEADLINE = 60.0
-"""Seconds that the receivers may take for one bucket; who holds it up longer is lost."""
+"""Seconds that the receivers may take for one bucket; a slower one is dropped."""
 
 GATHER = 5.0
 """Seconds that the first receiver of a round waits for those that took the weights before."""
@@ -31,15 +31,15 @@ GATHER = 5.0
 class CollectiveTransfer:
     """Sends weights to all processes that open their handle, in one broadcast by ``backend`` (``gloo`` or ``nccl``).
 
-    - ``host``: the address of this machine at which receivers reach it. It listens there alone.
+    - ``host``: the address of this machine at which receivers reach it. It listens only there.
     - ``bucket_mib``: MiB of one broadcast; each weights' block is sent in buckets of this size.
-    - ``deadline``: seconds that all receivers together may take for one bucket. One that dies or hangs holds up the
+    - ``deadline``: seconds that all receivers together may take for one bucket. One that dies or hangs delays the
       others no longer; they get the weights in another group.
     - ``gather``: seconds that receivers wait for others that took the weights before.
 
-    Receivers need the key: that in the environment variable ``TURNWISE_CLUSTER_KEY``, or else one of this transfer's
-    own that its handles tell. Nothing is encrypted. The last weights stay in a separate block, for ``nccl`` on their
-    GPU. So training can continue, and a restarted engine gets the same weights as the others.
+    Receivers need the key: that in the environment variable ``TURNWISE_CLUSTER_KEY``, or else one that this transfer
+    makes and puts into its handles. Nothing is encrypted. The last weights stay in a separate block, for ``nccl`` on
+    their GPU. So training can continue, and a restarted engine gets the same weights as the others.
 
     Example::
 
@@ -69,8 +69,8 @@ class CollectiveTransfer:
             raise ValueError(f"gather={gather!r}: expected seconds >= 0")
         self._writer = BlockWriter()
         self._block: Tensor | None = None
-        self._key, self._told = sender_key()
-        limits = Limits(max(1, int(bucket_mib * 2**20)), deadline, gather)
+        self._key, self._key_in_handle = sender_key()
+        limits = TransferLimits(max(1, int(bucket_mib * 2**20)), deadline, gather)
         self._hub: Hub | None = Hub(backend, host, self._key, self._writer.mark, limits)
         self._backend, self._host, self._port = backend, host, self._hub.port
         self._end = weakref.finalize(self, self._hub.close)
@@ -84,7 +84,7 @@ class CollectiveTransfer:
             written = self._writer.write(weights, lambda size: self._room(size, device))
             assert self._block is not None
             offer(self._block[: written["bytes"]], written["sequence"])
-        where = {"host": self._host, "port": self._port, "key": self._told}
+        where = {"host": self._host, "port": self._port, "key": self._key_in_handle}
         return {"kind": self._backend, **where, **written}
 
     def expect(self, count: int) -> None:
@@ -103,8 +103,5 @@ class CollectiveTransfer:
     def _room(self, size: int, device: torch.device) -> Tensor:
         if self._block is None or self._block.numel() < size or self._block.device != device:
             self._block = None  # freed before the next block, as there may be no room for both
-            try:
-                self._block = torch.empty(size, dtype=torch.uint8, device=device)
-            except RuntimeError as error:  # torch.OutOfMemoryError is one
-                raise TransferError(f"no room for {size / 2**20:.1f} MiB of weights on {device}: {error}") from error
+            self._block = new_block(size, device)
         return self._block

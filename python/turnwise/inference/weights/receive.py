@@ -7,23 +7,23 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from turnwise.inference.weights.group import Group, GroupFailed
+from turnwise.inference.weights.group import BroadcastGroup, GroupFailed, TorchStore
 from turnwise.inference.weights.weight_block import TransferError, WeightHandle, read_weights
 from turnwise.inference.weights.wire import Frame, join, proof_of, receiver_key
 
 PATIENCE = 300.0
-"""Seconds in which a sender must say something to a receiver that waits."""
+"""The most seconds in which a waiting receiver gets no frame from its sender."""
 
 PAUSE = 0.02
-"""Seconds between two looks at what else a waiting thread waits for."""
+"""Seconds that a waiting thread reads the wire before it checks its other conditions."""
 
 
 class Receiver:
@@ -39,7 +39,7 @@ class Receiver:
         self._answers: dict[int, Any] = {}
         self._numbers = itertools.count(1)
         self._alone: Tensor | None = None
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._epoch = 0
 
     def receive(self, size: int, sequence: int) -> Tensor:
@@ -61,7 +61,7 @@ class Receiver:
                     block = self._in_group(order, size)
                 except GroupFailed as error:
                     self._leave()
-                    self._wire.send(failed=order["group"], why=str(error)[:200])
+                    self._wire.send(failed=order["group"], reason=str(error)[:200])
                     continue  # the sender makes another group, or sends to this receiver alone
             else:
                 continue  # about a group that is over
@@ -79,13 +79,14 @@ class Receiver:
         def check() -> None:
             self.pump(0)
             if any(order.get("abort") == epoch for order in self._orders):
-                raise GroupFailed("the sender gave the group up")
+                raise GroupFailed("the sender gave up the group")
 
         if self._group is None or epoch != self._epoch:
             self._leave()
-            store, seconds = WireStore(self, epoch, order["seconds"]), float(order["seconds"])
+            seconds = float(order["seconds"])
+            store = TorchStore(partial(self._ask, epoch, seconds))
             self._epoch = epoch
-            self._group = Group(self._device, store, rank, int(order["size"]), self._wire.here, seconds)
+            self._group = BroadcastGroup(self._device, store, rank, int(order["size"]), self._wire.here, seconds)
         # A new block each time: a broadcast of a group that failed may still write into the one before.
         block = torch.empty(size, dtype=torch.uint8, device=self._device)
         number = self._group.rehearse(None, check)
@@ -95,7 +96,7 @@ class Receiver:
             check()
             self.pump(PAUSE)
             if time.monotonic() > until:
-                raise GroupFailed(f"the sender said nothing for {PATIENCE:g} s")
+                raise GroupFailed(f"the sender sent nothing for {PATIENCE:g} s")
         self._group.broadcast(block.split(int(order["bucket"])), check)
         self._orders.clear()
         self._wire.send(got=epoch)
@@ -106,13 +107,13 @@ class Receiver:
             self._group.abandon()
         self._group, self._epoch = None, 0
 
-    # -- the wire, which whichever thread waits reads for all ----------------------------------------------------------
+    # -- the wire, which any waiting thread reads for all of them ------------------------------------------------------
     def pump(self, seconds: float) -> None:
         """Read a frame if one comes within ``seconds``. Raises ``OSError`` if the sender is gone."""
         if not self._reading.acquire(timeout=seconds):
             return
         try:
-            if not self._wire.has_news(seconds):
+            if not self._wire.is_readable(seconds):
                 return
             frame = self._wire.receive(PATIENCE)
             if "to" in frame:
@@ -124,16 +125,18 @@ class Receiver:
         finally:
             self._reading.release()
 
-    def ask(self, question: str, epoch: int, *said: Any, seconds: float) -> Any:
-        """Ask the board of group ``epoch``. Raises ``RuntimeError`` without an answer in ``seconds``."""
+    def _ask(self, epoch: int, seconds: float, method: str, *values: Any) -> Any:
+        """Call a method of the store of group ``epoch``. Raises ``RuntimeError`` without an answer in ``seconds``."""
         number = next(self._numbers)
-        self._wire.send(ask=number, board=epoch, question=question, said=said)
+        texts = [b64encode(value).decode() if isinstance(value, bytes) else value for value in values]
+        self._wire.send(ask=number, epoch=epoch, method=method, values=texts)
         until = time.monotonic() + seconds
         while number not in self._answers:
             if self._epoch != epoch or time.monotonic() > until:
-                raise RuntimeError(f"no answer to {question} {said[:1]} of group {epoch}")
+                raise RuntimeError(f"no answer to {method} {texts[:1]} of group {epoch}")
             self.pump(PAUSE)
-        return self._answers.pop(number)
+        answer = self._answers.pop(number)
+        return b64decode(answer) if method == "get" else answer
 
     def _next_order(self) -> Frame:
         until = time.monotonic() + PATIENCE
@@ -146,40 +149,13 @@ class Receiver:
     def _read_block(self, size: int) -> Tensor:
         block = torch.empty(size, dtype=torch.uint8)
         content: Any = block.numpy()
-        self._wire.hear_bytes(memoryview(content), silence=PATIENCE)
+        self._wire.receive_bytes(memoryview(content), silence=PATIENCE)
         return block.to(self._device)
 
 
 def device_of(kind: str) -> torch.device:
     """The device on which weights of a handle of this ``kind`` arrive."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
-
-
-class WireStore(distributed.Store):
-    """The sender's board as torch's process groups use it: on a receiver's side."""
-
-    def __init__(self, receiver: Receiver, epoch: int, seconds: float) -> None:
-        super().__init__()
-        self._ask: Callable[..., Any] = lambda question, *said: receiver.ask(question, epoch, *said, seconds=seconds)
-
-    def set(self, key: str, value: Any) -> None:
-        self._ask("set", key, b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode())
-
-    def get(self, key: str) -> bytes:
-        return b64decode(self._ask("get", key))
-
-    def add(self, key: str, value: int) -> int:
-        return int(self._ask("add", key, value))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._ask("has", list(keys)))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
-
-    def has_extended_api(self) -> bool:
-        return False
 
 
 _receivers: dict[tuple[str, str, int, str], Receiver] = {}

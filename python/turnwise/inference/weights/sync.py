@@ -7,6 +7,7 @@ its sender's next ``send`` or ``close``.
 
 from __future__ import annotations
 
+import base64
 import json
 import mmap
 import os
@@ -27,12 +28,12 @@ from torch import Tensor
 
 from turnwise.inference.weights.publish import CollectiveTransfer
 from turnwise.inference.weights.receive import open_group
-from turnwise.inference.weights.sync_gpu import CudaIPCTransfer, open_ipc
 from turnwise.inference.weights.weight_block import (
     BlockWriter,
     TransferError,
     WeightHandle,
     check_block,
+    new_block,
     plan_layout,
     read_weights,
     storage_key,
@@ -123,9 +124,9 @@ def _map(path: str, size: int) -> Tensor:
     except OSError as error:
         raise TransferError(f"the weights in shared memory at {path} are gone, or another user's: {error}") from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < size:
-            raise TransferError(f"the shared memory at {path} has {found.st_size} bytes: expected {size} of weights")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < size:
+            raise TransferError(f"the shared memory at {path} has {status.st_size} bytes: expected {size} of weights")
         return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(descriptor)
@@ -169,7 +170,9 @@ class SafetensorsTransfer:
                 partial,
                 metadata,
             )
-            size = _flush(partial)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+                size = os.fstat(file.fileno()).st_size
             partial.rename(path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
@@ -185,13 +188,6 @@ class SafetensorsTransfer:
         self._remove()
         if self._temporary is not None:
             self._temporary.cleanup()
-
-
-def _flush(path: Path) -> int:
-    """Force the file to the disk, and return its size in bytes."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size
 
 
 @contextmanager
@@ -211,6 +207,67 @@ def _open_file(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
     except (OSError, SafetensorError) as error:
         raise TransferError(f"the weights in {path} can't be read: {error}") from error
     yield tensors | {name: tensors[other] for name, other in stamp["aliases"].items()}
+
+
+# -- CUDA IPC ----------------------------------------------------------------------------------------------------------
+class CudaIPCTransfer:
+    """Stores weights in a block of their own GPU, for processes of this host that see that GPU.
+
+    The block is a copy, and takes as much of the GPU as the weights. So training can continue while receivers read it,
+    and a restarted engine gets the same weights as the others. Receivers copy nothing. The block is reused while the
+    weights fit.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("transfer='ipc' needs a CUDA GPU, and PyTorch sees none here")
+        self._writer = BlockWriter()
+        self._block: Tensor | None = None
+        self._ipc_handle: dict[str, Any] = {}
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        devices = {tensor.device for tensor in weights.values()}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            names = sorted(map(str, devices))
+            raise TransferError(f"transfer='ipc' takes weights of one CUDA GPU, these are on {', '.join(names)}")
+        [device] = devices
+        written = self._writer.write(weights, lambda size: self._room(size, device))
+        return {"kind": "ipc", **self._ipc_handle, **written}
+
+    def close(self) -> None:
+        self._block, self._ipc_handle = None, {}
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        if self._block is None or self._block.numel() < size or self._block.device != device:
+            self.close()  # freed before the next block, as there may be no room for both
+            self._block = new_block(size, device)
+            # Shared once per block, as each sharing adds to its counter of users, which receivers would have to lower.
+            shared = self._block.untyped_storage()._share_cuda_()
+            self._ipc_handle = {
+                "device": str(torch.cuda.get_device_properties(device).uuid),
+                "handle": [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared[1:]],
+            }
+        return self._block
+
+
+@contextmanager
+def _open_ipc(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
+    """Open the weights of an ``ipc`` handle on their GPU."""
+    # Other processes may number the GPUs differently.
+    uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    if handle["device"] not in uuids:
+        raise TransferError(f"the weights are on GPU {handle['device']}, which this process doesn't see: take 'nccl'")
+    device = uuids.index(handle["device"])
+    ipc_handle = [base64.b64decode(x) if isinstance(x, str) else x for x in handle["handle"]]
+    torch.cuda.init()
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(device, *ipc_handle)
+    except RuntimeError as error:
+        raise TransferError(f"the weights on cuda:{device} can't be opened: {error}") from error
+    block = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
+    yield read_weights(block, handle)
+    torch.cuda.synchronize(device)
+    check_block(block, handle)
 
 
 # -- one of both -------------------------------------------------------------------------------------------------------
@@ -263,8 +320,8 @@ class SharedTransfer:
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         """Store ``weights``, unless they are stored already, and return their handle."""
         with self._lock:
-            places = {name: storage_key(tensor) for name, tensor in weights.items()}
-            if not self._handle or places != {name: storage_key(tensor) for name, tensor in self._weights.items()}:
+            keys = {name: storage_key(tensor) for name, tensor in weights.items()}
+            if not self._handle or keys != {name: storage_key(tensor) for name, tensor in self._weights.items()}:
                 self._handle = {}
                 self._handle, self._weights = self._transfer.send(weights), dict(weights)
             return self._handle
@@ -315,13 +372,13 @@ this machine."""
 _OPENERS: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[dict[str, Tensor]]]] = {
     "shared_memory": _open_memory,
     "safetensors": _open_file,
-    "ipc": open_ipc,
+    "ipc": _open_ipc,
     "nccl": open_group,
     "gloo": open_group,
 }
 
 
-_PLACES: dict[str, dict[str, type]] = {
+_FIELDS: dict[str, dict[str, type]] = {
     "shared_memory": {"pid": int, "descriptor": int},
     "safetensors": {"path": str},
     "ipc": {"device": str, "handle": list},
@@ -351,7 +408,7 @@ def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
     kind = handle.get("kind")
     if kind not in tuple(_OPENERS):
         raise TransferError(f"handle of kind {kind!r}: expected one of {sorted(_OPENERS)}")
-    for name, type_ in {"mark": str, "sequence": int, "bytes": int, "sums": str, **_PLACES[kind]}.items():
+    for name, type_ in {"mark": str, "sequence": int, "bytes": int, "sums": str, **_FIELDS[kind]}.items():
         if type(handle.get(name)) is not type_:
             raise TransferError(
                 f"the handle has {name}={handle.get(name)!r}: expected {type_.__name__}, as `send` makes it"

@@ -32,7 +32,7 @@ WeightHandle = Mapping[str, Any]
 
 
 class TransferError(RuntimeError):
-    """Raised if weights can't be stored, or if a handle doesn't lead to the weights that its sender stored."""
+    """Raised if weights can't be stored, or if a handle's weights are not those that its sender stored."""
 
 
 class BlockWriter:
@@ -65,6 +65,14 @@ class BlockWriter:
 
     def _header(self, sequence: int, index_bytes: int, size: int) -> bytes:
         return _HEADER.pack(_MAGIC, self.mark.encode(), sequence, index_bytes, size)
+
+
+def new_block(size: int, device: torch.device) -> Tensor:
+    """Allocate ``[size]`` uint8. Raises :class:`TransferError` without enough memory."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise TransferError(f"no room for {size / 2**20:.1f} MiB of weights on {device}: {error}") from error
 
 
 def read_weights(block: Tensor, handle: WeightHandle) -> dict[str, Tensor]:
@@ -111,15 +119,15 @@ def plan_layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
     """
     check_memory(weights)
     index: Index = {}
-    places: dict[Any, int] = {}
+    offsets: dict[Any, int] = {}
     names, end = [], 0
     for name, tensor in weights.items():
         key = storage_key(tensor)
-        if key not in places:
-            places[key] = end
+        if key not in offsets:
+            offsets[key] = end
             end = _aligned(end + tensor.numel() * tensor.element_size())
             names.append(name)
-        index[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), places[key])
+        index[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offsets[key])
     return index, names, end
 
 

@@ -3,9 +3,9 @@
 The sender of weights listens. It sends a random number, and the receiver answers with an HMAC over it and a number of
 its own. The sender then proves the same, so a receiver loads nothing from a stranger. Neither sends the key.
 
-The check is in a listener of our own because nothing below it has one: a ``TCPStore`` serves everyone who reaches its
-port, lists its keys on request, and so gives away the names of groups, however random. There is no ``TCPStore``
-here: what the ranks of a group must know of each other travels in frames of this connection (see ``group``).
+torch's ``TCPStore`` has no such check: it serves everyone who reaches its port, lists its keys on request, and so gives
+away the names of groups, however random. So what the ranks of a group must know of each other travels in frames of this
+connection (see ``group``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from turnwise.utils.shared_names import KEY_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 
-PROTOCOL = 1
-"""Changes with the frames, so that processes of different versions refuse each other."""
+PROTOCOL = 2
+"""Changes with the frames, so that processes of different versions reject each other."""
 
 HANDSHAKE_SECONDS = 10.0
 """The most seconds until a new connection has proved that it knows the key."""
@@ -48,7 +48,7 @@ Frame = dict[str, Any]
 
 
 class WrongKey(TransferError):
-    """Raised if the other side of a connection has not the same key."""
+    """Raised if the two sides of a connection have different keys."""
 
 
 class Wire:
@@ -59,7 +59,7 @@ class Wire:
         self._writing = threading.Lock()
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that vanished without a word counts as gone after 25 seconds.
+        # A host that vanished without closing the connection counts as gone after 25 seconds.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
@@ -81,7 +81,7 @@ class Wire:
         with self._writing:
             self._socket.sendall(_LENGTH.pack(len(content)) + content)
 
-    def say_bytes(self, content: Any, **frame: Any) -> None:
+    def send_bytes(self, content: Any, **frame: Any) -> None:
         """Send a frame, and right after it the buffers that ``content`` yields."""
         head = json.dumps(frame).encode()
         with self._writing:
@@ -89,7 +89,7 @@ class Wire:
             for piece in content:
                 self._socket.sendall(piece)
 
-    def has_news(self, seconds: float) -> bool:
+    def is_readable(self, seconds: float) -> bool:
         """True if there is something to read within ``seconds``, the end of the connection included."""
         return bool(self._poll.poll(seconds * 1000))
 
@@ -97,12 +97,12 @@ class Wire:
         """Read one frame. Raises ``OSError`` if there is none within ``seconds``, or none that is valid."""
         until = None if seconds is None else time.monotonic() + seconds
         head = bytearray(_LENGTH.size)
-        self.hear_bytes(memoryview(head), until)
+        self.receive_bytes(memoryview(head), until)
         [length] = _LENGTH.unpack(head)
         if length > most:
             raise OSError(f"{self.there} sent a frame of {length} bytes: expected at most {most}")
         content = bytearray(length)
-        self.hear_bytes(memoryview(content), until)
+        self.receive_bytes(memoryview(content), until)
         try:
             frame = json.loads(content)
         except (ValueError, RecursionError):
@@ -111,11 +111,11 @@ class Wire:
             raise OSError(f"{self.there} sent {bytes(content[:40])!r}: expected a mapping in JSON")
         return frame
 
-    def hear_bytes(self, target: memoryview, until: float | None = None, silence: float | None = None) -> None:
+    def receive_bytes(self, target: memoryview, until: float | None = None, silence: float | None = None) -> None:
         """Fill ``target``. Raises ``OSError`` at the time ``until``, and after ``silence`` seconds without a byte."""
         while len(target):
             left = silence if until is None else max(until - time.monotonic(), 0.0)
-            if left is not None and not self.has_news(left):
+            if left is not None and not self.is_readable(left):
                 raise TimeoutError(f"{self.there} sent nothing in time")
             count = self._socket.recv_into(target)
             if not count:
@@ -134,16 +134,16 @@ class Wire:
 
 # -- the two sides of a handshake --------------------------------------------------------------------------------------
 def sender_key() -> tuple[str, str]:
-    """The key of a sender, and what of it a handle tells: nothing if all processes of the run have it already."""
+    """Return a sender's key, and the key in its handles: ``""`` if all processes of the run have it already."""
     if shared := os.environ.get(KEY_VARIABLE, ""):
         return shared, ""
-    own = secrets.token_urlsafe(24)
-    return own, own
+    key = secrets.token_urlsafe(24)
+    return key, key
 
 
-def receiver_key(told: str) -> str:
-    """The key for a handle that tells ``told``. Raises :class:`TransferError` if this process lacks it."""
-    key = told or os.environ.get(KEY_VARIABLE, "")
+def receiver_key(in_handle: str) -> str:
+    """Return the key for a handle that holds ``in_handle``. Raises :class:`TransferError` if this process lacks it."""
+    key = in_handle or os.environ.get(KEY_VARIABLE, "")
     if not key:
         raise TransferError(
             f"the sender of the weights asks for the key of its run: set {KEY_VARIABLE} in this process too"
@@ -151,15 +151,15 @@ def receiver_key(told: str) -> str:
     return key
 
 
-def proof_of(key: str, *said: Any) -> str:
-    """The HMAC that only a process with ``key`` can make of ``said``."""
-    return hmac.new(key.encode(), json.dumps(said).encode(), hashlib.sha256).hexdigest()
+def proof_of(key: str, *values: Any) -> str:
+    """The HMAC of ``values``, which only a process with ``key`` can make."""
+    return hmac.new(key.encode(), json.dumps(values).encode(), hashlib.sha256).hexdigest()
 
 
 def admit(connection: socket.socket, key: str, mark: str) -> Wire:
     """Return the wire of a new ``connection`` to the sender ``mark`` once it has proved that it knows ``key``.
 
-    Raises ``OSError`` for a stranger, and :class:`WrongKey`. Nothing but a random number is answered before.
+    Raises ``OSError`` for a stranger, and :class:`WrongKey`. Until then it sends only a random number.
     """
     wire = Wire(connection)
     wire.limit_writes(HANDSHAKE_SECONDS)
@@ -198,7 +198,7 @@ def join(host: str, port: int, key: str, mark: str) -> Wire:
 
 def address_towards(host: str) -> str:
     """The address of this machine at which ``host`` reaches it."""
-    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing
+        probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])

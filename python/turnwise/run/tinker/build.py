@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from turnwise.inference import TinkerClient
-from turnwise.inference.common.sizes import context_length
+from turnwise.inference.common.hf_model import context_length
 from turnwise.inference.tinker import TinkerServerError
 from turnwise.run.tinker.checks import ITS_OWN, base_model, connect
 from turnwise.train.config.schedule import steps_in_training

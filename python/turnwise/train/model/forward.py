@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from turnwise.inference.common.last_mlp import last_mlp_at
-from turnwise.inference.common.recompute import recomputes, without_recomputing
-from turnwise.inference.common.sizes import context_length, vocabulary_size
+from turnwise.inference.common.hf_model import (
+    context_length,
+    last_mlp_at,
+    recomputes,
+    vocabulary_size,
+    without_recomputing,
+)
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad, trial

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from turnwise.chat.tokenizers import keep_ends
-from turnwise.inference.common.recompute import recompute_layers
+from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
 from turnwise.train.config.schedule import steps_in_training

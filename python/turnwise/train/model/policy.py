@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.inference.common.recompute import recompute_layers, recomputes
+from turnwise.inference.common.hf_model import recompute_layers, recomputes
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.inference.weights.weight_block import storage_key
 from turnwise.train.config.policies import OptimizerConfig

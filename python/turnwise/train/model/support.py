@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from turnwise.inference.common.last_mlp import last_mlp_at
-from turnwise.inference.common.sizes import context_length, vocabulary_size
+from turnwise.inference.common.hf_model import context_length, last_mlp_at, vocabulary_size
 from turnwise.inference.weights.lora import AdaptedModel, activated
 from turnwise.train.model.packed_attention import NotPackable, Packing
 from turnwise.train.model.prefix_tree_attention import ATTENTION, PrefixTreeMask
