@@ -198,9 +198,9 @@ def test_turnwise_serve_ends_what_it_started(tmp_path: Path, number: signal.Sign
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.inference.server.settings._dtype_option", lambda model: {})
+    known: dict[str, Any] = {"engine_args": {"dtype": "float32"}}
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
-    plain = ModelServer(ServeSettings("m", port=0))
+    plain = ModelServer(ServeSettings("m", port=0, **known))
     with pytest.raises(ValueError, match=r"'SOME_KEY'.* does not exist or is empty"):
         ServeSettings("m", api_key_env="SOME_KEY")
     for wrong, place in {"sésame": 2, "sesame\n": 7, "open sesame": 5, "\x7f": 1}.items():
@@ -209,7 +209,7 @@ def test_every_server_has_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
             ServeSettings("m", api_key_env="SOME_KEY")
         assert wrong not in str(caught.value)
     monkeypatch.setenv("SOME_KEY", "sesame")
-    named = ModelServer(ServeSettings("m", "0.0.0.0", 0, api_key_env="SOME_KEY"))
+    named = ModelServer(ServeSettings("m", "0.0.0.0", 0, api_key_env="SOME_KEY", **known))
     assert named.key_file is None and named._key == "sesame"
     assert len(plain._key) > 40 and plain._key != ModelServer(ServeSettings("m", port=0))._key
     for server in (plain, named):

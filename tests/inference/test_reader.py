@@ -55,7 +55,7 @@ async def test_a_reader_that_nobody_tells_gives_up() -> None:
             writer.load_weights("default", sent(model), 1)
             async with reader_of(server, writer, wait=0.2) as reader:
                 pretend.label = "default"  # the server was restarted, and has its first weights
-                with pytest.raises(ModelError, match=r"label 'default', of which .* not told in 0\.2 seconds"):
+                with pytest.raises(ModelError, match=r"label 'default', which .* did not learn within 0\.2 seconds"):
                     await reader.generate(ASKED)
                 assert server.count(GENERATE) == 0
     with pytest.raises(ValueError, match="wait=-1"):

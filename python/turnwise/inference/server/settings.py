@@ -125,13 +125,13 @@ def _transformers_command(settings: ServeSettings, port: int) -> list[str]:
 
 def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
     """vLLM's server, with the options that turnwise's clients need."""
-    from transformers import AutoConfig
-
     from turnwise.inference.vllm.worker import EXTENSION
 
-    # By default, vLLM computes float32 models in half precision.
     dtype = settings.engine_args.get("dtype")
     if dtype is None:
+        # By default, vLLM computes float32 models in half precision.
+        from transformers import AutoConfig
+
         dtype = getattr(AutoConfig.from_pretrained(settings.model).get_text_config(), "dtype", None)
     options: dict[str, Any] = {
         "model": settings.model,
