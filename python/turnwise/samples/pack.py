@@ -182,6 +182,7 @@ def _join(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     if not valid:
         for sample in samples:
             _check_lists(sample)
+        raise RuntimeError("a sample's token ids or log-probabilities changed while they were packed")
     return token_ids, np.array(lengths, np.int64).reshape(-1, 2), logprobs
 
 
