@@ -139,7 +139,7 @@ def make_steps(options: argparse.Namespace, mesh: Any) -> tuple[Trained, dict[st
     if mesh is not None:
         shard_policies({"default": policy}, mesh)
     micros = policy.cut(batch, np.arange(len(batch)), MICRO_BATCH_TOKENS)
-    passes = len(policy.ranks.places(len(micros)))
+    passes = len(policy.ranks.indices(len(micros)))
     facts = {"parameters": parameters, "size": size, "tokens": len(batch.token_ids), "passes": passes}
     return steps_of(policy, batch, update), facts
 

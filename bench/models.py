@@ -151,12 +151,12 @@ def _facts(path: Path) -> Row:
     facts = asked.facts
     return {
         "kind": facts.kind,
-        "rows": "padded" if facts.why_padded else "packed" if facts.why_unshared else "packed, shared prefixes",
-        "logprobs": "logits" if facts.why_logits else "hidden states",
+        "rows": "padded" if facts.reason_padded else "packed" if facts.reason_unshared else "packed, shared prefixes",
+        "logprobs": "logits" if facts.reason_unfused else "hidden states",
         "sampled": "whole passes" if asked.why_uncached else "with a cache",
         "context": facts.context_length,
         "drops": dict(facts.drops),
-        "why": {"padded": facts.why_padded, "logits": facts.why_logits, "uncached": asked.why_uncached},
+        "why": {"padded": facts.reason_padded, "logits": facts.reason_unfused, "uncached": asked.why_uncached},
     }
 
 

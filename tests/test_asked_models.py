@@ -89,7 +89,7 @@ def test_the_bytes_of_training_by_hand(folders: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "how", "error"),
     [
-        ("bloom", {"layout": "packed"}, r"'update.sequence_layout' = 'packed': BloomForCausalLM .* can't have it"),
+        ("bloom", {"layout": "packed"}, r"'update.sequence_layout' = 'packed': BloomForCausalLM .* doesn't support it"),
         ("mistral", {"layout": "trie"}, "'update.sequence_layout' = 'trie': .*sliding window"),
         ("gpt2", {"layout": "trie", "dropout": True}, "'update.sequence_layout' = 'trie': .*drops weights out"),
         ("qwen3", {"lora": {"target_modules": ["embed_tokens"]}}, "'policies.default.lora.target_modules'.* ties its"),

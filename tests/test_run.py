@@ -22,11 +22,12 @@ from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run, task_of, tiny_model
-from turnwise.train.checkpoint.checkpoint import CheckpointError, CheckpointMismatch, list_checkpoints
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.eval.evaluate import Evaluation, describe
-from turnwise.train.model.policy import named_weights
+from turnwise.train.model.weights import named_weights
 from turnwise.train.validate import config_from_dict
 
 from .trained import SMALL, equal, lines_of, rows_of
@@ -74,7 +75,7 @@ def test_a_folder_of_another_run_is_refused_and_stays_as_it_was(team, tmp_path, 
     shutil.copytree(team.folder, tmp_path, dirs_exist_ok=True)
     config = team.config.model_copy(update={"run_dir": tmp_path, "steps": 4})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointMismatch, match=r"holds policies \['default'\].*choose another run_dir") as refused:
+    with pytest.raises(CheckpointMismatch, match=r"policies \['default'\].*choose another run_dir") as refused:
         train_from_config(config.model_copy(update={"policy_sharing": "model_per_actor"}))
     assert "delete" not in str(refused.value), "the checkpoint is fine: nobody should be told to throw it away"
     monkeypatch.setattr("turnwise.run.build.load_models", None)  # nothing is loaded, nor trained, before the refusal
@@ -269,9 +270,7 @@ def test_bad_configs_are_refused_before_anything_runs(tmp_path, changes, message
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "role", ["task", "credit.rule", "level", "edge", "loss.type", "league.matchmaker", "signal", "action"]
-)
+@pytest.mark.parametrize("role", ["task", "credit.rule", "level", "edge", "loss.type", "league.matchmaker", "signal"])
 def test_a_class_of_another_kind_is_never_constructed(tmp_path, role):
     """``subprocess:Popen`` would run a command when it is made, with options that the config holds."""
     made = tmp_path / "made"
@@ -284,7 +283,6 @@ def test_a_class_of_another_kind_is_never_constructed(tmp_path, role):
         "loss.type": {"loss": {"type": other, "options": options}},
         "league.matchmaker": {"task": "kuhn_poker", "league": {"share": 0.5, "matchmaker": other, "options": options}},
         "signal": {"task": "kuhn_poker", "health": {"signals": {other: {}}}},
-        "action": {"task": "kuhn_poker", "health": {"signals": {"entropy": {"actions": {other: options}}}}},
     }[role]
     with pytest.raises(ValueError, match=r"subprocess:Popen.*(expected a (class|function)|it lacks)"):
         dry_run(TrainConfig.model_validate({"run_dir": str(tmp_path), **changes}))

@@ -135,13 +135,6 @@ def test_settings_that_vllm_refuses(tmp_path):
             build_run(config_of(tmp_path, rollout={**rollout, "vllm": {"engine_args": {key: 1}}}))
 
 
-@pytest.mark.parametrize("old", ["vllm-process", "vllm-server"])
-def test_the_clients_of_before_name_the_one_of_now(tmp_path, old):
-    said = r"'rollout.client' = '" + old + r"': .*now 'vllm', with rollout\.server\.url for a server of your own"
-    with pytest.raises(ConfigError, match=said):
-        config_of(tmp_path, rollout={"client": old})
-
-
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm_the_extra_is_named(tmp_path):
     with pytest.raises(ImportError, match=r"pip install 'turnwise\[vllm\]'"):

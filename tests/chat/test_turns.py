@@ -18,7 +18,7 @@ from turnwise.credit import GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer, Reply
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.train.update.sft_data import Row, tokenize
+from turnwise.train.update.sft_data import SFTRow, tokenize
 from turnwise.types import Actor, EpisodeRequest, Message, Sampling
 
 from .families import byte_tokenizer
@@ -139,7 +139,7 @@ async def test_an_end_that_is_no_special_token_is_no_part_of_the_text() -> None:
 
 def test_the_warm_start_teaches_the_templates_end(family: Family) -> None:
     tokenizer = family.tokenizer()
-    row = Row(ASK, "4", None, "here")
+    row = SFTRow(ASK, "4", None, "here")
     for format in (ChatRenderer(tokenizer), chat_format(tokenizer, "template")):
         taught = tokenize(format, row)
         whole = format.prompt_ids([*ASK, {"role": "assistant", "content": "4"}], add_generation_prompt=False)

@@ -28,7 +28,7 @@ KEYS = {key.name: key for section in list_sections() for key in section.keys}
         ("update.schedule", '"cosine", "linear"', "", '"cosine"'),
         ("update.betas", "list of 2, each number ≥ 0, < 1", "", "[0.9, 0.95]"),
         ("policies.NAME.lora.target_modules", '"all-linear" or list of text', "", '"all-linear"'),
-        ("health.signals.NAME.actions", "table of table of any value", "", "{}"),
+        ("health.signals.NAME.threshold", "number", "", "unset"),
         ("phases.steps", "integer", "≥ 1", "required"),
     ],
 )

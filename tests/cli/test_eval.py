@@ -11,7 +11,7 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.cli.run.eval import evaluate_from_config, measure, render
 from turnwise.run import load
-from turnwise.train.checkpoint.checkpoint import CheckpointError
+from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.run_folder import RunLock
 
 pytestmark = pytest.mark.usefixtures("narrow_model")

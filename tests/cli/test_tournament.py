@@ -95,11 +95,11 @@ def test_mistakes_are_told(run_dir, changes, told):
 
 def test_the_table_marks_what_was_not_played(tmp_path):
     from turnwise.cli.run.tournament import Result
-    from turnwise.train.league import Game, Payoffs, bradley_terry
+    from turnwise.train.league.payoffs import GameResult, Payoffs, bradley_terry
 
     payoffs, names = Payoffs(), ("a", "b", "c")
     for _ in range(3):
-        payoffs.add("a", "b", [Game(1.0, 1.0, -1.0)])
+        payoffs.add("a", "b", [GameResult(1.0, 1.0, -1.0)])
     shown = render(Result("game", 3, names, payoffs, bradley_terry(*payoffs.matrices(names))))
     assert "+1.00 ±0.00" in shown and "-1.00 ±0.00" in shown and "?" in shown
     assert [line.split()[1] for line in shown.splitlines()[3:6]] == ["a", "c", "b"]

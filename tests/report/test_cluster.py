@@ -8,7 +8,7 @@ import pytest
 
 from turnwise.report import Limits, read_run
 from turnwise.report.cluster import lanes, parts_of_step, read_events, read_members
-from turnwise.train.log.cluster_metrics import EVENTS, TIME
+from turnwise.train.log.metrics import EVENTS, TIME
 
 from .hand_made import cluster_run
 

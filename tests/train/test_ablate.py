@@ -137,11 +137,11 @@ async def test_a_run_measures_each_validation_and_notes_harm_once(make_trainer):
     assert [row["validation/second/broken"] for row in rows] == [1.0] * 4
     assert [row["validation/first/broken"] for row in rows] == [0.0] * 4
     assert "validation/second/fixed" not in rows[0] and rows[0]["validation/second/handed"] == 2
-    told = [row for row in read_metrics(trainer.config.run_dir, "warnings.jsonl") if "mends less" in row["warning"]]
+    told = [row for row in read_metrics(trainer.config.run_dir, "warnings.jsonl") if "fixes less" in row["warning"]]
     assert [row["step"] for row in told] == [1], "not before any training, and once"
     assert told[0]["warning"].startswith(
-        "actor 'second' mends less than it breaks: it was handed 2 answers and changed 0; it fixed 0 of 0 wrong parts "
-        "and broke 2 of 2 right ones. See what the team does without it (turnwise eval RUN --ablate second)"
+        "actor 'second' fixes less than it breaks: it was handed 2 answers and changed 0; it fixed 0 of 0 wrong parts "
+        "and broke 2 of 2 right ones. Measure the team without it (turnwise eval RUN --ablate second)"
     )
 
 

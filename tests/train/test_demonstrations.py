@@ -7,7 +7,7 @@ import pytest
 from turnwise.chat import ChatRenderer
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.update.sft_data import Row, RowReader, fitting, tokenize
+from turnwise.train.update.sft_data import RowReader, SFTRow, fitting, tokenize
 from turnwise.types import GenerateResult, Rollout, Step
 
 CHAT = [{"role": "user", "content": "2 + 2 = ?"}]
@@ -35,15 +35,15 @@ def test_rows_of_one_actor_and_of_all_and_a_bad_byte(write, tmp_path):
         {"prompt": "2 + 2 =", "completion": " 4"},
     )
     assert RowReader(["solver", "judge"]).read(path) == [
-        Row(CHAT, "4", None, f"{path}:1"),
-        Row(CHAT, "5", "solver", f"{path}:3"),
-        Row("2 + 2 =", " 4", None, f"{path}:4"),
+        SFTRow(CHAT, "4", None, f"{path}:1"),
+        SFTRow(CHAT, "5", "solver", f"{path}:3"),
+        SFTRow("2 + 2 =", " 4", None, f"{path}:4"),
     ]
     # A bad byte names its line and a line separator ends none.
     path = tmp_path / "rows.jsonl"
     good = '{"prompt": "one\u2028two", "completion": "4"}\n'.encode()
     path.write_bytes(good)
-    assert RowReader(["solver"]).read(path) == [Row("one\u2028two", "4", None, f"{path}:1")]
+    assert RowReader(["solver"]).read(path) == [SFTRow("one\u2028two", "4", None, f"{path}:1")]
     path.write_bytes(good + b'{"prompt": "\xff", "completion": "4"}\n')
     with pytest.raises(ConfigError, match=r"rows.jsonl:2: not UTF-8"):
         RowReader(["solver"]).read(path)
@@ -141,15 +141,15 @@ def test_of_a_tree_with_several_ends_each_pays_what_led_to_it_alone(tmp_path):
 def test_tokenized_as_a_call_sends_it(small_model, tmp_path):
     _, tokenizer = small_model()
     renderer = ChatRenderer(tokenizer)
-    chat = tokenize(renderer, Row(CHAT, "4", None, ""))
+    chat = tokenize(renderer, SFTRow(CHAT, "4", None, ""))
     assert tokenizer.decode(chat.prompt_token_ids) == "<|user|>2 + 2 = ?<|end|><|assistant|>"
     assert tokenizer.decode(chat.completion_token_ids) == "4<|end|>"
-    text = tokenize(renderer, Row("2 + 2 =", " 4", None, ""))
+    text = tokenize(renderer, SFTRow("2 + 2 =", " 4", None, ""))
     assert tokenizer.decode([*text.prompt_token_ids, *text.completion_token_ids]) == "2 + 2 = 4<|end|>"
     assert all(row.recorded for row in RowReader(["solver", "judge"]).read(recorded(tmp_path)))
     ends = []
     for is_recorded in (True, False):
-        ids = tokenize(renderer, Row(CHAT, "4<|end|>5", None, "", is_recorded)).completion_token_ids
+        ids = tokenize(renderer, SFTRow(CHAT, "4<|end|>5", None, "", is_recorded)).completion_token_ids
         assert tokenizer.decode(ids) == "4<|end|>5<|end|>"
         ends.append(ids.count(tokenizer.eos_token_id))
     assert ends == [1, 2]
@@ -157,10 +157,10 @@ def test_tokenized_as_a_call_sends_it(small_model, tmp_path):
 
 def test_rows_that_do_not_fit_are_counted_and_the_longest_named(small_model):
     _, tokenizer = small_model()
-    rows = [Row("1" * n, "2", None, f"rows.jsonl:{n}") for n in (3, 8, 9, 7)]
+    rows = [SFTRow("1" * n, "2", None, f"rows.jsonl:{n}") for n in (3, 8, 9, 7)]
     notes = []
     assert [len(row) for row in fitting(tokenizer, rows, 9, notes.append)] == [5, 9]
     (told,) = notes
     assert "2 of 4 rows left out" in told and "9 tokens; the longest, rows.jsonl:9, has 11" in told
-    with pytest.raises(ConfigError, match=r"4 of 4 rows left out.*nothing is left"):
+    with pytest.raises(ConfigError, match=r"4 of 4 rows left out.*no row is left"):
         fitting(tokenizer, rows, 4)

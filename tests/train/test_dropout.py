@@ -83,7 +83,7 @@ def test_the_first_ratio_is_1_whatever_the_model_drops(kind, layout, random_batc
 @pytest.mark.parametrize("kind", [*STOCK, "modules", "lora"])
 def test_a_policy_that_asks_for_dropout_has_it_and_is_warned(kind, random_batch):
     batch, model = random_batch(0, rows=6), unsteady(kind)
-    with pytest.warns(RuntimeWarning, match=r"policy .solver.: updates drop out .*first update is not 1"):
+    with pytest.warns(RuntimeWarning, match=r"policy .solver.: updates use dropout .*first update is not 1"):
         Policy("solver", copy.deepcopy(model), UpdateConfig(), total_steps=9, dropout=True)
     assert measured(model, batch, dropout=True)[0]["sampler_trainer_logprob_max_diff"] > 1e-3
 
@@ -93,7 +93,7 @@ def test_what_a_model_drops_is_named():
     assert drops_out(unsteady("modules")) == {"batch_norm": 1.0, "drop": 0.4}
     assert drops_out(unsteady("mixtral")) == {"router_jitter_noise": 0.3}
     assert drops_out(unsteady("lora")) == {"lora_dropout": 0.5}
-    with pytest.warns(RuntimeWarning, match=r"lora.dropout = 0.5 drops nothing.*set dropout"):
+    with pytest.warns(RuntimeWarning, match=r"lora.dropout = 0.5 has no effect, as updates run without dropout"):
         Policy("solver", unsteady("lora"), UpdateConfig(), total_steps=1)
     shared = SharedBase(build("llama"))
     shared.add_adapter("a", peft_config(LoraConfig(dropout=0.5)), 0)
@@ -101,10 +101,10 @@ def test_what_a_model_drops_is_named():
 
 
 def test_attention_dropout_takes_no_trie(tree_batch):
-    with pytest.warns(RuntimeWarning, match="updates drop out"):
+    with pytest.warns(RuntimeWarning, match="updates use dropout"):
         policy = Policy("solver", unsteady("llama"), UpdateConfig(), total_steps=9, dropout=True)
     assert policy.forward.packed and policy.trie_share == 0.0
-    with pytest.raises(ValueError, match="layout='trie': LlamaForCausalLM can't have it, as its attention drops"):
+    with pytest.raises(ValueError, match="layout='trie': LlamaForCausalLM doesn't support it, as its attention drops"):
         Policy("solver", unsteady("llama"), UpdateConfig(), total_steps=9, dropout=True, layout="trie")
 
 

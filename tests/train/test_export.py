@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.config.policies import LoraConfig
-from turnwise.train.model.export import export_policies, export_policy
+from turnwise.train.model.export import export_model, export_policies
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.policy import Policy
 
@@ -65,10 +65,10 @@ def test_merging_leaves_the_live_policy_alone_and_is_written_over(team, tmp_path
     policies, tokenizer = team
     before = logits(policies["a"].model)
     weights = {name: tensor.clone() for name, tensor in policies["a"].all_weights()}
-    export_policy(policies["a"], tokenizer, tmp_path / "both")
+    export_model(policies["a"].model, tokenizer, tmp_path / "both")
     assert all(torch.equal(tensor, weights[name]) for name, tensor in policies["a"].all_weights())
     assert torch.equal(logits(policies["a"].model), before)
     with torch.no_grad():
         next(policies["a"].model.parameters()).mul_(2)
-    export_policy(policies["a"], tokenizer, tmp_path / "both")
+    export_model(policies["a"].model, tokenizer, tmp_path / "both")
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "both" / "merged"), policies["a"])

@@ -163,7 +163,7 @@ def test_a_model_that_can_take_no_trie_says_so(family, tree_batch):
     name, options, packed, _ = FAMILIES[family]
     forward = forward_of(build(name, **options))
     assert (forward.packed, forward.trie_share) == (packed, 0.0)
-    with pytest.raises(ValueError, match=r"layout='trie': \w+ can't have it, as .*(window|packed|attention)"):
+    with pytest.raises(ValueError, match=r"layout='trie': \w+ doesn't support it, as .*(window|packed|attention)"):
         Forward(build(name, **options), "trie")
 
 
@@ -173,7 +173,7 @@ def test_layouts_and_padding(random_batch):
     assert {layout: (f.packed, f.trie_share) for layout, f in found.items()} == {
         "auto": (True, 0.9), "trie": (True, 1.0), "packed": (True, 0.0), "padded": (False, 0.0)
     }  # fmt: skip
-    with pytest.raises(ValueError, match="layout='packed': Lfm2ForCausalLM can't have it"):
+    with pytest.raises(ValueError, match="layout='packed': Lfm2ForCausalLM doesn't support it"):
         Forward(build("lfm2", layer_types=["conv", "full_attention"]), "packed")
     # Padding is bounded.
     rng = np.random.default_rng(0)

@@ -35,7 +35,7 @@ def test_a_stream_whose_rows_see_each_other_is_found_out(attention):
 
     model = build("llama")
     attention(leaking)
-    assert "packed rows come out otherwise than each alone" in packing_unsupported_reason(model)
+    assert "packed rows differ from each alone" in packing_unsupported_reason(model)
     assert model.config._attn_implementation == "sdpa"
     attention(packed_attention)
     assert packing_unsupported_reason(model) == ""
@@ -71,7 +71,7 @@ def test_a_chosen_attention_stays_and_is_not_packed():
         ("llama", {}, ""),
         ("llama", {"tie_word_embeddings": True}, ""),
         ("granite", {"logits_scaling": 1.0}, ""),
-        ("granite", {"logits_scaling": 4.0}, "its logits are changed after its head"),
+        ("granite", {"logits_scaling": 4.0}, "it changes its logits after its head"),
         ("gemma2", {"head_dim": 16}, ""),
         ("gemma2", {"head_dim": 16, "final_logit_softcapping": 0.1}, ""),
         ("gemma2", {"head_dim": 16, "final_logit_softcapping": None}, ""),
@@ -88,7 +88,7 @@ def test_a_head_that_is_more_than_a_matrix_is_found_out():
     model = build("llama")
     model.model.norm.register_forward_hook(lambda *_: None)
     model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-    assert fusing_unsupported_reason(model) == "something stands between its last hidden states and its head"
+    assert fusing_unsupported_reason(model) == "it changes its last hidden states before its head"
 
 
 def test_the_trial_leaves_no_trace():

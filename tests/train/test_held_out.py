@@ -10,7 +10,7 @@ from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.config.policies import WarmStartConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.held_out import Check, HeldOut, choose_held_out
+from turnwise.train.update.held_out import HeldOut, HeldOutCheck, choose_held_out
 from turnwise.train.update.sft import warm_start
 from turnwise.train.update.sft_data import Demonstration
 from turnwise.train.validate import config_from_dict
@@ -61,7 +61,7 @@ def test_a_check_is_that_of_the_logits(small_model, layout):
         logprobs += logp.gather(1, tokens[0, 3:, None]).flatten().tolist()
         entropies += (-logp.exp() * logp).sum(-1).tolist()
         hits += (logits.argmax(-1) == tokens[0, 3:]).tolist()
-    assert check == Check(
+    assert check == HeldOutCheck(
         step=7,
         loss=pytest.approx(-np.mean(logprobs), rel=1e-5),
         entropy=pytest.approx(np.mean(entropies), rel=1e-5),
@@ -129,7 +129,9 @@ def test_what_ends_it(small_model, monkeypatch, name):
     """The checks are (loss, entropy, reproduced); steps have no effect but a new bias, which counts them."""
     checks, settings, steps, ended = ENDS[name]
     values = iter(checks)
-    monkeypatch.setattr(HeldOut, "measure", lambda self, policy, step: Check(step, *(found := next(values)), found[-1]))
+    monkeypatch.setattr(
+        HeldOut, "measure", lambda self, policy, step: HeldOutCheck(step, *(found := next(values)), found[-1])
+    )
 
     def update(policy, *rest):
         with torch.no_grad():

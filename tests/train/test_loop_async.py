@@ -14,8 +14,8 @@ import pytest
 from turnwise.arena import Arena
 from turnwise.inference import TransformersClient
 from turnwise.train import Trainer
-from turnwise.train.checkpoint.checkpoint import CheckpointError, list_checkpoints
-from turnwise.train.checkpoint.files import read_listed, write_manifest
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.files import CheckpointError, read_listed, write_manifest
 from turnwise.train.resume import QUEUE, rewound_state, sampler_state
 
 from ..trained import equal, lines_of, notes_of, weights_of
@@ -65,7 +65,7 @@ async def test_what_a_longer_run_would_train_on_does_not_fail_this_one(make_trai
     await trainer.run()
     assert lines_of(whole.config.run_dir) == lines_of(trainer.config.run_dir)
     assert equal(weights_of(whole), weights_of(trainer))
-    assert any("a batch for the steps after 3 failed, and is not kept: ZeroDivisionError" in note for note in notes)
+    assert any("a batch for the steps after 3 failed and is dropped: ZeroDivisionError" in note for note in notes)
     longer = make_trainer("run", steps=4, **settings)
     trained = watch(longer)
     await longer.run()

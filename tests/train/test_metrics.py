@@ -10,8 +10,7 @@ import torch
 
 from turnwise.inference import PoolClient, Reply, RoutingClient, ScriptedClient
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.log.client_metrics import ClientMetrics
-from turnwise.train.log.cluster_metrics import EVENTS, TIME, ClusterMetrics, rss_peak
+from turnwise.train.log.metrics import EVENTS, TIME, ClientMetrics, ClusterMetrics, rss_peak
 
 from ..trained import rows_of
 
@@ -118,7 +117,7 @@ def test_a_step_by_hand(config, monkeypatch):
     metrics.begin()
     sent = [("a", torch.zeros(3, dtype=torch.bfloat16)), ("b", torch.zeros(2, 2))]
     with metrics.syncing():
-        assert list(metrics.counted(sent)) == sent
+        assert list(metrics.count_bytes(sent)) == sent
     with metrics.syncing():
         pass
     found = metrics.take(SECONDS, waiting=2)

@@ -150,7 +150,7 @@ def test_all_that_is_wrong_with_paths_is_told_at_once(tmp_path, one):
 
 def test_paths_that_can_not_be(one, tmp_path):
     policies = {"a": PolicyConfig(), "b": PolicyConfig(path=one)}
-    with pytest.raises(ConfigError, match=r"'policies.b.path' = .*can't stand beside \"tiny\""):
+    with pytest.raises(ConfigError, match=r"'policies.b.path' = .*expected 'tiny', which has its own tokenizer"):
         check_models(policies, never)
     # A folder that is not there is told so.
     with pytest.raises(ConfigError, match=r"'policies.a.path' = '.*/none': there is no such folder"):

@@ -17,7 +17,7 @@ from turnwise.train import interrupt
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.interrupt import StopNow, StopRequest
-from turnwise.train.learner import undo
+from turnwise.train.learner import local
 from turnwise.utils import signals
 
 from ..trained import equal, lines_of, weights_of
@@ -90,7 +90,7 @@ PLACES = {
     "callback": callback,
     "logger": logger,
     "metrics file": wrapped(lambda trainer: trainer.log.writers[0], "log"),
-    "episodes file": wrapped(lambda trainer: trainer.log, "_plain"),
+    "episodes file": wrapped(lambda trainer: trainer.log, "_record_episodes"),
     "warning": wrapped(lambda trainer: trainer.watch, "weights", when=lambda trainer: trainer.progress.step == AT - 1),
     "send": wrapped(lambda trainer: trainer.arena.client, "load_weights"),
     "validation": wrapped(lambda trainer: trainer, "evaluate"),
@@ -225,7 +225,7 @@ async def test_so_it_is_beside_sampling(make_trainer, whole, place, fault, step)
 
 
 async def test_an_update_that_can_not_be_taken_back_is_not_saved(make_trainer, whole, monkeypatch):
-    monkeypatch.setattr(undo, "MOST_BYTES", 0)
+    monkeypatch.setattr(local, "MAX_COPIED_BYTES", 0)
     trainer = made(make_trainer, "run")
     PLACES["second update"](trainer, FAULTS["error"])
     with pytest.raises(ZeroDivisionError) as raised:

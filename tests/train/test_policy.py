@@ -12,7 +12,8 @@ from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfi
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import micro_batches
-from turnwise.train.model.policy import Policy, _count_not_finite, fingerprints, named_weights
+from turnwise.train.model.policy import Policy, fingerprints
+from turnwise.train.model.weights import count_not_finite, named_weights
 from turnwise.train.update.update import update_policy
 
 from ..trained import equal
@@ -74,7 +75,7 @@ def test_a_view_of_a_weight_is_a_weight_of_its_own(tmp_path):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite_are_named_when_a_policy_is_made(small_model, bad, dtype):
     """Of its own model, of a reference, and of the base below an adapter; weights whose sum overflows are fine."""
-    assert not _count_not_finite(torch.full((4,), 3e38, dtype=dtype))
+    assert not count_not_finite(torch.full((4,), 3e38, dtype=dtype))
     model, _ = small_model()
     model.to(dtype)
     with torch.no_grad():

@@ -160,7 +160,9 @@ def test_what_takes_no_tries_and_places_outside_of_a_row():
         vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, sliding_window=4,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="MistralForCausalLM can't take tries, as its attention has a sliding window"):
+    with pytest.raises(
+        ValueError, match="MistralForCausalLM doesn't support tries, as its attention has a sliding window"
+    ):
         use_trees(MistralForCausalLM(config))
     # Places outside of a row.
     with pytest.raises(ValueError, match="within each row"):

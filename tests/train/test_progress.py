@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from turnwise.train.checkpoint.checkpoint import CheckpointError
+from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.checkpoint.progress import RunProgress, find_checkpoint
 from turnwise.train.validate import config_from_dict
 
@@ -78,7 +78,7 @@ def test_what_ends_a_run(progress, changes, reason):
 
 
 def test_checkpoints_by_name(tmp_path):
-    with pytest.raises(CheckpointError, match=r"checkpoint 'best': .* holds none"):
+    with pytest.raises(CheckpointError, match=r"checkpoint 'best': .* has none"):
         find_checkpoint(tmp_path, "best")
     for step, evaluations in ((10, {}), (20, {"10": 0.5, "20": 0.4})):
         folder = tmp_path / f"step_{step:08d}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -243,7 +244,7 @@ async def test_a_resumed_run_equals_one_left_alone(whole, tmp_path, setting, end
     if setting != "store":
         assert trained[:done] + more == [[f"e{3 * step + i}" for i in range(3)] for step in range(STEPS)]
     logged = len(trained) - done if ending == "killed before the first save" else 0
-    assert any(f"the records of {logged} later steps give way" in note for note in notes) == bool(logged)
+    assert any(f"dropped the records of {logged} later steps" in note for note in notes) == bool(logged)
     if setting == "two ahead, in any order":
         return
     lines, *states, weights = left_by(second)
@@ -316,3 +317,42 @@ async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):
     await second.run()
     assert lines_of(second.config.run_dir) == lines_of(whole.config.run_dir)
     assert len(after) < len(all_calls) // 2, "not all of the second step is played again"
+
+
+async def test_checkpoints_hold_a_revision_and_old_ones_are_forgotten(tmp_path):
+    trainer = made(tmp_path / "run", "store", checkpoint={"every": 1, "keep_last": 2})
+    await trainer.run()
+    manifests = [trainer.checkpoints / f"step_0000000{step}" / "manifest.json" for step in (4, 5)]
+    saved = [json.loads(path.read_text())["state"]["arena"]["stores"]["q"] for path in manifests]
+    assert all("artifacts" not in state for state in saved) and saved[0]["revision"] < saved[1]["revision"]
+    store = trainer.arena.stores["q"]
+    with pytest.raises(ValueError, match="forgotten when newer checkpoints were saved"):
+        store.load_state_dict({**saved[0], "revision": saved[0]["revision"] - 1})
+    for state in reversed(saved):
+        store.load_state_dict(state)
+
+
+async def test_what_others_did_meanwhile_is_told(tmp_path):
+    first = made(tmp_path / "run", "store", checkpoint={"minutes": 0})
+    killed(0, "update")(first)
+    with pytest.raises(KilledError):
+        await first.run()
+    first.arena.stores["q"].close()
+    other = ArtifactStore("q", path=tmp_path / "run.db")
+    other.add("theirs")
+    other.close()
+    second = made(tmp_path / "run", "store", checkpoint={"minutes": 0})
+    early(second)
+    told = r"1 changes by other runs .*; delete .*stores.json to begin with the store as"
+    with pytest.raises(ValueError, match=told):
+        await second.run()
+    (second.config.run_dir / "stores.json").unlink()
+    await second.run()
+    assert second.progress.step == 2
+
+
+async def test_stores_in_memory_leave_no_note(make_trainer):
+    trainer = make_trainer(steps=1)
+    trainer.arena.add_store("q").add("x")
+    await trainer.run()
+    assert not (trainer.config.run_dir / "stores.json").exists()

@@ -114,7 +114,7 @@ async def test_records_without_a_checkpoint_are_refused_and_stay(make_trainer, t
     folder.mkdir()
     for kept, resume in itertools.product(RECORDS, (True, False)):
         (folder / kept).write_text("{}\n")
-        told = rf"{kept} hold the records of a run, and there is no checkpoint under .* to go on from\. Choose"
+        told = rf"{kept} hold the records of a run, and .* has no checkpoint to resume from\. Choose"
         with pytest.raises(ConfigError, match=told):
             await make_trainer("run", steps=2, resume=resume).run()
         with pytest.raises(ConfigError, match=told):
@@ -137,4 +137,4 @@ async def test_a_run_that_goes_on_says_what_it_ignores_and_whose_it_is(make_trai
     for command in ("eval", "replay", "tournament"):
         assert await asyncio.to_thread(cli.main, [command, str(trainer.config.run_dir)]) == 2
         told = capsys.readouterr().err
-        assert "is of type 'letters', which task 'sudoku' of" in told and "an arena of its own ran it. Make it" in told
+        assert "is of type 'letters', which task 'sudoku' of" in told and "its own arena ran it. Make it" in told

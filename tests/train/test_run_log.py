@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.log.run_log import RunLog, read_metrics
-from turnwise.train.log.token_text import token_texts
+from turnwise.train.log.run_log import RunLog, read_metrics, token_texts
 from turnwise.types import Actor, GenerateResult, Rollout, Step
 
 

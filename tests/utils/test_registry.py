@@ -77,7 +77,7 @@ def test_the_code_that_settings_can_name():
     settings = {
         "task": "my_game:HighCard", "run_dir": "runs/a", "steps": 3, "loss": {"type": "ppo"},
         "credit": {"rule": "level", "options": {"rule": "a.b:C.D", "edges": [{"kind": "x:Y"}, {"kind": "children"}]}},
-        "health": {"signals": {"my:Signal": {"actions": {"own:Act": {}}}}},
+        "health": {"signals": {"my:Signal": {}}},
         "rollout": {"server": {"url": "http://gpu1:8000"}}, "policies": {"a": {"path": "org/model:tag"}}, "none": None,
     }  # fmt: skip
     assert list(code_in(settings)) == [
@@ -85,7 +85,6 @@ def test_the_code_that_settings_can_name():
         ("credit.options.rule", "a.b:C.D"),
         ("credit.options.edges.kind", "x:Y"),
         ("health.signals", "my:Signal"),
-        ("health.signals.my:Signal.actions", "own:Act"),
     ]
     assert list(code_in({"task": "gateway:my_agent:agent"})) == [("task", "gateway:my_agent:agent")]
 

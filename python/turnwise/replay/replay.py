@@ -33,12 +33,12 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, Problems
 from turnwise.train.league.build import FOLDER
 from turnwise.train.league.league import MARK
-from turnwise.train.league.pool import Member, members_in
+from turnwise.train.league.pool import Snapshot, members_in
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.writers import read_lines
 from turnwise.train.model.loading import check_models
 from turnwise.train.model.policy import Policy as TrainedPolicy
-from turnwise.train.run_folder import own_arena
+from turnwise.train.run_folder import foreign_episode
 from turnwise.train.validate import read_config
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
 
@@ -104,7 +104,7 @@ def replay(
 async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, Policy]) -> Replayed:
     arena = recorded_arena(config, record)
     if record.request.episode_type not in arena.episodes:
-        raise ValueError(own_arena(config, record.row["id"], record.request.episode_type))
+        raise ValueError(foreign_episode(config, record.row["id"], record.request.episode_type))
     if unknown := [actor for actor in swaps if actor not in arena.actors]:
         raise ValueError(f"swap: no actor {unknown[0]!r}, expected one of {sorted(arena.actors)}")
     if swaps:
@@ -290,7 +290,7 @@ def seat_past(run: Run, record: Record, swapped: Collection[str]) -> None:
         if actor in swapped:
             continue
         policy = run.arena.actors[actor].policy
-        files = [place / Member(step, {}).file(policy) for place in places]
+        files = [place / Snapshot(step, {}).file(policy) for place in places]
         found = next((file for file in files if file.is_file()), None)
         if found is None:
             raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.train.log.cluster_metrics import TIME
+from turnwise.train.log.metrics import TIME
 from turnwise.utils.files import parse_json_line
 from turnwise.utils.shared_names import EVENTS, MEMBERS
 

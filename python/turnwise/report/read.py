@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.report.cluster import lanes
-from turnwise.train.log.cluster_metrics import TIME
+from turnwise.train.log.metrics import TIME
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import parse_line
 

@@ -43,7 +43,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, Addition, ablate
 from turnwise.train.eval.evaluate import Evaluation, describe
 from turnwise.train.health.start import check_start
-from turnwise.train.league import past_models
+from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import EvalSet, Trainer
 from turnwise.train.model.export import export_policies, export_shards

@@ -30,7 +30,7 @@ from turnwise.train.model.loading import (
     check_models,
     find_device,
 )
-from turnwise.train.update.sft_data import Row, RowReader, Rows
+from turnwise.train.update.sft_data import RowReader, SFTRow, SFTRows
 from turnwise.train.validate import contradictions
 from turnwise.types import Actor, CreditAssigner, CreditCapabilities, TaskCapabilities, capabilities_of
 from turnwise.utils.registry import code_in, did_you_mean
@@ -39,7 +39,9 @@ TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens. It must hold a verifier's prompt: a question and its whole solution."""
 
 
-def check_config(config: TrainConfig, task: Task, *, warm: bool) -> tuple[TrainConfig, list[Actor], Any, Rows | None]:
+def check_config(
+    config: TrainConfig, task: Task, *, warm: bool
+) -> tuple[TrainConfig, list[Actor], Any, SFTRows | None]:
     """Return the config with a policy for every actor, the actors, the tokenizer, and the rows of a ``warm`` start.
 
     The function writes nothing and reads no weights. Raises :class:`ConfigError` with a line for each problem.
@@ -269,13 +271,13 @@ def tiny_model(config: TrainConfig, task: Task) -> tuple[Any, Any]:
     return tokenizer, build_model(tokenizer, max_position_embeddings=TINY_CONTEXT, seed=config.seed)
 
 
-def warm_start_rows(config: TrainConfig, task: Task) -> Rows:
+def warm_start_rows(config: TrainConfig, task: Task) -> SFTRows:
     """Return the rows of ``warm_start.data``, or else one demonstration of the task for each row to be drawn."""
     settings = config.warm_start
     if settings.data is not None:
         reader = RowReader([actor.id for actor in task.actors], settings.min_reward)
         recorded = reader.read(Path(settings.data))
-        return Rows(recorded, f"{len(recorded)} rows of {settings.data}{reader.describe()}")
+        return SFTRows(recorded, f"{len(recorded)} rows of {settings.data}{reader.describe()}")
     shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
-    rows = [Row(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
-    return Rows(rows, f"{len(rows)} demonstrations of task {task.name!r}")
+    rows = [SFTRow(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
+    return SFTRows(rows, f"{len(rows)} demonstrations of task {task.name!r}")

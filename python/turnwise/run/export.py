@@ -12,10 +12,10 @@ from typing import Any
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.run.checks import task_of, tiny_model
 from turnwise.run.policy_sharing import own_bases
-from turnwise.train.checkpoint.checkpoint import FORMATS, CheckpointMismatch, read_part
-from turnwise.train.checkpoint.files import read_manifest
-from turnwise.train.checkpoint.parts import base_parts, own_part
+from turnwise.train.checkpoint.checkpoint import FORMATS, read_weight_set
+from turnwise.train.checkpoint.files import CheckpointMismatch, read_manifest
 from turnwise.train.checkpoint.progress import START, find_checkpoint
+from turnwise.train.checkpoint.weight_sets import base_weight_sets, own_weight_set
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.export import export_model
 from turnwise.train.model.loading import TINY, attach_adapters, check_models, load_models
@@ -69,7 +69,7 @@ def export_checkpoint(
 
     Weights are those of the checkpoint bit for bit, rounded to the dtype that computes. Memory holds one whole model at
     a time, and the base of adapters only if it is written or merged. Raises
-    :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` for a checkpoint that is damaged or of other
+    :class:`~turnwise.train.checkpoint.files.CheckpointError` for a checkpoint that is damaged or of other
     policies.
     """
     path = find_exported(config, checkpoint)
@@ -86,17 +86,17 @@ def export_checkpoint(
     for name, model in loaded.items():
         _take_generation_config(model, policies[name].path)
     models: dict[str, Any] = attach_adapters(loaded, policies, config.seed)
-    bases, places, writes_bases = base_parts(models), dict[int, str](), own_bases(config)
+    bases, places, writes_bases = base_weight_sets(models), dict[int, str](), own_bases(config)
     # Fill them one after the other with the checkpoint's tensors, and write them.
     exported = []
     for name in chosen_policies(config, only):
         model, folder, base = models[name], out / "policies" / name, policies[name].path
-        own = read_part(path, own_part(name, model, frozen=not policies[name].trainable), manifest)
+        own = read_weight_set(path, own_weight_set(name, model, frozen=not policies[name].trainable), manifest)
         if isinstance(model, AdaptedModel):
             model.load_state_dict(own, assign=True)
             shared, adapter = model.shared, model.name is not None
             if (merge or writes_bases or not adapter) and id(shared) not in places:
-                shared.assign(read_part(path, bases[id(shared)], manifest))
+                shared.assign(read_weight_set(path, bases[id(shared)], manifest))
                 places[id(shared)] = base
                 if writes_bases:
                     place = (out / "bases" / str(list(bases).index(id(shared)))).resolve()

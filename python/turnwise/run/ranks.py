@@ -106,7 +106,7 @@ def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any
         return ShardedLearner(policies, config, mesh, **how)
     from torch.distributed.device_mesh import init_device_mesh
 
-    from turnwise.train.learner.parallel import ParallelLearner, weight_groups
+    from turnwise.train.learner.sharded import ParallelLearner, weight_groups
 
     groups, size = weight_groups(policies), mesh.size()
     if size % len(groups):

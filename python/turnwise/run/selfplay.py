@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from turnwise.arena import Arena
 from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.health import build_guard, check_health
-from turnwise.train.league import build_league, check_league
+from turnwise.train.health.guard import build_guard, check_health
+from turnwise.train.league.build import build_league, check_league
 from turnwise.types import Actor, GenerateResult
 
 Measure = Callable[[Arena], Awaitable[Mapping[str, float]]]

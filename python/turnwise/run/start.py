@@ -11,9 +11,9 @@ from turnwise.tasks import Task
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.model.loading import sharing
-from turnwise.train.update.held_out import Check
+from turnwise.train.update.held_out import HeldOutCheck
 from turnwise.train.update.sft import WarmStart, warm_start
-from turnwise.train.update.sft_data import Rows, fitting
+from turnwise.train.update.sft_data import SFTRows, fitting
 from turnwise.types import Actor, EpisodeRequest
 
 
@@ -34,7 +34,7 @@ def starting_questions(config: TrainConfig, task: Task) -> list[EpisodeRequest]:
 
 def run_warm_start(
     config: TrainConfig,
-    rows: Rows,
+    rows: SFTRows,
     actors: Sequence[Actor],
     tokenizer: Any,
     models: dict[str, Any],
@@ -67,7 +67,7 @@ def describe(done: WarmStart) -> str:
     return f"{done.steps} steps{loss}; {done.ended}{held}"
 
 
-def _measured(check: Check) -> str:
+def _measured(check: HeldOutCheck) -> str:
     return (
         f"{check.reproduced:.0%} reproduced ({check.tokens_reproduced:.1%} of the tokens), loss {check.loss:.3f}, "
         f"entropy {check.entropy:.3f}"
@@ -82,14 +82,14 @@ class _Shown:
     steps: int
     names: Sequence[str]
     records: list[dict[str, Any]]
-    latest: Check | None = field(default=None, init=False)
+    latest: HeldOutCheck | None = field(default=None, init=False)
 
     def step(self, step: int, loss: float) -> None:
         if step % max(1, self.steps // 8) == 0 and step < self.steps:
             held = "" if self.latest is None else f"; held out at step {self.latest.step}: {_measured(self.latest)}"
             self.log.note(f"  step {step} of at most {self.steps}, loss {loss:.3f}{held}")
 
-    def check(self, check: Check) -> None:
+    def check(self, check: HeldOutCheck) -> None:
         self.latest = check
         self.records.append({"policies": list(self.names), **asdict(check)})
         self.log.warm_start(self.records)

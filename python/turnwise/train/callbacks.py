@@ -12,7 +12,7 @@ from turnwise.arena import Arena
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import Learner
-from turnwise.train.log.client_metrics import ClientMetrics
+from turnwise.train.log.metrics import ClientMetrics
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.model.policy import Policy
 from turnwise.train.rollout_queue import RolloutQueue
@@ -36,20 +36,16 @@ class TrainerView(Protocol):
     @property
     def callbacks(self) -> Mapping[str, Callback]:
         """The run's callbacks by name."""
-        ...
 
     @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
-        ...
 
     async def sync_weights(self) -> None:
         """Send changed weights to the client."""
-        ...
 
     def save(self) -> Path:
         """Write a checkpoint."""
-        ...
 
 
 class Callback:

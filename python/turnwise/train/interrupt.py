@@ -1,4 +1,4 @@
-"""Turns SIGINT, SIGTERM and SIGHUP into a request: the loop stops between stages, saves, and ends.
+"""Turns SIGINT, SIGTERM and SIGHUP into a request to stop: the loop ends between stages, and saves.
 
 The exit code of a run that a signal ended is 128 plus its number: 130, 143, 129.
 """
@@ -21,19 +21,18 @@ PATIENCE = 10.0
 """Seconds after SIGTERM or SIGHUP in which running stages may end by themselves. Schedulers kill 30 s after them."""
 
 LEAVE = 10.0
-"""Seconds that a cancelled task has to end before the loop goes on without it."""
-
+"""Seconds that a cancelled task has to end before the loop continues without it."""
 
 BLOCKED = 2.0
-"""Seconds without a turn of the event loop after which code that runs past :data:`PATIENCE` is interrupted."""
+"""Seconds that code may block the event loop once :data:`PATIENCE` is over; then it is interrupted."""
 
 
 class StopNow(KeyboardInterrupt):
-    """Raised where the main thread is: by the third signal, and if it still blocks after :data:`PATIENCE`."""
+    """Raised in the main thread by the third signal, and if the thread still blocks after :data:`PATIENCE`."""
 
 
 class StopRequest:
-    """A flag that a signal sets. The first signal asks the loop to stop, save and end.
+    """A flag that a signal sets. After the first signal the loop stops, saves and ends.
 
     Running stages may still end by themselves: until a second signal after SIGINT, for :data:`PATIENCE` seconds after
     SIGTERM and SIGHUP. Code that blocks the event loop for longer than that gets a :class:`StopNow`, unless it is
@@ -42,7 +41,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._count, self._heard, self._deadline = 0, 0.0, float("inf")
+        self._count, self._last_signal, self._deadline = 0, 0.0, float("inf")
         self._undisturbed, self._forced = 0, False
         self._asked: asyncio.Event | None = None
         self._hurry: asyncio.Event | None = None
@@ -52,22 +51,22 @@ class StopRequest:
         return self.signal is not None
 
     def request(self, number: int = signal.SIGINT) -> None:
-        """Ask for a stop as signal ``number`` does, from the event loop's thread."""
+        """Request a stop as signal ``number`` does, from the event loop's thread."""
         self._count_signal(number)
-        self._tell()
+        self._wake()
 
     def _count_signal(self, number: int) -> bool:
         """Count a signal, unless it belongs to the one before, and return True if it is the third."""
         now = time.monotonic()
-        if self._count and now - self._heard < signals.TOGETHER:
+        if self._count and now - self._last_signal < signals.TOGETHER:
             return False
-        self._count, self._heard = self._count + 1, now
+        self._count, self._last_signal = self._count + 1, now
         if self.signal is None:
             self.signal = signal.Signals(number)
             self._deadline = float("inf") if number == signal.SIGINT else now + PATIENCE
         return self._count > 2
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         if self._asked is not None and self._hurry is not None:
             self._asked.set()
             if self._count > 1:
@@ -75,7 +74,7 @@ class StopRequest:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Let the block end by itself, whatever the patience, unless a third signal comes."""
+        """Let the block end by itself, also after the patience, unless a third signal comes."""
         self._undisturbed += 1
         try:
             yield
@@ -83,7 +82,7 @@ class StopRequest:
             self._undisturbed -= 1
 
     def _force(self, loop: asyncio.AbstractEventLoop, main: int, asked: threading.Event, over: threading.Event) -> None:
-        """Interrupt the thread ``main`` if it blocks ``loop`` when the patience after a signal is over."""
+        """Interrupt the thread ``main`` if it blocks ``loop`` after the patience."""
         asked.wait()
         while not over.wait(max(0.05, min(1.0, self._deadline - time.monotonic()))):
             if time.monotonic() < self._deadline or self._undisturbed:
@@ -99,26 +98,26 @@ class StopRequest:
     def listening(self) -> Iterator[None]:
         """Handle :data:`SIGNALS` inside the block, but not those that this process ignores (``nohup``).
 
-        Outside the main thread only :meth:`request` asks for a stop, as no other thread may handle signals.
+        Outside the main thread only :meth:`request` stops the loop, as no other thread may handle signals.
         """
         self._asked, self._hurry = asyncio.Event(), asyncio.Event()
         loop, terminals = asyncio.get_running_loop(), [fd for fd in (1, 2) if _is_terminal(fd)]
         before: dict[signal.Signals, Any] = {}
         asked, over = threading.Event(), threading.Event()
 
-        def heard(number: int, frame: Any) -> None:
+        def handle(number: int, frame: Any) -> None:
             now, self._forced = self._count_signal(number) or (self._forced and not self._undisturbed), False
             asked.set()
             if number == signal.SIGHUP:
-                _drop(terminals)
+                _redirect_to_null(terminals)
             with suppress(RuntimeError):  # the loop is closed already
-                loop.call_soon_threadsafe(self._tell)
+                loop.call_soon_threadsafe(self._wake)
             if now:
                 raise StopNow
 
         if threading.current_thread() is threading.main_thread():
             handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            before = {number: signal.signal(number, heard) for number in handled}
+            before = {number: signal.signal(number, handle) for number in handled}
             args = (loop, threading.get_ident(), asked, over)
             threading.Thread(target=self._force, args=args, name="turnwise-signals", daemon=True).start()
         try:
@@ -133,8 +132,7 @@ class StopRequest:
     async def unless_requested(self, work: Awaitable[Any], *, patient: bool = False) -> Any:
         """Return ``await work``, or cancel it and return ``None`` if a stop is requested first.
 
-        ``patient`` work is not cancelled at once: it may end by itself until a second signal, or until
-        :data:`PATIENCE` is over.
+        ``patient`` work may end by itself until a second signal, or until :data:`PATIENCE` is over.
         """
         task = asyncio.ensure_future(work)
         if self._asked is None or self._hurry is None:
@@ -167,9 +165,9 @@ def _is_terminal(descriptor: int) -> bool:
         return False
 
 
-def _drop(terminals: list[int]) -> None:
-    """Send to nowhere what is written to ``terminals``, which are gone: writing would fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _redirect_to_null(terminals: list[int]) -> None:
+    """Discard output to ``terminals``, which are gone: writing to them would fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in terminals:
-        os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+        os.dup2(null, descriptor)
+    os.close(null)

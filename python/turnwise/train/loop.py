@@ -38,13 +38,8 @@ from turnwise.arena.runtime.watch import take_counts
 from turnwise.samples.pack import drop_stale
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
-from turnwise.train.checkpoint.run_state import (
-    generator_states,
-    random_state,
-    set_generator_states,
-    set_random_state,
-)
-from turnwise.train.config.schedule import policies_at
+from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
+from turnwise.train.config.policies import policies_at
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
 from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
@@ -53,16 +48,14 @@ from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopNow, StopRequest, leave
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
-from turnwise.train.log.client_metrics import ClientMetrics
-from turnwise.train.log.cluster_metrics import ClusterMetrics
+from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness, summarize
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.log.step_metrics import staleness, summarize
 from turnwise.train.model.policy import Policy
-from turnwise.train.resume import keep_what_pickles, new_queue, resume_run, rewound_state, save_run
+from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
-from turnwise.train.validate import contradictions
+from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
 from turnwise.utils.heap import frozen_heap
@@ -103,8 +96,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         # Check the settings before anything runs.
-        if problems := contradictions(config):
-            raise ConfigError("\n".join(problems))
+        check_contradictions(config)
         check_step_not_overridden(arena)
         self.learner = LocalLearner(policies, config) if isinstance(policies, Mapping) else policies
         policies = self.learner.policies
@@ -162,8 +154,8 @@ class Trainer:
     async def run(self) -> RunProgress:
         """Train until a limit of the config is reached: steps, seconds, sampled tokens, or validation success.
 
-        A step is whole once its update has ended on all policies. Whatever ends the run afterwards (an error, SIGINT,
-        SIGTERM, SIGHUP, a cancellation), the step is logged and saved, and then the error is raised.
+        A step is complete once all policies are updated. Whatever ends the run afterwards (an error, SIGINT, SIGTERM,
+        SIGHUP, a cancellation), the step is logged and saved, and then the error is raised.
         """
         with self.lock, frozen_heap():
             await self._start()
@@ -186,11 +178,11 @@ class Trainer:
 
     @asynccontextmanager
     async def _saving(self) -> AsyncIterator[None]:
-        """Save the last whole step at the end of the block, also after an error."""
+        """Save the last complete step at the end of the block, also after an error."""
         try:
             with contained("the training loop"):
                 yield
-        except StopNow:  # what blocked was interrupted, so that the run can end as after other signals
+        except StopNow:  # blocking code was interrupted, so that the run can end as after other signals
             await self.stop_and_save(finish_running=False)
             return
         except BaseException as error:
@@ -220,7 +212,7 @@ class Trainer:
                 await callback.on_start(self)
         await hook(self.arena.on_train_start)
         if saved_arena is not None:
-            self.arena.load_state_dict(saved_arena)  # includes the effects of the hook's first call
+            self.arena.load_state_dict(saved_arena)  # the saved state includes the effects of the hook's first call
 
     async def next_batch(self) -> TrainingBatch | None:
         """Start the batches that may be sampled, and return the next one to train on; ``None`` after a signal."""
@@ -243,7 +235,7 @@ class Trainer:
         """Start every batch that the present weights may sample.
 
         A deterministic run also samples batches past its end. If the run is extended later, these batches equal those
-        of a run that was as long from its start.
+        of a run with the new length from its start.
         """
         spare = self.config.loop.deterministic
         self.rollouts.start_up_to(self.progress.step, until=self.config.steps, spare=spare)
@@ -251,7 +243,7 @@ class Trainer:
     async def run_off_event_loop(self, work: Callable[..., T], *arguments: Any) -> T:
         """Return ``work(*arguments)``, computed in a thread if the event loop samples ahead in the meantime.
 
-        The thread ends before this does, also after a cancellation: it may be changing weights.
+        This waits for the thread also after a cancellation, as the thread may be changing weights.
         """
         if not self.rollouts.max_ahead:
             return work(*arguments)
@@ -272,7 +264,7 @@ class Trainer:
             return await self.run_off_event_loop(self.update_policies, batch)
 
     def update_policies(self, batch: TrainingBatch) -> dict[str, float]:
-        """Train each policy of the present phase on its own rows, and count the step, which is whole then.
+        """Train each policy of the present phase on its own rows, and count the step, which is then complete.
 
         With several policies, each metric name starts with the policy's name.
         """
@@ -294,7 +286,7 @@ class Trainer:
         return metrics
 
     def count_step(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        """Count a step whose update has ended. From here on it is logged, with ``metrics``, and saved."""
+        """Count a step whose update has ended. From here on the run logs it, with ``metrics``, and saves it."""
         self._before_step = None
         self._unlogged = metrics
         self.progress.step += 1
@@ -320,13 +312,13 @@ class Trainer:
         """Send the weights of ``policy`` to the client; the first call also sends the base of an adapter."""
 
         def load(weights: Weights) -> None:
-            self.arena.client.load_weights(policy.name, self.cluster_metrics.counted(weights), policy.version)
+            self.arena.client.load_weights(policy.name, self.cluster_metrics.count_bytes(weights), policy.version)
 
         base = policy.name not in self._published
         await self.run_off_event_loop(partial(self.learner.send, base=base), policy.name, load)
 
     async def record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        """Validate, log and save the step. The client has its weights, so the next batches may start."""
+        """Validate, log and save the step. The client has the new weights, so the next batches may start."""
         results, updated = self.arena.last_results, time.perf_counter()
         if self.rollouts.max_ahead and not self.config.loop.deterministic:
             self.start_rollouts()
@@ -393,10 +385,10 @@ class Trainer:
         self, eval_set: EvalSet | None = None, sampling: Sampling | None = None, *, samples: int = 1
     ) -> Evaluation:
         """Evaluate without trees, filters or updates; by default with greedy decoding, on the validation questions."""
-        chosen = eval_set or self.validation
-        if chosen is None:
+        eval_set = eval_set or self.validation
+        if eval_set is None:
             raise ValueError("eval_set=None: this trainer has no validation questions; pass an EvalSet")
-        return await evaluate(self.arena, chosen.requests, chosen.metric, sampling, samples=samples)
+        return await evaluate(self.arena, eval_set.requests, eval_set.metric, sampling, samples=samples)
 
     def finished(self) -> bool:
         """Return True if the run has reached a limit or a signal asked it to stop."""
@@ -425,28 +417,28 @@ class Trainer:
             return save_run(self)
 
     def checkpoint_due(self) -> bool:
-        """Return True if this step is to be saved: by the config's steps, or by its clock.
+        """Return True if this step must be saved, by ``checkpoint.every`` or by the clock.
 
-        The clock saves early rather than late: if one more such step would pass ``checkpoint.minutes``.
+        The clock saves early rather than late: if one more such step would exceed ``checkpoint.minutes``.
         """
         limit, now = 60 * self.config.checkpoint.minutes, time.monotonic()
         step = time.perf_counter() - self._started
         return self.progress.checkpoint_due(self.config) or bool(limit and now + step - self._saved_at > limit)
 
     async def stop_and_save(self, *, finish_running: bool) -> None:
-        """Stop sampling, log the last whole step if it isn't yet, and save it.
+        """Stop sampling, log the last complete step if it isn't logged yet, and save it.
 
-        Running batches are discarded and sampled again after a resume. With ``finish_running`` the loop first waits for
-        them, because a resumed run would sample them with newer weights. A batch whose update failed goes back into the
+        Running batches are discarded; a resumed run samples them again. With ``finish_running`` the loop first waits
+        for them, because a resumed run would sample them with newer weights. A batch whose update failed returns to the
         queue. Raises ``RuntimeError`` if that update had changed weights that can't be restored.
         """
         if finish_running:
             await self._stop.unless_requested(self.rollouts.wait_idle(), patient=True)
             if (error := self.rollouts.failed_spare()) is not None:
-                self.log.note(f"a batch for the steps after {self.config.steps} failed, and is not kept: {error!r}")
+                self.log.note(f"a batch for the steps after {self.config.steps} failed and is dropped: {error!r}")
         if self._before_step is not None:
-            self._take_back(self._before_step)
-        before, running = self.rollouts.discard(keep_what_pickles(self))
+            self._undo_step(self._before_step)
+        before, running = self.rollouts.discard(first_unpicklable(self))
         try:
             await leave(running)
         finally:
@@ -465,17 +457,17 @@ class Trainer:
                     self.save()
                     self.learner.finish_saving()
 
-    def _take_back(self, before: _BeforeStep) -> None:
+    def _undo_step(self, before: _BeforeStep) -> None:
         """Return to the state before a step whose update failed. The learner has restored its policies."""
         if self.learner.torn:
             raise RuntimeError(
-                f"the update after step {self.progress.step} failed when it had changed weights, of which there is no "
+                f"the update after step {self.progress.step} failed when it had changed weights of which there is no "
                 f"copy. The same command goes on from the newest checkpoint under {self.checkpoints}"
             )
         self._before_step = None
         self.rollouts.put_back()
         self.arena.take_back_credit(before.credit)
-        ahead = self.rollouts.max_ahead > 0  # then episodes have drawn from the global generators since
+        ahead = self.rollouts.max_ahead > 0  # then episodes have since drawn from the global generators
         now = random_state(self.rng)
         set_random_state(self.rng, {**now, "trainer": before.random["trainer"]} if ahead else before.random)
         set_generator_states(before.torch)

@@ -1,4 +1,8 @@
-"""Saves a run between two steps, and resumes it: progress, samplers, generators, callbacks, finished batches."""
+"""Saves a run between two steps, and resumes it: progress, samplers, generators, callbacks, finished batches.
+
+This is the only way to save and resume a run. It collects a run's state, and so needs the loop's objects;
+``train.checkpoint``, a room below the loop, defines the files and knows only policies and plain data.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import (
-    CheckpointError,
-    CheckpointMismatch,
-    list_checkpoints,
-)
-from turnwise.train.checkpoint.files import read_listed
+from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, read_listed
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
-from turnwise.train.checkpoint.store_states import begin_stores, forget_old_states, name_run
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.rollout_queue import RolloutQueue
 from turnwise.train.run_folder import changes, check_records
 from turnwise.types import GenerateResult
+from turnwise.utils.files import replace_text
 
 QUEUE = "queue.pickle"
 """File of a checkpoint with the batches that were sampled but not trained; absent if there are none."""
+
+STORES_FILE = "stores.json"
+"""File in the run folder with the state that each store in a file had when the run began."""
 
 SamplerState = tuple[dict[str, Any], dict[str, Any]]
 """State of the arena, and of the random generators."""
@@ -61,16 +65,16 @@ def rewound_state(trainer: TrainerView, before: SamplerState) -> SamplerState:
 def save_run(trainer: TrainerView) -> Path:
     """Write a checkpoint, unless this step has one, and return its folder.
 
-    It includes finished batches that wait to be trained. Running batches will be sampled again.
+    It includes finished batches that wait to be trained. A resumed run samples running batches again.
     """
     pending = trainer.rollouts.pending()
     try:
-        attachments = {QUEUE: _pickled(pending.batches)} if pending.batches else {}
+        attachments = {QUEUE: _pickle(pending.batches)} if pending.batches else {}
     except TypeError as error:
         if trainer.config.loop.deterministic:
             raise
-        pending = trainer.rollouts.pending(most=_tell_unkept(trainer, pending.batches, error))
-        attachments = {QUEUE: _pickled(pending.batches)} if pending.batches else {}
+        pending = trainer.rollouts.pending(most=_note_first_unpicklable(trainer, pending.batches, error))
+        attachments = {QUEUE: _pickle(pending.batches)} if pending.batches else {}
     arena, generators = sampler_state(trainer) if pending.before is None else rewound_state(trainer, pending.before)
     # Collect the state that goes into the manifest, and the checkpoints that must stay.
     callbacks = trainer.callbacks.values()
@@ -88,7 +92,7 @@ def save_run(trainer: TrainerView) -> Path:
         trainer.progress.step,
         state,
         keep=1,
-        protect=_kept_steps(trainer),
+        protect=_steps_to_keep(trainer),
         attachments=attachments,
         links={name: file for callback in callbacks for name, file in callback.files().items()},
     )
@@ -97,40 +101,40 @@ def save_run(trainer: TrainerView) -> Path:
     return saved
 
 
-def _kept_steps(trainer: TrainerView) -> set[int]:
-    """Return the steps whose checkpoints stay beside a new one of the present step.
+def _steps_to_keep(trainer: TrainerView) -> set[int]:
+    """Return the steps whose checkpoints stay when the present step is saved.
 
-    These are the best, those that callbacks need, and the newest ``checkpoint.keep_last``. With ``checkpoint.every``,
-    one that was saved between its steps makes way for the next one.
+    These are the best, those that callbacks protect, and the newest ``checkpoint.keep_last``. With
+    ``checkpoint.every``, a checkpoint between its steps is deleted when the next one is saved.
     """
     config, step = trainer.config.checkpoint, trainer.progress.step
     trainer.learner.finish_saving()  # or the last one may not be listed yet
-    found = {int(path.name.rpartition("_")[2]) for path in list_checkpoints(trainer.checkpoints)}
-    regular = sorted(each for each in found | {step} if each == step or not config.every or each % config.every == 0)
-    kept = {each for callback in trainer.callbacks.values() for each in callback.protected_steps()}
+    saved = {int(path.name.rpartition("_")[2]) for path in list_checkpoints(trainer.checkpoints)}
+    regular = sorted(each for each in saved | {step} if each == step or not config.every or each % config.every == 0)
+    protected = {each for callback in trainer.callbacks.values() for each in callback.protected_steps()}
     best = trainer.progress.best_kept(trainer.config)
-    return {*regular[-config.keep_last :], *kept, *([] if best is None else [best])}
+    return {*regular[-config.keep_last :], *protected, *([] if best is None else [best])}
 
 
-def keep_what_pickles(trainer: TrainerView) -> int | None:
-    """Return the place of the first finished batch that can't be pickled; ``None`` if all can be saved."""
+def first_unpicklable(trainer: TrainerView) -> int | None:
+    """Return the index of the first finished batch that can't be pickled; ``None`` if all can be saved."""
     batches = trainer.rollouts.pending().batches
     try:
         if batches:
-            _pickled(batches)
+            _pickle(batches)
     except TypeError as error:
-        return _tell_unkept(trainer, batches, error)
+        return _note_first_unpicklable(trainer, batches, error)
     return None
 
 
-def _tell_unkept(trainer: TrainerView, batches: list[list[GenerateResult]], error: Exception) -> int:
-    """Tell that batches are not saved, as one of them can't be pickled, and return its place."""
+def _note_first_unpicklable(trainer: TrainerView, batches: list[list[GenerateResult]], error: Exception) -> int:
+    """Note that batches are not saved, as one of them can't be pickled, and return its index."""
     trainer.log.note(f"{error}. They are not in the checkpoint, and a resumed run samples them again")
-    for place, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         try:
-            _pickled([batch])
+            _pickle([batch])
         except TypeError:
-            return place
+            return index
     return len(batches)
 
 
@@ -140,12 +144,12 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     Raises :class:`CheckpointError` for an unreadable checkpoint, naming the one before it.
     """
     check_records(trainer.config, trainer.log.note)
-    found = list_checkpoints(trainer.checkpoints)
+    checkpoints = list_checkpoints(trainer.checkpoints)
     trainer.rollouts = new_queue(trainer)
     name_run(trainer.arena, trainer.config.run_dir)
 
     # A new run: start its stores and logs.
-    if not found:
+    if not checkpoints:
         begin_stores(trainer.arena, trainer.config.run_dir)
         trainer.log.rewind(-1)
         if trainer.config.checkpoint.every or trainer.config.checkpoint.minutes:
@@ -153,14 +157,14 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
         return None
 
     # Load the weights, and read the rest of the checkpoint.
-    newest = found[-1]
+    newest = checkpoints[-1]
     try:
         _, state = trainer.learner.load(newest)
     except CheckpointMismatch as error:
         raise CheckpointMismatch(f"{error}; choose another run_dir, or the settings that it was saved with") from error
     except CheckpointError as error:
-        way = f"delete {newest} to go on from {found[-2]}" if len(found) > 1 else "choose another run_dir"
-        raise CheckpointError(f"{error}; {way}") from error
+        remedy = f"delete {newest} to go on from {checkpoints[-2]}" if checkpoints[1:] else "choose another run_dir"
+        raise CheckpointError(f"{error}; {remedy}") from error
     queue = read_listed(newest, QUEUE)
 
     # Nothing was damaged, so restore the rest of the run.
@@ -181,15 +185,15 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
         row = {key: value for key, value in unwritten.items() if key != "step"}
         if unwritten["step"] not in {row["step"] for row in read_metrics(trainer.config.run_dir)}:
             trainer.log.step(unwritten["step"], row)
-    again = f"; the records of {dropped} later steps give way to theirs" if dropped else ""
-    trainer.log.note(f"resumed from {newest} (step {trainer.progress.step}){again}")
+    repeated = f"; dropped the records of {dropped} later steps, which run again" if dropped else ""
+    trainer.log.note(f"resumed from {newest} (step {trainer.progress.step}){repeated}")
     for note in changes(trainer.config):
         trainer.log.note(note)
     arena: Mapping[str, Any] = state["arena"]
     return arena
 
 
-def _pickled(batches: list[list[GenerateResult]]) -> bytes:
+def _pickle(batches: list[list[GenerateResult]]) -> bytes:
     try:
         return pickle.dumps(batches, protocol=5)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -197,3 +201,45 @@ def _pickled(batches: list[list[GenerateResult]]) -> bytes:
             f"batches that wait for training can't be saved: {error}; with loop.max_staleness > 0 the objects that "
             "episodes record must be picklable"
         ) from error
+
+
+# -- Stores in files, which must agree with the checkpoints ------------------------------------------------------------
+def name_run(arena: Arena, folder: Path) -> None:
+    """Mark everything that the run adds to stores in files with the name of its folder."""
+    for store in _stores_in_files(arena).values():
+        store.set_run_name(folder.resolve().name)
+
+
+def begin_stores(arena: Arena, folder: Path) -> None:
+    """Record the states of stores in files, before the first step of a run without a checkpoint.
+
+    If the run was killed before its first checkpoint, first restore the recorded states, so that no entry is added
+    twice. Raises ``ValueError``, naming the record, if a store can't be restored.
+    """
+    stores, note = _stores_in_files(arena), folder / STORES_FILE
+    if not stores:
+        return
+    if note.is_file():
+        noted = json.loads(note.read_text(encoding="utf-8"))
+        for name in stores.keys() & noted.keys():
+            try:
+                stores[name].load_state_dict(noted[name])
+            except ValueError as error:
+                raise ValueError(f"{error}; delete {note} to begin with the store's present state") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(note, json.dumps({name: store.state_dict() for name, store in stores.items()}))
+
+
+def forget_old_states(arena: Arena, oldest: Path) -> None:
+    """Prune the revisions of stores in files that only checkpoints before ``oldest``, the oldest left, would need."""
+    stores = _stores_in_files(arena)
+    if not stores:
+        return
+    manifest = json.loads((oldest / "manifest.json").read_text(encoding="utf-8"))
+    saved = manifest["state"]["arena"]["stores"]
+    for name in stores.keys() & saved.keys():
+        stores[name].prune_revisions_before(saved[name])
+
+
+def _stores_in_files(arena: Arena) -> dict[str, ArtifactStore]:
+    return {name: store for name, store in arena.stores.items() if store.path is not None}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from turnwise.arena import Arena
@@ -21,17 +20,17 @@ Results = list[GenerateResult]
 
 
 def check_step_not_overridden(arena: Arena) -> None:
-    """Raise ``TypeError`` for an arena that overrides ``step``: training calls the stages, never ``step``."""
+    """Raise ``TypeError`` for an arena that overrides ``step``: training calls the stages instead."""
     if type(arena).step is not Arena.step or "step" in vars(arena):
         raise TypeError(
-            f"arena={type(arena).__name__}: training never calls its own step(): it calls sample() and then "
-            "assign_credit_and_pack(results), as it samples ahead of the updates. Override these, or a stage of them: "
+            f"arena={type(arena).__name__}: training never calls step(), as it samples ahead of the updates: it calls "
+            "sample() and then assign_credit_and_pack(results). Override these, or a stage of them: "
             "get_batch, generate_rollouts, assign_credit, build_training_batch"
         )
 
 
 class _Batch:
-    """A batch that was started. ``before`` is the sampler's state before the batch was drawn, ``None`` until then.
+    """A started batch. ``before`` is the sampler's state before the batch was drawn, ``None`` until then.
 
     A ``spare`` batch is past the run's end: it trains only if the run is extended.
     """
@@ -49,7 +48,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The part of a queue that a checkpoint keeps: finished batches, and the state to continue drawing from.
+    """The part of a queue that a checkpoint keeps: finished batches, and the state from which to draw the next ones.
 
     ``before`` is the sampler's state before the first unfinished batch, ``None`` if all are finished.
     """
@@ -92,9 +91,7 @@ class RolloutQueue:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.cancel()
 
     def restore(self, batches: Sequence[Results]) -> None:
@@ -110,8 +107,9 @@ class RolloutQueue:
     def start_up_to(self, step: int, *, until: int, spare: bool = False) -> None:
         """Start each batch up to ``step + max_ahead`` and below ``until``, once the client has the weights of ``step``.
 
-        With ``spare``, also start batches from ``until`` on, which only a longer run trains on: it would have sampled
-        them with the present weights. If one fails, this run goes on; see :meth:`failed_spare`.
+        With ``spare``, also start batches from ``until`` on. Only an extended run trains on them: a run with that
+        length from its start would sample them with the present weights. If one fails, this run continues; see
+        :meth:`failed_spare`.
         """
         end = step + self.max_ahead + 1
         while self._next < (end if spare else min(end, until)):
@@ -151,7 +149,7 @@ class RolloutQueue:
 
     def put_back(self) -> None:
         """Put the batch of the last :meth:`pop_oldest` back in front, as it was not trained."""
-        assert self._popped is not None, "no batch was removed, or it is back already"
+        assert self._popped is not None, "no batch was removed, or it was already put back"
         self._batches.insert(0, self._popped)
         self._popped = None
 
@@ -170,28 +168,28 @@ class RolloutQueue:
         """Discard the first unfinished batch and all batches behind it, and wait until they have ended.
 
         Returns the sampler's state before them, or ``None`` if every batch is finished. Finished batches in front of
-        them stay. Batches that don't end soon are left to themselves.
+        them stay. It stops waiting for batches that don't end soon.
         """
         before, running = self.discard()
         await leave(running)
         return before
 
-    def discard(self, place: int | None = None) -> tuple[Any | None, list[asyncio.Future[Results]]]:
-        """Discard the batches from ``place`` on, by default from the first unfinished one.
+    def discard(self, index: int | None = None) -> tuple[Any | None, list[asyncio.Future[Results]]]:
+        """Discard the batches from ``index`` on, by default from the first unfinished one.
 
         Returns the sampler's state before them, and their tasks, which still run.
         """
-        place = self._first_running() if place is None else place
-        discarded = self._batches[place:]
-        del self._batches[place:]
+        index = self._first_running() if index is None else index
+        discarded = self._batches[index:]
+        del self._batches[index:]
         self._next -= len(discarded)
         return (discarded[0].before if discarded else None), [batch.results for batch in discarded]
 
     def pending(self, most: int | None = None) -> Pending:
-        """Return the part of the queue that a checkpoint taken now has to keep, with ``most`` finished batches."""
-        place = self._first_running() if most is None else most
-        finished = [batch.results.result() for batch in self._batches[:place]]
-        return Pending(finished, self._batches[place].before if place < len(self._batches) else None)
+        """Return the part of the queue that a checkpoint must keep now, with at most ``most`` finished batches."""
+        index = self._first_running() if most is None else most
+        finished = [batch.results.result() for batch in self._batches[:index]]
+        return Pending(finished, self._batches[index].before if index < len(self._batches) else None)
 
     def _first_running(self) -> int:
         return next((i for i, batch in enumerate(self._batches) if not batch.finished), len(self._batches))

@@ -1,4 +1,4 @@
-"""Guards a run folder: one process writes it at a time, and no run overwrites the records of another."""
+"""Protects a run folder: one process writes to it at a time, and no run overwrites the records of another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from turnwise.train.checkpoint.checkpoint import ignored_checkpoints, list_checkpoints
@@ -18,16 +17,16 @@ from turnwise.train.config.toml import CONFIG_FILE, ConfigError, differences
 from turnwise.train.log.writers import read_lines
 
 LOCK = ".run.lock"
-"""Lock file in the run folder: a run holds its lock while it writes there, and names its process in it."""
+"""Lock file in a run folder. The run that writes there locks it, and writes its process into it."""
 
 RECORDS = ("metrics.jsonl", "rollouts.jsonl")
 
 
 class RunLock:
-    """Lock of the process that writes ``folder``; one object may be entered several times.
+    """Lock of the process that writes to ``folder``; one object may be entered several times.
 
     The operating system releases the lock when the process ends, in any way. Entering raises ``ValueError`` naming the
-    process that holds the lock. Afterwards ``note`` is a warning if the lock can't rule out another writer: on a file
+    process that holds the lock. ``note`` is then a warning if there may be another writer all the same: on a file
     system without locks, or after a run on another host. Reading needs no lock.
 
     Example::
@@ -47,9 +46,7 @@ class RunLock:
         self._depth += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if not self._depth:
             os.ftruncate(self._file, 0)
@@ -64,17 +61,17 @@ class RunLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if before and before["host"] != host:
-                self.note = f"{_described(before)} wrote {self.folder} and never said that it ended: see that it has"
+                self.note = f"{_describe(before)} wrote to {self.folder} and may still run: make sure that it has ended"
         except BlockingIOError:
             os.close(file)
             raise ValueError(
-                f"run_dir={str(self.folder)!r}: expected a folder that no other run writes, but "
-                f"{_described(before) if before else 'another process'} does. Wait for it, stop it, or choose another "
+                f"run_dir={str(self.folder)!r}: expected a folder to which no other run writes, but "
+                f"{_describe(before) if before else 'another process'} does. Wait for it, stop it, or choose another "
                 "run_dir"
             ) from None
         except OSError as error:
-            others = f"; {_described(before)} wrote it last" if before else ""
-            self.note = f"{self.folder} can't be locked ({error.strerror}): see that no other run writes it{others}"
+            last = f"; {_describe(before)} was the last" if before else ""
+            self.note = f"{self.folder} can't be locked ({error.strerror}): make sure no other run writes to it{last}"
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps({"pid": os.getpid(), "host": host, "since": now}).encode(), 0)
@@ -82,9 +79,9 @@ class RunLock:
 
 
 def lock_holder(folder: Path) -> dict[str, Any] | None:
-    """Return ``pid``, ``host`` and ``since`` of the process that writes ``folder``; ``None`` if none says so.
+    """Return ``pid``, ``host`` and ``since`` from the lock file of ``folder``; ``None`` if it names no process.
 
-    A process that was killed still stands there. The lock is not taken.
+    The process may have been killed. This does not take the lock.
     """
     try:
         return _holder((folder / LOCK).read_bytes())
@@ -95,13 +92,13 @@ def lock_holder(folder: Path) -> dict[str, Any] | None:
 def _holder(content: bytes) -> dict[str, Any] | None:
     """Return the contents of a lock file, or ``None`` if it is empty or half written."""
     try:
-        found = json.loads(content)
-        return {key: found[key] for key in ("pid", "host", "since")}
+        holder = json.loads(content)
+        return {key: holder[key] for key in ("pid", "host", "since")}
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _described(holder: dict[str, Any]) -> str:
+def _describe(holder: dict[str, Any]) -> str:
     """Describe a lock's holder: ``process 123 on host 'a', since 2026-11-23 07:40:00 UTC``."""
     text = f"process {holder['pid']} on host {holder['host']!r}, since {holder['since']},"
     if holder["host"] != socket.gethostname():
@@ -116,7 +113,7 @@ def _described(holder: dict[str, Any]) -> str:
 
 
 def check_not_running(folder: Path) -> None:
-    """Raise ``ValueError`` if a run writes ``folder``, or a folder below it."""
+    """Raise ``ValueError`` if a run writes to ``folder``, or to a folder below it."""
     for lock in sorted(folder.rglob(LOCK)):
         with RunLock(lock.parent):
             pass
@@ -129,32 +126,32 @@ def _has_a_line(file: Path) -> bool:
         return stream.readline().endswith(b"\n")
 
 
-def check_records(config: TrainConfig, tell: Callable[[str], None] | None = None) -> None:
+def check_records(config: TrainConfig, note: Callable[[str], None] | None = None) -> None:
     """Raise :class:`ConfigError` if a run of ``config`` would overwrite the contents of its run folder.
 
-    These are checkpoints that the run would not resume from, and records of steps without any checkpoint. ``tell`` gets
-    a line for each folder that looks like a checkpoint but is not one.
+    These are checkpoints from which the run would not resume, and records of steps without any checkpoint. ``note`` is
+    called with a line for each folder that looks like a checkpoint but is not one.
     """
     folder = config.run_dir
-    if tell is not None:
-        for ignored, why in ignored_checkpoints(folder / "checkpoints").items():
-            tell(f"{ignored} is ignored: {why}")
+    if note is not None:
+        for ignored, reason in ignored_checkpoints(folder / "checkpoints").items():
+            note(f"{ignored} is ignored: {reason}")
     if list_checkpoints(folder / "checkpoints"):
         if not config.resume:
             raise ConfigError(
-                f"config key 'resume' = {config.resume!r}: {folder} holds checkpoints: choose another run_dir"
+                f"config key 'resume' = {config.resume!r}: {folder} has checkpoints: choose another run_dir"
             )
         return
-    if held := [name for name in RECORDS if _has_a_line(folder / name)]:
+    if records := [name for name in RECORDS if _has_a_line(folder / name)]:
         raise ConfigError(
-            f"config key 'run_dir' = {str(folder)!r}: {' and '.join(held)} hold the records of a run, and there is no "
-            f"checkpoint under {folder / 'checkpoints'} to go on from. Choose another run_dir, bring the checkpoints "
-            "back, or move the records away to begin again (checkpoint.minutes saves while a run goes on)"
+            f"config key 'run_dir' = {str(folder)!r}: {' and '.join(records)} hold the records of a run, and "
+            f"{folder / 'checkpoints'} has no checkpoint to resume from. Choose another run_dir, restore checkpoints "
+            "or move the records away (checkpoint.minutes saves during a run)"
         )
 
 
 def changes(config: TrainConfig) -> list[str]:
-    """Describe how ``config`` differs from the settings in the folder of the run that it continues."""
+    """Describe how ``config`` differs from the settings of the run that it continues."""
     changed = differences(config.run_dir / CONFIG_FILE, config)
     if not changed:
         return []
@@ -167,7 +164,7 @@ def changes(config: TrainConfig) -> list[str]:
     if falling and any(line.startswith("steps ") for line in changed):
         notes.append(
             f"the learning rate of {', '.join(map(repr, falling))} falls over all steps (min_lr_ratio < 1): the steps "
-            "so far had other rates than in a run that was as long from its start"
+            "so far had other rates than in a run with the new number of steps from its start"
         )
     return notes
 
@@ -176,13 +173,13 @@ def check_episode_types(config: TrainConfig, episodes: Collection[str]) -> None:
     """Raise ``ValueError`` if the type of the run folder's first recorded episode is not one of ``episodes``."""
     first = next((row for _, row in read_lines(config.run_dir / "rollouts.jsonl")), None)
     if first is not None and first["episode_type"] not in episodes:
-        raise ValueError(own_arena(config, first["id"], first["episode_type"]))
+        raise ValueError(foreign_episode(config, first["id"], first["episode_type"]))
 
 
-def own_arena(config: TrainConfig, episode: str, kind: str) -> str:
-    """Return the error message for a recorded ``episode`` of a type ``kind`` that the config's task doesn't have."""
+def foreign_episode(config: TrainConfig, episode: str, kind: str) -> str:
+    """Return the error message for a recorded ``episode`` whose type ``kind`` the config's task doesn't have."""
     return (
         f"episode {episode!r} is of type {kind!r}, which task {config.task!r} of {config.run_dir / CONFIG_FILE} "
-        "doesn't have: a program with an arena of its own ran it. Make it a task, task = 'module:Class' "
+        "doesn't have: a program with its own arena ran it. Make it a task, task = 'module:Class' "
         "(turnwise.tasks.OwnTask), or play it with turnwise.replay.replayer.replay_episode"
     )

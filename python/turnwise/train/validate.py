@@ -46,15 +46,16 @@ def load_config(
     have types only if ``task_type`` finds the task's class. Raises :class:`ConfigError` naming the file, or every wrong
     key.
     """
-    return _checked(read_config(path, overrides, task_type=task_type))
+    return check_contradictions(read_config(path, overrides, task_type=task_type))
 
 
 def config_from_dict(data: Mapping[str, Any]) -> TrainConfig:
     """Validate plain data; each problem becomes one line of a :class:`ConfigError`."""
-    return _checked(parse_settings(data))
+    return check_contradictions(parse_settings(data))
 
 
-def _checked(config: TrainConfig) -> TrainConfig:
+def check_contradictions(config: TrainConfig) -> TrainConfig:
+    """Return ``config``. Raises :class:`ConfigError` with one line for each of its :func:`contradictions`."""
     if problems := contradictions(config):
         raise ConfigError("\n".join(problems))
     return config
@@ -73,11 +74,11 @@ def read_config(
     imported; options of ``"module:Name"`` then have no types.
     """
     data = raw_settings(path, overrides)
-    named = data if import_code else _without_code(data)
+    importable = data if import_code else _without_code(data)
     for key, value in dict(overrides).items():  # types of options are known only after all keys are set
         if isinstance(value, str):
             keys = split_key(key)
-            set_value(data, keys, literal(value, _expected_at(keys, named, task_type)))
+            set_value(data, keys, literal(value, _expected_at(keys, importable, task_type)))
     return parse_settings(data)
 
 
@@ -92,7 +93,7 @@ def contradictions(config: TrainConfig) -> list[str]:
             at = ("policies", name, "optimizer")
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
     problems += [
-        f"config key 'policies.{name}': the name becomes that of files: expected letters, digits, '_', '-' and '.'"
+        f"config key 'policies.{name}': expected letters, digits, '_', '-' and '.', as files get this name"
         for name in config.policies
         if not re.fullmatch(r"\w[\w.-]*", name)
     ]
@@ -116,37 +117,35 @@ def contradictions(config: TrainConfig) -> list[str]:
     problems += check_loss(config.loss)
     # Checkpoints and the loop.
     if config.checkpoint.keep_best and not config.eval.every:
-        problems.append("config key 'checkpoint.keep_best' = True: needs eval.every > 0, as validation tells the best")
+        problems.append("config key 'checkpoint.keep_best' = True: needs eval.every > 0, as validation finds the best")
     if config.checkpoint.save_running_episodes and config.loop.max_staleness:
         problems.append("config key 'checkpoint.save_running_episodes' = True: needs loop.max_staleness = 0")
     if config.loop.deterministic and config.rollout.client != "transformers":
         problems.append(
-            "config key 'loop.deterministic' = True: vLLM takes requests in by the clock, so log-probs differ in their "
+            "config key 'loop.deterministic' = True: vLLM's batches depend on the clock, so log-probs differ in their "
             "last bits; use rollout.client = 'transformers'"
         )
     return problems
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Expected values of keys
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Expected values of keys -------------------------------------------------------------------------------------------
 def _expected_at(keys: Sequence[str], data: Mapping[str, Any], task_type: TaskTypes | None) -> Any:
     """Return the type of the value at ``keys``, a section's field or an option of a class that the config names.
 
     Returns ``Any`` if neither declares a type.
     """
-    found: Any = TrainConfig
-    for place, key in enumerate(keys):
-        options = _options_at(tuple(keys[:place]), data, task_type)
+    expected: Any = TrainConfig
+    for depth, key in enumerate(keys):
+        options = _options_at(tuple(keys[:depth]), data, task_type)
         if options is not None:
-            found = options.get(key, Any)
-        elif (section := section_in(found)) is not None and get_origin(found) is not dict:
-            found = option_types(section).get(key, Any)
+            expected = options.get(key, Any)
+        elif (section := section_in(expected)) is not None and get_origin(expected) is not dict:
+            expected = option_types(section).get(key, Any)
         else:
-            found = get_args(found)[-1] if get_origin(found) is dict else Any
-        if get_origin(found) is Annotated:
-            found = get_args(found)[0]
-    return found
+            expected = get_args(expected)[-1] if get_origin(expected) is dict else Any
+        if get_origin(expected) is Annotated:
+            expected = get_args(expected)[0]
+    return expected
 
 
 def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskTypes | None) -> dict[str, Any] | None:

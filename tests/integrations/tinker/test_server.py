@@ -18,9 +18,8 @@ from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.local import LocalLearner
-from turnwise.train.learner.tinker.adapter import Adapter
 from turnwise.train.learner.tinker.learner import TinkerLearner
-from turnwise.train.learner.tinker.policy import RemotePolicy
+from turnwise.train.learner.tinker.remote import RemoteAdapter, RemotePolicy
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.policy import Policy
 from turnwise.types import ContextLengthError, ModelRequest, Sampling, TrainingBatch
@@ -48,7 +47,7 @@ def config_of(base: Path, kind: str = "skyrl-jax") -> TrainConfig:
 
 def make_learner(server: TinkerServer, config: TrainConfig, base: Path, seed: int = 3) -> TinkerLearner:
     policy = RemotePolicy("default", config.optimizer_of("default"), total_steps=10)
-    adapter = Adapter(server, str(base), RANK, seed)
+    adapter = RemoteAdapter(server, str(base), RANK, seed)
     return TinkerLearner({"default": policy}, {"default": adapter}, config, str(base))
 
 
@@ -82,7 +81,7 @@ async def sampled(client: TinkerClient, version: int) -> TrainingBatch:
 
 
 def downloaded(server: TinkerServer, learner: TinkerLearner, folder: Path) -> dict[str, torch.Tensor]:
-    path = learner.adapters["default"].save_for_sampler(f"test-{learner.mark()}")
+    path = learner.adapters["default"].save_for_sampler(f"test-{learner.unique_suffix()}")
     server.download(path, folder)
     return load_file(folder / "adapter_model.safetensors")
 
@@ -218,7 +217,7 @@ async def test_a_wrong_kind_of_server_is_noticed(connected: TinkerServer, base: 
 
 def test_what_the_server_refuses_is_told(connected: TinkerServer, base: Path) -> None:
     with pytest.raises(TinkerServerError, match=r"LoRA rank 64 must be between 1 and 8"):
-        Adapter(connected, str(base), 64, 0)
+        RemoteAdapter(connected, str(base), 64, 0)
     with pytest.raises(TinkerServerError, match=r"[Cc]heckpoint not found|404"):
         make_learner(connected, config_of(base), base).adapters["default"].load_state("tinker://nobody/weights/none")
 

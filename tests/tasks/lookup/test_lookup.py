@@ -12,7 +12,7 @@ from turnwise.chat.formats import ChatFormat
 from turnwise.tasks import build_task
 from turnwise.tasks.lookup import LOOK_UP, Question, Table
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.train.update.sft_data import Row, fitting
+from turnwise.train.update.sft_data import SFTRow, fitting
 
 
 def test_a_table() -> None:
@@ -53,7 +53,7 @@ def test_demonstrations_are_rendered_as_calls_are() -> None:
     task: Any = build_task("lookup", {"clean": 1.0})
     tokenizer = build_tokenizer(task.texts())
     [actor], shown = task.actors, task.demonstrations(2, 0)
-    rows = [Row(messages, text, name, "x") for name, messages, text in shown]
+    rows = [SFTRow(messages, text, name, "x") for name, messages, text in shown]
     first, second = fitting(tokenizer, rows, 512, actors=[actor])
     format = ChatFormat(tokenizer)
     assert list(first.prompt_token_ids) == format.prompt_ids(shown[0][1], [LOOK_UP])

@@ -62,7 +62,7 @@ def test_a_start_without_success_is_refused_and_leaves_nothing_to_resume(tmp_pat
     with pytest.raises(ConfigError, match=r"health.start_questions' = 4: expected .* solved/proposer was 0") as refused:
         run.train()
     told = str(refused.value)
-    assert "all 24 (6 samples of each of 4 questions)" in told and "health.start_questions = 0 starts all the" in told
+    assert "all 24 (6 samples of each of 4 questions)" in told and "health.start_questions = 0 skips this" in told
     assert "valid_format/proposer" in told and "warm_start.steps" in told
     # four questions: once, once more, twice more, and the last two; no sample has the seed of another
     assert [len(played), len(set(played)), len({group for group, _ in played})] == [24, 24, 4]
@@ -144,11 +144,11 @@ def test_a_task_with_few_questions_is_asked_those_of_a_step(tmp_path):
 
 def test_attempts_count_nested_episodes_and_equal_rewards():
     """Two questions, two samples each: the first question's rewards differ, the second's success is in a child."""
-    tried = Attempts("right/solver")
+    attempts = Attempts("right/solver")
     for group, reward, nested in (("a", 0.0, 0.0), ("a", 0.5, 0.0), ("b", 1.0, 0.0), ("b", 1.0, 1.0)):
         top = Rollout(group, "outer", None, rewards={"solver": reward})
         inner = Rollout("x", "inner", None, metrics={"right/solver": nested})
-        tried.add(GenerateResult(top, [GenerateResult(inner, group_id="x")], group_id=group))
-    assert (tried.episodes, tried.successes, tried.measured) == (4, 1, True)
-    assert {group: len(earned) for group, earned in tried.rewards.items()} == {"a": 2, "b": 1}
-    assert tried.means() == "reward/solver 0.625, right/solver 0.25"
+        attempts.add(GenerateResult(top, [GenerateResult(inner, group_id="x")], group_id=group))
+    assert (attempts.episodes, attempts.successes, attempts.measured) == (4, 1, True)
+    assert {group: len(earned) for group, earned in attempts.rewards.items()} == {"a": 2, "b": 1}
+    assert attempts.means() == "reward/solver 0.625, right/solver 0.25"

@@ -13,8 +13,16 @@ from turnwise.inference import TransformersClient
 from turnwise.run.checks import dry_run
 from turnwise.tasks.two_player import SEATS
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.league import Game, League
-from turnwise.train.league.league import MARK
+from turnwise.train.league.league import (
+    MARK,
+    MATCHMAKERS,
+    LatestMatchmaker,
+    League,
+    PrioritizedMatchmaker,
+    UniformMatchmaker,
+    chances,
+)
+from turnwise.train.league.payoffs import GameResult
 from turnwise.train.resume import resume_run
 from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest, ModelRequest, Sampling
@@ -174,7 +182,7 @@ def test_the_live_policies_are_judged_by_their_latest_games(make_run):
 
 
 def league_game(share):
-    return Game(share, 2 * share - 1, 1 - 2 * share)
+    return GameResult(share, 2 * share - 1, 1 - 2 * share)
 
 
 @pytest.mark.parametrize(
@@ -207,3 +215,32 @@ def test_without_a_share_there_is_no_league_and_no_seat_for_another(make_run):
     request = EpisodeRequest("kuhn_poker", {"cards": "KQ"}, policies={"player2": "default"})
     with pytest.raises(ValueError, match="no actor 'player2'"):
         asyncio.run(run.arena.generate_rollouts([request]))
+
+
+P_WIN = np.array([0.9, 0.5, 0.1])
+
+
+def test_each_matchmakers_chances():
+    assert chances(UniformMatchmaker(), P_WIN) == pytest.approx([1 / 3] * 3)
+    assert chances(LatestMatchmaker(k=2), P_WIN) == pytest.approx([0, 0.5, 0.5])
+    assert chances(LatestMatchmaker(k=9), P_WIN) == pytest.approx([1 / 3] * 3)
+    # PrioritizedMatchmaker is AlphaStar's weighting.
+    weights = np.array([0.1**2, 0.5**2, 0.9**2])
+    assert chances(PrioritizedMatchmaker(), P_WIN) == pytest.approx(weights / weights.sum())
+    assert chances(PrioritizedMatchmaker(power=1.0), P_WIN) == pytest.approx(np.array([0.1, 0.5, 0.9]) / 1.5)
+    assert chances(PrioritizedMatchmaker(), np.ones(4)) == pytest.approx([0.25] * 4), "all beaten: each as likely"
+    assert set(MATCHMAKERS) == {"uniform", "latest", "prioritized"}
+
+
+def test_mistakes_are_told():
+    with pytest.raises(ValueError, match="k=0"):
+        LatestMatchmaker(k=0)
+    with pytest.raises(ValueError, match="power=-1"):
+        PrioritizedMatchmaker(power=-1)
+
+    class Odd:
+        def weights(self, p_win):
+            return p_win - 1
+
+    with pytest.raises(ValueError, match=r"Odd\.weights"):
+        chances(Odd(), P_WIN)

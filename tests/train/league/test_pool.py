@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from turnwise.train.checkpoint.checkpoint import CheckpointError
-from turnwise.train.league.pool import Member, OpponentSlots, Pool, slot_name, slot_names
+from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.league.pool import OpponentSlots, Pool, Snapshot, slot_name, slot_names
 
 
 class Weights:
@@ -51,10 +51,10 @@ def test_the_newest_stay_and_files_outlast_their_members_by_one_snapshot(tmp_pat
     """A batch that was drawn before a member went may still load it."""
     pool, gone = filled(tmp_path, 2, (0, 5, 10))
     assert [member.step for member in pool.members] == [5, 10] and [m.step for m in gone[-1]] == [0]
-    assert pool.members[0] == Member(5, {"a": 6, "b": 0})
-    assert (tmp_path / Member(0, {}).file("a")).exists() and Member(0, {}).file("a") not in pool.files()
+    assert pool.members[0] == Snapshot(5, {"a": 6, "b": 0})
+    assert (tmp_path / Snapshot(0, {}).file("a")).exists() and Snapshot(0, {}).file("a") not in pool.files()
     add(pool, 15, a=Weights(15), b=Weights(0))
-    assert not (tmp_path / Member(0, {}).file("a")).exists() and (tmp_path / Member(5, {}).file("b")).exists()
+    assert not (tmp_path / Snapshot(0, {}).file("a")).exists() and (tmp_path / Snapshot(5, {}).file("b")).exists()
     assert pool.weights(pool.members[-1], "a")["w"].tolist() == [15.0] * 3
     assert slot_names(["a", "b"], 2) == {"a@past0": "a", "a@past1": "a", "b@past0": "b", "b@past1": "b"}
     assert slot_name("a", 1) == "a@past1"
@@ -86,7 +86,7 @@ def test_slots_load_what_they_do_not_hold(tmp_path):
     slots = OpponentSlots(client, ["a", "b"], 2)
     first, second = pool.members
     for slot, member in ((0, first), (0, first), (1, second), (0, second)):
-        slots.hold(slot, member, pool)
+        slots.load(slot, member, pool)
     assert client.loads == [
         ("a@past0", 1.0, 2), ("b@past0", -1.0, 0), ("a@past1", 2.0, 3), ("b@past1", -2.0, 0),
         ("a@past0", 2.0, 3), ("b@past0", -2.0, 0),
@@ -99,7 +99,7 @@ def test_a_slot_whose_load_failed_is_loaded_again(tmp_path):
     client = Client()
     slots, load = OpponentSlots(client, ["a", "b"], 1), client.load_weights
     first, second = pool.members
-    slots.hold(0, first, pool)
+    slots.load(0, first, pool)
 
     def fails_for_b(policy, weights, version):
         if policy == "b@past0":
@@ -108,7 +108,7 @@ def test_a_slot_whose_load_failed_is_loaded_again(tmp_path):
 
     client.load_weights = fails_for_b
     with pytest.raises(OSError, match="gone"):
-        slots.hold(0, second, pool)
+        slots.load(0, second, pool)
     client.load_weights = load
-    slots.hold(0, first, pool)
+    slots.load(0, first, pool)
     assert client.loads[-2:] == [("a@past0", 1.0, 2), ("b@past0", -1.0, 0)]

@@ -30,18 +30,18 @@ from turnwise.inference.weights.load import copy_weights, shapes_of
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.inference.weights.sync import make_transfer
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.checkpoint.checkpoint import CheckpointError, describe_progress, load_weights
-from turnwise.train.checkpoint.files import write_tensors
+from turnwise.train.checkpoint.checkpoint import describe_progress, load_weights
+from turnwise.train.checkpoint.files import CheckpointError, write_tensors
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import Learner
 from turnwise.train.learner.local import LocalLearner
-from turnwise.train.learner.parallel import ParallelLearner, weight_groups
-from turnwise.train.learner.sharded import ShardedLearner
+from turnwise.train.learner.sharded import ParallelLearner, ShardedLearner, weight_groups
 from turnwise.train.model.loading import load_model, peft_config
-from turnwise.train.model.policy import Policy, bit_sum, bit_sums, named_weights
+from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import shard_policies, whole
+from turnwise.train.model.weights import bit_sum, bit_sums, named_weights
 from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
@@ -246,8 +246,6 @@ def use(learner: ShardedLearner, folder: Path) -> dict[str, Any]:
         learner.send("default", fail)
     except OSError as error:
         found["told"] = str(error)
-    learner.scale_rate("default", 0.5)
-    found["rate"] = learner.policies["default"].learning_rate
     found["reference"] = learner.reference_logprobs("default", make_batch())
     try:
         learner.load(folder / "nowhere")
@@ -295,8 +293,6 @@ def pair(folder: Path, mesh: Any) -> dict[str, Any]:
     rng.bit_generator.state = state
     found["state"] = learner.load(saved)
     found["again"] = step(list(policies))
-    learner.scale_rate("second", 0.5)
-    found["rates"] = [policies[name].learning_rate for name in ("first", "second", "third")]
     found["progress"] = {name: describe_progress(policy) for name, policy in policies.items()}
     found["reference"] = learner.reference_logprobs("second", batch)
     try:
@@ -464,7 +460,7 @@ def check_pair(got: dict[str, Any], folder: Path, near: float) -> None:
     for name, weights in got["three"]["weights"].items():
         assert equal(got["again"]["weights"][name], weights), name
     assert got["state"] == want["state"] == (2, {"anything": [1]})
-    assert got["rates"] == pytest.approx(want["rates"]) and got["progress"].keys() == want["progress"].keys()
+    assert got["progress"].keys() == want["progress"].keys()
     for name, progress in want["progress"].items():
         kl = got["progress"][name]["extra"].pop("kl_coef")
         assert (kl or 0.0) == pytest.approx(progress["extra"].pop("kl_coef") or 0.0, rel=1e-6)
@@ -586,10 +582,6 @@ def test_errors_of_one_call_leave_the_ranks_together(done, folder: Path, case: C
     assert got["sums"] == done[1][f"learner {case}"]["sums"]
     learner = LocalLearner({"default": make_policy(case)}, CONFIG)
     assert torch.allclose(got["reference"], learner.reference_logprobs("default", make_batch()), atol=1e-5)
-    for _ in range(3):
-        step(learner, 3)
-    learner.scale_rate("default", 0.5)
-    assert got["rate"] == pytest.approx(learner.policies["default"].learning_rate)
     saved = folder / str(case) / "two" / "step_00000002"
     assert {".metadata", "__0_0.distcp", "__1_0.distcp", "rng.safetensors", "rng-1.safetensors", "queue.pickle"} <= {
         file.name for file in saved.iterdir()

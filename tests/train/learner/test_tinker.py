@@ -18,15 +18,14 @@ import pytest
 import torch
 
 from turnwise.inference.weights.lora import SharedBase
-from turnwise.train.checkpoint.checkpoint import CheckpointMismatch, load_checkpoint
-from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.checkpoint import load_checkpoint
+from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.local import LocalLearner
-from turnwise.train.learner.tinker.adapter import Passed
 from turnwise.train.learner.tinker.learner import TinkerLearner
-from turnwise.train.learner.tinker.policy import RemotePolicy
-from turnwise.train.learner.tinker.wire import SERVERS, Row, ServerLoss, wire_rows
+from turnwise.train.learner.tinker.remote import Passed, RemotePolicy
+from turnwise.train.learner.tinker.wire import SERVERS, ServerLoss, WireRow, wire_rows
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import pack
 from turnwise.train.model.policy import Policy
@@ -82,20 +81,20 @@ class Server:
 
     def __init__(self, policy: Policy, kind: str) -> None:
         self.policy, self.kind, self.rank, self.rows = policy, kind, 4, 0
-        self.sent: list[list[Row]] = []
+        self.sent: list[list[WireRow]] = []
         self.waiting: list[Any] = []
         self.states: dict[str, Any] = {}
         parameters = policy.trained_parameters()
         self.adam = torch.optim.AdamW(parameters)
 
-    def forward_backward(self, rows: list[Row], loss: ServerLoss) -> Any:
+    def forward_backward(self, rows: list[WireRow], loss: ServerLoss) -> Any:
         """Work on the rows when the answer is awaited, or else when the update comes."""
         self.sent.append(rows)
         work = functools.cache(functools.partial(self._work, rows, loss))
         self.waiting.append(work)
         return work
 
-    def _work(self, rows: list[Row], loss: ServerLoss) -> Passed:
+    def _work(self, rows: list[WireRow], loss: ServerLoss) -> Passed:
         found, total = [], torch.zeros(())
         for row in rows:
             ids = torch.from_numpy(row.token_ids)
@@ -278,7 +277,7 @@ def test_bad_rows_are_not_sent() -> None:
     learner = make_learner(config, policies)
     with torch.no_grad():
         next(iter(policies["solver"].trained_parameters())).fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match=r"'solver': loss is nan.* can't take an update back: resume from"):
+    with pytest.raises(FloatingPointError, match=r"'solver': loss is nan.* can't undo an update: resume from"):
         train(learner)
 
 
@@ -309,7 +308,7 @@ def test_a_checkpoint_of_other_policies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch, match=r"adapters \{'reviser': 4, 'solver': 4\}, the run has .*'solver': 8"):
         learner.load(saved)
     with pytest.raises(
-        CheckpointMismatch, match=r"format 6 \(a Tinker server holds its weights\); this version reads format 4 and 5"
+        CheckpointMismatch, match=r"format 6 \(a Tinker server holds its weights\); expected format 4 or 5"
     ):
         load_checkpoint(saved, make_policies(config))
     (saved / "tinker.json").write_text("{}")

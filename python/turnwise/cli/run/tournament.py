@@ -28,13 +28,11 @@ from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
 from turnwise.train.checkpoint.files import read_tensors
 from turnwise.train.checkpoint.progress import find_checkpoint
 from turnwise.train.config.sampling import FilterConfig, LoopConfig, TreeConfig
-from turnwise.train.config.schema import LogConfig, TrainConfig
-from turnwise.train.config.selfplay import HealthConfig, LeagueConfig
+from turnwise.train.config.schema import HealthConfig, LeagueConfig, LogConfig, TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE
 from turnwise.train.league.build import FOLDER
-from turnwise.train.league.payoffs import Game, Payoffs, game_of
+from turnwise.train.league.payoffs import GameResult, Payoffs, Ratings, bradley_terry, game_of
 from turnwise.train.league.pool import members_in, slot_name
-from turnwise.train.league.ratings import Ratings, bradley_terry
 from turnwise.train.run_folder import check_episode_types
 from turnwise.train.validate import load_config
 from turnwise.types import ModelError, ModelRequest, ModelResponse, TaskCapabilities, capabilities_of
@@ -135,7 +133,7 @@ async def _round_robin(client: MatchClient, task: Task, participants: Sequence[P
     return payoffs
 
 
-async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -> list[list[Game]]:
+async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -> list[list[GameResult]]:
     """Play the games of one pair, and return the matches without failed games, from the first participant's side."""
     # Each question is one match, with a game from each seat.
     requests, sides = [], []
@@ -145,7 +143,7 @@ async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -
             requests.append(replace(question, policies=policies))
             sides.append(seat)
     results = await arena.evaluation(sampling=arena.sampling).generate_rollouts(requests)
-    matches: list[list[Game]] = [[] for _ in range(0, len(requests), len(seats))]
+    matches: list[list[GameResult]] = [[] for _ in range(0, len(requests), len(seats))]
     for place, (result, seat) in enumerate(zip(results, sides, strict=True)):
         if result.rollout.error is None:
             matches[place // len(seats)].append(game_of(result.rollout, [seat], seats))

@@ -19,7 +19,6 @@ from turnwise.run.checks import check_config, resolve_config, task_of, tiny_mode
 from turnwise.run.models.size import model_of
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
-from turnwise.train.league import plays_past
 from turnwise.train.league.build import groups_of
 from turnwise.train.model.loading import TINY, check_models
 
@@ -100,7 +99,7 @@ def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> di
         tokenizer.save_pretrained(folder)
         adapters = [each.lora.rank for each in policies.values() if each.lora is not None]
         if adapters:
-            past = config.league.opponents_per_step * groups_of(config) if plays_past(config) else 0
+            past = config.league.opponents_per_step * groups_of(config) if config.league.share else 0
             pool.options.setdefault("adapter_slots", len(adapters) * (1 + past))
             pool.options.setdefault("adapter_rank", max(adapters))
     return folders

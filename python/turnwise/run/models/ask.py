@@ -68,10 +68,10 @@ def describe_models(config: TrainConfig, tiny: Tiny) -> list[str]:
             on = "on" if any(config.policies[name].dropout for name in names) else "off"
             told.append(f"dropout {on} ({', '.join(f'{name} = {share:g}' for name, share in facts.drops.items())})")
         if one.tried:
-            rows = facts.why_padded and f"padded, as {facts.why_padded}"
-            rows = rows or (facts.why_unshared and f"packed, not shared, as {facts.why_unshared}") or "shared"
+            rows = facts.reason_padded and f"padded, as {facts.reason_padded}"
+            rows = rows or (facts.reason_unshared and f"packed, not shared, as {facts.reason_unshared}") or "shared"
             told.append(f"rows {rows}")
-            told.append(f"log-probs from logits, as {facts.why_logits}" if facts.why_logits else "no logits")
+            told.append(f"log-probs from logits, as {facts.reason_unfused}" if facts.reason_unfused else "no logits")
             if one.why_uncached:
                 told.append(f"sampled here without a cache, as {one.why_uncached}")
         else:
@@ -98,10 +98,10 @@ def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) 
             keys = {"dropout": "dropout", "target_modules": "lora.target_modules"}
             key = next((key for start, key in keys.items() if str(error).startswith(start)), "path")
             raise ConfigError(f"config key 'policies.{name}.{key}': {error}") from error
-        why = facts.why_unshared if layout.trie_share else facts.why_padded
-        if layout.must and why and policies[name].trainable:
+        why = facts.reason_unshared if layout.trie_share else facts.reason_padded
+        if layout.required and why and policies[name].trainable:
             key = f"config key 'update.sequence_layout' = {config.update.sequence_layout!r}"
-            raise ConfigError(f"{key}: {facts.kind} of policy {name!r} can't have it, as {why}")
+            raise ConfigError(f"{key}: {facts.kind} of policy {name!r} doesn't support it, as {why}")
     with sampling_mode(models[name], share=True):
         why_uncached = cache_unsupported_reason(models[name])
     return [Asked(names, facts, found.bytes, True, why_uncached)]

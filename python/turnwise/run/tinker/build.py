@@ -13,11 +13,10 @@ from turnwise.inference import TinkerClient
 from turnwise.inference.common.hf_model import context_length
 from turnwise.inference.tinker import TinkerServerError
 from turnwise.run.tinker.checks import ITS_OWN, base_model, connect
-from turnwise.train.config.schedule import steps_in_training
+from turnwise.train.config.policies import steps_in_training
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.learner.tinker.adapter import Adapter
 from turnwise.train.learner.tinker.learner import TinkerLearner
-from turnwise.train.learner.tinker.policy import RemotePolicy
+from turnwise.train.learner.tinker.remote import RemoteAdapter, RemotePolicy
 from turnwise.train.log.run_log import RunLog
 from turnwise.types import InferenceClient
 
@@ -48,7 +47,7 @@ def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
         for name, settings in config.policies.items()
     }
     adapters = {
-        name: Adapter(server, name_there, settings.lora.rank, config.seed + number)
+        name: RemoteAdapter(server, name_there, settings.lora.rank, config.seed + number)
         for number, (name, settings) in enumerate(config.policies.items())
         if settings.trainable and settings.lora is not None
     }
@@ -70,7 +69,7 @@ def export_adapters(learner: TinkerLearner, tokenizer: Any, run_dir: Path, log: 
     """Download each trained adapter from the server into ``run_dir/policies/<name>``, in peft's format."""
     for name, adapter in learner.adapters.items():
         folder = run_dir / "policies" / name
-        path = adapter.save_for_sampler(f"export{learner.policies[name].version}-{learner.mark()}")
+        path = adapter.save_for_sampler(f"export{learner.policies[name].version}-{learner.unique_suffix()}")
         try:
             adapter.server.download(path, folder)
         except TinkerServerError as error:

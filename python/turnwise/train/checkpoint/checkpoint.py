@@ -1,10 +1,10 @@
 """Checkpoints: safetensors and one JSON manifest, written to a temporary folder and renamed.
 
-A kill at any moment leaves the last whole checkpoint. Layout of ``checkpoints/step_00000010/``::
+A kill at any moment leaves the last complete checkpoint. Layout of ``checkpoints/step_00000010/``::
 
     manifest.json                 step, trainer state, the size and SHA-256 of every other file, and its own
     policy-default.safetensors    a policy's own weights, tied ones once, float32 if they train in bfloat16; for an
-                                  adapter only the adapter's
+                                  adapter without its base
     base-default.safetensors      the base that adapters share, named after the first of them
     reference-default.safetensors the frozen model of a KL term
     optimizer-default.safetensors first and second moments and step counts, keyed "<parameter index>.<name>"
@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from turnwise.train.checkpoint.files import (
-    CheckpointError,
     CheckpointMismatch,
     FrozenFiles,
     fingerprint,
@@ -47,9 +46,9 @@ from turnwise.train.checkpoint.files import (
     write_manifest,
     write_tensors,
 )
-from turnwise.train.checkpoint.parts import Part, check_fit, parts_of, placed
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
 from turnwise.train.checkpoint.shards import check_shards, read_shards, read_whole
+from turnwise.train.checkpoint.weight_sets import WeightSet, check_fit, shard_like, weight_sets_of
 from turnwise.train.model.policy import Policy
 from turnwise.utils.files import sync_folder
 
@@ -57,20 +56,6 @@ FORMAT, SHARDED_FORMAT = 4, 5
 """Formats of checkpoints with whole tensors, and with shards."""
 FORMATS = (FORMAT, SHARDED_FORMAT)
 _PREFIX = "step_"
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointMismatch",
-    "check_checkpoint",
-    "checkpoint_at",
-    "ignored_checkpoints",
-    "list_checkpoints",
-    "load_checkpoint",
-    "load_learners",
-    "load_weights",
-    "read_part",
-    "save_checkpoint",
-]
 
 
 def save_checkpoint(
@@ -100,15 +85,15 @@ def save_checkpoint(
     """
     root.mkdir(parents=True, exist_ok=True)
     final = checkpoint_at(root, step)
-    found = list_checkpoints(root)
-    if final in found:
+    complete = list_checkpoints(root)
+    if final in complete:
         return final
-    for left in root.glob(f".{_PREFIX}*.tmp"):  # left by a kill during writing or deleting
-        shutil.rmtree(left, ignore_errors=True)
+    for incomplete in root.glob(f".{_PREFIX}*.tmp"):  # left by a kill during writing or deleting
+        shutil.rmtree(incomplete, ignore_errors=True)
     # Write all files to a temporary folder, and rename it at the end.
     temporary = root / f".{final.name}.tmp"
     temporary.mkdir()
-    frozen = FrozenFiles(found[-1] if found else None)
+    frozen = FrozenFiles(complete[-1] if complete else None)
     try:
         for name, source in (links or {}).items():
             frozen.take(source, temporary / name)
@@ -121,7 +106,7 @@ def save_checkpoint(
             "policies": {name: describe_progress(policy) for name, policy in policies.items()},
             "frozen": frozen.digests,
             "step": step,
-            "state": json.loads(json.dumps(state)),  # which goes on changing
+            "state": json.loads(json.dumps(state)),  # a copy, as the run changes it before finish()
         }
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -131,40 +116,34 @@ def save_checkpoint(
         try:
             written()
             files = sorted(temporary.iterdir())
-            manifest["files"] = {file.name: frozen.known.get(file.name) or fingerprint(file) for file in files}
+            manifest["files"] = {file.name: frozen.fingerprints.get(file.name) or fingerprint(file) for file in files}
             write_manifest(manifest, temporary)
             sync_files(temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _put_in_place(temporary, final, keep, protect)
+        _rename_and_prune(temporary, final, keep, protect)
 
-    (later or _at_once)(finish)
+    if later is None:
+        finish()
+    else:
+        later(finish)
     return final
 
 
-def _at_once(finish: Callable[[], None]) -> None:
-    finish()
-
-
-def _put_in_place(temporary: Path, final: Path, keep: int, protect: Collection[int]) -> None:
+def _rename_and_prune(temporary: Path, final: Path, keep: int, protect: Collection[int]) -> None:
     """Rename the complete checkpoint to its own name, then delete old ones."""
     root = final.parent
-    if final.exists():
-        _set_aside(final)
+    if final.exists():  # not a complete checkpoint; keep its files under a free name
+        names = (final.with_name(f"{final.name}.old{number or ''}") for number in itertools.count())
+        final.rename(next(name for name in names if not name.exists()))
     temporary.rename(final)
     sync_folder(root)
     protected = {checkpoint_at(root, step) for step in protect}
     for old in list_checkpoints(root)[:-keep]:
         if old not in protected:
-            doomed = old.rename(root / f".{old.name}.tmp")  # a kill in between leaves nothing that looks complete
-            shutil.rmtree(doomed)
-
-
-def _set_aside(folder: Path) -> None:
-    """Rename ``folder``, which is not a checkpoint, to a free name: its files are kept, and its name becomes free."""
-    names = (folder.with_name(f"{folder.name}.old{number or ''}") for number in itertools.count())
-    folder.rename(next(name for name in names if not name.exists()))
+            # Rename it first: a kill in between leaves nothing that looks complete.
+            shutil.rmtree(old.rename(root / f".{old.name}.tmp"))
 
 
 def checkpoint_at(root: Path, step: int) -> Path:
@@ -177,16 +156,16 @@ def list_checkpoints(root: Path) -> list[Path]:
 
     A checkpoint with an unreadable manifest is included; loading it raises an error.
     """
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if _why_ignored(path) is None)
+    return sorted(path for path in root.glob(f"{_PREFIX}*") if _reason_to_ignore(path) is None)
 
 
 def ignored_checkpoints(root: Path) -> dict[Path, str]:
     """List folders under ``root`` that look like checkpoints but are not (copies, for example), with the reasons."""
-    found = {path: _why_ignored(path) for path in sorted(root.glob(f"{_PREFIX}*"))}
-    return {path: why for path, why in found.items() if why is not None}
+    reasons = {path: _reason_to_ignore(path) for path in sorted(root.glob(f"{_PREFIX}*"))}
+    return {path: reason for path, reason in reasons.items() if reason is not None}
 
 
-def _why_ignored(path: Path) -> str | None:
+def _reason_to_ignore(path: Path) -> str | None:
     if not re.fullmatch(rf"{_PREFIX}\d{{8}}", path.name):
         return f"its name is not {_PREFIX!r} and eight digits"
     manifest = path / "manifest.json"
@@ -220,18 +199,18 @@ def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, di
 def load_learners(path: Path, policies: Mapping[str, Policy], *, checked: bool = False) -> tuple[int, dict[str, Any]]:
     """Load as :func:`load_checkpoint` does, but leave the random generators unchanged.
 
-    ``checked`` says that :func:`check_checkpoint` has read and checked the files, in this process or another.
+    Pass ``checked`` if :func:`check_checkpoint` has checked the files, in this process or another.
     """
     manifest = read_manifest(path, FORMATS, files=False) if checked else check_checkpoint(path, policies)
     if manifest["format"] == SHARDED_FORMAT:
         moments = read_shards(path, policies, learners=True)
     else:
         # Read and check everything before any weight changes.
-        contents = _read_parts(path, parts_of(policies, references=True), manifest)
+        contents = _read_weight_sets(path, weight_sets_of(policies, references=True), manifest)
         trained = [name for name, policy in policies.items() if policy.optimizer]
         moments = {name: read_tensors(path / f"optimizer-{name}.safetensors") for name in trained}
-        for part, saved in contents:
-            _copy_into(part, saved)
+        for weight_set, saved in contents:
+            _copy_into(weight_set, saved)
     for name, policy in policies.items():
         _restore_optimizer(policy, moments.get(name), manifest["policies"][name])
     return manifest["step"], manifest["state"]
@@ -241,9 +220,8 @@ def check_checkpoint(path: Path, policies: Mapping[str, Policy]) -> dict[str, An
     """Return the manifest, after a check of all files and of their fit to ``policies``: names, kinds, weights."""
     manifest = _checked_manifest(path, policies)
     _check_learners(path, policies, manifest)
-    parts = parts_of(policies, references=True)
     if manifest["format"] == SHARDED_FORMAT:
-        check_shards(path, parts)
+        check_shards(path, weight_sets_of(policies, references=True))
     return manifest
 
 
@@ -253,30 +231,28 @@ def load_weights(path: Path, policies: Mapping[str, Policy]) -> None:
     if manifest["format"] == SHARDED_FORMAT:
         read_shards(path, policies, learners=False)
         return
-    for part, saved in _read_parts(path, parts_of(policies, references=False), manifest):
-        _copy_into(part, saved)
+    for weight_set, saved in _read_weight_sets(path, weight_sets_of(policies, references=False), manifest):
+        _copy_into(weight_set, saved)
 
 
-def read_part(path: Path, part: Part, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of one part, whole and in their saved dtypes; its model may be on the meta device.
+def read_weight_set(path: Path, weight_set: WeightSet, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the saved tensors, whole and in their saved dtypes; the model may be on the meta device.
 
-    ``manifest`` is that of the checkpoint ``path``, whose files it has checked. Raises :class:`CheckpointError`.
+    ``manifest`` is what :func:`read_manifest` returned for ``path``. Raises :class:`CheckpointError`.
     """
     if manifest["format"] == SHARDED_FORMAT:
-        return read_whole(path, part)
-    return _read_parts(path, [part], manifest)[0][1]
+        return read_whole(path, weight_set)
+    return _read_weight_sets(path, [weight_set], manifest)[0][1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Contents of a checkpoint
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Contents of a checkpoint ------------------------------------------------------------------------------------------
 def _write_whole(folder: Path, policies: Mapping[str, Policy], frozen: FrozenFiles) -> Callable[[], None]:
     """Write generators, weights and optimizers, and return a function that has nothing to wait for."""
     write_tensors(generator_states(), folder / "rng.safetensors")
-    for part in parts_of(policies, references=True):
-        weights = {key: tensor.contiguous() for key, tensor in part.weights()}
-        if not (part.frozen and frozen.link(folder / part.file, weights)):
-            write_tensors(weights, folder / part.file)
+    for weight_set in weight_sets_of(policies, references=True):
+        weights = {key: tensor.contiguous() for key, tensor in weight_set.weights()}
+        if not (weight_set.frozen and frozen.link(folder / weight_set.file, weights)):
+            write_tensors(weights, folder / weight_set.file)
     for name, policy in policies.items():
         if policy.optimizer is not None:
             saved = policy.optimizer.state_dict()
@@ -303,15 +279,15 @@ def describe_progress(policy: Policy) -> dict[str, Any]:
     return described
 
 
-def _copy_into(part: Part, saved: Mapping[str, Tensor]) -> None:
+def _copy_into(weight_set: WeightSet, saved: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, tensor in part.weights():
-            tensor.copy_(placed(saved[name], tensor))
-    part.loaded()
+        for name, tensor in weight_set.weights():
+            tensor.copy_(shard_like(saved[name], tensor))
+    weight_set.loaded()
 
 
 def restore_progress(policy: Policy, described: dict[str, Any]) -> None:
-    """Restore what the manifest says of a policy: versions, updates, and the place in its schedule."""
+    """Restore a policy's entry in the manifest: version, updates, and position in its schedule."""
     policy.version, policy.updates = described["version"], described["updates"]
     policy.load_extra_state(described["extra"])
     if policy.schedule is not None:
@@ -326,24 +302,20 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in moments.items():
         index, slot = key.split(".", 1)
-        state.setdefault(int(index), {})[slot] = placed(tensor, parameters[int(index)])
+        state.setdefault(int(index), {})[slot] = shard_like(tensor, parameters[int(index)])
     policy.optimizer.load_state_dict({"state": state, "param_groups": policy.optimizer.state_dict()["param_groups"]})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Checks ------------------------------------------------------------------------------------------------------------
 def _checked_manifest(path: Path, policies: Mapping[str, Policy]) -> dict[str, Any]:
-    """Return the manifest after checks: its files are complete, and its policies are this run's."""
+    """Return the manifest, after a check of its files and of its policies' names and kinds."""
     manifest = read_manifest(path, FORMATS)
     if set(manifest["policies"]) != set(policies):
-        raise CheckpointMismatch(
-            f"{path}: holds policies {sorted(manifest['policies'])}, the run has {sorted(policies)}"
-        )
+        raise CheckpointMismatch(f"{path}: policies {sorted(manifest['policies'])}, the run has {sorted(policies)}")
     for name, policy in policies.items():
         if (kind := manifest["policies"][name]["kind"]) != _kind(policy):
             raise CheckpointMismatch(
-                f"{path}: policy {name!r} was saved as {kind!r}, the run has it as {_kind(policy)!r}"
+                f"{path}: policy {name!r} was saved as {kind!r}, in this run it is {_kind(policy)!r}"
             )
     return manifest
 
@@ -352,21 +324,22 @@ def _check_learners(path: Path, policies: Mapping[str, Policy], manifest: dict[s
     """Require the same trainable policies, because a frozen policy saved no optimizer state to resume from."""
     words = {True: "trainable", False: "frozen"}
     for name, policy in policies.items():
-        was = manifest["policies"][name]["trainable"]
-        if was != policy.trainable:
+        trained = manifest["policies"][name]["trainable"]
+        if trained != policy.trainable:
             raise CheckpointMismatch(
-                f"{path}: policy {name!r} was {words[was]} when it was saved, in this run it is "
-                f"{words[policy.trainable]}"
+                f"{path}: policy {name!r} was saved as {words[trained]}, in this run it is {words[policy.trainable]}"
             )
 
 
-def _read_parts(path: Path, parts: Iterable[Part], manifest: Mapping[str, Any]) -> list[tuple[Part, dict[str, Tensor]]]:
-    """Read the saved tensors of each part, and check them against its model by name and shape."""
+def _read_weight_sets(
+    path: Path, weight_sets: Iterable[WeightSet], manifest: Mapping[str, Any]
+) -> list[tuple[WeightSet, dict[str, Tensor]]]:
+    """Read the saved tensors of each set, and check them against its model by name and shape."""
     contents = []
-    for part in parts:
-        if part.file not in manifest["files"]:
-            raise CheckpointMismatch(f"{path}: {part.label} was not saved: there is no {part.file}")
-        saved = read_tensors(path / part.file)
-        check_fit(path, part, {name: tuple(tensor.shape) for name, tensor in saved.items()})
-        contents.append((part, saved))
+    for weight_set in weight_sets:
+        if weight_set.file not in manifest["files"]:
+            raise CheckpointMismatch(f"{path}: {weight_set.label} was not saved: there is no {weight_set.file}")
+        saved = read_tensors(path / weight_set.file)
+        check_fit(path, weight_set, {name: tuple(tensor.shape) for name, tensor in saved.items()})
+        contents.append((weight_set, saved))
     return contents

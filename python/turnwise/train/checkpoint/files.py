@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from turnwise.inference.weights.weight_block import check_memory
-from turnwise.train.model.policy import bit_sum
+from turnwise.train.model.weights import bit_sum
 from turnwise.utils.files import link_or_copy, sync_folder
 
-_OWN = "sha256"
+_DIGEST = "sha256"
 """Manifest key of the digest of all other keys."""
-
 
 REMOTE_FORMAT = 6
 """Format of checkpoints without tensors, which a server holds."""
@@ -38,28 +37,29 @@ class FrozenFiles:
     """Links files that never change to those of the checkpoint ``before``, instead of writing them again.
 
     It recognizes equal weights by a digest of names, shapes, dtypes and bit sums in that checkpoint's manifest.
-    ``digests`` are those for the new manifest, ``known`` the sizes and SHA-256 of the linked files.
+    ``digests`` are those for the new manifest, ``fingerprints`` the sizes and SHA-256 of the linked files.
     """
 
     def __init__(self, before: Path | None) -> None:
         self.digests: dict[str, str] = {}
-        self.known: dict[str, list[Any]] = {}
+        self.fingerprints: dict[str, list[Any]] = {}
         self._before = before
         self._manifest: dict[str, Any] = {}
         if before is not None:
             with suppress(CheckpointError):  # link nothing of a damaged checkpoint; reading it raises the error
-                self._manifest = _sound(before / "manifest.json")
+                self._manifest = _checked_manifest(before)
 
     def link(self, file: Path, weights: Mapping[str, Tensor]) -> bool:
         """Link ``file`` to the file of ``before`` that holds ``weights``; ``False`` if there is none."""
-        digest = self.digests[file.name] = _digest(weights)
+        described = [[name, list(x.shape), str(x.dtype), bit_sum(x)] for name, x in weights.items()]
+        digest = self.digests[file.name] = hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()
         if self._before is None or self._manifest.get("frozen", {}).get(file.name) != digest:
             return False
         source, entry = self._before / file.name, self._manifest.get("files", {}).get(file.name)
         if entry is None or not source.is_file() or source.stat().st_size != entry[0]:
             return False
         link_or_copy(source, file)
-        self.known[file.name] = entry
+        self.fingerprints[file.name] = entry
         return True
 
     def take(self, source: Path, file: Path) -> None:
@@ -69,7 +69,7 @@ class FrozenFiles:
         if self._before is not None and entry is not None:
             with suppress(FileNotFoundError):
                 if file.samefile(self._before / file.name):
-                    self.known[file.name] = entry
+                    self.fingerprints[file.name] = entry
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
@@ -96,23 +96,22 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
     """Write the JSON-serialisable ``manifest`` into checkpoint ``path``, with a SHA-256 of itself."""
     plain = json.loads(json.dumps(manifest))  # as it will be read back: numeric keys become strings
-    signed = {**plain, _OWN: _own_digest(plain)}
+    signed = {**plain, _DIGEST: _digest_of(plain)}
     (path / "manifest.json").write_text(json.dumps(signed, indent=1), encoding="utf-8")
 
 
-def read_manifest(path: Path, versions: Collection[int], *, files: bool = True) -> dict[str, Any]:
-    """Return the manifest of checkpoint ``path``, after a check of its format, its digest and, if ``files``, all files.
+def read_manifest(path: Path, formats: Collection[int], *, files: bool = True) -> dict[str, Any]:
+    """Return the manifest of checkpoint ``path``, after a check of its digest and, if ``files``, all files.
 
-    ``versions`` are the formats that it may have.
+    Raises :class:`CheckpointMismatch` for a format that is not one of ``formats``.
     """
-    manifest = _parsed(path / "manifest.json")
-    if manifest.get("format") not in versions:
-        readable, held = " and ".join(map(str, versions)), manifest.get("format") == REMOTE_FORMAT
-        where = " (a Tinker server holds its weights)" if held else ""
+    manifest = _parse_manifest(path)
+    if manifest.get("format") not in formats:
+        remote = " (a Tinker server holds its weights)" if manifest.get("format") == REMOTE_FORMAT else ""
         raise CheckpointMismatch(
-            f"{path}: format {manifest.get('format')!r}{where}; this version reads format {readable}"
+            f"{path}: format {manifest.get('format')!r}{remote}; expected format {' or '.join(map(str, formats))}"
         )
-    manifest = _sound(path / "manifest.json")
+    manifest = _checked_manifest(path)
     for name, expected in manifest["files"].items() if files else ():
         file = path / name
         if not file.is_file():
@@ -128,7 +127,7 @@ def read_listed(path: Path, name: str) -> bytes | None:
     Returns ``None`` if the file is neither listed nor there. Raises :class:`CheckpointError` for a file that is not
     listed or differs: the caller may unpickle the bytes, which runs code.
     """
-    manifest, file = _sound(path / "manifest.json"), path / name
+    manifest, file = _checked_manifest(path), path / name
     expected = manifest["files"].get(name)
     if expected is None:
         if file.exists():
@@ -154,28 +153,24 @@ def sync_files(folder: Path) -> None:
     sync_folder(folder)
 
 
-def _parsed(file: Path) -> dict[str, Any]:
+def _parse_manifest(path: Path) -> dict[str, Any]:
+    file = path / "manifest.json"
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} can't be read: {error}") from error
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{file} can't be read: it holds no table")
+        raise CheckpointError(f"{file} can't be read: expected a JSON object")
     return manifest
 
 
-def _sound(file: Path) -> dict[str, Any]:
-    """Return a parsed manifest without its digest, after a check against it."""
-    manifest = _parsed(file)
-    if manifest.pop(_OWN, None) != _own_digest(manifest):
-        raise CheckpointError(f"{file} is damaged: its SHA-256 differs from what it says")
+def _checked_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of checkpoint ``path`` without its digest, after a check against it."""
+    manifest = _parse_manifest(path)
+    if manifest.pop(_DIGEST, None) != _digest_of(manifest):
+        raise CheckpointError(f"{path / 'manifest.json'} is damaged: its SHA-256 differs from the one in it")
     return manifest
 
 
-def _own_digest(manifest: Mapping[str, Any]) -> str:
+def _digest_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(weights: Mapping[str, Tensor]) -> str:
-    described = [[name, list(tensor.shape), str(tensor.dtype), bit_sum(tensor)] for name, tensor in weights.items()]
-    return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from turnwise.train.checkpoint.checkpoint import CheckpointError, checkpoint_at, list_checkpoints
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
+from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.config.schema import TrainConfig
 
 
@@ -74,31 +75,31 @@ START = "start"
 def find_checkpoint(root: Path, which: str | Path) -> Path:
     """Return the checkpoint under ``root`` that ``which`` names: a key of :data:`NAMED`, its own name, or a folder.
 
-    Raises :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` naming what is missing.
+    Raises :class:`~turnwise.train.checkpoint.files.CheckpointError` naming what is missing.
     """
     if str(which) in NAMED:
-        found = list_checkpoints(root)
-        if not found:
-            raise CheckpointError(f"checkpoint {str(which)!r}: {root} holds none")
-        return NAMED[str(which)](found)
+        checkpoints = list_checkpoints(root)
+        if not checkpoints:
+            raise CheckpointError(f"checkpoint {str(which)!r}: {root} has none")
+        return NAMED[str(which)](checkpoints)
     inside = root / which
     return inside if inside.is_dir() else Path(which)
 
 
-def _best(found: list[Path]) -> Path:
+def _best(checkpoints: list[Path]) -> Path:
     """Return the checkpoint with the best validation, according to the newest checkpoint."""
     try:
-        state = json.loads((found[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]
+        state = json.loads((checkpoints[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]
         step = RunProgress(**state["progress"]).best_step
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{found[-1] / 'manifest.json'} can't be read: {error!r}") from error
+        raise CheckpointError(f"{checkpoints[-1] / 'manifest.json'} can't be read: {error!r}") from error
     if step is None:
-        raise CheckpointError(f"checkpoint 'best': nothing was validated up to {found[-1]}; set eval.every")
-    best = checkpoint_at(found[-1].parent, step)
-    if best not in found:
+        raise CheckpointError(f"checkpoint 'best': nothing was validated up to {checkpoints[-1]}; set eval.every")
+    best = checkpoint_at(checkpoints[-1].parent, step)
+    if best not in checkpoints:
         raise CheckpointError(f"checkpoint 'best': that of step {step} is gone; checkpoint.keep_best = true keeps it")
     return best
 
 
-NAMED: dict[str, Callable[[list[Path]], Path]] = {"newest": lambda found: found[-1], "best": _best}
+NAMED: dict[str, Callable[[list[Path]], Path]] = {"newest": lambda checkpoints: checkpoints[-1], "best": _best}
 """Special names of checkpoints. Each function chooses one of a run's checkpoints, given oldest first."""

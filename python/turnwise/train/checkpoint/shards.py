@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint in shards, one file per rank, with ``torch.distributed.checkpoint``.
+"""Writes and reads the tensors of a checkpoint in shards, one file per rank, with ``torch.distributed.checkpoint``.
 
-Any number of processes reads them, one too: a shard of another size takes what it needs from the files.
+Any number of processes can read them: each takes from the files what its own shards need.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from turnwise.train.checkpoint.files import CheckpointError, write_tensors
-from turnwise.train.checkpoint.parts import Part, check_fit, parts_of
 from turnwise.train.checkpoint.run_state import generator_states
+from turnwise.train.checkpoint.weight_sets import WeightSet, check_fit, weight_sets_of
 from turnwise.train.model.policy import Policy
 
 Moments = dict[str, dict[str, Tensor]]
@@ -26,18 +26,18 @@ Moments = dict[str, dict[str, Tensor]]
 def write_shards(folder: Path, policies: Mapping[str, Policy], group: Any, rank: int) -> Callable[[], None]:
     """Begin to write weights, optimizers and torch's generators to ``folder``; return a function that waits for it.
 
-    Every ``rank`` calls it and writes its own part, from a copy, in a thread of its own: its shards of ``policies``.
-    ``group`` is a process group with gloo that nothing else uses. The function that it returns raises ``OSError`` if
-    any rank can't write its part.
+    Every ``rank`` calls it and writes its shards of ``policies``, from a copy, in a thread.
+    ``group`` is a process group with gloo that nothing else uses. The returned function raises ``OSError`` if any rank
+    can't write its part.
     """
-    state = _weights(parts_of(policies, references=True))
+    state = _weights(weight_sets_of(policies, references=True))
     for name, policy in policies.items():
         if policy.optimizer is not None:
             for i, slots in policy.optimizer.state_dict()["state"].items():
                 state |= {f"optimizer-{name}/{i}.{key}": value for key, value in sorted(slots.items())}
-    import torch.distributed.checkpoint as dcp  # a second, which a run in one process doesn't spend
+    import torch.distributed.checkpoint as dcp  # takes a second, which a run in one process saves
 
-    # Rank 0 has written its part only after all ranks have, so every file is there when it goes on.
+    # Rank 0 finishes after all other ranks, so every file is there when it continues.
     write_tensors(generator_states(), folder / generators_file(rank))
     with _quiet():
         writing = dcp.async_save(state, checkpoint_id=folder, process_group=group)
@@ -61,10 +61,10 @@ def read_shards(path: Path, policies: Mapping[str, Policy], *, learners: bool) -
 
     Names and shapes are checked before anything changes. Raises :class:`CheckpointError`.
     """
-    parts = parts_of(policies, references=learners)
+    weight_sets = weight_sets_of(policies, references=learners)
     sizes = _sizes(path)
-    check_shards(path, parts, sizes)
-    state, moments = _weights(parts), dict[str, dict[str, Tensor]]()
+    check_shards(path, weight_sets, sizes)
+    state, moments = _weights(weight_sets), dict[str, dict[str, Tensor]]()
     for name, policy in policies.items():
         if not learners or policy.optimizer is None:
             continue
@@ -81,17 +81,17 @@ def read_shards(path: Path, policies: Mapping[str, Policy], *, learners: bool) -
     alone = next(iter(policies.values())).ranks.size == 1
     with _quiet(), torch.no_grad():
         dcp.load(state, checkpoint_id=path, no_dist=alone)
-    for part in parts:
-        part.loaded()
+    for weight_set in weight_sets:
+        weight_set.loaded()
     return moments
 
 
-def read_whole(path: Path, part: Part) -> dict[str, Tensor]:
-    """Read one part into new tensors on the CPU, in this process alone. Raises :class:`CheckpointError`."""
+def read_whole(path: Path, weight_set: WeightSet) -> dict[str, Tensor]:
+    """Read one set of weights into new tensors on the CPU, in this process alone. Raises :class:`CheckpointError`."""
     import torch.distributed.checkpoint as dcp
 
-    entries, prefix = _entries(path), _prefix(part)
-    check_shards(path, [part], _sizes_of(entries))
+    entries, prefix = _entries(path), _prefix(weight_set)
+    check_shards(path, [weight_set], _sizes_of(entries))
     state: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in entries.items()
@@ -102,13 +102,13 @@ def read_whole(path: Path, part: Part) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in state.items()}
 
 
-def check_shards(path: Path, parts: list[Part], sizes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-    """Raise :class:`CheckpointError` unless the checkpoint has the weights of all ``parts``, in their shapes."""
+def check_shards(path: Path, weight_sets: list[WeightSet], sizes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Raise :class:`CheckpointError` unless the checkpoint has all weights of ``weight_sets``, in their shapes."""
     sizes = _sizes(path) if sizes is None else sizes
-    for part in parts:
-        prefix = _prefix(part)
+    for weight_set in weight_sets:
+        prefix = _prefix(weight_set)
         saved = {key.removeprefix(prefix): size for key, size in sizes.items() if key.startswith(prefix)}
-        check_fit(path, part, saved)
+        check_fit(path, weight_set, saved)
 
 
 def _sizes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -129,17 +129,17 @@ def _entries(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path / '.metadata'} can't be read: {error!r}") from error
 
 
-def _prefix(part: Part) -> str:
-    return part.file.removesuffix(".safetensors") + "/"
+def _prefix(weight_set: WeightSet) -> str:
+    return weight_set.file.removesuffix(".safetensors") + "/"
 
 
-def _weights(parts: list[Part]) -> dict[str, Any]:
-    return {_prefix(part) + name: tensor for part in parts for name, tensor in part.weights()}
+def _weights(weight_sets: list[WeightSet]) -> dict[str, Any]:
+    return {_prefix(each) + name: tensor for each in weight_sets for name, tensor in each.weights()}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's remark that a process without others saves or loads alone."""
+    """Silence torch's warning that a single process saves or loads without others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
         yield

@@ -1,5 +1,5 @@
 """The configuration of a run: sections, defaults, TOML files.
 
-Read in this order: schema, toml, schedule.
+Read in this order: schema, toml.
 May import: types, utils.
 """

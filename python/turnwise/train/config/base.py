@@ -10,7 +10,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A section of the config file; the string below a field describes it."""
+    """A section of the config file, described by its docstring; the string below a field describes the field."""
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -18,7 +18,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject ``true`` and ``false`` for a number: ``eval.every = true`` must not mean 1."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:

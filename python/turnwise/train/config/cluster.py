@@ -1,4 +1,4 @@
-"""Sections of the cluster: which processes a run has besides its own, where they are, and what happens if one dies."""
+"""Sections of the machines: the cluster's processes, shards of the models, and the learner, here or on a server."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class EnginesConfig(RoleConfig):
     count: int = Field(default=1, ge=1)
     """Engines of the pool."""
     min_count: int = Field(default=1, ge=1)
-    """Engines that must have a place before the run starts; the others join when there is room."""
+    """Engines that must have resources before the run starts; the others join when there is room."""
     engine: Literal["vllm", "transformers"] = "vllm"
-    """What computes."""
+    """Inference engine."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of ``turnwise serve``, such as ``kv_cache_gb`` and ``engine_args``."""
 
     @model_validator(mode="after")
-    def _no_fewer_than_the_least(self) -> Self:
+    def _check_min_count(self) -> Self:
         if self.min_count > self.count:
             raise ValueError(f"min_count = {self.min_count}: expected at most count = {self.count}")
         return self
@@ -80,19 +80,56 @@ class ClusterConfig(Section):
     address: str = "local"
     """Ray cluster: ``local`` starts one here, ``auto`` joins the one of RAY_ADDRESS, or host:port."""
     wait: float = Field(default=180.0, gt=0)
-    """Seconds that a place for every process may take to come free."""
+    """Seconds to wait until the cluster has resources for every process."""
     trust_network: bool = False
-    """Join a Ray cluster that checks no token: whoever reaches its ports can run code on it."""
+    """Join a Ray cluster that checks no token: anyone who reaches its ports can run code on it."""
     learner: LearnerRolesConfig = LearnerRolesConfig()
-    """The processes that train."""
     engines: dict[str, EnginesConfig] = Field(default_factory=dict)
     """Pools of engines by name; without one, the process of the loop samples by ``rollout.client``."""
     arena: ArenaWorkersConfig = ArenaWorkersConfig()
-    """Processes that play episodes."""
     faults: FaultsConfig = FaultsConfig()
-    """What happens if a process dies."""
 
     @property
     def has_engines(self) -> bool:
         """True if engines of the cluster sample, in place of ``rollout.client``."""
         return self.backend != "embedded" and bool(self.engines)
+
+
+class ShardingConfig(Section):
+    """Shards of the models over the processes that torchrun or Slurm starts; see docs/training.md."""
+
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type in which layers are gathered and computed; by default that of the weights. Gradients add up in float32."""
+    offload: bool = False
+    """Keep shards and optimizer in the CPU's memory."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the weights, each in shards over its part of the processes, so that only gradients cross the parts."""
+    parallel: bool = False
+    """Train policies that share no weights at the same time, each on an equal part of the processes."""
+    timeout: float = Field(default=300.0, gt=0)
+    """Seconds after which a process gives up waiting for another one in an update."""
+
+
+class TinkerConfig(Section):
+    """A server of the Tinker API that has, trains and samples the adapters; see docs/tinker.md."""
+
+    server: Literal["hosted", "skyrl", "skyrl-jax"] = "hosted"
+    """Server: Tinker's own service, or SkyRL with its FSDP or Megatron backend, or with its JAX backend."""
+    base_url: str | None = None
+    """Address of the server; by default that of the hosted service."""
+    base_model: str | None = None
+    """The server's name of the base model; by default the ``path`` of the policies."""
+    api_key_env: str = "TINKER_API_KEY"
+    """Environment variable with the key. SkyRL checks none, but the SDK needs one that begins with ``tml-``."""
+    timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that one answer may take."""
+    patience: float = Field(default=60.0, gt=0)
+    """Seconds that the server may be unreachable before the run ends."""
+
+
+class LearnerConfig(Section):
+    """The learner, which has and trains the weights of the policies."""
+
+    type: Literal["local", "tinker"] = "local"
+    """``local`` trains here, or in shards over the processes of torchrun; ``tinker`` lets a server train."""
+    tinker: TinkerConfig = TinkerConfig()

@@ -13,8 +13,8 @@ import tomli_w
 UNSET = "unset"
 """Key of a config file that lists options that are ``None``, such as ``["task_options.subset"]``."""
 
-PLACE = ""
-"""What a list holds in the place of a ``None``."""
+PLACEHOLDER = ""
+"""Stands for ``None`` in a list."""
 
 
 def dumps(data: Mapping[str, Any]) -> str:
@@ -43,17 +43,14 @@ def restore(data: dict[str, Any]) -> dict[str, Any]:
 def _plain(value: Any, at: str, nulls: list[str]) -> Any:
     """Return ``value`` without its ``None``, whose keys are added to ``nulls``."""
     if isinstance(value, Mapping):
-        named = {key: f"{at}.{_quoted(str(key))}".lstrip(".") for key in value}
-        nulls += [named[key] for key, each in value.items() if each is None]
-        return {key: _plain(each, named[key], nulls) for key, each in value.items() if each is not None}
+        bare = {key: bool(re.fullmatch("[A-Za-z0-9_-]+", str(key))) for key in value}
+        dotted = {key: f"{at}.{key if bare[key] else json.dumps(str(key))}".lstrip(".") for key in value}
+        nulls += [dotted[key] for key, each in value.items() if each is None]
+        return {key: _plain(each, dotted[key], nulls) for key, each in value.items() if each is not None}
     if isinstance(value, (list, tuple)):
         nulls += [f"{at}.{number}" for number, each in enumerate(value) if each is None]
-        return [PLACE if each is None else _plain(each, f"{at}.{n}", nulls) for n, each in enumerate(value)]
+        return [PLACEHOLDER if each is None else _plain(each, f"{at}.{n}", nulls) for n, each in enumerate(value)]
     return value
-
-
-def _quoted(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def _split(key: str) -> list[str]:
@@ -71,6 +68,6 @@ def _with_null(value: Any, keys: list[str]) -> Any:
         return None
     first, *rest = keys
     if isinstance(value, list):
-        place = int(first)
-        return [*value[:place], _with_null(value[place], rest), *value[place + 1 :]]
+        index = int(first)
+        return [*value[:index], _with_null(value[index], rest), *value[index + 1 :]]
     return {**value, first: _with_null(value.get(first, {}), rest)}

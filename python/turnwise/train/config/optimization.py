@@ -52,14 +52,13 @@ class LossConfig(Section):
     max_length: int | None = Field(default=None, ge=1)
     """Divisor of ``seq-mean-token-sum-norm``, which needs it."""
     kl: KLConfig = KLConfig()
-    """The KL term to the reference policy."""
     entropy_coef: float = 0.0
     """Coefficient of an entropy bonus."""
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
 
     @model_validator(mode="after")
-    def _needs_its_constant(self) -> Self:
+    def _check_max_length(self) -> Self:
         if self.aggregation == "seq-mean-token-sum-norm" and self.max_length is None:
             raise ValueError("aggregation 'seq-mean-token-sum-norm' needs max_length, the constant to divide by")
         return self
@@ -83,7 +82,7 @@ class UpdateConfig(OptimizerConfig):
 
     @field_validator("micro_batch_tokens")
     @classmethod
-    def _at_least_one(cls, value: Any) -> Any:
+    def _check_positive(cls, value: Any) -> Any:
         if isinstance(value, int) and value < 1:
             raise ValueError("expected auto, or a number of at least 1")
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -71,6 +72,30 @@ class PhaseConfig(Section):
     """Steps of the phase."""
 
 
+def policies_at(step: int, phases: Sequence[PhaseConfig], trainable: Collection[str]) -> set[str]:
+    """Return the policies of ``trainable`` that are updated in ``step``, counted from 0.
+
+    Each phase lasts for its ``steps``; after the last phase the first one follows again.
+    """
+    if not phases:
+        return set(trainable)
+    rest = step % sum(phase.steps for phase in phases)
+    for phase in phases:
+        if rest < phase.steps:
+            return set(phase.train) & set(trainable)
+        rest -= phase.steps
+    raise AssertionError("a step lies in one of the phases")
+
+
+def steps_in_training(policy: str, steps: int, phases: Sequence[PhaseConfig]) -> int:
+    """Count the steps among the first ``steps`` that update ``policy``: the length of its learning-rate schedule."""
+    if not phases:
+        return steps
+    rounds, rest = divmod(steps, sum(phase.steps for phase in phases))
+    in_a_round = sum(phase.steps for phase in phases if policy in phase.train)
+    return rounds * in_a_round + sum(policy in policies_at(step, phases, [policy]) for step in range(rest))
+
+
 class WarmStartConfig(Section):
     """Supervised training before the first step, on the task's demonstrations or on a file, up to a target."""
 
@@ -83,7 +108,7 @@ class WarmStartConfig(Section):
     warmup: int = Field(default=20, ge=0)
     """Updates of linear warm-up from 0 to ``lr``."""
     shuffle: bool = True
-    """False keeps the order of the rows, for demonstrations that begin with others than they end with."""
+    """False keeps the order of the rows, for demonstrations that begin with other rows than they end with."""
     held_out: int = Field(default=256, ge=0)
     """Rows that don't train but are measured, with all rows of their prompts; at most a tenth of the prompts."""
     check_every: int = Field(default=20, ge=1)
@@ -102,9 +127,9 @@ class WarmStartConfig(Section):
     """Least reward of a recorded step that becomes a row; needs ``data``."""
 
     @model_validator(mode="after")
-    def _stops_at_what_it_measures(self) -> Self:
+    def _check_measured(self) -> Self:
         for name in self.targets() if not self.held_out else ():
-            raise ValueError(f"{name} needs held_out > 0: without held-out rows nothing is ever reached")
+            raise ValueError(f"{name} needs held_out > 0: it is measured on held-out rows")
         return self
 
     def targets(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from turnwise.train.config.base import Section
 from turnwise.types.play import MAX_CONCURRENCY
@@ -32,11 +32,11 @@ class ServerConfig(Section):
     api_key_file: str | None = None
     """File with the key."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds that one answer may take, and that servers which worked may all be away."""
+    """Seconds that one answer may take, and that all servers may be unreachable once they have worked."""
     wait: float = Field(default=0.0, ge=0)
-    """Seconds to wait for a server of ``url`` that is absent when the run starts."""
+    """Seconds to wait for a server of ``url`` that is unreachable when the run starts."""
     retries: int = Field(default=5, ge=0)
-    """Most times that a failed request is sent again, to another server or to the same one."""
+    """Most retries of a failed request, on another server or on the same one."""
     dead_after: float = Field(default=30.0, gt=0)
     """Seconds without an answer after which a server must prove its health, or its requests are sent again."""
     folder: str | None = None
@@ -56,7 +56,7 @@ class TreeConfig(Section):
     """Selection among a tree's branches: the arguments of :class:`turnwise.arena.TreeSampler`."""
 
     select: Literal["best", "first", "mixed", "sample", "none"] | None = None
-    """Branch that goes on: first, or best (default with ``beam_width`` or ``score_by``), mixed, sample; none: all."""
+    """Branch that continues: first, best (default with ``beam_width`` or ``score_by``), mixed, sample; none: all."""
     best_share: Annotated[float | list[float], PlainValidator(_share)] = 0.5
     """Probability of the best branch under ``mixed``, 0 to 1; a pair is its value at the first and the last step."""
     beam_width: int = Field(default=1, ge=1)
@@ -86,12 +86,6 @@ class PlayLimits(Section):
     """Share of a step's episodes that may fail before the run stops."""
 
 
-def _client(value: Any) -> Any:
-    if value in ("vllm-process", "vllm-server"):
-        raise ValueError("this client is now 'vllm', with rollout.server.url for a server of your own")
-    return value
-
-
 class RolloutConfig(PlayLimits):
     """Sampling of one step: prompts, group size, branches, the client and its limits."""
 
@@ -102,17 +96,14 @@ class RolloutConfig(PlayLimits):
     branches: int = Field(default=1, ge=1)
     """Completions sampled at each action; more than 1 makes each episode a tree."""
     tree: TreeConfig = TreeConfig()
-    """Selection among the branches."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
-    """Token limit of a completion, for actors without a limit of their own."""
-    client: Annotated[Literal["transformers", "vllm", "tinker"], BeforeValidator(_client)] = "transformers"
+    """Token limit of a completion, for actors without their own limit."""
+    client: Literal["transformers", "vllm", "tinker"] = "transformers"
     """Engine that samples: transformers in this process, vLLM in servers, or the learner's server."""
     vllm: VLLMConfig = VLLMConfig()
-    """Servers that the client ``vllm`` starts where ``rollout.server.url`` names none."""
     server: ServerConfig = ServerConfig()
-    """Servers of the client ``vllm``: those of ``turnwise serve`` at ``url``, or the ones that the run starts."""
     max_batch_rows: int = Field(default=512, ge=1)
     """Most completions that the client computes at the same time."""
     check_private: bool = False
@@ -130,7 +121,7 @@ class LoopConfig(Section):
     """Order events by step instead of by clock, so that a resumed run repeats bit for bit."""
 
     @model_validator(mode="after")
-    def _one_or_the_other(self) -> Self:
+    def _check_compatible(self) -> Self:
         if self.in_flight_updates and self.deterministic:
             raise ValueError(
                 "in_flight_updates depend on the clock and can't be deterministic: drop one of the two keys"
@@ -153,11 +144,11 @@ class RewardConfig(Section):
     """Rewards before credit: the mix of the team's outcome and the actor's own part, turns, and penalties."""
 
     alpha: float | None = Field(default=None, ge=0)
-    """Weight of the team's outcome beside the actor's own part; by default the task's own."""
+    """Weight of the team's outcome, relative to the actor's own part; by default the task's own."""
     mode: Literal["weighted_sum", "convex"] | None = None
     """``weighted_sum`` is ``alpha * team + own``, ``convex`` is ``alpha * team + (1 - alpha) * own``."""
     difference: float | None = Field(default=None, ge=0)
-    """Weight of what an action changed in the team's value: mending pays, breaking costs. By default the task's own."""
+    """Weight of an action's change of the team's value: fixing pays, breaking costs. By default the task's own."""
     threshold: float | None = None
     """Value from which the mix counts as 1, below as 0; by default it counts as it is."""
     turn_shaping: Literal["none", "ramp", "discount"] | None = None

@@ -14,12 +14,47 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from turnwise.train.config import nulls
 from turnwise.train.config.base import Section
-from turnwise.train.config.cluster import ClusterConfig
-from turnwise.train.config.learner import LearnerConfig
+from turnwise.train.config.cluster import ClusterConfig, LearnerConfig, ShardingConfig
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import OptimizerConfig, PhaseConfig, PolicyConfig, WarmStartConfig
 from turnwise.train.config.sampling import CreditConfig, FilterConfig, LoopConfig, RewardConfig, RolloutConfig
-from turnwise.train.config.selfplay import HealthConfig, LeagueConfig
+
+
+class LeagueConfig(Section):
+    """Games against snapshots of the policies, each question once from each seat."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Share of a step's games against snapshots of past policies; 0 plays none."""
+    matchmaker: str = "prioritized"
+    """Rule that chooses opponents: a name in ``turnwise.train.league.league.MATCHMAKERS``, or ``module:Class``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the matchmaker's class."""
+    every: int = Field(default=10, ge=1)
+    """Steps between two snapshots; one more is taken before the first step."""
+    size: int = Field(default=32, ge=1)
+    """Newest snapshots that stay."""
+    opponents_per_step: int = Field(default=4, ge=1)
+    """Different opponents in one step: copies, or adapters, that the client holds."""
+
+
+class SignalConfig(Section):
+    """One watched signal."""
+
+    threshold: float | None = None
+    """Value at which the signal becomes unhealthy; by default the signal's own."""
+
+
+class HealthConfig(Section):
+    """Check of the starting policy, and signals that are watched during training, by default none."""
+
+    start_questions: int = Field(default=64, ge=0)
+    """Training questions of which the starting policy must solve one, or the run is rejected; 0 skips the check."""
+    start_samples: int = Field(default=64, ge=1)
+    """Most samples of each of these questions; the first success ends the check."""
+    window: int = Field(default=10, ge=1)
+    """Steps over which a signal is judged."""
+    signals: dict[str, SignalConfig] = Field(default_factory=dict)
+    """The watched signals, by their names in ``turnwise.train.health.signals.SIGNALS``."""
 
 
 class EvalConfig(Section):
@@ -41,7 +76,7 @@ class EvalConfig(Section):
     """Steps between two measurements of exact exploitability, in small games; 0 never measures."""
 
     @model_validator(mode="after")
-    def _stops_at_what_it_measures(self) -> Self:
+    def _check_measured(self) -> Self:
         for name in ("target_success", "patience"):
             if getattr(self, name) is not None and not self.every:
                 raise ValueError(f"{name} needs every > 0: without validation nothing is ever reached")
@@ -56,7 +91,7 @@ class CheckpointConfig(Section):
     minutes: float = Field(default=10.0, ge=0)
     """Most minutes of finished steps that a kill may lose; 0 saves by ``every`` alone."""
     every: int = Field(default=0, ge=0)
-    """Also save after this many steps; 0 saves by the clock, and at the end of the run, whatever ends it."""
+    """Also save after this many steps; 0 saves by the clock, and at the end of the run, also after an error."""
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that stay; with ``every`` those of its steps, and one saved in between until the next."""
     keep_best: bool = False
@@ -85,28 +120,13 @@ class LogConfig(Section):
 
     @field_validator("prometheus")
     @classmethod
-    def _an_address(cls, value: str | None) -> str | None:
+    def _check_address(cls, value: str | None) -> str | None:
         if value is None:
             return None
         host, _, port = value.rpartition(":")
         if not (port.isdecimal() and 0 < int(port) < 2**16) or (":" in host and not re.fullmatch(r"\[.+\]", host)):
             raise ValueError(f"expected host:port, such as 127.0.0.1:9400 or [::1]:9400, got {value!r}")
         return f"{host or '127.0.0.1'}:{port}"
-
-
-class ShardingConfig(Section):
-    """Shards of the models over the processes that torchrun or Slurm starts; see docs/training.md."""
-
-    compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type in which layers are gathered and computed; by default that of the weights. Gradients add up in float32."""
-    offload: bool = False
-    """Keep shards and optimizer in the CPU's memory."""
-    replicas: int = Field(default=1, ge=1)
-    """Copies of the weights, each in shards over its part of the processes, so that only gradients cross the parts."""
-    parallel: bool = False
-    """Train policies that share no weights at the same time, each on an equal part of the processes."""
-    timeout: float = Field(default=300.0, gt=0)
-    """Seconds after which a process gives up waiting for another one in an update."""
 
 
 class TrainConfig(Section):
@@ -143,37 +163,21 @@ class TrainConfig(Section):
     phases: list[PhaseConfig] = Field(default_factory=list)
     """Phases in which only some policies train."""
     warm_start: WarmStartConfig = WarmStartConfig()
-    """Supervised training before the first step."""
     rollout: RolloutConfig = RolloutConfig()
-    """Sampling of one step."""
     loop: LoopConfig = LoopConfig()
-    """Sampling ahead of the updates."""
     credit: CreditConfig = CreditConfig()
-    """The credit rule."""
     reward: RewardConfig = RewardConfig()
-    """Rewards before credit: their mix, turns, and penalties."""
     filter: FilterConfig = FilterConfig()
-    """Samples that don't train."""
     loss: LossConfig = LossConfig()
-    """The policy loss."""
     update: UpdateConfig = UpdateConfig()
-    """Optimizer steps on one batch."""
     eval: EvalConfig = EvalConfig()
-    """Validation and early stopping."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints of the run."""
     league: LeagueConfig = LeagueConfig()
-    """Games against past policies."""
     health: HealthConfig = HealthConfig()
-    """Signals that are watched during training."""
     learner: LearnerConfig = LearnerConfig()
-    """What holds and trains the weights."""
     sharding: ShardingConfig = ShardingConfig()
-    """Models in shards over several processes."""
     cluster: ClusterConfig = ClusterConfig()
-    """Processes of the run on other machines."""
     log: LogConfig = LogConfig()
-    """Metrics and recorded episodes."""
 
     def optimizer_of(self, policy: str) -> OptimizerConfig:
         """Return the settings of ``[update]`` with the overrides of ``policies.<policy>.optimizer``."""
@@ -183,5 +187,5 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_nulls(cls, data: Any) -> Any:
+    def _restore_nulls(cls, data: Any) -> Any:
         return nulls.restore(data) if isinstance(data, dict) else data

@@ -140,8 +140,8 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section class in an annotation such as ``dict[str, PolicyConfig]`` or ``LoraConfig | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (section_in(argument) for argument in get_args(annotation))
-    return next((section for section in found if section is not None), None)
+    sections = (section_in(argument) for argument in get_args(annotation))
+    return next((section for section in sections if section is not None), None)
 
 
 def to_toml(config: TrainConfig) -> str:

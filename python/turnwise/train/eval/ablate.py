@@ -1,4 +1,4 @@
-"""Measures what each actor of a team adds: the team plays the same questions without it, and it plays them alone."""
+"""Measures each actor's part in a team's success: the same questions are played without it, and by it alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SubTeam:
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """An actor to measure. ``None`` marks a sub_team that can't play the task."""
+    """An actor to measure. ``None`` marks a sub-team that can't play the task."""
 
     actor: str
     without: SubTeam | None
@@ -58,7 +58,7 @@ async def ablate(
     ablations: Sequence[Ablation],
     sampling: Sampling | None = None,
 ) -> list[Addition]:
-    """Evaluate each sub_team of ``ablations`` once on ``requests``, on which ``team`` is the whole team's evaluation.
+    """Evaluate each sub-team of ``ablations`` once on ``requests``; ``team`` is the whole team's evaluation on them.
 
     Actors keep their prompts, policies and weights. Pass the ``sampling`` of the team's evaluation.
     """
@@ -75,16 +75,16 @@ async def ablate(
             measured[sub_team.actors] = await evaluate(view, requests, sub_team.metric, sampling, samples=team.samples)
         return measured[sub_team.actors]
 
-    found = []
+    additions = []
     for ablation in ablations:
         without, alone = await play(ablation.without), await play(ablation.alone)
         difference = None if without is None else compare(team, without)
-        found.append(Addition(ablation.actor, without, difference, alone))
-    return found
+        additions.append(Addition(ablation.actor, without, difference, alone))
+    return additions
 
 
 def addition_metrics(team: Evaluation, additions: Sequence[Addition] = ()) -> dict[str, float]:
-    """Return what each actor adds, as metrics: counts and rates of its contribution, success without it and alone.
+    """Return metrics of each actor: counts and rates of its contribution, success without it and alone.
 
     Example: ``{"reviser/handed": 40, "reviser/changed": 0.25, "reviser/fixed": 0.1, "reviser/without": 0.55, ...}``
     """

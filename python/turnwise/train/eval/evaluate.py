@@ -13,7 +13,7 @@ from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
 from turnwise.samples.pack import with_zero_counts
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
-from turnwise.types import EpisodeRequest, GenerateResult, Rollout, Sampling
+from turnwise.types import EpisodeRequest, GenerateResult, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Evaluation:
     ``metrics`` holds the mean of every rubric metric over the finished episodes. ``estimates`` holds the same metrics
     and ``reward/<actor>`` (in a two-player game the reward of each seat) with their intervals. ``pass_at`` has pass@k
     by ``k`` for ``samples`` attempts at each question, if success is 0 or 1. ``values`` and ``clusters`` hold the
-    success and the question of every episode, in the order of the requests. ``contributions`` tells by actor how often
-    it changed, mended and broke what it was handed, over the finished episodes; only actors that were handed an answer
-    (``MultiTurnEpisode.team_answer``) are in it.
+    success and the question of every episode, in the order of the requests. ``contributions`` counts by actor how often
+    it changed, fixed and broke the answers that it was handed, over the finished episodes; only actors that were handed
+    an answer (``MultiTurnEpisode.team_answer``) are in it.
     """
 
     success: float
@@ -86,7 +86,8 @@ async def evaluate(
     if metric not in names:
         raise ValueError(f"metric={metric!r}: expected one of the rubric's metrics: {', '.join(names)}")
     # A failed episode counts as 0; episodes of one question form a cluster.
-    values = [_success(result.rollout, metric) for result in results]
+    scores = [{} if result.rollout.error is not None else result.rollout.metrics for result in results]
+    values = [float(metrics.get(metric, 0.0)) for metrics in scores]
     clusters = [result.group_id for result in results]
     success = estimate(values, clusters)
     estimates = _estimates(results)
@@ -107,30 +108,26 @@ async def evaluate(
     )
 
 
-def _success(rollout: Rollout, metric: str) -> float:
-    return 0.0 if rollout.error is not None else float(rollout.metrics.get(metric, 0.0))
-
-
 def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
     """Estimate every metric and every actor's reward, over the finished episodes that have it."""
-    found: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
+    samples: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
     finished = [result for result in results if result.rollout.error is None]
     measured = with_zero_counts([result.rollout.metrics for result in finished])
     for result, metrics in zip(finished, measured, strict=True):
         rewards = {f"reward/{actor}": reward for actor, reward in result.rollout.rewards.items()}
         for name, value in {**metrics, **rewards}.items():
-            found[name][0].append(float(value))
-            found[name][1].append(result.group_id)
-    return {name: estimate(*found[name]) for name in sorted(found)}
+            samples[name][0].append(float(value))
+            samples[name][1].append(result.group_id)
+    return {name: estimate(*samples[name]) for name in sorted(samples)}
 
 
 def _contributions(results: Sequence[GenerateResult]) -> dict[str, Contribution]:
     """Add up what every actor did to the answers that it was handed in finished episodes, in the order of acting."""
     finished = [node.rollout for result in results for node in result.walk() if node.rollout.error is None]
-    found: defaultdict[str, Contribution] = defaultdict(Contribution)
+    contributions: defaultdict[str, Contribution] = defaultdict(Contribution)
     for step in (step for rollout in finished for step in rollout.steps):
-        found[str(step.actor_id)] += Contribution(**step.info.get("handed", {}))
-    return {actor: made for actor, made in found.items() if made.handed}
+        contributions[str(step.actor_id)] += Contribution(**step.info.get("handed", {}))
+    return {actor: contribution for actor, contribution in contributions.items() if contribution.handed}
 
 
 def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:
@@ -146,5 +143,5 @@ def compare(first: Evaluation, second: Evaluation) -> PairedDifference:
     """Compare the success of ``first`` and ``second`` question by question. Raises ``ValueError`` if their questions
     differ."""
     if first.clusters != second.clusters or first.samples != second.samples:
-        raise ValueError("first and second were asked different questions: evaluate both with the same requests")
+        raise ValueError("first and second have different questions: evaluate both with the same requests")
     return paired_difference(first.values, second.values, first.clusters)

@@ -71,8 +71,8 @@ def _by_cluster(data: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[
     if clusters is None:
         return data, np.ones(len(data))
     ids: dict[Hashable, int] = {}
-    places = np.array([ids.setdefault(cluster, len(ids)) for cluster in clusters])
-    return np.bincount(places, weights=data), np.bincount(places).astype(np.float64)
+    indices = np.array([ids.setdefault(cluster, len(ids)) for cluster in clusters])
+    return np.bincount(indices, weights=data), np.bincount(indices).astype(np.float64)
 
 
 def _bootstrap(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
@@ -87,9 +87,7 @@ def _bootstrap(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Paired comparisons
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Paired comparisons ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
     """Result of ``first - second`` on the same questions with the same seeds. ``difference`` has the mean over all
@@ -141,21 +139,19 @@ def _sign_flips(sums: np.ndarray) -> float:
 
     Up to 12 non-zero sums it tries all patterns; beyond, random ones, and counts the true pattern among them.
     """
-    told = sums[sums != 0]
-    if len(told) <= 12:
-        patterns = 1 - 2 * ((np.arange(2 ** len(told))[:, None] >> np.arange(len(told))) & 1)
+    nonzero = sums[sums != 0]
+    if len(nonzero) <= 12:
+        patterns = 1 - 2 * ((np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero))) & 1)
         extra = 0
     else:
-        patterns = np.random.default_rng(0).choice((-1, 1), size=(DRAWS, len(told)))
+        patterns = np.random.default_rng(0).choice((-1, 1), size=(DRAWS, len(nonzero)))
         extra = 1
     # A tie must count, though sums in another order differ in their last bits.
-    far = np.abs(patterns @ told) >= abs(told.sum()) - 1e-9 * np.abs(told).sum()
+    far = np.abs(patterns @ nonzero) >= abs(nonzero.sum()) - 1e-9 * np.abs(nonzero).sum()
     return float((far.sum() + extra) / (len(patterns) + extra))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several attempts at one question
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Several attempts at one question ----------------------------------------------------------------------------------
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the unbiased probability that one of ``k`` attempts succeeds, given ``c`` successes of ``n``:
     ``1 - C(n - c, k) / C(n, k)`` (M. Chen et al., https://arxiv.org/abs/2107.03374, eq. 1). Raises ``ValueError``

@@ -1,4 +1,4 @@
-"""The health guard: judges signals over a window of steps, warns, and takes actions."""
+"""The health guard: judges signals over a window of steps, and warns."""
 
 from __future__ import annotations
 
@@ -9,40 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.train.callbacks import Callback, TrainerView
-from turnwise.train.health.actions import Action, RestoreCheckpoint
-from turnwise.train.health.signals import Signal, Sums
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError, Problems
+from turnwise.train.health.signals import SIGNALS, Signal, Sums
 from turnwise.types import GenerateResult
+from turnwise.utils.registry import import_class
 
 Series = dict[str, list[Sums]]
 """Sums of one signal in the latest steps, by actor."""
 
 
 class Guard(Callback):
-    """Watches ``signals`` over the last ``window`` steps in which an actor was measured, and takes their ``actions``.
+    """Watches ``signals`` over the last ``window`` steps in which an actor was measured, and warns once about each.
 
-    After an action all windows start empty, so that the action has ``window`` steps to take effect. The metric
-    ``health/<signal>/<actor>`` is the window's mean, ``health/unhealthy`` the number of unhealthy ones.
+    The metric ``health/<signal>/<actor>`` is the window's mean, ``health/unhealthy`` the number of unhealthy ones. The
+    checkpoint of ``healthy_step``, the last healthy one, stays, so that a user can go back to it.
     """
 
     name = "health"
 
-    def __init__(
-        self, signals: Mapping[str, Signal], actions: Mapping[str, Mapping[str, Action]], *, window: int
-    ) -> None:
-        self.signals, self.actions, self.window = dict(signals), actions, window
+    def __init__(self, signals: Mapping[str, Signal], *, window: int) -> None:
+        self.signals, self.window = dict(signals), window
         self.healthy_step: int | None = None
         self._recent: dict[str, Series] = {name: {} for name in signals}
         self._first: dict[str, dict[str, Sums]] = {name: {} for name in signals}
-        self._warned: set[str] = set()
-
-    async def on_start(self, trainer: TrainerView) -> None:
-        """Save a first checkpoint if an action rolls back, so that one exists from the start."""
-        rolls_back = any(
-            isinstance(action, RestoreCheckpoint) for chosen in self.actions.values() for action in chosen.values()
-        )
-        if rolls_back and self.healthy_step is None:
-            self.healthy_step = trainer.progress.step
-            trainer.save()
+        self._warned: set[tuple[str, str]] = set()
 
     async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> dict[str, float]:
         # Add this step's observations to the windows.
@@ -53,24 +44,25 @@ class Guard(Callback):
             for actor, sums in measured.items():
                 self._recent[name].setdefault(actor, []).append(sums)
                 del self._recent[name][actor][: -self.window]
-        # Judge the windows, warn about each newly unhealthy actor, and act.
-        metrics, ill = self._judged()
-        metrics["health/unhealthy"] = len(ill)
-        for (name, actor), reason in ill.items():
-            if f"{name}/{actor}" not in self._warned:
-                trainer.log.warn(trainer.progress.step, f"unhealthy {name} of {actor}: {reason}")
-        self._warned = {f"{name}/{actor}" for name, actor in ill}
-        await self._act({name for name, _ in ill}, trainer)
+        # Judge the windows, and warn about each newly unhealthy actor.
+        metrics, unhealthy = self._judge()
+        metrics["health/unhealthy"] = len(unhealthy)
+        for (name, actor), reason in unhealthy.items():
+            if (name, actor) not in self._warned:
+                trainer.log.warn(
+                    trainer.progress.step, f"unhealthy {name} of {actor}: {reason}. {self._advice(trainer)}"
+                )
+        self._warned = set(unhealthy)
         # A step is healthy if some window is full and none is unhealthy; the trainer saves its checkpoint after this.
         every = trainer.config.checkpoint.every
-        if not ill and len(metrics) > 1 and every and trainer.progress.step % every == 0:
+        if not unhealthy and len(metrics) > 1 and every and trainer.progress.step % every == 0:
             self.healthy_step = trainer.progress.step
         return metrics
 
-    def _judged(self) -> tuple[dict[str, float], dict[tuple[str, str], str]]:
-        """Return the means of all full windows, and the problem of each unhealthy actor."""
+    def _judge(self) -> tuple[dict[str, float], dict[tuple[str, str], str]]:
+        """Return the means of all full windows, and the problem of each unhealthy signal and actor."""
         metrics: dict[str, float] = {}
-        ill: dict[tuple[str, str], str] = {}
+        unhealthy: dict[tuple[str, str], str] = {}
         for name, series in self._recent.items():
             for actor, steps in series.items():
                 if len(steps) < self.window:
@@ -79,17 +71,21 @@ class Guard(Callback):
                 metrics[f"health/{name}/{actor}"] = sums.mean
                 first = self._first[name].setdefault(actor, sums)
                 if (reason := self.signals[name].judge(sums, first)) is not None:
-                    ill[name, actor] = reason
-        return metrics, ill
+                    unhealthy[name, actor] = reason
+        return metrics, unhealthy
 
-    async def _act(self, ill: Collection[str], trainer: TrainerView) -> None:
-        """Take each action of the unhealthy signals once, in the order of the configuration."""
-        wanted = {kind: action for name in self.signals if name in ill for kind, action in self.actions[name].items()}
-        for kind, action in wanted.items():
-            done = await action.apply(trainer, self.healthy_step)
-            trainer.log.warn(trainer.progress.step, f"{kind}: {done}")
-        if wanted:
-            self._recent = {name: {} for name in self.signals}
+    def _advice(self, trainer: TrainerView) -> str:
+        """Return what a user can do: resume from the last healthy checkpoint, with other settings."""
+        rates = {p.learning_rate for p in trainer.policies.values() if p.trainable}
+        settings = f"a lower update.lr (now {', '.join(f'{rate:g}' for rate in sorted(rates))})"
+        if share := trainer.config.league.share:
+            settings += f" or a larger league.share (now {share:g})"
+        if self.healthy_step is None:
+            return f"If it stays so, begin again with {settings}"
+        return (
+            f"If it stays so, stop the run, delete the checkpoints under {trainer.checkpoints} after step "
+            f"{self.healthy_step}, the last healthy one, and resume with {settings}"
+        )
 
     # -- state ---------------------------------------------------------------------------------------------------------
     def protected_steps(self) -> Collection[int]:
@@ -103,15 +99,38 @@ class Guard(Callback):
                 name: {actor: [astuple(sums) for sums in steps] for actor, steps in series.items()}
                 for name, series in self._recent.items()
             },
-            "first": {
-                name: {actor: astuple(sums) for actor, sums in found.items()} for name, found in self._first.items()
-            },
+            "first": {name: {actor: astuple(s) for actor, s in first.items()} for name, first in self._first.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         """Restore the windows; signals that are new in the configuration start empty."""
-        self.healthy_step, self._warned = state["healthy_step"], set(state["warned"])
+        self.healthy_step, self._warned = state["healthy_step"], {(name, actor) for name, actor in state["warned"]}
         for name in self.signals:
             recent, first = state["recent"].get(name, {}), state["first"].get(name, {})
             self._recent[name] = {actor: [Sums(*sums) for sums in steps] for actor, steps in recent.items()}
             self._first[name] = {actor: Sums(*sums) for actor, sums in first.items()}
+
+
+def check_health(config: TrainConfig, seats: Sequence[str]) -> list[str]:
+    """List the problems of the signals that ``config`` watches, one line each."""
+    problems = Problems()
+    for name in config.health.signals:
+        with problems.gathered():
+            _build_signal(config, name, seats)
+    return problems.lines
+
+
+def build_guard(config: TrainConfig, seats: Sequence[str]) -> Guard | None:
+    """Return the guard of ``config``, or ``None`` if no signal is watched. Raises :class:`ConfigError`."""
+    signals = {name: _build_signal(config, name, seats) for name in config.health.signals}
+    return Guard(signals, window=config.health.window) if signals else None
+
+
+def _build_signal(config: TrainConfig, name: str, seats: Sequence[str]) -> Signal:
+    try:
+        like = "turnwise.train.health.signals.Signal"
+        kind = import_class(SIGNALS, name, f"health.signals.{name}", methods=["measure", "judge"], like=like)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    signal: Signal = kind(config.health.signals[name].threshold, seats)
+    return signal

@@ -86,13 +86,13 @@ class Invalid(Signal):
     default = 0.2
 
     def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
-        found: dict[str, Sums] = {}
+        totals: dict[str, Sums] = {}
         for rollout in _finished(results):
-            for actor in _live(rollout):
+            for actor in {step.actor_id for step in rollout.steps if step.trainable and step.actor_id is not None}:
                 legal = rollout.metrics.get(f"legal/{actor}", rollout.metrics.get(f"valid/{actor}"))
                 if legal is not None:
-                    found[actor] = found.get(actor, Sums(0, 0.0)).plus(Sums(1, 1.0 - legal))
-        return found
+                    totals[actor] = totals.get(actor, Sums(0, 0.0)).plus(Sums(1, 1.0 - legal))
+        return totals
 
     def judge(self, window: Sums, first: Sums) -> str | None:
         low, _ = wilson(min(max(window.mean, 0.0), 1.0), int(window.count))
@@ -102,44 +102,44 @@ class Invalid(Signal):
 class _Fallen(Signal):
     """A signal that is unhealthy below ``threshold`` times its value in the run's first window."""
 
-    what: ClassVar[str]
+    measures: ClassVar[str]
 
     def judge(self, window: Sums, first: Sums) -> str | None:
         if window.mean >= self.threshold * first.mean:
             return None
-        return f"{self.what} is {window.mean:.3g}, it was {first.mean:.3g}"
+        return f"{self.measures} is {window.mean:.3g}, it was {first.mean:.3g}"
 
 
 class Entropy(_Fallen):
     """The mean of ``-log p`` over an actor's sampled tokens, in nats: an estimate of its policy's entropy per token."""
 
-    default, what = 0.2, "mean -log-prob per token"
+    default, measures = 0.2, "mean -log-prob per token"
 
     def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
-        found: dict[str, Sums] = {}
+        totals: dict[str, Sums] = {}
         for actor, step in _live_steps(results):
-            own = Sums(len(step.completion_logprobs), -sum(step.completion_logprobs))
-            found[actor] = found.get(actor, Sums(0, 0.0)).plus(own)
-        return found
+            sums = Sums(len(step.completion_logprobs), -sum(step.completion_logprobs))
+            totals[actor] = totals.get(actor, Sums(0, 0.0)).plus(sums)
+        return totals
 
 
 class Distinct(_Fallen):
     """Share of distinct completions among all completions of an actor in a step."""
 
-    default, what = 0.3, "share of distinct completions"
+    default, measures = 0.3, "share of distinct completions"
 
     def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
-        said: dict[str, list[tuple[int, ...]]] = {}
+        completions: dict[str, list[tuple[int, ...]]] = {}
         for actor, step in _live_steps(results):
-            said.setdefault(actor, []).append(tuple(step.completion_token_ids))
-        return {actor: Sums(len(texts), len(set(texts))) for actor, texts in said.items()}
+            completions.setdefault(actor, []).append(tuple(step.completion_token_ids))
+        return {actor: Sums(len(texts), len(set(texts))) for actor, texts in completions.items()}
 
 
 class Distinct2(_Fallen):
     """Distinct-2 of a step: the share of distinct pairs among all pairs of neighbouring tokens in an actor's
     completions (Li et al., "A diversity-promoting objective function", 2016, https://arxiv.org/abs/1510.03055)."""
 
-    default, what = 0.3, "distinct-2"
+    default, measures = 0.3, "distinct-2"
 
     def measure(self, results: Sequence[GenerateResult]) -> dict[str, Sums]:
         pairs: dict[str, list[tuple[int, int]]] = {}
@@ -164,11 +164,6 @@ def _finished(results: Sequence[GenerateResult]) -> Iterator[Rollout]:
         for result in top.walk():
             if result.rollout.error is None:
                 yield result.rollout
-
-
-def _live(rollout: Rollout) -> set[str]:
-    """Return the actors that a live policy played in ``rollout``."""
-    return {step.actor_id for step in rollout.steps if step.trainable and step.actor_id is not None}
 
 
 def _live_steps(results: Sequence[GenerateResult]) -> Iterator[tuple[str, Step]]:

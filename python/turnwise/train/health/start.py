@@ -1,4 +1,4 @@
-"""Refuses to train a policy that never succeeds: reinforcement learning has nothing to reinforce then."""
+"""Rejects a starting policy that never succeeds: there is nothing to reinforce."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
-from turnwise.train.config.selfplay import HealthConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import EpisodeRequest, GenerateResult
 
@@ -51,36 +50,33 @@ async def check_start(trainer: TrainerView, questions: Sequence[EpisodeRequest],
     """Play ``questions`` until the first success, and raise :class:`ConfigError` if there is none.
 
     Each question is sampled once, then 1, 2, 4, ... more times, up to ``health.start_samples``, as in training but
-    without trees. The round with the first success is the last. Nothing is recorded and nothing that training draws
-    from changes, so training goes on as it would without. If no episode has ``metric``, the check says nothing.
+    without trees. The round with the first success is the last. It records nothing and restores all random generators,
+    so training is the same with and without it. It passes if no episode has ``metric``.
     """
     before, torch_before = random_state(trainer.rng), generator_states()
     await trainer.sync_weights()
     view, most = trainer.arena.evaluation(), trainer.config.health.start_samples
-    tried, copies = Attempts(metric), 0
-    while copies < most and not tried.successes and (tried.measured or not copies):
+    attempts, copies = Attempts(metric), 0
+    while copies < most and not attempts.successes and (attempts.measured or not copies):
         more = min(max(1, copies), most - copies)
         # Without seeds of their own, all samples of a question differ, also those of different rounds.
-        asked = [replace(request, seed=None) for request in questions for _ in range(more)]
-        for result in await view.generate_rollouts(asked):
-            tried.add(result)
+        requests = [replace(request, seed=None) for request in questions for _ in range(more)]
+        for result in await view.generate_rollouts(requests):
+            attempts.add(result)
         copies += more
     trainer.client_metrics.take()  # the check doesn't count as the first step's sampling
     set_random_state(trainer.rng, before)
     set_generator_states(torch_before)
-    if tried.successes:
-        trainer.log.note(f"the starting policy succeeds in {tried.successes} of {tried.episodes} samples ({metric})")
-    elif tried.measured:
-        raise ConfigError(_refusal(tried, trainer.config.health))
-
-
-def _refusal(tried: Attempts, config: HealthConfig) -> str:
-    differ = sum(len(earned) > 1 for earned in tried.rewards.values())
-    return (
-        f"config key 'health.start_questions' = {config.start_questions}: expected the starting policy to succeed at "
-        f"least once, but {tried.metric} was 0 in all {tried.episodes} ({config.start_samples} samples of each "
-        f"of {len(tried.rewards)} questions), so there is nothing to reinforce. Means: {tried.means()}. "
-        "Warm-start longer or on better demonstrations (warm_start.steps, warm_start.target_reproduced), or ask easier "
-        "questions (task_options). health.start_questions = 0 starts all the same: rewards differ between the samples "
-        f"of {differ} questions, and only these teach anything"
-    )
+    if attempts.successes:
+        succeeded = f"{attempts.successes} of {attempts.episodes}"
+        trainer.log.note(f"the starting policy succeeds in {succeeded} samples ({metric})")
+    elif attempts.measured:
+        config, differ = trainer.config.health, sum(len(earned) > 1 for earned in attempts.rewards.values())
+        raise ConfigError(
+            f"config key 'health.start_questions' = {config.start_questions}: expected the starting policy to succeed "
+            f"at least once, but {metric} was 0 in all {attempts.episodes} ({config.start_samples} samples of each of "
+            f"{len(attempts.rewards)} questions), so there is nothing to reinforce. Means: {attempts.means()}. Train a "
+            "longer warm start or use better demonstrations (warm_start.steps, warm_start.target_reproduced), or ask "
+            f"easier questions (task_options). health.start_questions = 0 skips this check: rewards differ between the "
+            f"samples of {differ} questions, and only these train"
+        )

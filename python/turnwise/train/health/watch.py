@@ -1,4 +1,4 @@
-"""Warns about problems that spoil a run without stopping it: no sample trains, an actor never trains, ratios explode.
+"""Warns about problems that don't stop a run: no sample trains, an actor never trains, ratios explode.
 
 Each cause is reported once, with any ``[health]`` settings: on the console, in ``warnings.jsonl`` and in the report.
 """
@@ -23,17 +23,17 @@ RATIO_BOUND = 20.0
 """Limit of the probability ratio of updated to sampling weights, per token; clipped losses keep it near 1."""
 
 REPLACED = ("not_trainable", "over_quota", "resample")
-"""Causes that lose no expected sample: seats that don't train, and questions that were replaced by others."""
+"""Causes that lose no expected sample: seats that don't train, and questions replaced by others."""
 
 CAUSES = {
     "truncated": "ran into its token limit: raise rollout.max_tokens or the actor's own limit, or let such calls train "
     "(filter.drop_truncated = false)",
-    "equal_rewards": "earned the same as all that it was compared with: ask easier or harder questions, raise "
+    "equal_rewards": "earned the same as all calls of its group: ask easier or harder questions, raise "
     "rollout.group_size or rollout.branches, or pay for partial success",
-    "alone": "had nothing to be compared with: raise rollout.group_size or rollout.branches, or give attempts "
+    "alone": "is alone in its group: raise rollout.group_size or rollout.branches, or give attempts "
     "that belong together one group_id",
     "min_std": "is in a group whose rewards hardly differ: lower credit.options.min_std",
-    "zero_advantage": "earned exactly what the credit rule expected: see whether the rewards in rollouts.jsonl differ",
+    "zero_advantage": "earned exactly what the credit rule expected: check if the rewards in rollouts.jsonl differ",
     "max_length": "is longer than filter.max_length: raise it, or shorten prompts and completions",
     "stale": "was sampled by weights that are too old: raise loop.max_staleness, or sample fewer questions per step",
     "resample": "is of a question without information, and filter.dynamic_sampling_rounds found no better ones: ask "
@@ -42,7 +42,7 @@ CAUSES = {
     "reward_error": "is of an episode that its rubric dropped: see meta.dropped in rollouts.jsonl",
     "aborted": "was aborted: see the client's own messages",
     "no_tokens": "has no token: see the prompts in rollouts.jsonl",
-    "greedy": "was sampled at temperature 0 or top_k = 1, so its tokens are no draws from the policy: give its actor "
+    "greedy": "was sampled at temperature 0 or top_k = 1, so its tokens are not drawn from the policy: give its actor "
     'or call a temperature above 0 (Actor.sampling, call_model(temperature=...), gateway.sampling = "actor")',
     "not_trainable": "belongs to an episode or seat that does not train: see EpisodeRequest.is_trainable, "
     "Step.trainable",
@@ -50,7 +50,7 @@ CAUSES = {
 """Description and remedy of each cause that is counted in ``dropped/<cause>``."""
 
 RELAY = (
-    ". What it does may never be paid: in a tree, branches are compared by the reward of the step alone. Reward that "
+    ". Its actions may never earn a reward: a tree compares branches only by the reward of the step. Reward that "
     "step, play branches to their ends (rollout.tree.select = 'none'), or look ahead (rollout.tree.playouts with "
     "credit.rule = 'vine')"
 )
@@ -62,7 +62,7 @@ class Watch:
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
-        self._told: set[tuple[str, ...]] = set()
+        self._reported: set[tuple[str, ...]] = set()
         self._idle: dict[str, Counter[str]] = {}
         self._steps_idle: Counter[str] = Counter()
         self._steps_cut: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class Watch:
             for actor, policy in zip(batch.actor_index.tolist(), batch.policy_index.tolist(), strict=True)
             if batch.policies[policy] in training
         )
-        drops = {place: count for place, count in batch.drops.items() if policy_of.get(place[0]) in training}
+        drops = {key: count for key, count in batch.drops.items() if policy_of.get(key[0]) in training}
         self._step(trained.total(), drops)
         acted = {*trained, *(actor for actor, cause in drops if cause != "not_trainable")}
         for actor in sorted(acted):
@@ -85,7 +85,7 @@ class Watch:
             self._truncation(actor, batch.metrics.get(f"truncated/{actor}", 0.0))
 
     def updates(self, policy: Policy, measured: Mapping[str, float]) -> None:
-        """Check what the updates of ``policy`` measured."""
+        """Check the metrics of the updates of ``policy``."""
         self._without_gradient.discard(policy.name)
         if measured.get("grad_norm") == 0:
             self._without_gradient.add(policy.name)
@@ -107,19 +107,19 @@ class Watch:
         """Check that the weights of all ``trained`` policies have ``moved``."""
         for name in sorted(set(trained) - set(moved)):
             flat = name in self._without_gradient
-            why = "its gradient is 0; are all advantages 0?" if flat else "is update.lr too small for its dtype?"
-            self._warn(("moved", name, why), f"policy {name!r}: an update changed no weight; {why}")
+            cause = "its gradient is 0; are all advantages 0?" if flat else "is update.lr too small for its dtype?"
+            self._warn(("moved", name, cause), f"policy {name!r}: an update changed no weight; {cause}")
 
     def validation(self, measured: Evaluation) -> None:
-        """Check that no actor breaks more than it mends. The validation before any training isn't judged."""
+        """Check that no actor breaks more than it fixes. The validation before any training isn't judged."""
         for actor, made in measured.contributions.items():
             if self._trainer.progress.step and made.fixed < made.broken:
                 self._warn(
                     ("contribution", actor),
-                    f"actor {actor!r} mends less than it breaks: it was handed {made.handed} answers and changed "
+                    f"actor {actor!r} fixes less than it breaks: it was handed {made.handed} answers and changed "
                     f"{made.changed}; it fixed {made.fixed} of {made.wrong} wrong parts and broke {made.broken} of "
-                    f"{made.right} right ones. See what the team does without it (turnwise eval RUN --ablate {actor}), "
-                    "and pay it for the difference that it makes",
+                    f"{made.right} right ones. Measure the team without it (turnwise eval RUN --ablate {actor}), and "
+                    "reward it for the difference that it makes",
                     step=self._trainer.progress.step,
                 )
 
@@ -130,13 +130,13 @@ class Watch:
         lost = Counter({cause: count for cause, count in counts.items() if cause not in REPLACED})
         if not trained:
             main = next(iter([*lost.most_common(1), *counts.most_common(1)]), ("", 0))[0]
-            told = f"{counts.total()} calls were dropped, {_listed(counts)}" if counts else "no actor that trains acted"
-            self._warn(("nothing", main), f"no sample trains: {told}{_advised(main)}")
-            self._told.add(("half", main))
+            text = f"{counts.total()} calls were dropped, {_listed(counts)}" if counts else "no actor that trains acted"
+            self._warn(("nothing", main), f"no sample trains: {text}{_advice(main)}")
+            self._reported.add(("half", main))
         elif lost.total() > trained:
             main = lost.most_common(1)[0][0]
-            told = f"{lost.total()} of {lost.total() + trained} samples were dropped, {_listed(lost)}"
-            self._warn(("half", main), told + _advised(main))
+            text = f"{lost.total()} of {lost.total() + trained} samples were dropped, {_listed(lost)}"
+            self._warn(("half", main), text + _advice(main))
 
     def _actor(self, actor: str, trained: int, drops: Mapping[tuple[str, str], int], *, alone: bool) -> None:
         if trained:
@@ -146,9 +146,9 @@ class Watch:
         causes = self._idle.setdefault(actor, Counter())
         causes.update({cause: count for (name, cause), count in drops.items() if name == actor})
         self._steps_idle[actor] += 1
-        if self._steps_idle[actor] == PATIENCE and not alone:  # with one actor, the warning about the step says it all
+        if self._steps_idle[actor] == PATIENCE and not alone:  # with one actor, the warning about the step is enough
             main = causes.most_common(1)[0][0]
-            advice = RELAY if main == "equal_rewards" else _advised(main)
+            advice = RELAY if main == "equal_rewards" else _advice(main)
             self._warn(
                 ("actor", actor),
                 f"no sample of actor {actor!r} trained in the last {PATIENCE} steps in which it acted: "
@@ -162,13 +162,13 @@ class Watch:
                 ("truncation", actor),
                 f"{share:.0%} of the completions of actor {actor!r} ran into their token limit, as most did for "
                 f"{PATIENCE} steps: raise rollout.max_tokens or the actor's own limit; if they ended by themselves "
-                "before, the policy has collapsed, and a run with a lower update.lr may not",
+                "before, the policy has collapsed: lower update.lr",
             )
 
     def _warn(self, key: tuple[str, ...], text: str, step: int | None = None) -> None:
-        """Warn about ``step``, by default the present one, which isn't counted yet."""
-        if key not in self._told:
-            self._told.add(key)
+        """Warn about ``step``, by default the present one, which is not counted yet."""
+        if key not in self._reported:
+            self._reported.add(key)
             self._trainer.log.warn(self._trainer.progress.step + 1 if step is None else step, text)
 
 
@@ -177,5 +177,5 @@ def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
 
 
-def _advised(cause: str) -> str:
+def _advice(cause: str) -> str:
     return f". {cause}: the call {CAUSES[cause]}" if cause in CAUSES else ""

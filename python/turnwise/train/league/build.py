@@ -9,8 +9,7 @@ from torch import nn
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.league.league import League
-from turnwise.train.league.matchmaking import MATCHMAKERS, Matchmaker
+from turnwise.train.league.league import MATCHMAKERS, League, Matchmaker
 from turnwise.train.league.pool import OpponentSlots, slot_names
 from turnwise.train.model.loading import peft_config
 from turnwise.types import Actor, InferenceClient
@@ -24,14 +23,9 @@ CLIENTS: dict[str, bool] = {"transformers": True, "vllm": False}
 adapters, because a vLLM server has one base model, so each full copy would need another server."""
 
 
-def plays_past(config: TrainConfig) -> bool:
-    """Return True if ``config`` has games against past policies, or an action may add them."""
-    return config.league.share > 0 or "increase_league_share" in config.health.actions()
-
-
 def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
     """List the problems that prevent league games with ``config`` (with resolved policies), one line each."""
-    if not plays_past(config):
+    if not config.league.share:
         return []
     problems = []
     try:
@@ -39,30 +33,32 @@ def check_league(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[s
     except ConfigError as error:
         problems.append(str(error))
     key = f"config key 'league.share' = {config.league.share}"
-    missing = [*_lacks(config, actors, seats, task), *_lacks_of_client(config)]
-    return problems + [f"{key}: {reason}" for reason in missing]
+    reasons = [*_task_problems(config, actors, seats, task), *_client_problems(config)]
+    return problems + [f"{key}: {reason}" for reason in reasons]
 
 
-def _lacks(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
-    """List the requirements of games against past policies that the task and the settings don't meet."""
-    lacks = []
+def _task_problems(config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str) -> list[str]:
+    """List the reasons why the task and the settings don't allow games against past policies."""
+    problems = []
     questions, share = config.rollout.prompts_per_step, config.league.share
     if len(seats) < 2:
-        lacks.append(f"task {task!r} has no seats that play against each other")
-    elif share and share * questions < len(seats) / 2:
-        lacks.append(f"of rollout.prompts_per_step = {questions} that is no question from each of {len(seats)} seats")
+        problems.append(f"task {task!r} has no seats that play against each other")
+    elif share * questions < len(seats) / 2:
+        problems.append(
+            f"of rollout.prompts_per_step = {questions} that is no question from each of {len(seats)} seats"
+        )
     if config.filter.dynamic_sampling_rounds:
-        lacks.append("needs filter.dynamic_sampling_rounds = 0, as each draw would seat others")
+        problems.append("needs filter.dynamic_sampling_rounds = 0, as each draw would seat others")
     if config.rollout.branches > 1 or config.rollout.tree.playouts:
-        lacks.append("needs rollout.branches = 1, games that are played to their end")
-    return lacks + [
+        problems.append("needs rollout.branches = 1, games that are played to their end")
+    return problems + [
         f"actor {actor.id!r} plays with policy {actor.policy!r}, which is frozen and has no past"
         for actor in actors
         if actor.id in seats and actor.policy in config.policies and not config.policies[actor.policy].trainable
     ]
 
 
-def _lacks_of_client(config: TrainConfig) -> list[str]:
+def _client_problems(config: TrainConfig) -> list[str]:
     kind = config.rollout.client
     if kind not in CLIENTS:
         able = ", ".join(map(repr, CLIENTS))
@@ -82,7 +78,7 @@ def _lacks_of_client(config: TrainConfig) -> list[str]:
 def build_matchmaker(config: TrainConfig) -> Matchmaker:
     """Build the matchmaker that ``league.matchmaker`` names, with ``league.options``. Raises :class:`ConfigError`."""
     try:
-        like = "turnwise.train.league.matchmaking.Uniform"
+        like = "turnwise.train.league.league.UniformMatchmaker"
         kind = import_class(MATCHMAKERS, config.league.matchmaker, "league.matchmaker", methods=["weights"], like=like)
         maker: Matchmaker = build_with_options(kind, config.league.options, "league.options")
     except ValueError as error:
@@ -101,25 +97,25 @@ def past_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> dict[st
     For an adapter this is a new adapter over the same base. For a full model it is the model itself, which the client
     copies.
     """
-    if not plays_past(config):
+    if not config.league.share:
         return {}
     trained = [name for name in models if config.policies[name].trainable]
-    held: dict[str, nn.Module] = {}
+    slots: dict[str, nn.Module] = {}
     for slot, policy in slot_names(trained, config.league.opponents_per_step * groups_of(config)).items():
         model, lora = models[policy], config.policies[policy].lora
         if isinstance(model, AdaptedModel) and lora is not None:
-            held[slot] = model.shared.add_adapter(slot, peft_config(lora), config.seed)
-            held[slot].requires_grad_(False)
+            slots[slot] = model.shared.add_adapter(slot, peft_config(lora), config.seed)
+            slots[slot].requires_grad_(False)
         else:
-            held[slot] = model
-    return held
+            slots[slot] = model
+    return slots
 
 
 def build_league(
     config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], client: InferenceClient
 ) -> League | None:
     """Build the league of ``config`` for a client with the :func:`past_models`; ``None`` without league games."""
-    if not plays_past(config):
+    if not config.league.share:
         return None
     trained = [name for name, settings in config.policies.items() if settings.trainable]
     groups = groups_of(config)

@@ -20,10 +20,10 @@ LIVE = "live"
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Snapshot:
     """A snapshot of all trained policies after ``step`` steps, with the version of each.
 
-    Example: ``Member(20, {"default": 20})``
+    Example: ``Snapshot(20, {"default": 20})``
     """
 
     step: int
@@ -43,12 +43,12 @@ class Pool:
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
-        self.members: list[Member] = []
-        self._leaving: list[Member] = []  # a batch that was drawn before they left may still load them
+        self.members: list[Snapshot] = []
+        self._leaving: list[Snapshot] = []  # a batch drawn before they left may still load them
 
-    def add(self, step: int, learner: Learner, policies: Iterable[str]) -> list[Member]:
+    def add(self, step: int, learner: Learner, policies: Iterable[str]) -> list[Snapshot]:
         """Add a snapshot of the learner's ``policies``, and return the members that leave the pool for it."""
-        member = Member(step, {name: learner.policies[name].version for name in policies})
+        member = Snapshot(step, {name: learner.policies[name].version for name in policies})
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in member.versions:
             target = self.folder / member.file(name)
@@ -60,7 +60,7 @@ class Pool:
         self._delete_others()
         return self._leaving
 
-    def weights(self, member: Member, policy: str) -> dict[str, Tensor]:
+    def weights(self, member: Snapshot, policy: str) -> dict[str, Tensor]:
         """Return one policy's own weights; for an adapter only the adapter's."""
         return read_tensors(self.folder / member.file(policy))
 
@@ -73,7 +73,7 @@ class Pool:
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         """Restore the members from ``checkpoint``, and delete all other members' files in the folder."""
-        self.members = [Member(entry["step"], entry["versions"]) for entry in state["members"]]
+        self.members = [Snapshot(entry["step"], entry["versions"]) for entry in state["members"]]
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, target in self.files().items():
             _put_in_place(checkpoint / name, target)
@@ -102,25 +102,25 @@ def _write(file: Path, weights: Weights) -> None:
     write_tensors({key: tensor.contiguous() for key, tensor in weights}, file)
 
 
-def _files_of(members: Iterable[Member]) -> set[str]:
+def _files_of(members: Iterable[Snapshot]) -> set[str]:
     return {member.file(policy) for member in members for policy in member.versions}
 
 
 class OpponentSlots:
-    """Slots for frozen weights in the client, ``count`` for each of ``policies``; members of a pool play in them."""
+    """Slots for frozen weights in the client, ``count`` for each of ``policies``, from which a pool's members play."""
 
     def __init__(self, client: InferenceClient, policies: Iterable[str], count: int) -> None:
         self.client, self.policies = client, tuple(policies)
-        self._held: list[Member | None] = [None] * count
+        self._loaded: list[Snapshot | None] = [None] * count
 
-    def hold(self, slot: int, member: Member, pool: Pool) -> None:
+    def load(self, slot: int, member: Snapshot, pool: Pool) -> None:
         """Load ``member`` into ``slot``, unless it is already there."""
-        if self._held[slot] != member:
-            self._held[slot] = None
+        if self._loaded[slot] != member:
+            self._loaded[slot] = None
             for policy in self.policies:
                 weights = pool.weights(member, policy)
                 self.client.load_weights(slot_name(policy, slot), weights.items(), member.versions[policy])
-            self._held[slot] = member
+            self._loaded[slot] = member
 
 
 def slot_name(policy: str, slot: int) -> str:

@@ -1,4 +1,4 @@
-"""The protocol between the training loop and the models: the loop calls a learner, and never a model."""
+"""The protocol between the training loop and the models: the loop calls a learner, never a model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 Weights = Iterable[tuple[str, Any]]
 """Names and whole tensors, tied ones once. A learner whose server has the tensors names them instead."""
+
+Show = Callable[[int, int], None]
+"""Is called after each update with the number of updates so far, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,70 +44,53 @@ class Learner(Protocol):
     """Holds the models of all policies, and trains them."""
 
     whole: bool
-    """Whether the policies' models have all their weights in this process."""
+    """True if this process has all weights of the policies' models."""
     torn: bool
-    """Whether an update failed after it had changed weights that can't be restored, so that they belong to no step."""
+    """True if a failed update had changed weights that can't be restored: they belong to no step."""
 
     @property
     def policies(self) -> Mapping[str, Policy]:
         """Policies by name. The loop reads their names, versions and rates."""
-        ...
 
     def update(
-        self,
-        batch: TrainingBatch,
-        phase: Collection[str],
-        run_share: float,
-        rng: np.random.Generator,
-        show: Callable[[int, int], None],
+        self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
     ) -> Updated:
         """Train the policies of ``phase`` on their rows of ``batch``. A policy that trained gets the next version.
 
-        ``run_share`` is the part of the run that is over by its sampled tokens (:meth:`Policy.follow_run`). ``rng``
-        draws the minibatches. ``show(done, total)`` is called after each update. Raises ``FloatingPointError`` as
+        ``run_share`` is the finished share of the run, by sampled tokens (:meth:`Policy.follow_run`). ``rng`` draws the
+        minibatches. Raises ``FloatingPointError`` as
         :func:`~turnwise.train.update.update.update_policy` does, and for weights that are not finite afterwards. After
         an error the policies are as before, or ``torn`` is true.
         """
-        ...
 
     def send(self, name: str, receive: Callable[[Weights], T], *, base: bool = False) -> T:
-        """Return ``receive(weights)`` for the weights of policy ``name``: for an adapter only the adapter's.
+        """Return ``receive(weights)`` for the weights of policy ``name``; for an adapter without its base.
 
-        With ``base`` they include its shared base. ``receive`` reads them during the call. Raises
+        With ``base`` they include the shared base. ``receive`` reads them during the call. Raises
         ``FloatingPointError`` if a weight is not finite, before ``receive`` is called.
         """
-        ...
 
     def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:
         """Return log-probs ``[N]`` float64 under the reference of policy ``name``, on the CPU.
 
         There is one per token of the batch's stream; tokens that have none get 0.
         """
-        ...
-
-    def scale_rate(self, name: str, factor: float) -> None:
-        """Multiply the learning rate of policy ``name`` by ``factor``, for the rest of its schedule."""
-        ...
 
     def stop(self) -> None:
         """End the learner's other processes, if it has any."""
-        ...
 
     def save(self, root: Path, step: int, state: Mapping[str, Any], **files: Any) -> Path:
         """Write ``root/step_<step>`` (:func:`~turnwise.train.checkpoint.checkpoint.save_checkpoint`).
 
-        The learner may go on writing after it returns. Errors of that come from the next call of :meth:`finish_saving`.
+        The learner may continue to write after it returns; :meth:`finish_saving` then raises the errors.
         """
-        ...
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete. Raises ``OSError`` if it can't be written."""
-        ...
 
     def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:
         """Restore the policies, and with ``generators`` torch's random generators, from a checkpoint.
 
         Return ``(step, state)`` as :meth:`save` got them. Raises
-        :class:`~turnwise.train.checkpoint.checkpoint.CheckpointError` before anything changes.
+        :class:`~turnwise.train.checkpoint.files.CheckpointError` before anything changes.
         """
-        ...

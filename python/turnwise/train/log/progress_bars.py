@@ -17,7 +17,7 @@ SHOWN = {
     "inference/kv_cache_use": "kv",
     "staleness": "stale",
 }
-"""Metrics shown beside the run's bar if a step has them, with their labels there. The latest validation stays visible:
+"""Metrics shown next to the run's bar if a step has them, with their labels. The latest validation stays visible:
 with a tree that selects branches, only validation measures the policy's own success."""
 
 

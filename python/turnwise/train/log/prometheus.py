@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.log.client_metrics import GROWTH
+from turnwise.train.log.metrics import GROWTH
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -30,7 +30,7 @@ COUNTED = {
 """Metrics whose values add up over steps, without their labels. They are counters, all others are gauges."""
 
 DERIVED = {"total_sampled_tokens", "cluster/time"}
-"""Metrics that the counters and ``turnwise_last_step_timestamp_seconds`` tell in Prometheus' way."""
+"""Metrics that the counters and ``turnwise_last_step_timestamp_seconds`` already cover."""
 
 
 class Prometheus:
@@ -135,15 +135,15 @@ class Prometheus:
                 name = start + last
         parts, several = name.split("/"), len(self._policies) > 1
         kept = []
-        for place, part in enumerate(parts):
-            inside = parts[0] == "validation" and 0 < place < len(parts) - 1
-            found = {
-                "policy": part in self._policies and (place > 0 or several),
+        for index, part in enumerate(parts):
+            inside = parts[0] == "validation" and 0 < index < len(parts) - 1
+            matches = {
+                "policy": part in self._policies and (index > 0 or several),
                 "actor": (part in self._actors and parts[0] != "cluster") or inside,
             }
             # A policy's metrics start with its name if there are several; elsewhere the name is that of an actor.
-            order = ("policy", "actor") if place == 0 else ("actor", "policy")
-            label = next((kind for kind in order if found[kind] and kind not in labels and len(parts) > 1), None)
+            order = ("policy", "actor") if index == 0 else ("actor", "policy")
+            label = next((kind for kind in order if matches[kind] and kind not in labels and len(parts) > 1), None)
             if label is None:
                 kept.append(part)
             else:

@@ -14,13 +14,16 @@ from rich.console import Console
 from turnwise.arena.recording.rollouts_jsonl import json_line, plain_result
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
-from turnwise.train.log.token_text import token_texts
 from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
 from turnwise.types import GenerateResult, Tokenizer
 from turnwise.utils.files import replace_text
 
 _FAILED_PER_STEP = 8
 """Most failed episodes of a step that are written in full: enough to see the cause, too few to fill a disk."""
+
+
+_LONGEST = 8
+"""Most tokens that one character may span; a longer broken sequence is shown as it is."""
 
 
 class RunLog:
@@ -74,18 +77,25 @@ class RunLog:
 
     def step(self, step: int, metrics: Mapping[str, float], results: Sequence[GenerateResult] = ()) -> None:
         """Record one finished training step. If one record fails, the others are still written, and then it raises."""
-        chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
-        failed = [result for result in results if result.rollout.error is not None][:_FAILED_PER_STEP]
-        kept = {id(result) for result in chosen + failed}  # written in order, as sums in credit rules depend on it
-
-        def record_episodes() -> None:
-            rows = [{"step": step, **self._plain(result)} for result in results if id(result) in kept]
-            append_lines(self.folder / "rollouts.jsonl", rows)
-
-        _call_all([*(partial(writer.log, step, metrics) for writer in self.writers), record_episodes])
+        _call_all(
+            [
+                *(partial(writer.log, step, metrics) for writer in self.writers),
+                partial(self._record_episodes, step, results),
+            ]
+        )
         self.bars.step(step, metrics)
         if self.progress and "validation" in metrics:
             self.note(curve_line(step, metrics))
+
+    def _record_episodes(self, step: int, results: Sequence[GenerateResult]) -> None:
+        chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
+        failed = [result for result in results if result.rollout.error is not None][:_FAILED_PER_STEP]
+        kept = {id(result) for result in chosen + failed}  # written in order, as sums in credit rules depend on it
+        rows = [{"step": step, **plain_result(result)} for result in results if id(result) in kept]
+        if self.tokenizer is not None:
+            for row in rows:
+                _write_tokens(row, self.tokenizer)
+        append_lines(self.folder / "rollouts.jsonl", rows)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add ``metrics`` to a step that was logged without them."""
@@ -116,7 +126,7 @@ class RunLog:
         self.bars.note(text)
 
     def rewind(self, step: int) -> int:
-        """Drop the records after ``step``, and a line that a kill cut off, so that each step is written once.
+        """Drop the records after ``step``, and an incomplete last line, so that each step is written once.
 
         Returns the number of later steps.
         """
@@ -128,12 +138,6 @@ class RunLog:
         validated = [row for row in read_metrics(self.folder) if "validation" in row]
         self.bars.rewind(step, validated[-1] if validated else None)
         return later
-
-    def _plain(self, result: GenerateResult) -> dict[str, Any]:
-        row = plain_result(result)
-        if self.tokenizer is not None:
-            _write_tokens(row, self.tokenizer)
-        return row
 
 
 def _call_all(calls: Sequence[Callable[[], None]], first: BaseException | None = None) -> None:
@@ -157,6 +161,26 @@ def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
         step["completion_tokens"] = token_texts(tokenizer, step["completion_token_ids"])
     for child in row["children"]:
         _write_tokens(child, tokenizer)
+
+
+def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """Return one string per token; joined they are the text of all tokens, including special ones.
+
+    A character that spans several tokens (an emoji in a byte-level vocabulary) belongs to the last of them; the others
+    are empty. Each token is decoded together with the one before it, as some tokenizers drop a space at the start of a
+    text.
+    """
+    texts: list[str] = []
+    before = start = 0
+    for end in range(1, len(token_ids) + 1):
+        prefix = tokenizer.decode(token_ids[before:start], skip_special_tokens=False)
+        text = tokenizer.decode(token_ids[before:end], skip_special_tokens=False)
+        if text.endswith("\ufffd") and end - start < _LONGEST and end < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(text.removeprefix(prefix))
+        before, start = start, end
+    return texts
 
 
 def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

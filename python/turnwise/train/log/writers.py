@@ -29,15 +29,12 @@ class MetricWriter(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one finished step. Steps come in rising order."""
-        ...
 
     def rewind(self, step: int) -> None:
         """Forget the steps after ``step`` (-1: all steps): they will be logged again, and must not appear twice."""
-        ...
 
     def close(self) -> None:
         """Write pending data. Logging may continue afterwards."""
-        ...
 
 
 def open_writers(config: TrainConfig) -> list[MetricWriter]:
@@ -78,7 +75,7 @@ class JsonLines:
 class TensorBoard:
     """Writes event files under ``folder``, one scalar per metric. View them with ``tensorboard --logdir RUN_DIR``.
 
-    A resumed run writes a new file, which tells TensorBoard to forget the repeated steps (``purge_step``).
+    A resumed run writes a new file, with which TensorBoard drops the repeated steps (``purge_step``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,7 +110,7 @@ class WandB:
     """Sends metrics to one Weights & Biases run per run folder; ``folder/wandb.json`` keeps its id and last step.
 
     ``mode="offline"`` writes below ``folder/wandb`` without network access; ``wandb sync`` sends it later. W&B can't
-    delete a step, so steps that a resumed run repeats are not sent again, and the first values stay.
+    delete a step, so steps that a resumed run repeats are not sent again.
     """
 
     def __init__(self, folder: Path, project: str, *, mode: str, config: Mapping[str, Any] | None = None) -> None:
@@ -137,7 +134,7 @@ class WandB:
 
     def rewind(self, step: int) -> None:
         if step < 0:  # no step is left, so a new W&B run begins
-            self._place.unlink(missing_ok=True)
+            self._file.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._run is not None:
@@ -145,15 +142,15 @@ class WandB:
             self._run = None
 
     @property
-    def _place(self) -> Path:
+    def _file(self) -> Path:
         return self.folder / "wandb.json"
 
     def _start(self) -> None:
         import wandb
 
-        if self._place.exists():
-            known = json.loads(self._place.read_text(encoding="utf-8"))
-            self._id, self._last = known["id"], known["last_step"]
+        if self._file.exists():
+            saved = json.loads(self._file.read_text(encoding="utf-8"))
+            self._id, self._last = saved["id"], saved["last_step"]
         else:
             self._id, self._last = secrets.token_hex(4), -1
         self._remember()
@@ -170,12 +167,10 @@ class WandB:
 
     def _remember(self) -> None:
         text = json.dumps({"id": self._id, "project": self.project, "last_step": self._last})
-        replace_text(self._place, text + "\n")
+        replace_text(self._file, text + "\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files of JSON lines, each with a step
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Files of JSON lines, each with a step -----------------------------------------------------------------------------
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append ``rows`` to ``path``, one line each. Values that JSON can't express become numbers or strings."""
     with path.open("a", encoding="utf-8") as stream:
@@ -186,8 +181,8 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield each line of ``path``, as bytes and parsed; nothing if there is no file.
 
-    A last line that is unfinished, or that a kill cut off, is left out. Raises ``ValueError`` naming the file and the
-    line for any other line that is not a JSON object with a step.
+    An incomplete last line, as a kill leaves, is omitted. Raises ``ValueError`` naming the file and the line for any
+    other line that is not a JSON object with a step.
     """
     if not path.exists():
         return
@@ -207,14 +202,14 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
         float(row["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}, line {number}: expected a JSON object with a step, got {line[:40]!r} ({error}). Mend or delete "
+            f"{path}, line {number}: expected a JSON object with a step, got {line[:40]!r} ({error}). Fix or delete "
             "the line"
         ) from error
     return row
 
 
 def keep_steps(path: Path, last: int) -> None:
-    """Drop the lines of steps after ``last``, and a line that a kill cut off."""
+    """Drop the lines of steps after ``last``, and an incomplete last line."""
     if path.exists():
         with replacing(path) as kept:
             kept.writelines(line for line, row in read_lines(path) if row["step"] <= last)

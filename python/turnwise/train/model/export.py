@@ -17,8 +17,8 @@ Send = Callable[..., dict[str, Tensor]]
 """A learner's ``send``."""
 
 
-def export_policy(
-    policy: Policy,
+def export_model(
+    model: Any,
     tokenizer: Any,
     folder: str | Path,
     *,
@@ -26,23 +26,9 @@ def export_policy(
     base: str = "",
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write ``policy`` and ``tokenizer`` to ``folder``, as :func:`export_model` does.
+    """Write a policy's ``model`` and ``tokenizer`` to ``folder``.
 
-    ``weights`` are the policy's own weights, whole; by default those of its model, which must then not be sharded.
-    """
-    export_model(policy.model, tokenizer, folder, merge=merge, base=base, weights=weights)
-
-
-def export_model(
-    model: Any,
-    tokenizer: Any,
-    folder: str | Path,
-    *,
-    merge: bool,
-    base: str = "",
-    weights: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write a policy's ``model`` and ``tokenizer`` to ``folder``; ``weights`` replace those of the model.
+    ``weights`` are the policy's own weights, whole; by default the model's, which must then not be sharded.
 
     A full model is saved with ``save_pretrained``. For an adapter, ``folder`` holds the adapter in peft's format, with
     ``base`` as its base (by default the path that the base was loaded from). With ``merge``, ``folder/merged`` then
@@ -70,19 +56,20 @@ def export_shards(
     ``send(name, receive, base=...)`` calls ``receive`` with the whole weights of a policy, on this rank's CPU.
     """
     for name, policy in policies.items():
-        folder, place = run_dir / "policies" / name, ""
+        folder, base = run_dir / "policies" / name, ""
         if own_bases and policy.base is not None:
             number = shared_bases(each.model for each in policies.values()).index(policy.base)
-            place = str((run_dir / "bases" / str(number)).resolve())
-            if not Path(place).exists():
-                own = {key for key, _ in policy.weights()}
+            base = str((run_dir / "bases" / str(number)).resolve())
+            if not Path(base).exists():
+                adapter = {key for key, _ in policy.weights()}
                 everything = send(name, _on_cpu, base=True)
-                shared = {key: tensor for key, tensor in everything.items() if key not in own}
-                policy.base.model.save_pretrained(place, state_dict=shared)
-                tokenizer.save_pretrained(place)
+                shared = {key: tensor for key, tensor in everything.items() if key not in adapter}
+                policy.base.model.save_pretrained(base, state_dict=shared)
+                tokenizer.save_pretrained(base)
         if isinstance(policy.model, AdaptedModel) and policy.model.name is None:
             continue  # a frozen base: its own folder has it
-        export_policy(policy, tokenizer, folder, merge=False, base=place, weights=send(name, _on_cpu, base=False))
+        weights = send(name, _on_cpu, base=False)
+        export_model(policy.model, tokenizer, folder, merge=False, base=base, weights=weights)
 
 
 def _on_cpu(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -95,15 +82,15 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Pat
     Set ``own_bases`` if the adapters' bases differ from what their paths hold, or have no path. The bases are then
     written to ``run_dir/bases/<number>``, and the exported adapters refer to these folders.
     """
-    places: dict[int, str] = {}
+    bases: dict[int, str] = {}
     for number, shared in enumerate(shared_bases(policy.model for policy in policies.values())):
         if own_bases:
             folder = (run_dir / "bases" / str(number)).resolve()
             _save_merged(shared.plain(), folder)
             tokenizer.save_pretrained(folder)
-            places[id(shared)] = str(folder)
+            bases[id(shared)] = str(folder)
     for name, policy in policies.items():
-        export_policy(policy, tokenizer, run_dir / "policies" / name, base=places.get(id(policy.base), ""))
+        export_model(policy.model, tokenizer, run_dir / "policies" / name, base=bases.get(id(policy.base), ""))
 
 
 def _save_adapter(model: AdaptedModel, folder: Path, base: str, given: Mapping[str, Tensor] | None) -> None:

@@ -31,30 +31,30 @@ from turnwise.train.model.support import causal_lm, facts_of, in_mode, softcap_o
 Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropies [n]
 
 
-class Rows(NamedTuple):
-    """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are places to read, of ``b * T``; in a
-    trie siblings read the same places (``repeated``)."""
+class ModelInputs(NamedTuple):
+    """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are the positions to read, of
+    ``b * T``; in a trie siblings read the same ones (``repeated``)."""
 
     input_ids: Tensor
-    inputs: dict[str, Any]
+    others: dict[str, Any]
     at: Tensor
     repeated: bool = False
 
 
 class Layout(NamedTuple):
     """Layout of rows in a model: one ``stream`` or padded rows. A stream becomes a trie if the trie has at most
-    ``trie_share`` of the rows' tokens. With ``must``, it is an error if the model can't have this layout."""
+    ``trie_share`` of the rows' tokens. If ``required``, a model that doesn't support the layout is an error."""
 
     stream: bool
     trie_share: float
-    must: bool
+    required: bool
 
 
 LAYOUTS = {
-    "auto": Layout(stream=True, trie_share=0.9, must=False),
-    "trie": Layout(stream=True, trie_share=1.0, must=True),
-    "packed": Layout(stream=True, trie_share=0.0, must=True),
-    "padded": Layout(stream=False, trie_share=0.0, must=False),
+    "auto": Layout(stream=True, trie_share=0.9, required=False),
+    "trie": Layout(stream=True, trie_share=1.0, required=True),
+    "packed": Layout(stream=True, trie_share=0.0, required=True),
+    "padded": Layout(stream=False, trie_share=0.0, required=False),
 }
 """Layouts by the values of ``update.sequence_layout``."""
 
@@ -66,7 +66,7 @@ class Forward:
     call activates, or a ``peft`` model, with its adapters as they are set at each call. The constructor tests with a
     few tokens what the model supports, and stores it in ``packed``, ``trie_share`` and ``fused``. It warns if rows must
     be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
-    ``"turnwise_tree"``, which equals SDPA outside of a stream; any other attention stays.
+    ``"turnwise_tree"``, which equals SDPA outside of a stream, and keeps any other attention.
 
     ``layout`` is one of ``LAYOUTS``; ``dropout`` says that updates run in training mode. Raises ``ValueError`` for a
     required layout, or a training mode, that the model doesn't support. A model on the meta device can't be tested; it
@@ -82,27 +82,28 @@ class Forward:
         if lm.get_input_embeddings().weight.is_meta:
             return
         facts = facts_of(model, stream=wanted.stream, shared=wanted.trie_share > 0, dropout=dropout)
-        why_logits, why_padded = facts.why_logits, facts.why_padded if wanted.stream else ""
-        why_twice = why_padded or (facts.why_unshared if wanted.trie_share else "")
-        if wanted.must and why_twice:
-            raise ValueError(f"layout={layout!r}: {facts.kind} can't have it, as {why_twice}")
-        self.fused, self.packed = not why_logits, wanted.stream and not why_padded
-        self.trie_share = 0.0 if why_twice else wanted.trie_share
+        reason_unfused, reason_padded = facts.reason_unfused, facts.reason_padded if wanted.stream else ""
+        reason_unshared = reason_padded or (facts.reason_unshared if wanted.trie_share else "")
+        if wanted.required and reason_unshared:
+            raise ValueError(f"layout={layout!r}: {facts.kind} doesn't support it, as {reason_unshared}")
+        self.fused, self.packed = not reason_unfused, wanted.stream and not reason_padded
+        self.trie_share = 0.0 if reason_unshared else wanted.trie_share
         self.trims = facts.trims_last_mlp
         if facts.unread:
             text = f"no pass runs {len(facts.unread)} layers with the adapter, such as {facts.unread[0]!r}"
             warnings.warn(f"{facts.kind}: {text}, so it does not train there", RuntimeWarning, stacklevel=2)
-        for way, why in (("log-probs are read from logits", why_logits), ("rows are padded", why_padded)):
-            if why:
-                warnings.warn(f"{facts.kind}: {way}, as {why}", RuntimeWarning, stacklevel=2)
+        fallbacks = {"log-probs are read from logits": reason_unfused, "rows are padded": reason_padded}
+        for fallback, reason in fallbacks.items():
+            if reason:
+                warnings.warn(f"{facts.kind}: {fallback}, as {reason}", RuntimeWarning, stacklevel=2)
 
     def findings(self) -> dict[str, Any]:
-        """Return what the tests found, for a process with the same model."""
+        """Return the results of the tests, for a process with the same model."""
         tested = {name: getattr(self, name) for name in ("fused", "packed", "trims", "trie_share")}
         return {**tested, "attention": self.lm.config._attn_implementation}
 
     def adopt(self, findings: dict[str, Any]) -> None:
-        """Take over the :meth:`findings` of another process."""
+        """Apply the :meth:`findings` of another process."""
         attention = findings.pop("attention")
         for name, value in findings.items():
             setattr(self, name, value)
@@ -112,18 +113,18 @@ class Forward:
     def bytes_per_token(self) -> float:
         """Return the bytes of activations that a pass keeps for its backward pass, per token.
 
-        They are counted in a pass of two short rows, so the number depends on the model alone. Of layers that recompute
-        one at a time counts in full.
+        They are counted in a pass of two short rows, so the number depends only on the model. If layers recompute, one
+        of them counts in full.
         """
         if self._bytes_per_token is None:
-            kept = self._kept()
+            kept = self._kept_bytes()
             if recomputes(self.lm):
                 with without_recomputing():
-                    kept += self._kept() / max(1, self.lm.config.get_text_config().num_hidden_layers)
+                    kept += self._kept_bytes() / max(1, self.lm.config.get_text_config().num_hidden_layers)
             self._bytes_per_token = kept
         return self._bytes_per_token
 
-    def _kept(self) -> float:
+    def _kept_bytes(self) -> float:
         lm = self.lm
         length = min(32, context_length(lm.config) or 32)
         weights = {weight.untyped_storage().data_ptr() for weight in lm.parameters()}
@@ -137,8 +138,8 @@ class Forward:
         with in_mode(lm), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = self(micro, entropy=True)
         del result
-        held = sum(x.untyped_storage().nbytes() for place, x in tensors.items() if place not in weights)
-        return held / (2 * length)
+        kept = sum(x.untyped_storage().nbytes() for key, x in tensors.items() if key not in weights)
+        return kept / (2 * length)
 
     @property
     def lm(self) -> Any:
@@ -151,24 +152,24 @@ class Forward:
         Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1.
         """
         if self.packed:
-            inputs = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
-            rows = Rows(micro.token_ids_T[None], inputs, micro.source_N, repeated=micro.tree is not None)
-            return self._read(rows, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
-        assert micro.tree is None, "a model that takes padded rows was given a trie"
+            others = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
+            inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, repeated=micro.tree is not None)
+            return self._read(inputs, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
+        assert micro.tree is None, "a model that needs padded rows got a trie"
         # Padded rows: one pass for each group of rows of similar length.
         where, results = [], []
         for group in like_lengths(micro.lengths):
             block = pad(micro, group)
             at = block.row * block.input_ids.shape[1] + block.column
-            rows = Rows(block.input_ids, {"attention_mask": block.attention_mask}, at)
+            inputs = ModelInputs(block.input_ids, {"attention_mask": block.attention_mask}, at)
             temperature_N = micro.temperatures_B[micro.row_N[block.token]]
             where.append(block.token)
-            results.append(self._read(rows, micro.targets_N[block.token], temperature_N, entropy))
+            results.append(self._read(inputs, micro.targets_N[block.token], temperature_N, entropy))
         return _in_order(where, results)
 
-    def _read(self, rows: Rows, targets_N: Tensor, temperature_N: Tensor, entropy: bool) -> Result:
+    def _read(self, inputs: ModelInputs, targets_N: Tensor, temperature_N: Tensor, entropy: bool) -> Result:
         """Run the model once, then its head once per temperature; nearly always there is only one."""
-        head = self._from_hidden(rows) if self.fused else self._from_logits(rows)
+        head = self._from_hidden(inputs) if self.fused else self._from_logits(inputs)
         temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
         distinct = temperature_N.unique().tolist() or [1.0]
         if len(distinct) == 1:
@@ -177,36 +178,37 @@ class Forward:
         results = [head(index, targets_N[index], value, entropy) for index, value in zip(where, distinct, strict=True)]
         return _in_order(where, results)
 
-    def _from_hidden(self, rows: Rows) -> Any:
+    def _from_hidden(self, inputs: ModelInputs) -> Any:
         lm = self.lm
-        decoder, output = lm.get_decoder(), lm.get_output_embeddings()
+        decoder, head_layer = lm.get_decoder(), lm.get_output_embeddings()
         # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
         trims = self.trims and not recomputes(lm)
-        with last_mlp_at(decoder, rows.at.unique()) if trims else nullcontext():
-            hidden = decoder(input_ids=rows.input_ids, use_cache=False, **rows.inputs).last_hidden_state.flatten(0, 1)
+        with last_mlp_at(decoder, inputs.at.unique()) if trims else nullcontext():
+            output = decoder(input_ids=inputs.input_ids, use_cache=False, **inputs.others)
+        hidden = output.last_hidden_state.flatten(0, 1)
 
         def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
-            at, each = rows.at[which], None
-            if rows.repeated:
-                # Siblings that read the same place and have the same target share one log-prob.
-                vocabulary = output.weight.shape[0]
-                pairs, each = (at * vocabulary + targets).unique(return_inverse=True)
+            at, pair_of = inputs.at[which], None
+            if inputs.repeated:
+                # Siblings that read the same position and have the same target share one log-prob.
+                vocabulary = head_layer.weight.shape[0]
+                pairs, pair_of = (at * vocabulary + targets).unique(return_inverse=True)
                 at, targets = pairs // vocabulary, pairs % vocabulary
-            how = {"bias": output.bias, "positions": at, "temperature": temperature, "entropy": entropy}
-            how["softcap"] = softcap_of(lm)
-            logprobs, entropies = _pair(linear_logprob(hidden, output.weight, targets, **how))
-            if each is None:
+            options = {"bias": head_layer.bias, "positions": at, "temperature": temperature, "entropy": entropy}
+            options["softcap"] = softcap_of(lm)
+            logprobs, entropies = _pair(linear_logprob(hidden, head_layer.weight, targets, **options))
+            if pair_of is None:
                 return logprobs, entropies
-            return logprobs[each], None if entropies is None else entropies[each]
+            return logprobs[pair_of], None if entropies is None else entropies[pair_of]
 
         return head
 
-    def _from_logits(self, rows: Rows) -> Any:
+    def _from_logits(self, inputs: ModelInputs) -> Any:
         """Return a head that reads logits; the model computes only the needed ones if it has ``logits_to_keep``."""
-        lm, inputs, at = self.lm, dict(rows.inputs), rows.at
-        if len(rows.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
-            inputs["logits_to_keep"], at = at, torch.arange(len(at))
-        logits_NV = lm(input_ids=rows.input_ids, use_cache=False, **inputs).logits.flatten(0, 1)
+        lm, others, at = self.lm, dict(inputs.others), inputs.at
+        if len(inputs.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
+            others["logits_to_keep"], at = at, torch.arange(len(at))
+        logits_NV = lm(input_ids=inputs.input_ids, use_cache=False, **others).logits.flatten(0, 1)
 
         def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))
@@ -219,7 +221,7 @@ def _pair(result: Tensor | tuple[Tensor, Tensor]) -> Result:
 
 
 def _in_order(where: list[Tensor], results: list[Result]) -> Result:
-    """Join parts of a result; ``where`` holds the original places of each part."""
+    """Join parts of a result; ``where`` has the original indices of each part."""
     order = torch.cat(where).argsort()
     logprobs, entropies = zip(*results, strict=True)
     return torch.cat(logprobs)[order], None if entropies[0] is None else torch.cat(entropies)[order]

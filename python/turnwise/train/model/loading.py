@@ -20,8 +20,7 @@ from torch import nn
 from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
-from turnwise.train.config.policies import LoraConfig, PolicyConfig
-from turnwise.train.config.schedule import steps_in_training
+from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.policy import Policy
@@ -49,11 +48,11 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
     if TINY in paths.values():
         others = [f"config key {key!r} = {path!r}" for key, path in paths.items() if path != TINY]
         if others:
-            raise ConfigError(
-                "\n".join(f'{other}: can\'t stand beside "tiny", which has a tokenizer of its own' for other in others)
-            )
+            raise ConfigError("\n".join(f"{each}: expected 'tiny', which has its own tokenizer" for each in others))
         return tiny()[0]
     # Compare every path's tokenizer with that of the first path, and collect all problems.
+    from transformers import AutoConfig, AutoTokenizer
+
     tokenizer, problems = None, []
     first, seen = "", set()
     for key, path in paths.items():
@@ -61,7 +60,8 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             continue
         seen.add(path)
         try:
-            loaded, rows, generation = _parts_of(path)
+            rows = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+            loaded, generation = AutoTokenizer.from_pretrained(path), _generation_config(path)
         except (OSError, ValueError) as error:
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
             problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")
@@ -93,23 +93,19 @@ def load_models(
 ) -> dict[str, nn.Module]:
     """Load a module for each policy, the same one for policies that share it (see :func:`sharing`).
 
-    With ``empty`` their parameters have no memory, to get those of another process or a checkpoint.
+    With ``empty`` their parameters have no memory; they come from another process or a checkpoint.
     """
     models: dict[str, nn.Module] = {}
     for names in sharing(policies, share_frozen):
         settings = policies[names[0]]
         model = load_model(settings.path, settings.dtype, tiny, empty=empty)
         if any(policies[name].gradient_checkpointing for name in names):
-            _recompute(model, names)
+            try:
+                recompute_layers(model)
+            except ValueError as error:
+                raise ConfigError(f"config key 'policies.{names[0]}.gradient_checkpointing' = True: {error}") from error
         models |= dict.fromkeys(names, model)
     return {name: models[name] for name in policies}
-
-
-def _recompute(model: nn.Module, names: list[str]) -> None:
-    try:
-        recompute_layers(model)
-    except ValueError as error:
-        raise ConfigError(f"config key 'policies.{names[0]}.gradient_checkpointing' = True: {error}") from error
 
 
 def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
@@ -132,9 +128,9 @@ def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, Policy
     for name, settings in policies.items():
         if settings.lora is None or isinstance(settings.lora.target_modules, str):
             continue
-        known = [module for module, _ in models[name].named_modules()]
+        modules = [module for module, _ in models[name].named_modules()]
         for target in settings.lora.target_modules:
-            if not any(module == target or module.endswith(f".{target}") for module in known):
+            if not any(module == target or module.endswith(f".{target}") for module in modules):
                 kinds = {
                     module.rpartition(".")[2]
                     for module, part in models[name].named_modules()
@@ -157,8 +153,10 @@ def attach_adapters(
     ``target_modules`` that a model doesn't have.
     """
     # Each module that several policies share, or that gets an adapter, becomes the base of its policies.
-    adapted = dict(models)
-    for names in _by_module(models):
+    adapted, by_module = dict(models), dict[int, list[str]]()
+    for name, model in models.items():
+        by_module.setdefault(id(model), []).append(name)
+    for names in by_module.values():
         if len(names) == 1 and policies[names[0]].lora is None:
             continue
         shared = SharedBase(models[names[0]], policies[names[0]].path)
@@ -252,14 +250,14 @@ def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any
 
 
 def take_dtype(model: Any, kind: torch.dtype) -> Any:
-    """Convert what a file of ``model`` holds, as ``from_pretrained`` does, and return it.
+    """Convert the saved tensors of ``model``, as ``from_pretrained`` does, and return it.
 
-    Rotary frequencies and what the model keeps in float32 stay as they are; ``Module.to`` would round them.
+    Rotary frequencies and tensors that the model keeps in float32 are not converted; ``Module.to`` would round them.
     """
-    kept = [re.escape(part) for part in model._get_dtype_plan(kind)]
+    wide = [re.escape(part) for part in model._get_dtype_plan(kind)]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if kept and re.search("|".join(kept), name) else kind)
+            tensor.data = tensor.data.to(torch.float32 if wide and re.search("|".join(wide), name) else kind)
     model.config.dtype = kind
     return model
 
@@ -290,22 +288,6 @@ def peft_config(lora: LoraConfig) -> Any:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-
-
-def _by_module(models: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Group the policy names by module."""
-    groups: dict[int, list[str]] = {}
-    for name, model in models.items():
-        groups.setdefault(id(model), []).append(name)
-    return list(groups.values())
-
-
-def _parts_of(path: str) -> tuple[Any, int, Any]:
-    """Return the tokenizer under ``path``, the number of tokens that its model embeds, and its generation config."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    rows = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    return AutoTokenizer.from_pretrained(path), rows, _generation_config(path)
 
 
 def _generation_config(path: str) -> Any:

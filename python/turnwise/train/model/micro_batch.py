@@ -1,14 +1,18 @@
-"""Cuts a packed batch into minibatches and micro-batches. The cut into micro-batches never changes the gradient."""
+"""Cuts a packed batch into minibatches and micro-batches, and gives these to the ranks that train a policy together.
+
+The cut into micro-batches never changes the gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from turnwise.train.model.prefix_tree import PrefixTree, ranges
@@ -16,7 +20,9 @@ from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import is_out_of_memory
 
-_PADDING = 1.25  # most places per token in a block of padded rows
+T = TypeVar("T")
+
+_PADDING = 1.25  # most positions per token in a block of padded rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,7 @@ def micro_batches(
     if trie_share:
         trie = PrefixTree(batch.token_ids, batch.cu_seqlens, rows, last=False)
         if len(trie) <= trie_share * trie.num_tokens:
-            return [pack(batch, part, trie=its) for part, its in _parts(batch, rows, trie, max_tokens)]
+            return [pack(batch, part, trie=t) for part, t in _parts(batch, rows, trie, max_tokens)]
     lengths = np.diff(batch.cu_seqlens)
     parts = _balanced(lengths[rows], rows, max_tokens)
     if blocks:
@@ -225,9 +231,9 @@ def trial(vocabulary: int, length: int, device: torch.device) -> MicroBatch:
 
 @contextmanager
 def explain_out_of_memory(micro: MicroBatch) -> Iterator[None]:
-    """Say in an error of the memory which rows didn't fit, and what would make them fit.
+    """Add to an out-of-memory error which rows didn't fit, and how to make them fit.
 
-    Raises ``MemoryError``, or torch's ``OutOfMemoryError`` as it came.
+    Raises ``MemoryError``, or torch's ``OutOfMemoryError`` if the block raised that.
     """
     try:
         yield
@@ -260,13 +266,13 @@ def pad(micro: MicroBatch, rows: Sequence[int]) -> PaddedRows:
         input_ids=torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
         attention_mask=torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
         token=torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in rows]),
-        row=torch.cat([torch.full_like(sources[i], place) for place, i in enumerate(rows)]),
+        row=torch.cat([torch.full_like(sources[i], row) for row, i in enumerate(rows)]),
         column=torch.cat([sources[i] - int(starts[i]) for i in rows]),
     )
 
 
 def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Group row indices by similar length: a padded block of a group holds at most 1.25 places per token."""
+    """Group row indices by similar length: a padded block of a group has at most 1.25 positions per token."""
     groups: list[list[int]] = []
     total = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -284,3 +290,55 @@ def _first_set(mask: np.ndarray) -> int:
     """Return the index of the first 1 in ``mask``, or its length if there is none."""
     hits = np.flatnonzero(mask)
     return int(hits[0]) if len(hits) else len(mask)
+
+
+# -- The processes that train one policy together ----------------------------------------------------------------------
+class SingleRank:
+    """The only process that trains a policy."""
+
+    rank, size = 0, 1
+    device: torch.device | None = None
+    """Device of the forward pass; by default that of the weights."""
+    first_copy = True
+    """True if this rank's shards are of the first copy of the weights: only these count in sums over shards."""
+
+    def indices(self, count: int) -> Sequence[int | None]:
+        """Return the indices of this rank's micro-batches among ``count``; ``None`` for a pass that must not count.
+
+        All ranks get equally many, because they make each pass of a sharded model together.
+        """
+        return range(count)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the sum of ``tensor`` over all ranks, the same bits on each."""
+        return tensor
+
+    def gather(self, items: list[T]) -> list[T]:
+        """Return the items of all ranks in the order of :meth:`indices`."""
+        return items
+
+
+class Ranks(SingleRank):
+    """The processes of ``group``; micro-batch ``i`` belongs to rank ``i % size``."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, first_copy: bool = True) -> None:
+        self.group, self.device, self.first_copy = group, device, first_copy
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def indices(self, count: int) -> Sequence[int | None]:
+        indices: list[int | None] = list(range(self.rank, count, self.size))
+        return indices + [None] * (-(-count // self.size) - len(indices))
+
+    def total(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts).sum(0)
+
+    def gather(self, items: list[T]) -> list[T]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, items, group=self.group)
+        longest = max(len(each) for each in gathered)
+        return [each[i] for i in range(longest) for each in gathered if i < len(each)]
+
+
+SINGLE_RANK = SingleRank()

@@ -41,7 +41,7 @@ class Packing:
         self.segments = (torch.nn.functional.pad(ends, (1, 0)), ends)
 
 
-# Arguments that change a score in other ways than a scale and a window: such models are refused.
+# Arguments that change a score in other ways than a scale and a window: such models are not packable.
 _UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -78,14 +78,16 @@ def packed_attention(
     for (length, count), *parts in zip(runs, *streams, strict=True):
         # Rows of one length make one call: [heads, count * length, D] -> [count, heads, length, D].
         q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
-        masked = window is not None and length > window
+        mask = None
+        if window is not None and length > window:  # each token sees itself and the window - 1 tokens before it
+            mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         out = scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=_band(length, window, query.device) if masked else None,
+            attn_mask=mask,
             dropout_p=dropout,
-            is_causal=not masked,
+            is_causal=mask is None,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -99,12 +101,6 @@ def check_mask(module: Any, options: Mapping[str, Any]) -> None:
         raise NotPackable(f"its attention has a {needs[0]}")
     if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
         raise NotPackable("its attention is not causal")
-
-
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask ``[length, length]`` bool: each token sees itself and the ``window - 1`` tokens before it."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
 
 
 # -- the kernel on CPUs ------------------------------------------------------------------------------------------------

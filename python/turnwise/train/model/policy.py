@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,16 @@ from torch import Tensor, nn
 
 from turnwise.inference.common.hf_model import recompute_layers, recomputes
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
-from turnwise.inference.weights.weight_block import storage_key
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.master_weights import MasterWeights
-from turnwise.train.model.micro_batch import MicroBatch, explain_out_of_memory, micro_batches, smallest
-from turnwise.train.model.ranks import SINGLE_RANK, SingleRank
+from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, explain_out_of_memory, micro_batches, smallest
 from turnwise.train.model.support import causal_lm, drops_out, linear_bytes_per_token
+from turnwise.train.model.weights import MasterWeights, bit_sums, count_not_finite, named_parameters, named_weights
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import memory_capacity
 
 _SHARES = {"cuda": 0.5, "cpu": 0.25}
-"""Share of the memory beside weights and optimizer that activations may take; a CPU's has other users, too."""
+"""Share of the memory left by weights and optimizer that activations may take; a CPU's has other users, too."""
 _BACKWARD = 2.0
 """Peak of a backward pass over the activations that it reads."""
 _FEWEST, _MOST = 7, 14
@@ -37,7 +35,7 @@ class Policy:
 
     ``model`` is a Hugging Face causal LM or an :class:`AdaptedModel`; then only the adapter belongs to the policy, not
     the shared base. ``trainable=False`` builds no optimizer. ``reference`` is the frozen model of a KL term;
-    ``with_reference`` makes one from the starting weights, which for an adapter is its base with adapters off.
+    ``with_reference`` makes one of the starting weights: for an adapter its base with adapters off.
     ``total_steps`` is the length of the learning-rate schedule in updates; a run that sampled tokens end also calls
     :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
     ``turnwise.train.model.forward.LAYOUTS``). Updates run without dropout, as the sampler does, unless ``dropout``.
@@ -64,14 +62,13 @@ class Policy:
         self.skipped = 0  # updates in a row that were not finite
         self.is_stepping = False  # an optimizer step has begun and not ended
         self.kl_coef: float | None = None  # the adaptive coefficient, once it has changed
-        self.rate_scale = 1.0
         self._auto_tokens: int | None = None  # tokens of a micro-batch, once chosen
         self._halved = False
         self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
         self.max_grad_norm = config.max_grad_norm
         self.ranks = SINGLE_RANK  # the processes that hold its shards
         if with_reference and reference is None:
-            reference = _starting_weights(model)
+            reference = model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
         # Models and their forward passes.
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.check_finite("at the start")
@@ -79,7 +76,7 @@ class Policy:
             raise ValueError(f"policy {name!r}: float16 is too narrow to train in; expected bfloat16 or float32")
         self.model.requires_grad_(trainable)
         self.dropout = dropout
-        self._take_mode(dropout)
+        self._set_mode(dropout)
         self.forward: Any = Forward(model, layout, dropout=dropout and trainable)
         self.reference_forward: Any = None if self.reference is None else Forward(self.reference, layout)
         self.optimizer: torch.optim.AdamW | None = None
@@ -89,18 +86,16 @@ class Policy:
         self.computes_in: dict[str, torch.dtype] = {}  # dtype of sharded weights in a pass, if it is another one
         self.build_optimizer()
 
-    def _take_mode(self, dropout: bool) -> None:
-        """Let layers recompute in evaluation mode too, and say what ``dropout`` does."""
+    def _set_mode(self, dropout: bool) -> None:
+        """Let layers recompute in evaluation mode too, and warn of the effect of ``dropout``."""
         if recomputes(lm := causal_lm(self.model if self.base is None else self.base.model)):
             recompute_layers(lm) if self.base is None else self.base.enable_gradient_checkpointing()
-        found = drops_out(self.model) if self.trainable else {}
-        told = ", ".join(f"{name} = {share:g}" for name, share in found.items())
-        if dropout and found:
-            text = f"updates drop out ({told}), so the ratio of the first update is not 1"
-        elif "lora_dropout" in found and not dropout:
-            text = (
-                f"lora.dropout = {found['lora_dropout']:g} drops nothing, as updates run without dropout; set dropout"
-            )
+        drops = drops_out(self.model) if self.trainable else {}
+        if dropout and drops:
+            listed = ", ".join(f"{name} = {share:g}" for name, share in drops.items())
+            text = f"updates use dropout ({listed}), so the ratio of the first update is not 1"
+        elif "lora_dropout" in drops and not dropout:
+            text = f"lora.dropout = {drops['lora_dropout']:g} has no effect, as updates run without dropout"
         else:
             return
         warnings.warn(f"policy {self.name!r}: {text}", RuntimeWarning, stacklevel=3)
@@ -150,7 +145,7 @@ class Policy:
         return micros
 
     def micro_batch_tokens(self, configured: int | str) -> int:
-        """Return the most tokens of a micro-batch: ``configured``, or for ``"auto"`` what this machine's memory holds.
+        """Return the most tokens of a micro-batch: ``configured``, or for ``"auto"`` what fits this machine's memory.
 
         ``"auto"`` is a power of two up to 16,384. It depends on the model and on the machine's whole memory, not on
         what is free at the moment, and a checkpoint keeps it: so equal runs have equal bits.
@@ -162,7 +157,7 @@ class Policy:
         return max(1, configured // 2) if self._halved else configured
 
     def halve_micro_batches(self, micros: Sequence[MicroBatch]) -> bool:
-        """Drop the gradient of an update of ``micros`` after an error of the memory, and halve them from now on.
+        """Discard the gradient of an update of ``micros`` that ran out of memory, and halve them from now on.
 
         Return False if that can't help: they are halved already, have one row each, or other ranks wait in their pass.
         """
@@ -181,18 +176,18 @@ class Policy:
         return True
 
     def _fitting_tokens(self) -> int:
-        """Return a power of two of tokens whose activations take a share of the memory beside weights and AdamW."""
+        """Return a power of two of tokens whose activations fit a share of the memory left by weights and AdamW."""
         if self.device.type == "cuda":
             memory, share = float(torch.cuda.get_device_properties(self.device).total_memory), _SHARES["cuda"]
         else:  # the ranks of a machine share its memory
             memory, share = memory_capacity() / self.ranks.size, _SHARES["cpu"]
         lm = causal_lm(self.model if self.base is None else self.base.model)
-        held = sum(parameter.numel() * parameter.element_size() for parameter in lm.parameters())
-        held += sum(parameter.numel() * 16 for parameter in self.trained_parameters() if self.trainable)
-        room = share * max(0.0, memory - held / self.ranks.size)
+        used = sum(parameter.numel() * parameter.element_size() for parameter in lm.parameters())
+        used += sum(parameter.numel() * 16 for parameter in self.trained_parameters() if self.trainable)
+        free = share * max(0.0, memory - used / self.ranks.size)
         # A trial would fragment the memory of a rank, and all ranks would have to make it together.
         per_token = self.forward.bytes_per_token() if self.ranks.size == 1 else linear_bytes_per_token(lm)
-        tokens = room / (_BACKWARD * per_token)
+        tokens = free / (_BACKWARD * per_token)
         return int(2 ** np.clip(np.floor(np.log2(max(tokens, 1.0))), _FEWEST, _MOST))
 
     def over_stream(self, length: int, micros: Sequence[MicroBatch], read: Callable[[MicroBatch], Tensor]) -> Tensor:
@@ -200,15 +195,15 @@ class Policy:
 
         Each rank reads its own micro-batches, and gets the values of all.
         """
-        found: Tensor | None = None
-        for place in self.ranks.places(len(micros)):
-            micro = (smallest(micros) if place is None else micros[place]).to(self.device)
+        stream: Tensor | None = None
+        for index in self.ranks.indices(len(micros)):
+            micro = (smallest(micros) if index is None else micros[index]).to(self.device)
             with explain_out_of_memory(micro):
                 values = read(micro)
-            found = values.new_zeros(length) if found is None else found
-            if place is not None:
-                found[micro.token_N] = values
-        return self.ranks.total(torch.zeros(length, device=self.device) if found is None else found)
+            stream = values.new_zeros(length) if stream is None else stream
+            if index is not None:
+                stream[micro.token_N] = values
+        return self.ranks.total(torch.zeros(length, device=self.device) if stream is None else stream)
 
     def step(self) -> float:
         """Clip the gradient, take one optimizer step, and return the norm before clipping.
@@ -248,20 +243,13 @@ class Policy:
         self.schedule._last_lr = rates
 
     def follow_run(self, share: float) -> None:
-        """Move the learning rate's decay on to ``share`` of the run, 0 to 1, unless the updates are already past it.
+        """Advance the learning rate's decay to ``share`` of the run, 0 to 1, unless the updates are already past it.
 
         A run that ends at a number of sampled tokens calls this before each batch, as it can't know its last update.
         """
         self.run_share = min(1.0, share)
         if self.schedule is not None:
             self.seek_schedule(self.schedule.last_epoch)
-
-    def scale_rate(self, factor: float) -> None:
-        """Multiply the learning rate by ``factor``, now and for the rest of the schedule."""
-        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
-        self.rate_scale *= factor
-        self.schedule.base_lrs = [base * factor for base in self.schedule.base_lrs]
-        self.seek_schedule(self.schedule.last_epoch)
 
     def discard_gradient(self) -> None:
         """Skip an update: weights, optimizer and schedule stay as they are."""
@@ -270,15 +258,17 @@ class Policy:
 
     def extra_state(self) -> dict[str, Any]:
         """Return the JSON-serialisable state that a checkpoint keeps in addition to weights and optimizer."""
-        state = {"skipped": self.skipped, "kl_coef": self.kl_coef, "rate_scale": self.rate_scale}
-        return {**state, "auto_tokens": self._auto_tokens, "halved": self._halved}
+        return {
+            "skipped": self.skipped,
+            "kl_coef": self.kl_coef,
+            "auto_tokens": self._auto_tokens,
+            "halved": self._halved,
+        }
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`extra_state`."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
-        self._auto_tokens, self._halved = state.get("auto_tokens"), state.get("halved", False)
-        if self.optimizer is not None:
-            self.scale_rate(state["rate_scale"] / self.rate_scale)
+        self._auto_tokens, self._halved = state["auto_tokens"], state["halved"]
 
     @property
     def trie_share(self) -> float:
@@ -295,8 +285,8 @@ class Policy:
         return self.ranks.device or self.model.get_input_embeddings().weight.device  # type: ignore[operator]
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Return what this policy's optimizer updates: only the adapter's parameters, or all; float32 masters of
-        parameters in bfloat16."""
+        """Return the parameters that the optimizer updates, for an adapter without its base; masters replace those in
+        bfloat16."""
         return self.masters.trained if self.trainable else self._own_parameters()
 
     def _own_parameters(self) -> list[nn.Parameter]:
@@ -316,27 +306,27 @@ class Policy:
         """Raise ``FloatingPointError`` naming the first weight of policy, base or reference that is NaN or infinite."""
         problems: list[str] = []
         # An adapter's reference is its base with adapters off.
-        parts = {"": self.model, "its base's ": self.base, "its reference's ": self.reference}
-        for whose, part in parts.items():
-            for name, tensor in () if part is None else _parameters(part):
-                if bad := _count_not_finite(tensor):
-                    problems.append(f"{whose}weight {name!r} is not finite {when}: {bad} of {tensor.numel()}")
+        models = {"": self.model, "its base's ": self.base, "its reference's ": self.reference}
+        for owner, model in models.items():
+            for name, tensor in () if model is None else named_parameters(model):
+                if bad := count_not_finite(tensor):
+                    problems.append(f"{owner}weight {name!r} is not finite {when}: {bad} of {tensor.numel()}")
                     break
         if problems := self.ranks.gather(problems[:1]):
             raise FloatingPointError(f"policy {self.name!r}: {problems[0]} elements are NaN or infinite")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of this policy's own weights, those that go to the client: only the adapter's, if it
-        has one. They have the dtype that computes."""
+        """Yield ``(name, tensor)`` of this policy's own weights, as the client gets them: for an adapter without its
+        base, in the dtype that computes."""
         for name, tensor in named_weights(self.model):
             yield name, tensor.to(self.computes_in.get(name, tensor.dtype))
 
     def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield them as :meth:`weights` does, in the dtype that trains: masters instead of rounded weights."""
+        """Yield the weights of :meth:`weights` in the dtype that trains: masters instead of rounded weights."""
         return named_weights(self.model, self.masters)
 
     def all_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` of its own weights and of its shared base, for a client that may not have them."""
+        """Yield ``(name, tensor)`` of its own weights and of its shared base, for a client without the base."""
         yield from self.weights()
         if self.base is not None:
             yield from named_weights(self.base)
@@ -344,80 +334,20 @@ class Policy:
 
 def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
     """Return the fingerprint of each policy by name, and of each shared base as ``"the base of <a policy>"``."""
-    found = {name: policy.fingerprint() for name, policy in policies.items()}
+    bits = {name: policy.fingerprint() for name, policy in policies.items()}
     bases: dict[int, tuple[str, SharedBase]] = {}
     for name, policy in policies.items():
         if policy.base is not None:
             bases.setdefault(id(policy.base), (name, policy.base))
     for name, base in bases.values():
-        found[f"the base of {name}"] = bit_sums(named_weights(base), policies[name].ranks)
-    return found
+        bits[f"the base of {name}"] = bit_sums(named_weights(base), policies[name].ranks)
+    return bits
 
 
-def named_weights(model: nn.Module | SharedBase, masters: MasterWeights | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached; tied tensors once.
-
-    ``masters`` take the place of their parameters.
-    """
-    seen: set[Any] = set()
-    weights = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
-    for name, tensor in weights.items():
-        if (place := storage_key(tensor)) not in seen:
-            seen.add(place)
-            yield name, (tensor if masters is None else masters.of(tensor)).detach()
-
-
-def _parameters(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters by their names in files, without buffers, which may hold infinities on purpose."""
-    state = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
-    return ((name, tensor.detach()) for name, tensor in state.items() if isinstance(tensor, nn.Parameter))
-
-
-def _count_not_finite(tensor: Tensor) -> int:
-    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
-        return 0
-    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # NaN and infinity survive a sum, which needs no memory. Count single elements only if the sum isn't finite.
-    if math.isfinite(own.sum(dtype=torch.promote_types(own.dtype, torch.float32))):
-        return 0
-    return int((~own.isfinite()).sum())
-
-
-def _starting_weights(model: nn.Module) -> nn.Module:
-    """Return the present weights of ``model``: a copy, or for a new adapter the shared base with adapters off."""
-    return model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
-
-
-def bit_sum(tensor: Tensor) -> int:
-    """Return the sum of the elements' bit patterns: an exact integer, computed at the speed of memory.
-
-    For a tensor that is sharded over processes (a DTensor) it is the sum over this process's own part.
-    """
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(own.detach().contiguous().view(bits).sum(dtype=torch.int64))
-
-
-def bit_sums(weights: Iterable[tuple[str, Tensor]], ranks: SingleRank = SINGLE_RANK) -> tuple[int, ...]:
-    """Return the :func:`bit_sum` of each tensor. The sums of a tensor's shards add up to that of the whole tensor."""
-    tensors = [tensor for _, tensor in weights]
-    counts = [ranks.first_copy if hasattr(tensor, "to_local") else ranks.rank == 0 for tensor in tensors]
-    own = [bit_sum(tensor) if counted else 0 for tensor, counted in zip(tensors, counts, strict=True)]
-    if ranks.size == 1:
-        return tuple(own)
-    # NCCL needs the numbers on the weights' device; sums wrap at 64 bits, as those of one process do.
-    return tuple(ranks.total(torch.tensor(own, device=tensors[0].device)).tolist()) if tensors else ()
-
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _linear(progress: float) -> float:
-    return 1 - progress
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _linear}
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+}
 """Decay shapes: the rate falls from 1 to 0 while the progress goes from 0 to 1."""
 
 

@@ -7,8 +7,8 @@ Use it in your own training loop::
     hidden = model.get_decoder()(**trie.inputs(model.device)).last_hidden_state[0]  # [U, H], U <= N
     logprobs = linear_logprob(hidden, head.weight, trie.targets(lengths), positions=trie.sources(lengths))
 
-``lengths [B]`` are those of the completions at the rows' ends. A source is the place of the token before a target: its
-hidden state predicts the target. Loss and gradients equal those of separate rows.
+``lengths [B]`` are those of the completions at the rows' ends. A source is the position of the token before a target,
+whose hidden state predicts the target. Loss and gradients equal those of separate rows.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PrefixTree:
         counts = np.asarray(lengths, dtype=np.int64)
         if counts.shape != self._lengths.shape or (counts < 0).any() or (counts >= np.maximum(self._lengths, 1)).any():
             raise ValueError(
-                f"lengths={counts.tolist()}: expected one per row, at least 0 and below the row's own, "
+                f"lengths={counts.tolist()}: expected one per row, at least 0 and below the row's length, "
                 f"{self._lengths.tolist()}"
             )
         return counts
@@ -117,8 +117,8 @@ def use_trees(model: nn.Module) -> None:
     attention can't take tries.
     """
     lm = causal_lm(model)
-    if why := packing_unsupported_reason(lm) or trie_unsupported_reason(lm):
-        raise ValueError(f"model: {type(lm).__name__} can't take tries, as {why}")
+    if reason := packing_unsupported_reason(lm) or trie_unsupported_reason(lm):
+        raise ValueError(f"model: {type(lm).__name__} doesn't support tries, as {reason}")
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.train.model.forward import Forward, Result
-from turnwise.train.model.micro_batch import MicroBatch
-from turnwise.train.model.policy import Policy, named_weights
-from turnwise.train.model.ranks import Ranks
+from turnwise.train.model.micro_batch import MicroBatch, Ranks
+from turnwise.train.model.policy import Policy
 from turnwise.train.model.support import causal_lm
+from turnwise.train.model.weights import named_weights
 
 
 class Root(nn.Module):
@@ -43,8 +43,8 @@ class ShardedForward:
         self.packed, self.trie_share = read.packed, read.trie_share
 
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
-        found: Result = self.root(self.read, micro, entropy)
-        return found
+        result: Result = self.root(self.read, micro, entropy)
+        return result
 
 
 def shard_policies(
@@ -71,7 +71,7 @@ def shard_policies(
     """
     if mesh.ndim > 2:
         raise ValueError(f"mesh={mesh}: expected one dimension, or two (copies, shards), got {mesh.ndim}")
-    how = {
+    options = {
         "mesh": mesh,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
@@ -87,7 +87,7 @@ def shard_policies(
         dtype = param_dtype or narrow.get(id(lm))
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
-    roots = {id(lm): _shard(lm, {**how, "mp_policy": precision(lm)}, source) for lm in _models(policies)}
+    roots = {id(lm): _shard(lm, {**options, "mp_policy": precision(lm)}, source) for lm in _models(policies)}
     for policy in policies.values():
         policy.forward = ShardedForward(roots[id(policy.forward.lm)], policy.forward)
         if policy.reference_forward is not None:
@@ -98,7 +98,7 @@ def shard_policies(
 
 
 def give_policies(policies: Mapping[str, Policy], source: dist.ProcessGroup) -> None:
-    """Give the weights of ``policies`` to the other ranks of ``source``, which shard them, and keep none of them."""
+    """Give the weights of ``policies`` to the other ranks of ``source``, which shard them, and keep none."""
     _agree(policies, source)
     _train_in_float32(policies)
     for lm in _models(policies):
@@ -111,7 +111,7 @@ def give_policies(policies: Mapping[str, Policy], source: dist.ProcessGroup) -> 
 
 
 def _train_in_float32(policies: Mapping[str, Policy]) -> dict[int, torch.dtype]:
-    """Let shards of models that train in bfloat16 be their own float32 masters. Return the dtypes that compute, by the
+    """Make shards of models that train in bfloat16 their own float32 masters. Return the dtypes that compute, by the
     ``id`` of the model."""
     narrow: dict[int, torch.dtype] = {}
     for policy in policies.values():
@@ -140,10 +140,10 @@ def _agree(policies: Mapping[str, Policy], source: dist.ProcessGroup) -> None:
     """Run the models as rank 0 does. Raise ``ValueError`` unless all ranks have the same weights, by name and kind."""
     named = [(name, tuple(x.shape), str(x.dtype)) for lm in _models(policies) for name, x in named_weights(lm)]
     forwards = [forward for policy in policies.values() for forward in policy.forwards()]
-    found: list[Any] = [None] * dist.get_world_size(source)
-    dist.all_gather_object(found, (named, [forward.findings() for forward in forwards]), group=source)
-    first, findings = found[0]
-    for rank, (other, _) in enumerate(found[1:], start=1):
+    gathered: list[Any] = [None] * dist.get_world_size(source)
+    dist.all_gather_object(gathered, (named, [forward.findings() for forward in forwards]), group=source)
+    first, findings = gathered[0]
+    for rank, (other, _) in enumerate(gathered[1:], start=1):
         if other != first:
             odd = sorted(set(other) ^ set(first)) or other
             raise ValueError(f"policies: expected the same models on all ranks; rank {rank} differs, first in {odd[0]}")
@@ -155,8 +155,8 @@ def _models(policies: Mapping[str, Policy]) -> list[Any]:
     """Return the different causal LMs of all policies and references."""
     models = [policy.model for policy in policies.values()]
     models += [policy.reference for policy in policies.values() if policy.reference is not None]
-    found = [model.shared.model if isinstance(model, AdaptedModel) else causal_lm(model) for model in models]
-    return list({id(lm): lm for lm in found}.values())
+    lms = [model.shared.model if isinstance(model, AdaptedModel) else causal_lm(model) for model in models]
+    return list({id(lm): lm for lm in lms}.values())
 
 
 def _layers(lm: Any) -> Any:
@@ -166,14 +166,14 @@ def _layers(lm: Any) -> Any:
     return layers
 
 
-def _shard(lm: Any, how: dict[str, Any], source: dist.ProcessGroup) -> Root:
+def _shard(lm: Any, options: dict[str, Any], source: dist.ProcessGroup) -> Root:
     root = Root(lm)
     for layer in _layers(lm):
         _receive(layer, source)
-        fully_shard(layer, **how)
+        fully_shard(layer, **options)
     # Resharded after each forward, the root never keeps weights from before an optimizer step.
     _receive(lm, source, except_for=_layers(lm))
-    fully_shard(root, reshard_after_forward=True, **how)
+    fully_shard(root, reshard_after_forward=True, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # Sum the gradients: the loss's normaliser is already that of all ranks.
@@ -183,7 +183,7 @@ def _shard(lm: Any, how: dict[str, Any], source: dist.ProcessGroup) -> Root:
 
 
 def _receive(unit: nn.Module, source: dist.ProcessGroup, *, except_for: Iterable[nn.Module] = ()) -> None:
-    """Give ``unit`` the weights of the first rank of ``source``, except for modules that have theirs."""
+    """Give ``unit`` the weights of the first rank of ``source``, but not to the modules ``except_for``."""
     _replace(unit, lambda parameter: parameter.is_meta, "cpu")
     theirs = {id(tensor) for module in except_for for tensor in module.state_dict(keep_vars=True).values()}
     for tensor in {id(tensor): tensor for tensor in unit.state_dict(keep_vars=True).values()}.values():

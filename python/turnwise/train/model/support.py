@@ -1,8 +1,7 @@
-"""Asks a model what it is: its sizes, what it drops out, and what it supports: using its LM head alone, packing rows
-into one stream, sharing prefixes in a trie.
+"""Finds a model's sizes, its dropout and what it supports: its LM head alone, packed rows, prefixes shared in a trie.
 
-Models differ around their layers (caps and scales on logits, windows, recurrent states), and no common attribute tells.
-So each check runs a few tokens both ways, once, and compares the results.
+Models differ around their layers (caps and scales on logits, windows, recurrent states), and no common attribute says
+so. Each check runs a few tokens both ways, once, and compares the results.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def causal_lm(model: nn.Module) -> Any:
     if hasattr(base, "get_base_model"):
         config = getattr(base, "active_peft_config", None)
         if config is not None and config.is_prompt_learning:
-            raise TypeError(f"model: peft's {config.peft_type} adds tokens to a prompt; expected LoRA or the like")
+            raise TypeError(f"model: peft's {config.peft_type} adds tokens to a prompt; expected LoRA or similar")
         base = base.get_base_model()
     if not (hasattr(base, "get_decoder") and hasattr(base, "get_output_embeddings")):
         raise TypeError(f"model is a {type(model).__name__}: expected a Hugging Face causal LM")
@@ -45,9 +44,9 @@ def causal_lm(model: nn.Module) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a causal LM is, by its config and by trials of a few tokens in the mode that trains.
+    """Facts about a causal LM, from its config and from trials of a few tokens in the mode that trains.
 
-    Reasons are empty where there is no obstacle.
+    Reasons are empty if the model supports the feature.
     """
 
     kind: str
@@ -59,15 +58,15 @@ class ModelFacts:
     vocabulary: int
     """Tokens that it embeds."""
     drops: Mapping[str, float]
-    """What training mode drops out (:func:`drops_out`)."""
-    why_logits: str = ""
-    """Why its head can't be used alone."""
-    why_padded: str = ""
-    """Why rows can't follow one another in a stream."""
-    why_unshared: str = ""
-    """Why rows can't share prefixes."""
+    """Dropout in training mode (:func:`drops_out`)."""
+    reason_unfused: str = ""
+    """Reason why its head can't be used alone."""
+    reason_padded: str = ""
+    """Reason why rows can't follow one another in a stream."""
+    reason_unshared: str = ""
+    """Reason why rows can't share prefixes."""
     trims_last_mlp: bool = False
-    """Whether the last MLP may run at some places alone."""
+    """True if the last MLP can run only at the positions that are read."""
     unread: tuple[str, ...] = ()
     """Layers with the adapter that no pass runs, so that it doesn't train there."""
 
@@ -75,11 +74,11 @@ class ModelFacts:
 def facts_of(
     model: nn.Module, *, tried: bool = True, stream: bool = True, shared: bool = True, dropout: bool = False
 ) -> ModelFacts:
-    """Ask ``model``, if ``dropout`` also in training mode. ``tried=False`` leaves out trials.
+    """Return the facts about ``model``, with ``dropout`` also in training mode; ``tried=False`` omits the trials.
 
-    ``stream`` and ``shared`` say whether rows are wanted in a stream and as a trie: what isn't wanted isn't tried. Sets
-    the model's attention if rows can share a stream. Raises ``ValueError`` if ``dropout`` fails, for an adapter that no
-    pass runs, and for a model that changes its weights in a pass.
+    It tries a stream only with ``stream``, and a trie only with ``shared``. Sets the model's attention if rows can
+    share a stream. Raises ``ValueError`` if ``dropout`` fails, for an adapter that no pass runs, and for a model that
+    changes its weights in a pass.
     """
     lm = causal_lm(activated(model))
     facts = ModelFacts(
@@ -91,22 +90,22 @@ def facts_of(
     )
     if not tried:
         return facts
-    if dropout and (why := dropout_unsupported_reason(lm)):
-        raise ValueError(f"dropout=True: {facts.kind} can't have it, as {why}")
+    if dropout and (reason := dropout_unsupported_reason(lm)):
+        raise ValueError(f"dropout=True: {facts.kind} doesn't support it, as {reason}")
     before = [parameter._version for parameter in lm.parameters()]
-    why_logits, why_padded = (
+    reason_unfused, reason_padded = (
         fusing_unsupported_reason(lm),
-        packing_unsupported_reason(lm) if stream else "padded rows are wanted",
+        packing_unsupported_reason(lm) if stream else "padded rows are requested",
     )
-    why_unshared = why_padded or (trie_unsupported_reason(lm, dropout) if shared else "no trie is wanted")
-    trims = not why_logits and not why_padded and trims_last_mlp(lm)
+    reason_unshared = reason_padded or (trie_unsupported_reason(lm, dropout) if shared else "no trie is requested")
+    trims = not reason_unfused and not reason_padded and trims_last_mlp(lm)
     if [parameter._version for parameter in lm.parameters()] != before:
         raise ValueError(f"model: {facts.kind} changes its own weights in a pass")  # RWKV rescales them
     return replace(
         facts,
-        why_logits=why_logits,
-        why_padded=why_padded,
-        why_unshared=why_unshared,
+        reason_unfused=reason_unfused,
+        reason_padded=reason_padded,
+        reason_unshared=reason_unshared,
         trims_last_mlp=trims,
         unread=_unread(model, lm) if isinstance(model, AdaptedModel) else (),
     )
@@ -114,35 +113,35 @@ def facts_of(
 
 def _unread(model: AdaptedModel, lm: Any) -> tuple[str, ...]:
     """Return the layers with the adapter of ``model`` that no pass runs. Raises ``ValueError`` if these are all."""
-    own = {
+    adapted = {
         path: module
         for path, module in lm.named_modules()
         if any(model.key in getattr(module, kind) for kind in getattr(module, "adapter_layer_names", ()))
     }
     run: set[int] = set()
-    hooks = [module.register_forward_pre_hook(lambda module, _: run.add(id(module))) for module in own.values()]
+    hooks = [module.register_forward_pre_hook(lambda module, _: run.add(id(module))) for module in adapted.values()]
     try:
         with in_mode(lm):
             lm(input_ids=_tokens(lm), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    if own and not run:
-        raise ValueError(f"target_modules: {type(lm).__name__} runs none of them, such as {next(iter(own))!r}")
-    return tuple(path for path, module in own.items() if id(module) not in run)
+    if adapted and not run:
+        raise ValueError(f"target_modules: {type(lm).__name__} runs none of them, such as {next(iter(adapted))!r}")
+    return tuple(path for path, module in adapted.items() if id(module) not in run)
 
 
 def drops_out(model: nn.Module) -> dict[str, float]:
-    """Return what a pass of ``model`` in training mode drops out or disturbs, with the shares or sizes.
+    """Return the dropout and noise of a pass of ``model`` in training mode, by name, with the shares or sizes.
 
     Example: ``{"attn_pdrop": 0.1, "resid_pdrop": 0.1, "lora_dropout": 0.05}``
     """
     adapter = model.key if isinstance(model, AdaptedModel) else None
     lm = causal_lm(model.shared.model if isinstance(model, AdaptedModel) else model)
-    told = {k: v for k, v in lm.config.get_text_config().to_dict().items() if re.search(r"drop|jitter", k)}
-    found = {
+    configured = {k: v for k, v in lm.config.get_text_config().to_dict().items() if re.search(r"drop|jitter", k)}
+    drops = {
         name: float(share)
-        for name, share in told.items()
+        for name, share in configured.items()
         if isinstance(share, int | float) and share > 0 and not re.search(r"classifier|summary", name)
     }
     for path, module in lm.named_modules():
@@ -151,11 +150,11 @@ def drops_out(model: nn.Module) -> dict[str, float]:
             continue
         if isinstance(module, _DropoutNd) and module.p > 0:
             name = "lora_dropout" if adapted != path else path.rpartition(".")[2]
-            if name == "lora_dropout" or module.p not in found.values():  # the config has told of the others
-                found[name] = module.p
+            if name == "lora_dropout" or module.p not in drops.values():  # the config has the others
+                drops[name] = module.p
         elif isinstance(module, _BatchNorm):
-            found["batch_norm"] = 1.0
-    return found
+            drops["batch_norm"] = 1.0
+    return drops
 
 
 def linear_bytes_per_token(lm: Any) -> float:
@@ -186,9 +185,7 @@ def dropout_unsupported_reason(lm: Any) -> str:
     return ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The head
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The head ----------------------------------------------------------------------------------------------------------
 def fusing_unsupported_reason(lm: Any) -> str:
     """Return why ``hidden @ weight.T + bias`` can't give the log-probs; an empty string if it can.
 
@@ -211,14 +208,14 @@ def fusing_unsupported_reason(lm: Any) -> str:
             hook.remove()
     # Compare these three with each other and with the model's logits.
     if "hidden" not in seen or "logits" not in seen:
-        return "its logits come from another place than its head"
+        return "its logits don't come from its head"
     if not torch.equal(seen["read"], seen["hidden"]):
-        return "something stands between its last hidden states and its head"
+        return "it changes its last hidden states before its head"
     expected, cap = seen["logits"], softcap_of(lm)
     if cap is not None:
         expected = cap * torch.tanh(expected / cap)
     if not torch.allclose(logits, expected.to(logits.dtype), rtol=0 if cap is None else 1e-5, atol=0):
-        return "its logits are changed after its head"
+        return "it changes its logits after its head"
     return ""
 
 
@@ -228,7 +225,7 @@ def softcap_of(lm: Any) -> float | None:
 
 
 def trims_last_mlp(lm: Any) -> bool:
-    """Return True if the last layer has an MLP that :func:`last_mlp_at` can run at some places of a stream alone."""
+    """Return True if the last layer has an MLP that :func:`last_mlp_at` can run only at some positions of a stream."""
     decoder, tokens = lm.get_decoder(), _tokens(lm)
     read = torch.tensor([3, 10], device=tokens.device)
     with in_mode(lm):
@@ -241,9 +238,7 @@ def trims_last_mlp(lm: Any) -> bool:
     return not _difference("places", part, whole)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The stream
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The stream --------------------------------------------------------------------------------------------------------
 def packing_unsupported_reason(lm: Any) -> str:
     """Return why rows can't share a stream; if they can, set the model's attention and return an empty string."""
     before = lm.config._attn_implementation
@@ -252,10 +247,10 @@ def packing_unsupported_reason(lm: Any) -> str:
     used = lm.config._attn_implementation
     if used != ATTENTION and not used.startswith("flash_attention"):
         return f"its attention {used!r} would score all pairs of a stream"
-    why = _packing_fails(lm)
-    if why and used != before:
+    reason = _packing_fails(lm)
+    if reason and used != before:
         lm.set_attn_implementation(before)
-    return why
+    return reason
 
 
 def stream_inputs(
@@ -266,8 +261,8 @@ def stream_inputs(
     if lm.config._attn_implementation == ATTENTION:
         # With a mask of four dimensions the library doesn't build one of T x T. The attention itself reads no mask.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=position_ids_T.device)
-        how = {"packing": Packing(lengths)} if tree is None else {"tree": tree}
-        inputs |= {"attention_mask": mask, **how}
+        layout = {"packing": Packing(lengths)} if tree is None else {"tree": tree}
+        inputs |= {"attention_mask": mask, **layout}
     return inputs
 
 
@@ -276,7 +271,7 @@ def trie_unsupported_reason(lm: Any, dropout: bool = False) -> str:
     mode, too."""
     used = lm.config._attn_implementation
     if used != ATTENTION:
-        return f"its attention {used!r} knows no trees"
+        return f"its attention {used!r} doesn't support trees"
     # Two rows: a trunk of 4 tokens, then a branch of 3 tokens and one of 4.
     decoder, tokens_T = lm.get_decoder(), _tokens(lm)[0]
     trunk, one, two = tokens_T.split((4, 3, 4))
@@ -296,8 +291,8 @@ def trie_unsupported_reason(lm: Any, dropout: bool = False) -> str:
             return f"a tree fails: {type(error).__name__}: {error}"
         rows = [torch.cat([trunk, branch])[None] for branch in (one, two)]
         alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
-    if why := _attended_otherwise(lm, tree.windows):
-        return why
+    if reason := _wrong_windows(lm, tree.windows):
+        return reason
     return _difference("branches of a tree", shared, torch.cat([alone[0], alone[1][4:]]))
 
 
@@ -311,8 +306,8 @@ def _packing_fails(lm: Any) -> str:
             packed = decoder(input_ids=tokens, use_cache=False, **inputs).last_hidden_state[0]
         except Exception as error:  # models raise errors of any type; the caller reports the text
             return f"a packed stream fails: {type(error).__name__}: {error}"
-    if "packing" in inputs and (why := _attended_otherwise(lm, inputs["packing"].windows)):
-        return why
+    if "packing" in inputs and (reason := _wrong_windows(lm, inputs["packing"].windows)):
+        return reason
     return _difference("packed rows", packed, torch.cat(alone))
 
 
@@ -320,13 +315,13 @@ def _difference(what: str, got: Tensor, expected: Tensor) -> str:
     off = float((got - expected).norm() / expected.norm())
     if off <= _TOLERANCE.get(expected.dtype, 5e-2):
         return ""
-    return f"{what} come out otherwise than each alone, by {off:.2g} of their norm"
+    return f"{what} differ from each alone, by {off:.2g} of their norm"
 
 
-def _attended_otherwise(lm: Any, windows: list[int | None]) -> str:
+def _wrong_windows(lm: Any, windows: list[int | None]) -> str:
     """Return why a layer may not use our attention with its own window; an empty string if all do.
 
-    The trial's rows fit into any window, so a comparison of results can't show it.
+    The trial's rows fit into any window, so comparing results wouldn't show it.
     """
     config = lm.config.get_text_config()
     if len(windows) != config.num_hidden_layers:

@@ -1,4 +1,4 @@
-"""Held-out demonstrations of a warm start: their choice, and what a policy makes of them."""
+"""Chooses the held-out demonstrations of a warm start, and measures a policy on them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.sft_data import Demonstration, constant_credit
 
-MOST_SHARE = 10
-"""At most one in so many prompts is held out."""
+PROMPTS_PER_HELD_OUT = 10
+"""At most one in this number of prompts is held out."""
 
-FEWEST = 16
-"""Prompts without which nothing is held out: a share of fewer says little, and training would miss them."""
+MIN_HELD_OUT = 16
+"""Fewest prompts to hold out, else none: a share of fewer says little, and training would miss them."""
 
 _ANSWERS = 8  # most rows of one prompt that are measured: a small file is repeated many times
 _SHARP = 1e-4  # temperature at which the likeliest token has all the probability
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class HeldOutCheck:
     """Measurement of a policy on held-out demonstrations, after ``step`` updates.
 
     ``loss`` is the mean cross-entropy per token, ``entropy`` the mean entropy of the policy in the same places, in
@@ -47,7 +47,7 @@ def choose_held_out(prompts: Sequence[Hashable], order: Sequence[int], sizes: Se
 
     Group ``g`` has ``sizes[g]`` rows with the prompt ``prompts[g]``. A prompt is held out with all its groups. At most
     a tenth of the prompts are held out, and no more once they have ``most`` rows; none if that is fewer than
-    ``FEWEST`` prompts. So the groups that come first in ``order`` train as they would without.
+    :data:`MIN_HELD_OUT` prompts. So the groups that come first in ``order`` train as without held-out ones.
 
     Example: of 200 groups of four rows with different prompts, ``most=256`` holds out the last 20.
     """
@@ -56,14 +56,14 @@ def choose_held_out(prompts: Sequence[Hashable], order: Sequence[int], sizes: Se
         of_prompt.setdefault(prompt, []).append(group)
     chosen: dict[Hashable, int] = {}
     for group in reversed(order):
-        if sum(chosen.values()) >= most or len(chosen) >= len(of_prompt) // MOST_SHARE:
+        if sum(chosen.values()) >= most or len(chosen) >= len(of_prompt) // PROMPTS_PER_HELD_OUT:
             break
         chosen[prompts[group]] = min(_ANSWERS, sum(sizes[other] for other in of_prompt[prompts[group]]))
-    return {group for prompt in chosen for group in of_prompt[prompt]} if len(chosen) >= FEWEST else set()
+    return {group for prompt in chosen for group in of_prompt[prompt]} if len(chosen) >= MIN_HELD_OUT else set()
 
 
 class HeldOut:
-    """Held-out ``demonstrations`` in the form that a forward pass takes; of each prompt at most eight."""
+    """Held-out ``demonstrations`` as a batch for a forward pass; at most eight of each prompt."""
 
     def __init__(self, demonstrations: Sequence[Demonstration], micro_batch_tokens: int) -> None:
         of_prompt: dict[Hashable, list[Demonstration]] = {}
@@ -76,7 +76,7 @@ class HeldOut:
         self.micro_batch_tokens = micro_batch_tokens
 
     @torch.no_grad()
-    def measure(self, policy: Policy, step: int) -> Check:
+    def measure(self, policy: Policy, step: int) -> HeldOutCheck:
         """Measure ``policy`` without decoding: a completion is the greedy one if each of its tokens is the likeliest.
 
         At a temperature near 0, the likeliest token is the one with a probability above one half.
@@ -88,12 +88,12 @@ class HeldOut:
             micro = cut.to(policy.device)
             logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
             sharp_N = policy.logprobs(replace(micro, temperatures_B=torch.full_like(micro.temperatures_B, _SHARP)))
-            places = micro.token_N.cpu().numpy()
-            logprobs[places], entropies[places] = logprobs_N.cpu().numpy(), entropies_N.cpu().numpy()
-            missed[places] = (sharp_N <= math.log(0.5)).cpu().numpy()
+            tokens_N = micro.token_N.cpu().numpy()
+            logprobs[tokens_N], entropies[tokens_N] = logprobs_N.cpu().numpy(), entropies_N.cpu().numpy()
+            missed[tokens_N] = (sharp_N <= math.log(0.5)).cpu().numpy()
         tokens = int(self.batch.loss_mask.sum())
         whole = np.add.reduceat(missed, self.batch.cu_seqlens[:-1]) == 0
-        return Check(
+        return HeldOutCheck(
             step,
             loss=-logprobs.sum() / tokens,
             entropy=entropies.sum() / tokens,

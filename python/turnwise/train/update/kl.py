@@ -72,7 +72,7 @@ class KLPenalty:
         penalties = np.zeros(len(samples))
         self._measured = {}
         for name, policy in self.policies.items():
-            rows = [place for place, sample in enumerate(samples) if sample.policy == name]
+            rows = [row for row, sample in enumerate(samples) if sample.policy == name]
             if policy.reference is None or not rows:
                 continue
             kl_B, tokens_B = self._row_kl(name, [samples[row] for row in rows])

@@ -46,9 +46,10 @@ class Loss:
 
     def normalizer(self, micros: Sequence[MicroBatch]) -> Tensor:
         """Return the denominator of the whole minibatch, so that any cut into micro-batches gives the same gradient."""
+        lengths = torch.cat([torch.diff(micro.cu_seqlens) for micro in micros])
         return loss_normalizer(
             self.config.aggregation,
-            cu_seqlens=_joined(micros),
+            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
             mask=torch.cat([micro.mask_N for micro in micros]),
             actor_ids=torch.cat([micro.actor_ids_B for micro in micros]),
             num_actors=self.num_actors,
@@ -90,7 +91,7 @@ class Loss:
 
         The op also gets the sampler's log-probs unless they are ``old_logprobs_N`` themselves.
         """
-        config, how = self.config, self._how(micro, normalizer)
+        config, aggregation = self.config, self._aggregation(micro, normalizer)
         out = policy_loss(
             logprobs_N,
             old_logprobs_N,
@@ -102,20 +103,20 @@ class Loss:
             rollout_logprobs=None if old_logprobs_N is micro.rollout_logprobs_N else micro.rollout_logprobs_N,
             entropy=None if entropies_N is None else entropies_N.detach(),
             selected=selected_N,
-            **how,
+            **aggregation,
         )
         # The entropy bonus needs gradients, so it is added outside of the op.
         if not config.entropy_coef or entropies_N is None:
             return out
-        return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **how))
+        return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **aggregation))
 
     def token_weights(self, micro: MicroBatch, normalizer: Tensor) -> Tensor:
         """Return the weight ``[N]`` float32 with which each token's loss enters the loss; 0 for masked tokens."""
         values_N = torch.zeros_like(micro.rollout_logprobs_N, requires_grad=True)
-        (weights_N,) = torch.autograd.grad(aggregate(values_N, **self._how(micro, normalizer)), values_N)
+        (weights_N,) = torch.autograd.grad(aggregate(values_N, **self._aggregation(micro, normalizer)), values_N)
         return weights_N
 
-    def _how(self, micro: MicroBatch, normalizer: Tensor) -> dict[str, Any]:
+    def _aggregation(self, micro: MicroBatch, normalizer: Tensor) -> dict[str, Any]:
         """Return the arguments that aggregate values per token."""
         return {
             "aggregation": self.config.aggregation,
@@ -155,9 +156,3 @@ def check_loss(config: LossConfig) -> list[str]:
     except Exception as error:  # a custom loss may raise anything
         return [f"config section 'loss' (type {config.type!r}), tried on four tokens: {type(error).__name__}: {error}"]
     return []
-
-
-def _joined(micros: Sequence[MicroBatch]) -> Tensor:
-    """Return the ``cu_seqlens`` of all rows of ``micros``, one after another."""
-    lengths = torch.cat([torch.diff(micro.cu_seqlens) for micro in micros])
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

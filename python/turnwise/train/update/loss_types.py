@@ -61,26 +61,26 @@ def make_variant(config: LossConfig) -> Variant:
 
 def find_loss(kind: str) -> Callable[..., Any]:
     """Return the function that builds the loss ``kind`` from its options. Raises ``ValueError`` if there is none."""
-    found = import_by_name(registry, kind, "loss.type")
+    imported = import_by_name(registry, kind, "loss.type")
     if kind in registry:
-        return found
-    if not (_makes_losses(found) if inspect.isclass(found) else _is_loss(found)):
+        return imported
+    if inspect.isclass(imported):
+        fits = issubclass(imported, Variant) or defines(imported, "__call__")
+    else:
+        fits = _is_loss(imported)
+    if not fits:
         raise ValueError(
             f"config key 'loss.type' = {kind!r}: expected a function of ({', '.join(STREAMS)}), a class of objects to "
-            f"call so, or a turnwise.ops.Variant, got {found!r}"
+            f"call so, or a turnwise.ops.Variant, got {imported!r}"
         )
-    return found if inspect.isclass(found) else _with_options(found)
+    return imported if inspect.isclass(imported) else _with_options(imported)
 
 
-def _makes_losses(kind: type) -> bool:
-    return issubclass(kind, Variant) or defines(kind, "__call__")
-
-
-def _is_loss(found: Any) -> bool:
+def _is_loss(function: Any) -> bool:
     """Return True if it can be called with the streams as separate parameters."""
-    if not callable(found):
+    if not callable(function):
         return False
-    streams = list(inspect.signature(found).parameters.values())[: len(STREAMS)]
+    streams = list(inspect.signature(function).parameters.values())[: len(STREAMS)]
     return len(streams) == len(STREAMS) and all(
         each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in streams
     )

@@ -19,7 +19,7 @@ from turnwise.samples.pack import select
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import WarmStartConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.held_out import FEWEST, MOST_SHARE, Check, HeldOut, choose_held_out
+from turnwise.train.update.held_out import MIN_HELD_OUT, PROMPTS_PER_HELD_OUT, HeldOut, HeldOutCheck, choose_held_out
 from turnwise.train.update.sft_data import NAME, Demonstration, constant_credit
 from turnwise.train.update.update import update_policy
 
@@ -41,7 +41,7 @@ class WarmStart:
     steps: int = 0
     loss: float = math.nan
     ended: str = ""
-    checks: list[Check] = field(default_factory=list)
+    checks: list[HeldOutCheck] = field(default_factory=list)
 
 
 def warm_start(
@@ -52,7 +52,7 @@ def warm_start(
     seed: int,
     micro_batch_tokens: int = 2048,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
-    on_check: Callable[[Check], None] = lambda check: None,
+    on_check: Callable[[HeldOutCheck], None] = lambda check: None,
 ) -> WarmStart:
     """Train ``model`` in place for at most ``config.steps`` on batches drawn without replacement.
 
@@ -86,16 +86,21 @@ def warm_start(
     ]
     shuffled = rng.permutation(len(groups)).tolist()
     prompts = [tuple(demonstrations[rows[0]].prompt_token_ids) for rows in groups]
-    held = choose_held_out(prompts, shuffled, [len(rows) for rows in groups], config.held_out)
-    _reject_too_few(config, len(set(prompts)), held)
-    held_rows = [demonstrations[row] for group in sorted(held) for row in groups[group]]
-    stop = Stop(policy, config, HeldOut(held_rows, micro_batch_tokens) if held else None, on_check)
+    held_out = choose_held_out(prompts, shuffled, [len(rows) for rows in groups], config.held_out)
+    for name in config.targets() if not held_out else ():
+        raise ValueError(
+            f"warm_start.{name}={getattr(config, name)!r}: expected at least {MIN_HELD_OUT * PROMPTS_PER_HELD_OUT} "
+            f"different prompts, as one in {PROMPTS_PER_HELD_OUT} is held out, got {len(set(prompts))}. Give more rows "
+            "or omit the key"
+        )
+    held_out_rows = [demonstrations[row] for group in sorted(held_out) for row in groups[group]]
+    stop = Stop(policy, config, HeldOut(held_out_rows, micro_batch_tokens) if held_out else None, on_check)
     # One update per step; when the order runs out, the groups are shuffled again, or begin again.
     order: list[int] = []
     while not stop.ended():
         while len(order) < config.batch_size:
             drawn_groups = shuffled if config.shuffle else range(len(groups))
-            order.extend(row for group in drawn_groups if group not in held for row in groups[group])
+            order.extend(row for group in drawn_groups if group not in held_out for row in groups[group])
             shuffled = rng.permutation(len(groups)).tolist()
         drawn, order = order[: config.batch_size], order[config.batch_size :]
         try:
@@ -116,12 +121,16 @@ class Stop:
     """
 
     def __init__(
-        self, policy: Policy, config: WarmStartConfig, held_out: HeldOut | None, on_check: Callable[[Check], None]
+        self,
+        policy: Policy,
+        config: WarmStartConfig,
+        held_out: HeldOut | None,
+        on_check: Callable[[HeldOutCheck], None],
     ) -> None:
         self.policy, self.config, self.held_out, self.on_check = policy, config, held_out, on_check
         self.done = WarmStart(0 if held_out is None else held_out.prompts)
         self._recent = deque[float](maxlen=_SMOOTHED)
-        self._best: tuple[Check, dict[str, Tensor]] | None = None
+        self._best: tuple[HeldOutCheck, dict[str, Tensor]] | None = None
 
     def add_step(self, loss: float) -> None:
         """Count a step and its loss."""
@@ -145,7 +154,7 @@ class Stop:
             self._judge(check)
         return bool(done.ended)
 
-    def _judge(self, check: Check) -> None:
+    def _judge(self, check: HeldOutCheck) -> None:
         """Compare ``check`` with the targets; the floor of the entropy comes first."""
         config, done = self.config, self.done
         if config.min_entropy is not None and check.entropy < config.min_entropy:
@@ -166,12 +175,3 @@ class Stop:
             self.policy.model.load_state_dict(weights)
             self.done.ended += f"; the weights are those of step {check.step} again"
             self.done.checks.append(check)
-
-
-def _reject_too_few(config: WarmStartConfig, prompts: int, held: set[int]) -> None:
-    """Raise ``ValueError`` if a target needs held-out prompts and there are none."""
-    for name in config.targets() if not held else ():
-        raise ValueError(
-            f"warm_start.{name}={getattr(config, name)!r}: expected at least {FEWEST * MOST_SHARE} different prompts, "
-            f"of which one in {MOST_SHARE} is held out, got {prompts}. Give more rows, or leave the key out"
-        )

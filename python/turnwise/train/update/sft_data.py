@@ -26,28 +26,28 @@ _ROW_KEYS = {"messages", "prompt", "completion", "actor"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SFTRow:
     """A prompt (a chat, or plain text without the chat template) and the completion to learn.
 
-    The policy of ``actor`` learns the row; ``None`` means every policy. ``place`` names the row in error messages. A
-    model wrote the completion of a ``recorded`` row, so control tokens that the text spells out stay text. In other
-    rows they become tokens, which the channels of GPT-OSS need.
+    The policy of ``actor`` trains on the row; ``None`` means every policy. ``source`` names the row in error messages.
+    A model wrote the completion of a ``recorded`` row, so control tokens in its text stay text. In other rows they
+    become tokens, as the channels of GPT-OSS need.
 
-    Example: ``Row([{"role": "user", "content": "2 + 2 = ?"}], "4", actor="solver", place="demos.jsonl:17")``
+    Example: ``SFTRow([{"role": "user", "content": "2 + 2 = ?"}], "4", actor="solver", source="demos.jsonl:17")``
     """
 
     prompt: Messages | str
     completion: str
     actor: str | None
-    place: str
+    source: str
     recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a warm start, with a description of their source and of the rows left out."""
+class SFTRows:
+    """Rows of a warm start, with a description of their source and of the omitted rows."""
 
-    rows: list[Row]
+    rows: list[SFTRow]
     source: str
 
 
@@ -66,14 +66,14 @@ class Demonstration:
 class RowReader:
     """Reads rows for ``actors`` from JSON lines, each of which may have one of two formats; see :meth:`read`.
 
-    ``left_out`` counts the recorded steps that did not become rows, by reason.
+    ``left_out`` counts the recorded steps that are no rows, by reason.
     """
 
     actors: Collection[str]
     min_reward: float | None = None
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def read(self, path: Path) -> list[Row]:
+    def read(self, path: Path) -> list[SFTRow]:
         """Return the rows of ``path``, in the file's order.
 
         A line is ``{"messages": [...], "completion": "..."}``, with ``"prompt": "..."`` instead of messages for text
@@ -83,12 +83,12 @@ class RowReader:
 
         Raises :class:`ConfigError` naming file, line and what was expected, also if no row is left.
         """
-        rows: list[Row] = []
+        rows: list[SFTRow] = []
         try:
-            for place, data in read_json_lines(path):
+            for source, data in read_json_lines(path):
                 if not isinstance(data, dict):
-                    raise ConfigError(f"{place}: expected a JSON object, got {json.dumps(data)[:40]!r}")
-                rows += self._rows_of(data, place)
+                    raise ConfigError(f"{source}: expected a JSON object, got {json.dumps(data)[:40]!r}")
+                rows += self._rows_of(data, source)
         except OSError as error:
             raise ConfigError(f"config key 'warm_start.data' = {str(path)!r} can't be read: {error}") from None
         except ConfigError:
@@ -105,39 +105,41 @@ class RowReader:
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         return f", left out: {reasons}" if reasons else ""
 
-    def _rows_of(self, data: dict[str, Any], place: str) -> Iterator[Row]:
+    def _rows_of(self, data: dict[str, Any], source: str) -> Iterator[SFTRow]:
         if "episode_type" not in data:
-            yield self._row(data, place)
+            yield self._row(data, source)
             return
         try:
-            yield from self._recorded(data, place)
+            yield from self._recorded(data, source)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{place}: not an episode as rollouts.jsonl has it: {type(error).__name__}: {error}"
+                f"{source}: not an episode as rollouts.jsonl has it: {type(error).__name__}: {error}"
             ) from None
 
-    def _row(self, data: dict[str, Any], place: str) -> Row:
+    def _row(self, data: dict[str, Any], source: str) -> SFTRow:
         if unknown := sorted(data.keys() - _ROW_KEYS):
-            raise ConfigError(f"{place}: unknown key {unknown[0]!r}; expected {', '.join(sorted(_ROW_KEYS))}")
+            raise ConfigError(f"{source}: unknown key {unknown[0]!r}; expected {', '.join(sorted(_ROW_KEYS))}")
         if ("messages" in data) == ("prompt" in data):
-            raise ConfigError(f"{place}: expected either 'messages' or 'prompt', got keys {sorted(data)}")
-        prompt = _text(data, "prompt", place) if "prompt" in data else _messages(data["messages"], place)
+            raise ConfigError(f"{source}: expected either 'messages' or 'prompt', got keys {sorted(data)}")
+        prompt = _text(data, "prompt", source) if "prompt" in data else _messages(data["messages"], source)
         actor = data.get("actor")
         if actor is not None and actor not in self.actors:
-            raise ConfigError(f"{place}: 'actor' is {actor!r}; the task's actors are {', '.join(self.actors)}")
-        return Row(prompt, _text(data, "completion", place), actor, place)
+            raise ConfigError(f"{source}: 'actor' is {actor!r}; the task's actors are {', '.join(self.actors)}")
+        return SFTRow(prompt, _text(data, "completion", source), actor, source)
 
-    def _recorded(self, data: Mapping[str, Any], place: str) -> Iterator[Row]:
+    def _recorded(self, data: Mapping[str, Any], source: str) -> Iterator[SFTRow]:
         for step in data["steps"]:
-            reason = self._why_not(data, step)
+            reason = self._reason_to_omit(data, step)
             if reason is None:
-                yield Row(_messages(step["prompt"], place), step["completion"], step["actor_id"], place, recorded=True)
+                yield SFTRow(
+                    _messages(step["prompt"], source), step["completion"], step["actor_id"], source, recorded=True
+                )
             else:
                 self.left_out[reason] += 1
         for child in data["children"]:
-            yield from self._recorded(child, place)
+            yield from self._recorded(child, source)
 
-    def _why_not(self, episode: Mapping[str, Any], step: Mapping[str, Any]) -> str | None:
+    def _reason_to_omit(self, episode: Mapping[str, Any], step: Mapping[str, Any]) -> str | None:
         if episode["error"] is not None:
             return "of failed episodes"
         if not (step["trainable"] and episode.get("is_trainable", True)) or step["actor_id"] is None:
@@ -154,15 +156,8 @@ class RowReader:
         return None
 
 
-def _format_of(tokenizer: Any, actor: Actor) -> tuple[ChatFormat, list[Tool]]:
-    """Return the chat format of ``actor``, and the schemas of its tools."""
-    if not actor.tools:
-        return ChatRenderer(tokenizer, actor.chat_template_kwargs), []
-    return chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs), schemas(actor.tools)
-
-
 def tokenize(
-    format: ChatFormat, row: Row, prompt: Sequence[int] | None = None, tools: Sequence[Tool] = ()
+    format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = None, tools: Sequence[Tool] = ()
 ) -> Demonstration:
     """Tokenize the prompt as a model call would, and the completion as a model would sample it, with its end.
 
@@ -177,7 +172,7 @@ def tokenize(
 
 def fitting(
     tokenizer: Any,
-    rows: Sequence[Row],
+    rows: Sequence[SFTRow],
     max_context: int | None,
     note: Callable[[str], None] = lambda line: None,
     actors: Sequence[Actor] = (),
@@ -187,8 +182,14 @@ def fitting(
     ``max_context=None`` leaves out none. A row of one of ``actors`` is rendered as that actor's calls are, with its
     tools. Raises :class:`ConfigError` if no row fits.
     """
+    formats: dict[str | None, tuple[ChatFormat, list[Tool]]] = {}
+    for actor in actors:
+        options = actor.chat_template_kwargs
+        if actor.tools:
+            formats[actor.id] = chat_format(tokenizer, template_kwargs=options), schemas(actor.tools)
+        else:
+            formats[actor.id] = ChatRenderer(tokenizer, options), []
     plain = ChatRenderer(tokenizer)
-    formats: dict[str | None, Any] = {actor.id: _format_of(tokenizer, actor) for actor in actors}
     every: list[Demonstration] = []
     for before, row in zip([None, *rows], rows, strict=False):
         # Rendering a template takes a millisecond, so successive rows with equal prompts share its tokens.
@@ -200,13 +201,13 @@ def fitting(
     if len(fit) == len(every):
         return fit
     longest = max(range(len(every)), key=lambda i: len(every[i]))
-    told = (
+    text = (
         f"warm start: {len(every) - len(fit)} of {len(every)} rows left out, longer than the model's context of "
-        f"{max_context} tokens; the longest, {rows[longest].place}, has {len(every[longest])}"
+        f"{max_context} tokens; the longest, {rows[longest].source}, has {len(every[longest])}"
     )
     if not fit:
-        raise ConfigError(f"{told}; nothing is left to learn from")
-    note(told)
+        raise ConfigError(f"{text}; no row is left")
+    note(text)
     return fit
 
 
@@ -236,18 +237,17 @@ def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:
     )
 
 
-def _text(data: Mapping[str, Any], key: str, place: str) -> str:
+def _text(data: Mapping[str, Any], key: str, source: str) -> str:
     value = data.get(key)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{place}: expected {key!r} to be a text that is not empty, got {value!r}")
+        raise ConfigError(f"{source}: expected {key!r} to be a text that is not empty, got {value!r}")
     return value
 
 
-def _messages(value: Any, place: str) -> Messages:
-    fine = isinstance(value, list) and value and all(_is_message(message) for message in value)
-    if not fine:
+def _messages(value: Any, source: str) -> Messages:
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         raise ConfigError(
-            f"{place}: expected 'messages' to be a list such as "
+            f"{source}: expected 'messages' to be a list such as "
             f'[{{"role": "user", "content": "..."}}], got {str(value)[:80]}'
         )
     return value

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
-from turnwise.train.model.micro_batch import MicroBatch, explain_out_of_memory, minibatches, smallest
+from turnwise.train.model.micro_batch import MicroBatch, SingleRank, explain_out_of_memory, minibatches, smallest
 from turnwise.train.model.policy import Policy
-from turnwise.train.model.ranks import SingleRank
 from turnwise.train.update.kl import adapted, coefficient
 from turnwise.train.update.loss import Loss
 from turnwise.types import TrainingBatch
@@ -71,7 +70,7 @@ def _accumulate_part(
     loss: Loss,
     log: UpdateLog,
 ) -> list[MicroBatch]:
-    """Accumulate the gradient of the rows ``part``, and return its micro-batches; smaller ones if memory ran out."""
+    """Accumulate the gradient of the rows ``part``, and return its micro-batches, which halve if memory runs out."""
     while True:
         cut = policy.cut(batch, part, policy.micro_batch_tokens(update.micro_batch_tokens))
         try:
@@ -86,8 +85,8 @@ def _accumulate_part(
             return micros
 
 
-def update_epoch(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: np.random.Generator) -> None:
-    """Draw from ``rng`` what :func:`update_policy` would, for a policy that other ranks train."""
+def skip_draws(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: np.random.Generator) -> None:
+    """Draw from ``rng`` what :func:`update_policy` draws, for a policy that other ranks train."""
     rows = rows_of(policy, batch)
     if policy.trainable and len(rows):
         for _ in range(update.ppo_epochs):
@@ -98,23 +97,23 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
     """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
     normalizer = loss.normalizer(micros)
     selected = select(policy, micros, olds, loss)
-    for place in policy.ranks.places(len(micros)):
-        micro = smallest(micros) if place is None else micros[place]
+    for index in policy.ranks.indices(len(micros)):
+        micro = smallest(micros) if index is None else micros[index]
         with explain_out_of_memory(micro):
             logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
             ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
-            if place is None:  # the other ranks have one more micro-batch
+            if index is None:  # the other ranks have one more micro-batch
                 (0.0 * logprobs_N.sum()).backward()
                 continue
-            how = {"entropies_N": entropies_N, "selected_N": selected[place]}
-            out = loss(logprobs_N, micro, olds[place], ref_N, normalizer, **how)
+            extra = {"entropies_N": entropies_N, "selected_N": selected[index]}
+            out = loss(logprobs_N, micro, olds[index], ref_N, normalizer, **extra)
             out.loss.backward()
         log.add_micro(out, micro, logprobs_N.detach())
 
 
 @torch.no_grad()
 def select(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss) -> list[Tensor | None]:
-    """Return the tokens that the loss selects in each micro-batch; ``None`` for each if the loss selects none.
+    """Return the tokens that the loss selects in each micro-batch; ``None`` for each if the loss takes all.
 
     The loss selects among all tokens of the minibatch, which takes one more forward pass of each micro-batch.
     """
@@ -175,13 +174,13 @@ def rows_of(policy: Policy, batch: TrainingBatch) -> np.ndarray:
 def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update: UpdateConfig) -> Tensor:
     """Return the trainer's log-probs before the first update, one per token of the batch's stream; 0 for tokens that
     have none."""
-    policy.model.eval()  # as in the sampler
+    policy.model.eval()  # as the sampler
     micros = policy.cut(batch, rows, policy.micro_batch_tokens(update.micro_batch_tokens))
     return policy.over_stream(len(batch.token_ids), micros, policy.logprobs)
 
 
 @dataclass(slots=True)
-class Measured:
+class MicroBatchMetrics:
     """Measurements of one micro-batch."""
 
     trained: int
@@ -196,27 +195,27 @@ class Measured:
     tokens: int
     """Number of the rows' tokens."""
     bad_tokens: np.ndarray
-    """Places in the batch's stream where log-probs or advantages are not finite."""
+    """Positions in the batch's stream where log-probs or advantages are not finite."""
     mismatch: float
     """Largest difference of the log-probs from the sampler's."""
 
-    def on_cpu(self) -> Measured:
+    def on_cpu(self) -> MicroBatchMetrics:
         """Return a copy for other processes."""
-        of_all, of_actors = ({k: v.cpu() for k, v in each.items()} for each in (self.metrics, self.actor_metrics))
-        return replace(self, metrics=of_all, actor_metrics=of_actors)
+        metrics, actor_metrics = ({k: v.cpu() for k, v in m.items()} for m in (self.metrics, self.actor_metrics))
+        return replace(self, metrics=metrics, actor_metrics=actor_metrics)
 
 
 class UpdateLog:
-    """Collects what the micro-batches of one batch measured, as token-weighted means and as maxima. Skipped updates
-    don't count. :meth:`join` adds those of the other ranks, so that every rank has the same numbers."""
+    """Collects the metrics of a batch's micro-batches, as token-weighted means and as maxima. Skipped updates don't
+    count. :meth:`join` adds the other ranks' micro-batches, so that every rank has the same numbers."""
 
     def __init__(self, actors: list[str]) -> None:
         self.actors = actors
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.skipped = 0
-        self.micros: list[Measured] = []
-        self.current: list[Measured] = []
+        self.micros: list[MicroBatchMetrics] = []
+        self.current: list[MicroBatchMetrics] = []
         self.mismatch: float | None = None
         self.computed = self.tokens = 0
 
@@ -229,7 +228,7 @@ class UpdateLog:
         bad_N = trained & ~(difference_N + micro.advantages_B[micro.row_N]).isfinite()
         difference = difference_N[trained & ~bad_N]
         self.current.append(
-            Measured(
+            MicroBatchMetrics(
                 trained=int(trained.sum()),
                 trained_by_actor=tokens_by_actor.cpu().numpy(),
                 loss=float(out.loss.detach()),
@@ -256,7 +255,7 @@ class UpdateLog:
         return sum((one.loss for one in self.current), 0.0)
 
     def bad_tokens(self) -> np.ndarray:
-        """Return the places in the batch's stream where the current update's log-probs or advantages are not finite."""
+        """Return the positions in the batch's stream where log-probs or advantages of this update are not finite."""
         return np.concatenate([one.bad_tokens for one in self.current])
 
     def add_step(self, grad_norm: float) -> None:

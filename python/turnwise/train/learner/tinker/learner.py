@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from turnwise.inference.tinker import BASE, SAMPLER, TinkerServerError, token_input
-from turnwise.train.checkpoint.checkpoint import (
+from turnwise.train.checkpoint.checkpoint import restore_progress, save_checkpoint
+from turnwise.train.checkpoint.files import (
+    REMOTE_FORMAT,
     CheckpointError,
     CheckpointMismatch,
-    restore_progress,
-    save_checkpoint,
+    read_manifest,
+    read_tensors,
+    write_tensors,
 )
-from turnwise.train.checkpoint.files import REMOTE_FORMAT, read_manifest, read_tensors, write_tensors
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.learner.learner import T, Updated, Weights
-from turnwise.train.learner.tinker.adapter import Adapter, Passed
-from turnwise.train.learner.tinker.policy import RemotePolicy
+from turnwise.train.learner.learner import Show, T, Updated, Weights
+from turnwise.train.learner.tinker.remote import Passed, RemoteAdapter, RemotePolicy
 from turnwise.train.learner.tinker.wire import SERVERS, server_loss, stream_of, wire_rows
-from turnwise.train.model.micro_batch import MicroBatch, minibatches, pack
-from turnwise.train.model.ranks import SINGLE_RANK
+from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, minibatches, pack
 from turnwise.train.update.loss import Loss
 from turnwise.train.update.update import UpdateLog, describe_bad_rows, rows_of
 from turnwise.types import TrainingBatch
@@ -56,8 +56,8 @@ class TinkerLearner:
     policies at the same time. From the log-probs that it returns, turnwise computes the metrics that a local learner
     has.
 
-    ``base`` is a sampling client of the base model, for the reference of a KL penalty. A gradient that is not finite
-    can't be taken back from a server, so it ends the run.
+    ``base`` is a sampling client of the base model, for the reference of a KL penalty. A server can't undo an update
+    with a gradient that is not finite, so this ends the run.
     """
 
     whole = False
@@ -65,7 +65,7 @@ class TinkerLearner:
     def __init__(
         self,
         policies: Mapping[str, RemotePolicy],
-        adapters: Mapping[str, Adapter],
+        adapters: Mapping[str, RemoteAdapter],
         config: TrainConfig,
         base_model: str,
         base: Any = None,
@@ -79,38 +79,23 @@ class TinkerLearner:
 
     # -- updates -------------------------------------------------------------------------------------------------------
     def update(
-        self,
-        batch: TrainingBatch,
-        phase: Collection[str],
-        run_share: float,
-        rng: np.random.Generator,
-        show: Callable[[int, int], None],
+        self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
     ) -> Updated:
         """Train as :class:`Learner` says. Raises ``FloatingPointError`` at the first number that is not finite."""
         before = {name: policy.updates for name, policy in self.policies.items()}
+        loss = Loss(self.config.loss, len(batch.actors))
+        rates, parts = {}, {}
         try:
-            return self._updated(batch, phase, run_share, rng, show)
+            for name, policy in self.policies.items():
+                if name in phase:
+                    policy.follow_run(run_share)
+                    parts[name] = self._minibatches(policy, batch, rng)
+                    rates[name] = policy.learning_rate if parts[name] else 0.0
+            sent = self._send(batch, parts, loss)
+            metrics = {name: self._measure(name, batch, loss, rates[name], each, show) for name, each in sent.items()}
         except BaseException:
             self.torn = any(policy.updates != before[name] for name, policy in self.policies.items())
             raise
-
-    def _updated(
-        self,
-        batch: TrainingBatch,
-        phase: Collection[str],
-        run_share: float,
-        rng: np.random.Generator,
-        show: Callable[[int, int], None],
-    ) -> Updated:
-        loss = Loss(self.config.loss, len(batch.actors))
-        rates, parts = {}, {}
-        for name, policy in self.policies.items():
-            if name in phase:
-                policy.follow_run(run_share)
-                parts[name] = self._minibatches(policy, batch, rng)
-                rates[name] = policy.learning_rate if parts[name] else 0.0
-        sent = self._send(batch, parts, loss)
-        metrics = {name: self._measured(name, batch, loss, rates[name], each, show) for name, each in sent.items()}
         for name, measured in metrics.items():
             self.policies[name].version += bool(measured.get("updates"))
         moved = {name for name, measured in metrics.items() if measured.get("updates") and measured.get("grad_norm", 1)}
@@ -127,36 +112,37 @@ class TinkerLearner:
 
     def _send(self, batch: TrainingBatch, parts: Mapping[str, list[np.ndarray]], loss: Loss) -> dict[str, list[_Sent]]:
         """Send the passes and updates of all policies, the first minibatch of each before the second of any."""
-        wanted = server_loss(loss.variant)
+        remote_loss = server_loss(loss.variant)
         sent: dict[str, list[_Sent]] = {name: [] for name in parts}
-        for place in range(max(map(len, parts.values()), default=0)):
+        for index in range(max(map(len, parts.values()), default=0)):
             passes = []
-            for name, own in parts.items():
-                if place < len(own):
-                    micro = pack(batch, own[place])
+            for name, minibatches_of_policy in parts.items():
+                if index < len(minibatches_of_policy):
+                    part = minibatches_of_policy[index]
+                    micro = pack(batch, part)
                     normalizer = loss.normalizer([micro])
-                    rows = wire_rows(batch, own[place], micro, loss.token_weights(micro, normalizer), self.kind)
-                    passed = cache(self.adapters[name].forward_backward(rows, wanted))
-                    passes.append((name, own[place], micro, normalizer, passed))
-            for name, chosen, micro, normalizer, passed in passes:
+                    rows = wire_rows(batch, part, micro, loss.token_weights(micro, normalizer), self.kind)
+                    passed = cache(self.adapters[name].forward_backward(rows, remote_loss))
+                    passes.append((name, part, micro, normalizer, passed))
+            for name, part, micro, normalizer, passed in passes:
                 if not self._confirmed:  # a wrong `server` must not change the weights
                     self._confirm(passed())
                 if self.kind.reorders:
                     passed()
                 policy = self.policies[name]
                 stepped = self.adapters[name].optim_step(policy.adam())
-                sent[name].append(_Sent(chosen, micro, normalizer, passed, stepped))
+                sent[name].append(_Sent(part, micro, normalizer, passed, stepped))
                 policy.step()
         return sent
 
-    def _measured(
+    def _measure(
         self,
         name: str,
         batch: TrainingBatch,
         loss: Loss,
         rate: float,
         sent: list[_Sent],
-        show: Callable[[int, int], None],
+        show: Show,
     ) -> dict[str, float]:
         """Wait for the updates of one policy, and return their metrics; none without updates."""
         if not sent:
@@ -168,11 +154,12 @@ class TinkerLearner:
             out = loss(logprobs_N, one.micro, one.micro.rollout_logprobs_N, None, one.normalizer)
             log.add_micro(out, one.micro, logprobs_N)
             log.join(SINGLE_RANK)
-            norm = _grad_norm(one.stepped())
+            norms = (float(value) for key, value in one.stepped().items() if "grad_norm" in key)
+            norm = next(norms, math.nan)  # not every server reports it
             if not math.isfinite(log.current_loss) or math.isinf(norm):
                 raise FloatingPointError(
                     f"policy {name!r}: loss is {log.current_loss}, gradient norm {norm}, on the server, which can't "
-                    f"take an update back: resume from a checkpoint; {describe_bad_rows(batch, log.bad_tokens())}"
+                    f"undo an update: resume from a checkpoint; {describe_bad_rows(batch, log.bad_tokens())}"
                 )
             log.add_step(norm)
             show(done, len(sent))
@@ -198,25 +185,22 @@ class TinkerLearner:
         """
         named: list[tuple[str, Any]] = [(BASE, self.base_model)]
         if name in self.adapters:
-            there = f"v{self.policies[name].version}-{self.mark()}"
-            named = [(SAMPLER, self.adapters[name].save_for_sampler(there))]
+            label = f"v{self.policies[name].version}-{self.unique_suffix()}"
+            named = [(SAMPLER, self.adapters[name].save_for_sampler(label))]
         return receive(named)
 
-    def mark(self) -> str:
-        """Return a new ending for a name of saved weights: the server takes each name once."""
+    def unique_suffix(self) -> str:
+        """Return a suffix for a name of saved weights, as the server accepts each name once."""
         return f"{self._run}-{next(self._numbers)}"
 
     def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:
         """Return log-probs ``[N]`` float64 of the base model, from the server."""
         rows = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
-        asked = [self._base.compute_logprobs(token_input(row)) for row in rows]
+        futures = [self._base.compute_logprobs(token_input(row)) for row in rows]
         wait = self.adapters[name].server.wait
-        # The first token has no log-prob: the hosted service says None, SkyRL leaves it out.
-        found = [np.asarray(wait(one)[1 - len(row) :], np.float32) for one, row in zip(asked, rows, strict=True)]
-        return torch.from_numpy(stream_of(batch, np.arange(len(batch)), found)).double()
-
-    def scale_rate(self, name: str, factor: float) -> None:
-        self.policies[name].scale_rate(factor)
+        # The first token has no log-prob: the hosted service returns None for it, SkyRL omits it.
+        logprobs = [np.asarray(wait(one)[1 - len(row) :], np.float32) for one, row in zip(futures, rows, strict=True)]
+        return torch.from_numpy(stream_of(batch, np.arange(len(batch)), logprobs)).double()
 
     def stop(self) -> None:
         pass
@@ -227,14 +211,14 @@ class TinkerLearner:
 
         def write(folder: Path) -> Callable[[], None]:
             write_tensors(generator_states(), folder / "rng.safetensors")
-            name = f"step{step}-{self.mark()}"
+            name = f"step{step}-{self.unique_suffix()}"
             waiting = {policy: adapter.save_state(name) for policy, adapter in self.adapters.items()}
 
             def finish() -> None:
                 states = {policy: wait() for policy, wait in waiting.items()}
                 ranks = {policy: adapter.rank for policy, adapter in self.adapters.items()}
-                held = {"base_model": self.base_model, "ranks": ranks, "states": states}
-                (folder / STATES).write_text(json.dumps(held, indent=1), encoding="utf-8")
+                saved = {"base_model": self.base_model, "ranks": ranks, "states": states}
+                (folder / STATES).write_text(json.dumps(saved, indent=1), encoding="utf-8")
 
             return finish
 
@@ -245,25 +229,21 @@ class TinkerLearner:
 
     def load(self, path: Path, *, generators: bool = True) -> tuple[int, dict[str, Any]]:
         manifest = read_manifest(path, (REMOTE_FORMAT,))
-        held = json.loads((path / STATES).read_text(encoding="utf-8"))
-        own = {
-            "policies": sorted(self.policies),
-            "base model": self.base_model,
-            "adapters": {name: adapter.rank for name, adapter in sorted(self.adapters.items())},
+        saved = json.loads((path / STATES).read_text(encoding="utf-8"))
+        ranks = {name: adapter.rank for name, adapter in sorted(self.adapters.items())}
+        comparisons = {
+            "policies": (sorted(manifest["policies"]), sorted(self.policies)),
+            "base model": (saved["base_model"], self.base_model),
+            "adapters": (dict(sorted(saved["ranks"].items())), ranks),
         }
-        saved = {
-            "policies": sorted(manifest["policies"]),
-            "base model": held["base_model"],
-            "adapters": dict(sorted(held["ranks"].items())),
-        }
-        for what, mine in own.items():
-            if saved[what] != mine:
-                raise CheckpointMismatch(f"{path}: {what} {saved[what]}, the run has {mine}")
+        for subject, (in_checkpoint, in_run) in comparisons.items():
+            if in_checkpoint != in_run:
+                raise CheckpointMismatch(f"{path}: {subject} {in_checkpoint}, the run has {in_run}")
         for name, adapter in self.adapters.items():
             try:
-                adapter.load_state(held["states"][name])
+                adapter.load_state(saved["states"][name])
             except TinkerServerError as error:
-                raise CheckpointError(f"{path}: the server does not load {held['states'][name]}: {error}") from error
+                raise CheckpointError(f"{path}: the server does not load {saved['states'][name]}: {error}") from error
         for name, policy in self.policies.items():
             restore_progress(policy, manifest["policies"][name])
         if generators:
@@ -277,12 +257,7 @@ def _check_rows(name: str, batch: TrainingBatch, rows: np.ndarray) -> None:
     if temperatures != [1.0]:
         raise ValueError(f"policy {name!r}: rows sampled at temperatures {temperatures}: a Tinker server trains at 1")
     bad = np.repeat(~np.isfinite(batch.advantages), np.diff(batch.cu_seqlens)) | ~np.isfinite(batch.rollout_logprobs)
-    own = np.zeros(len(batch), dtype=bool)
-    own[rows] = True
-    if (places := np.flatnonzero(bad & np.repeat(own, np.diff(batch.cu_seqlens)))).size:
-        raise FloatingPointError(f"policy {name!r}: nothing was sent: {describe_bad_rows(batch, places)}")
-
-
-def _grad_norm(metrics: Mapping[str, float]) -> float:
-    """Return the gradient's norm that the server measured, NaN if it tells none."""
-    return next((float(value) for key, value in metrics.items() if "grad_norm" in key), math.nan)
+    chosen = np.zeros(len(batch), dtype=bool)
+    chosen[rows] = True
+    if (tokens := np.flatnonzero(bad & np.repeat(chosen, np.diff(batch.cu_seqlens)))).size:
+        raise FloatingPointError(f"policy {name!r}: nothing was sent: {describe_bad_rows(batch, tokens)}")

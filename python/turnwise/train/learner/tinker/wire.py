@@ -1,9 +1,9 @@
-"""What goes over the wire: the loss by its name there, and rows whose advantages carry turnwise's mean.
+"""Translates a minibatch for a server: the name of the loss there, and rows with scaled advantages.
 
 A server sums or averages the losses of tokens in its own way. All its losses are linear in a token's advantage for
 positive factors. So each token's advantage is multiplied by the weight that turnwise's aggregation gives the token,
-and divided by the weight that the server will give it. The mask travels as advantages of 0, as the hosted service takes
-no mask. Loss and gradient are then turnwise's, up to rounding.
+and divided by the server's weight. Masked tokens have advantage 0, as the hosted service takes no mask. Loss and
+gradient are then turnwise's, up to rounding.
 """
 
 from __future__ import annotations
@@ -22,34 +22,28 @@ from turnwise.types import TrainingBatch
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """What a kind of server does with the rows and the settings of an update."""
+    """Properties of a kind of server: its treatment of rows and settings of an update."""
 
-    means: bool
+    means: bool = False
     """It averages over a row's tokens, those of the prompt included, and then over the rows; else it sums."""
-    clips: bool
-    """It clips the gradient's norm as the update asks; else it clips as its own settings say, or never."""
-    adam: bool
+    clips: bool = False
+    """It clips the gradient's norm as the update says; else by its own settings, or never."""
+    adam: bool = False
     """It takes betas, epsilon and weight decay from the update; else from its own settings."""
-    reorders: bool
+    reorders: bool = False
     """It may run an update before a pass that was sent earlier, unless that pass has been answered."""
-    trains_its_sampler: bool
+    trains_its_sampler: bool = False
     """An update also changes the weights of samplers that were made before it."""
-    shares_decay: bool
+    shares_decay: bool = False
     """An update's weight decay also shrinks the other adapters."""
 
 
 SERVERS = {
-    "hosted": ServerKind(
-        means=False, clips=True, adam=True, reorders=False, trains_its_sampler=False, shares_decay=False
-    ),
+    "hosted": ServerKind(clips=True, adam=True),
     # SkyRL 0.3: skyrl/backends/skyrl_train_backend.py, read
-    "skyrl": ServerKind(
-        means=False, clips=False, adam=False, reorders=True, trains_its_sampler=False, shares_decay=False
-    ),
+    "skyrl": ServerKind(reorders=True),
     # SkyRL 0.3: skyrl/backends/jax.py, tested
-    "skyrl-jax": ServerKind(
-        means=True, clips=False, adam=True, reorders=True, trains_its_sampler=True, shares_decay=True
-    ),
+    "skyrl-jax": ServerKind(means=True, adam=True, reorders=True, trains_its_sampler=True, shares_decay=True),
 }
 """Kinds of servers, by ``learner.tinker.server``."""
 
@@ -66,14 +60,8 @@ def _bounds(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": 1.0 - low, "clip_high_threshold": 1.0 + high}
 
 
-def _clip(variant: Clip) -> ServerLoss:
-    if variant.dual_clip is not None:
-        raise ValueError(f"loss.options.dual_clip = {variant.dual_clip}: expected none: servers have no dual clip")
-    return ServerLoss("ppo", _bounds(variant.low, variant.high))
-
-
 _LOSSES: dict[type[Variant], Callable[[Any], ServerLoss]] = {
-    Clip: _clip,
+    Clip: lambda variant: ServerLoss("ppo", _bounds(variant.low, variant.high)),
     CISPO: lambda variant: ServerLoss("cispo", _bounds(variant.low, variant.high)),
     # A ratio that is clipped to 1 and carries no gradient leaves -A * lp.
     Reinforce: lambda variant: ServerLoss("cispo", _bounds(0.0, 0.0)),
@@ -87,15 +75,17 @@ def server_loss(variant: Variant) -> ServerLoss:
     """Return the API's loss that equals ``variant``. Raises ``ValueError`` naming the config key if there is none."""
     if type(variant) not in _LOSSES:
         raise ValueError(f"a Tinker server has no loss {type(variant).__name__}: expected {SERVED}")
+    if isinstance(variant, Clip) and variant.dual_clip is not None:
+        raise ValueError(f"loss.options.dual_clip = {variant.dual_clip}: expected none: servers have no dual clip")
     return _LOSSES[type(variant)](variant)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WireRow:
     """One row of ``T`` tokens as it is sent. ``logprobs`` and ``advantages [T - 1]`` float32 belong to its targets,
     the tokens after the first; both are 0 on tokens that don't train.
 
-    Example: ``Row(np.array([1, 17, 20]), np.array([0, -0.1]), np.array([0, 0.5]))``
+    Example: ``WireRow(np.array([1, 17, 20]), np.array([0, -0.1]), np.array([0, 0.5]))``
     """
 
     token_ids: np.ndarray
@@ -105,7 +95,7 @@ class Row:
 
 def wire_rows(
     batch: TrainingBatch, rows: np.ndarray, micro: MicroBatch, weights_N: Tensor, kind: ServerKind
-) -> list[Row]:
+) -> list[WireRow]:
     """Return ``rows`` of ``batch``, one minibatch, which is packed as ``micro``.
 
     ``weights_N`` are :meth:`~turnwise.train.update.loss.Loss.token_weights`.
@@ -116,15 +106,15 @@ def wire_rows(
     sent = []
     for row in rows.tolist():
         start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
-        own = np.float32((end - start - 1) * len(rows) if kind.means else 1)
+        divisor = np.float32((end - start - 1) * len(rows) if kind.means else 1)  # of the server's own mean
         targets = slice(start + 1, end)
-        sent.append(Row(batch.token_ids[start:end], logprobs[targets], scaled[targets] * own))
+        sent.append(WireRow(batch.token_ids[start:end], logprobs[targets], scaled[targets] * divisor))
     return sent
 
 
 def stream_of(batch: TrainingBatch, rows: np.ndarray, values: list[np.ndarray]) -> np.ndarray:
     """Return values ``[T - 1]`` of each of ``rows`` as values ``[N]`` float32 per token of the batch's stream."""
     stream = np.zeros(len(batch.token_ids), dtype=np.float32)
-    for row, own in zip(rows.tolist(), values, strict=True):
-        stream[int(batch.cu_seqlens[row]) + 1 : int(batch.cu_seqlens[row + 1])] = own
+    for row, row_values in zip(rows.tolist(), values, strict=True):
+        stream[int(batch.cu_seqlens[row]) + 1 : int(batch.cu_seqlens[row + 1])] = row_values
     return stream

@@ -15,10 +15,10 @@ from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_checkpoi
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.model.export import export_policy
+from turnwise.train.model.export import export_model
 from turnwise.train.model.loading import attach_adapters, load_model, take_dtype
-from turnwise.train.model.master_weights import MasterWeights
 from turnwise.train.model.policy import Policy
+from turnwise.train.model.weights import MasterWeights
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
 
@@ -109,7 +109,7 @@ def test_clients_and_files_get_what_computes(tmp_path, random_batch):
     client.load_weights("default", policy.weights(), 1)
     held = client._policies["default"].model
     assert all(torch.equal(a, b) for a, b in zip(held.parameters(), model.parameters(), strict=True))
-    export_policy(policy, tokenizer, tmp_path)
+    export_model(policy.model, tokenizer, tmp_path)
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert read.dtype == torch.bfloat16
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))

@@ -1,0 +1,117 @@
+"""Weights of a model: by name, in float32 while they train, and as bit sums that detect changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnwise.inference.weights.lora import SharedBase
+from turnwise.inference.weights.weight_block import storage_key
+from turnwise.train.model.micro_batch import SINGLE_RANK, SingleRank
+
+
+def named_weights(model: nn.Module | SharedBase, masters: MasterWeights | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, tensor)`` of each parameter and persistent buffer of ``model``, detached; tied tensors once.
+
+    ``masters`` replace their parameters.
+    """
+    seen: set[Any] = set()
+    weights = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if (key := storage_key(tensor)) not in seen:
+            seen.add(key)
+            yield name, (tensor if masters is None else masters.of(tensor)).detach()
+
+
+def named_parameters(model: nn.Module | SharedBase) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters by their names in files, without buffers, which may hold infinities on purpose."""
+    state = model.weights() if isinstance(model, SharedBase) else model.state_dict(keep_vars=True)
+    return ((name, tensor.detach()) for name, tensor in state.items() if isinstance(tensor, nn.Parameter))
+
+
+def count_not_finite(tensor: Tensor) -> int:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return 0
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # NaN and infinity survive a sum, which needs no memory. Count single elements only if the sum isn't finite.
+    if math.isfinite(local.sum(dtype=torch.promote_types(local.dtype, torch.float32))):
+        return 0
+    return int((~local.isfinite()).sum())
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return the sum of the elements' bit patterns: an exact integer, computed at the speed of memory.
+
+    For a tensor that is sharded over processes (a DTensor) it is the sum over this process's own part.
+    """
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+def bit_sums(weights: Iterable[tuple[str, Tensor]], ranks: SingleRank = SINGLE_RANK) -> tuple[int, ...]:
+    """Return the :func:`bit_sum` of each tensor. The sums of a tensor's shards add up to that of the whole tensor."""
+    tensors = [tensor for _, tensor in weights]
+    counts = [ranks.first_copy if hasattr(tensor, "to_local") else ranks.rank == 0 for tensor in tensors]
+    sums = [bit_sum(tensor) if counted else 0 for tensor, counted in zip(tensors, counts, strict=True)]
+    if ranks.size == 1:
+        return tuple(sums)
+    # NCCL needs the numbers on the weights' device; sums wrap at 64 bits, as those of one process do.
+    return tuple(ranks.total(torch.tensor(sums, device=tensors[0].device)).tolist()) if tensors else ()
+
+
+class MasterWeights:
+    """The weights that an optimizer updates, one for each of a model's ``parameters``, in their order.
+
+    A small update would round to nothing in bfloat16: a weight of 0.02 only moves by steps of 0.0001, and AdamW at
+    ``lr = 1e-6`` by a hundredth of that. So a parameter of less than 4 bytes has a float32 master. Each backward pass
+    adds its gradient to the master's, so micro-batches add up in float32; :meth:`write` then rounds the master into
+    the parameter. Other parameters are their own masters.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.trained: list[nn.Parameter] = []
+        self._narrow: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._hooks = []
+        for parameter in parameters:
+            if not parameter.is_floating_point() or parameter.element_size() >= 4:
+                self.trained.append(parameter)
+                continue
+            master = nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+            self.trained.append(master)
+            self._narrow[id(parameter)] = parameter, master
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the master of a parameter; ``weight`` itself if it has none."""
+        return self._narrow[id(weight)][1] if id(weight) in self._narrow else weight
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Return the masters, by their indices."""
+        return [(str(index), master.detach()) for index, (_, master) in enumerate(self._narrow.values())]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round the masters into the model."""
+        for parameter, master in self._narrow.values():
+            parameter.copy_(master)
+
+    def drop(self) -> None:
+        """Leave the parameters without masters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._narrow.clear()
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        master = self._narrow[id(parameter)][1]
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
