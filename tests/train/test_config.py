@@ -16,6 +16,7 @@ from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, differences, to_toml
 from turnwise.train.validate import config_from_dict, load_config, read_config
+from turnwise.types import TaskCapabilities
 
 
 def written(tmp_path, text):
@@ -76,7 +77,7 @@ def test_a_word_of_an_override_is_what_its_key_expects(tmp_path, monkeypatch, ov
     (tmp_path / "words_of_mine.py").write_text(OWN_OPTIONS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "words_of_mine", raising=False)
-    own = SimpleNamespace(options_type=Options, credit_rule="words_of_mine:Floored")
+    own = SimpleNamespace(options_type=Options, capabilities=TaskCapabilities(credit_rule="words_of_mine:Floored"))
     found = read_config(None, overrides, task_type={"one:Own": own, "sudoku": SimpleNamespace()}.__getitem__)
     for key in next(iter(overrides)).split("."):
         found = found[key] if isinstance(found, dict) else getattr(found, key)

@@ -80,7 +80,7 @@ def test_an_arena_with_a_step_of_its_own_is_refused(make_trainer):
     trainer.arena.__class__ = Stage
     Trainer(trainer.arena, trainer.policies, trainer.config)
     trainer.arena.step = trainer.arena.sample
-    with pytest.raises(TypeError, match="its own step"):
+    with pytest.raises(TypeError, match=r"never calls step\(\)"):
         Trainer(trainer.arena, trainer.policies, trainer.config)
 
 
