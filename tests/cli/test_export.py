@@ -140,11 +140,11 @@ def test_an_adapter_needs_no_weights_of_its_base(run: Any, tmp_path: Path, monke
     read = []
     from turnwise.run import export as module
 
-    def watched(path: Path, part: Any, manifest: Any, whole: Any = module.read_part) -> Any:
+    def watched(path: Path, part: Any, manifest: Any, whole: Any = module.read_weight_set) -> Any:
         read.append(part.file)
         return whole(path, part, manifest)
 
-    monkeypatch.setattr(module, "read_part", watched)
+    monkeypatch.setattr(module, "read_weight_set", watched)
     config = read_config(run[0] / "config.toml")
     (one,), manifest = export_checkpoint(config, tmp_path, only=["editor"])
     assert read == ["policy-editor.safetensors"] and manifest["step"] == 2
