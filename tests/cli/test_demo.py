@@ -18,8 +18,8 @@ from turnwise.cli.run import demo
 from turnwise.run.build import Run
 from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of
-from turnwise.tasks.sudoku.demonstrations import HABIT
 from turnwise.tasks.sudoku.grid import BLANK, DIGITS, ROWS, sudoku_puzzles
+from turnwise.tasks.sudoku.prompts import HABIT
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.validate import config_from_dict
 

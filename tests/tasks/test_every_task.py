@@ -18,13 +18,13 @@ from turnwise.run.build import train_from_config
 from turnwise.tasks import TASKS
 from turnwise.tasks.base import split_of
 from turnwise.tasks.code_duel import prompts as code_duel
-from turnwise.tasks.code_duel.demonstrations import demonstrations as demonstrate_code
+from turnwise.tasks.code_duel.prompts import demonstrations as demonstrate_code
 from turnwise.tasks.math_orchestra import MathOrchestraEpisode
 from turnwise.tasks.math_orchestra import read_view as read_math
 from turnwise.tasks.plan_path import PlanPathEpisode, parse_maze
 from turnwise.tasks.plan_path import prompts as plan_path
-from turnwise.tasks.plan_path.demonstrations import demonstrations as demonstrate_routes
 from turnwise.tasks.plan_path.maze import split_of_maze
+from turnwise.tasks.plan_path.prompts import demonstrations as demonstrate_routes
 from turnwise.tasks.proposer_solver import Size
 from turnwise.tasks.proposer_solver.episodes import ProposeEpisode, propose_message, read_example
 from turnwise.tasks.refine_loop import team as refine_loop
@@ -33,10 +33,10 @@ from turnwise.tasks.search_orchestra import prompts as search
 from turnwise.tasks.search_orchestra.corpus import Passage
 from turnwise.tasks.sokoban import State, parse_level
 from turnwise.tasks.sokoban import prompts as sokoban
-from turnwise.tasks.sokoban.demonstrations import demonstrations as demonstrate_pushes
 from turnwise.tasks.sokoban.level import split_of_layout
+from turnwise.tasks.sokoban.prompts import demonstrations as demonstrate_pushes
 from turnwise.tasks.sudoku import prompts as sudoku
-from turnwise.tasks.sudoku.demonstrations import demonstrations as demonstrate_grids
+from turnwise.tasks.sudoku.prompts import demonstrations as demonstrate_grids
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Messages, Sampling
@@ -230,8 +230,8 @@ FOUND = (Passage("Bo", "Bo is here."), Passage("b c", "It: 3."))
 PROMPTS: dict[str, tuple[Any, Any, Any, list[tuple[Any, ...]]]] = {
     "code_duel": (
         code_duel.code_duel_messages, code_duel.read_view, lambda view: view,
-        [(code_duel.View("Say."),), (code_duel.View("Say.", PROGRAM),),
-         (code_duel.View("Say.", PROGRAM, "f(1) == 1, not None"),)],
+        [(code_duel.CodeDuelView("Say."),), (code_duel.CodeDuelView("Say.", PROGRAM),),
+         (code_duel.CodeDuelView("Say.", PROGRAM, "f(1) == 1, not None"),)],
     ),
     "plan_path": (
         plan_path.plan_path_messages, plan_path.read_messages,
@@ -240,11 +240,11 @@ PROMPTS: dict[str, tuple[Any, Any, Any, list[tuple[Any, ...]]]] = {
     "refine_loop": (
         lambda actor, view: [{"content": refine_loop.SYSTEM_PROMPTS[actor]}, refine_loop.view_message(actor, view)],
         refine_loop.read_view, lambda view: view,
-        [(refine_loop.View(ASKED, *rest),) for rest in ((), ((1, 2),), ((1, 2), "wrong: sum"))],
+        [(refine_loop.RefineLoopView(ASKED, *rest),) for rest in ((), ((1, 2),), ((1, 2), "wrong: sum"))],
     ),
     "search_orchestra": (
         search.search_messages, search.read_view, lambda view: view,
-        [(search.View("Who?"),), (search.View("Who?", FOUND),)],
+        [(search.SearchView("Who?"),), (search.SearchView("Who?", FOUND),)],
     ),
     "sokoban": (
         sokoban.sokoban_messages, sokoban.read_messages,

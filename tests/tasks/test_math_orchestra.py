@@ -7,7 +7,7 @@ import pytest
 
 from turnwise.tasks import build_task
 from turnwise.tasks.gsm8k import answers_match, extract_answer
-from turnwise.tasks.math_orchestra import View, parse_verdict, read_view, view_message
+from turnwise.tasks.math_orchestra import MathView, parse_verdict, read_view, view_message
 
 ARTIFACT = {"question": "2 + 2?", "answer": "4"}
 RIGHT, UP = "So\n#### 4", "Fine. verdict: approve"
@@ -29,7 +29,7 @@ async def test_thoughts_stay_private_and_decide_nothing(table, task, thought):
 async def test_the_oracle_rejects_a_wrong_answer(task):
     play, question = task.oracle(), task.splits["train"][0]
     for solution, verdict in ((f"#### {question.answer}", True), (f"#### {question.answer}1", False)):
-        assert parse_verdict(play("verifier", [view_message(View(question.question, solution))])) is verdict
+        assert parse_verdict(play("verifier", [view_message(MathView(question.question, solution))])) is verdict
 
 
 def test_a_pass_meets_every_training_question_once(task):

@@ -18,7 +18,7 @@ from turnwise.tasks.routes import format_route, parse_route
 from turnwise.tasks.search_orchestra.corpus import normalize
 from turnwise.tasks.search_orchestra.prompts import parse_line
 from turnwise.tasks.search_orchestra.prompts import parse_route as parse_search_route
-from turnwise.tasks.split_clues.rows import parse_digits
+from turnwise.tasks.split_clues import parse_digits
 from turnwise.tasks.sudoku import parse_grid
 from turnwise.tasks.sudoku.grid import format_grid
 from turnwise.tasks.tic_tac_toe.board import TicTacToeRules

@@ -15,25 +15,25 @@ from turnwise.arena import RewardMix
 from turnwise.tasks import routes
 from turnwise.tasks.plan_path import env as plan_path
 from turnwise.tasks.plan_path import maze
-from turnwise.tasks.plan_path.demonstrations import demonstrations as demonstrate_mazes
-from turnwise.tasks.plan_path.demonstrations import straight_route
+from turnwise.tasks.plan_path.prompts import demonstrations as demonstrate_mazes
 from turnwise.tasks.plan_path.prompts import read_messages as read_maze
-from turnwise.tasks.routes import Outcome, board_message, check_note, parse_route, read_board
+from turnwise.tasks.plan_path.prompts import straight_route
+from turnwise.tasks.routes import RouteOutcome, board_message, check_note, parse_route, read_board
 from turnwise.tasks.sokoban import level
-from turnwise.tasks.sokoban.demonstrations import blind_route
-from turnwise.tasks.sokoban.demonstrations import demonstrations as demonstrate_levels
 from turnwise.tasks.sokoban.env import SokobanEnv
+from turnwise.tasks.sokoban.prompts import blind_route
+from turnwise.tasks.sokoban.prompts import demonstrations as demonstrate_levels
 from turnwise.tasks.sokoban.prompts import read_messages as read_level
 
 TEAM = ("tool", "planner")
 
 
 def reaches(board: maze.Maze, route: str) -> bool:
-    return maze.walk(board, board.start, route).cells[-1:] == (board.goal,)
+    return maze.walk(board, board.start, route)[-1:] == (board.goal,)
 
 
 def solves(board: level.Level, route: str) -> bool:
-    states = level.walk(board, board.start, route).states
+    states = level.walk(board, board.start, route)
     return bool(states) and level.is_solved(board, states[-1])
 
 
@@ -51,7 +51,7 @@ class RouteGame(NamedTuple):
 
 GAMES = {
     "plan_path": RouteGame(
-        plan_path.PlanPathEnv, maze.draw_mazes("train", 600, 0, maze.Difficulty(7, 0.3, 4)), demonstrate_mazes,
+        plan_path.PlanPathEnv, maze.draw_mazes("train", 600, 0, maze.MazeDifficulty(7, 0.3, 4)), demonstrate_mazes,
         read_maze, reaches, maze.shortest_route, straight_route,
         lambda board, move: maze.neighbour(board, board.start, move),
     ),
@@ -87,14 +87,14 @@ def test_what_a_walk_gains_depends_on_its_ends_alone_and_a_preview_moves_nothing
                 break
 
 
-@pytest.mark.parametrize("scoring", [plan_path.Scoring, routes.Scoring])
+@pytest.mark.parametrize("scoring", [plan_path.PlanPathScoring, routes.RouteScoring])
 def test_scoring_by_hand(scoring):
-    outcome = Outcome(valid=True, legal=0.5, closeness=0.75, gained=0.5, goal=0.25, moves=3)
+    outcome = RouteOutcome(valid=True, legal=0.5, closeness=0.75, gained=0.5, goal=0.25, moves=3)
     assert scoring(mix=RewardMix(alpha=3.0)).reward(outcome) == 3 * 0.25 + 0.5
     assert scoring(mix=RewardMix(0.25, "convex")).reward(outcome) == pytest.approx(0.25 * 0.25 + 0.75 * 0.5)
     assert scoring(shaping=2.0).reward(outcome) == 0.25 + 2 * 0.5
     assert scoring(shaping=0.0).reward(outcome._replace(gained=-0.5)) == 0.25
-    assert scoring(mix=RewardMix(invalid_cost=2.0)).reward(Outcome(False, 1.0, 0.75, 0.0, 0.0, 0)) == -2.0
+    assert scoring(mix=RewardMix(invalid_cost=2.0)).reward(RouteOutcome(False, 1.0, 0.75, 0.0, 0.0, 0)) == -2.0
     for shaping in (-1.0, float("nan")):
         with pytest.raises(ValueError, match=f"shaping={shaping}"):
             scoring(shaping=shaping)
@@ -132,7 +132,7 @@ def test_prompts_read_back(route, note, check):
     ("goal", "moves", "blocked", "told"), [(1.0, 2, "", "it works"), (0.0, 1, "R", "1 move, then R is blocked")]
 )
 def test_a_suggestion_is_checked(goal, moves, blocked, told):
-    assert check_note(Outcome(True, 1.0, 1.0, 0.5, goal, moves, blocked)._asdict()) == told
+    assert check_note(RouteOutcome(True, 1.0, 1.0, 0.5, goal, moves, blocked)._asdict()) == told
 
 
 # --- demonstrations ---------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from turnwise.arena import TreeSampler
 from turnwise.run.checks import build_credit, with_default_credit
 from turnwise.tasks import build_task
 from turnwise.tasks.plan_path import maze, parse_route
-from turnwise.tasks.plan_path.demonstrations import straight_route
 from turnwise.tasks.plan_path.prompts import read_messages as read_maze
+from turnwise.tasks.plan_path.prompts import straight_route
 from turnwise.tasks.routes import format_route
 from turnwise.tasks.sokoban import level
 from turnwise.tasks.sokoban.prompts import read_messages as read_level
@@ -43,11 +43,11 @@ def distances_of(name, messages, completion):
     route = parse_route(completion) or ""
     if name == "plan_path":
         board, _ = read_maze(messages)
-        cells = maze.walk(board, board.start, route).cells
+        cells = maze.walk(board, board.start, route)
         return maze.distance(board, board.start), maze.distance(board, (board.start, *cells)[-1])
     board, _ = read_level(messages)
     known, lost = level.distances(board), level.farthest(board) + 1
-    states = (board.start, *level.walk(board, board.start, route).states)
+    states = (board.start, *level.walk(board, board.start, route))
     return known.get(board.start, lost), known.get(states[-1], lost)
 
 

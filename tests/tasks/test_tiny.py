@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from turnwise.tasks.sudoku.demonstrations import demonstrations
 from turnwise.tasks.sudoku.grid import sudoku_puzzles
+from turnwise.tasks.sudoku.prompts import demonstrations
 from turnwise.tasks.tiny import build_model, build_tokenizer
 
 DEMONSTRATIONS = demonstrations(sudoku_puzzles("train", 50, 0), ("proposer", "reviser", "solver"), 0)

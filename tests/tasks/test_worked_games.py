@@ -13,14 +13,14 @@ import pytest
 
 from turnwise.arena import TreeSampler
 from turnwise.arena.answers import Contribution
-from turnwise.tasks.code_duel import View as Program
+from turnwise.tasks.code_duel import CodeDuelView as Program
 from turnwise.tasks.code_duel import find_problem, parse_cases
 from turnwise.tasks.code_duel import read_view as read_program
 from turnwise.tasks.code_duel.scoring import judge_cases
-from turnwise.tasks.math_orchestra import View as Solution
+from turnwise.tasks.math_orchestra import MathView as Solution
 from turnwise.tasks.math_orchestra import read_view as read_solution
 from turnwise.tasks.plan_path import parse_maze, plan_path_messages
-from turnwise.tasks.refine_loop import View as Draft
+from turnwise.tasks.refine_loop import RefineLoopView as Draft
 from turnwise.tasks.refine_loop.team import read_view as read_draft
 from turnwise.tasks.sokoban import State, parse_level, sokoban_messages
 from turnwise.tasks.split_clues import parse_question, split_clues_messages

@@ -41,7 +41,7 @@ TASKS = {
     "code_duel": "turnwise.tasks.code_duel.team:CodeDuelTask",
     "gsm8k": "turnwise.tasks.gsm8k.task:GSM8KTask",
     "kuhn_poker": "turnwise.tasks.kuhn_poker.task:KuhnPokerTask",
-    "lookup": "turnwise.tasks.lookup.task:LookupTask",
+    "lookup": "turnwise.tasks.lookup:LookupTask",
     "math_orchestra": "turnwise.tasks.math_orchestra:MathOrchestraTask",
     "negotiation": "turnwise.tasks.negotiation.task:NegotiationTask",
     "plan_path": "turnwise.tasks.plan_path.team:PlanPathTask",
@@ -49,7 +49,7 @@ TASKS = {
     "refine_loop": "turnwise.tasks.refine_loop.team:RefineLoopTask",
     "search_orchestra": "turnwise.tasks.search_orchestra.team:SearchOrchestraTask",
     "sokoban": "turnwise.tasks.sokoban.team:SokobanTask",
-    "split_clues": "turnwise.tasks.split_clues.team:SplitCluesTask",
+    "split_clues": "turnwise.tasks.split_clues:SplitCluesTask",
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
     "tic_tac_toe": "turnwise.tasks.tic_tac_toe.task:TicTacToeTask",
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from turnwise.arena.runtime.hashing import derive_seed
-from turnwise.tasks.base import Demonstration, Split, check_counts
+from turnwise.tasks.base import Demonstration, Split, check_counts, check_split, split_of
 from turnwise.types import Actor, EpisodeRequest
+
+Q = TypeVar("Q", bound=Hashable)
 
 
 class PlayedOptions(Protocol):
@@ -84,6 +86,38 @@ class GeneratedTask(ABC):
             seed=derive_seed(self.name, *before, *self.seed_parts(question), *after),
             is_trainable=is_trainable,
         )
+
+
+def draw_distinct(
+    split: Split,
+    n: int,
+    draw: Callable[[], Q | None],
+    what: str,
+    *,
+    split_of: Callable[[Q], Split] = split_of,  # type: ignore[assignment]
+    patience: int = 20_000,
+    repeats: bool = False,
+) -> list[Q]:
+    """Call ``draw`` until it has given ``n`` different questions of ``split``; ``None`` stands for no question.
+
+    A longer list begins with the shorter one. After ``patience`` draws in a row without a new question all count as
+    found, and a ``ValueError`` names how many of ``what`` there are. With ``repeats`` a question may come again.
+    """
+    check_split(split)
+    if n < 0:
+        raise ValueError(f"n={n!r}: expected a count >= 0")
+    questions: list[Q] = []
+    known: set[Q] = set()
+    misses = 0
+    while len(questions) < n:
+        question = draw()
+        if question is not None and (repeats or question not in known) and split_of(question) == split:
+            questions.append(question)
+            known.add(question)
+            misses = 0
+        elif (misses := misses + 1) == patience:
+            raise ValueError(f"n={n!r}: the {split} split holds about {len(questions)} {what}")
+    return questions
 
 
 def texts_of(demonstrations: Sequence[Demonstration]) -> list[str]:

@@ -14,7 +14,7 @@ from turnwise.tasks.base import Demonstration, Player, with_round, with_team, wi
 from turnwise.tasks.gsm8k import (
     MARK,
     SYSTEM_PROMPT,
-    Question,
+    GSM8KQuestion,
     QuestionOptions,
     QuestionTask,
     answers_match,
@@ -32,7 +32,7 @@ _SOLUTION, _REVIEW = "\n\nSolution:\n", "\n\nReview:\n"
 _VERDICT = re.compile(r"verdict\W{1,8}(approve|reject)", re.IGNORECASE)
 
 
-class View(NamedTuple):
+class MathView(NamedTuple):
     """Contents of a prompt: the question, the current solution, and the verifier's review of it."""
 
     question: str
@@ -40,7 +40,7 @@ class View(NamedTuple):
     review: str | None = None
 
 
-def view_message(view: View) -> Message:
+def view_message(view: MathView) -> Message:
     """The user message that shows ``view``."""
     parts = [view.question]
     if view.solution is not None:
@@ -50,11 +50,11 @@ def view_message(view: View) -> Message:
     return {"role": "user", "content": "".join(parts)}
 
 
-def read_view(messages: Messages) -> View:
+def read_view(messages: Messages) -> MathView:
     """Parse the view from a prompt."""
     shown, reviewed, review = without_round(messages).partition(_REVIEW)
     question, answered, solution = shown.partition(_SOLUTION)
-    return View(question, solution if answered else None, review if reviewed else None)
+    return MathView(question, solution if answered else None, review if reviewed else None)
 
 
 def parse_verdict(text: str) -> bool | None:
@@ -107,7 +107,7 @@ class MathOrchestraEpisode(MultiTurnEpisode):
         return without_thoughts(text)
 
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
-        message = view_message(View(artifact["question"], state.data["solution"], state.data["review"]))
+        message = view_message(MathView(artifact["question"], state.data["solution"], state.data["review"]))
         return [with_round(message, state.turn)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
@@ -246,7 +246,7 @@ def _verdict(approve: bool) -> str:
     return f"verdict: {'approve' if approve else 'reject'}"
 
 
-def _demonstrate(question: Question, kind: int, rng: Random) -> Demonstration:
+def _demonstrate(question: GSM8KQuestion, kind: int, rng: Random) -> Demonstration:
     right = f"{question.solution}\n{MARK} {question.answer}".strip()
     wrong = f"{right}{rng.randrange(1, 10)}"
     actor, solution, review, completion = (
@@ -256,5 +256,5 @@ def _demonstrate(question: Question, kind: int, rng: Random) -> Demonstration:
         (SOLVER, wrong, _verdict(False), right),
     )[kind % 4]
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor]}
-    message = with_round(view_message(View(question.question, solution, review)), int(review is not None))
+    message = with_round(view_message(MathView(question.question, solution, review)), int(review is not None))
     return actor, [system, message], completion

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from turnwise.arena import MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, check_demonstrations
-from turnwise.tasks.teams import TeamOptions
+from turnwise.tasks.teams import TeamOptions, solved, valid_format
 from turnwise.types import EpisodeState, Message, Messages
 
 Role = Literal["tool", "planner", "solver"]
@@ -106,7 +106,7 @@ def read_board(messages: Messages) -> tuple[str, str | None]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Play
 # ---------------------------------------------------------------------------------------------------------------------
-class Outcome(NamedTuple):
+class RouteOutcome(NamedTuple):
     """Outcome of one action.
 
     ``valid``: a route could be read. ``legal``: the share of its moves that were made before one was blocked or the
@@ -124,10 +124,10 @@ class Outcome(NamedTuple):
     blocked: str = ""
 
 
-def outcome_of(route: str | None, made: int, *, before: float, after: float, goal: float) -> Outcome:
+def outcome_of(route: str | None, made: int, *, before: float, after: float, goal: float) -> RouteOutcome:
     """Compute the outcome of ``route``, of which ``made`` moves were made, from the closeness before and after."""
     named = len(route or "")
-    return Outcome(
+    return RouteOutcome(
         valid=named > 0,
         legal=made / named if named else 1.0,
         closeness=after,
@@ -139,7 +139,7 @@ def outcome_of(route: str | None, made: int, *, before: float, after: float, goa
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class RouteScoring:
     """Parts of an action's reward: the solution's value for the team, ``shaping * gained`` for the actor.
 
     ``gained`` is potential-based shaping ``phi(s') - phi(s)`` over the true distance (Ng, Harada and Russell 1999,
@@ -150,7 +150,7 @@ class Scoring:
     ``mix`` weighs them where no arena does, in an environment's own rewards. Raises ``ValueError`` for a negative
     ``shaping``.
 
-    Example: ``Scoring(shaping=0.5).reward(Outcome(True, 1.0, closeness=1.0, gained=0.25, goal=1.0, moves=3)) == 1.125``
+    Example: ``RouteScoring(shaping=0.5)`` pays a solution of value 1 that gains 0.25 of closeness 1.125.
     """
 
     shaping: float = 1.0
@@ -160,10 +160,10 @@ class Scoring:
         if not self.shaping >= 0:
             raise ValueError(f"shaping={self.shaping!r}: expected a number >= 0")
 
-    def parts(self, outcome: Outcome) -> RewardParts:
+    def parts(self, outcome: RouteOutcome) -> RewardParts:
         return RewardParts(outcome.goal, self.shaping * outcome.gained, outcome.valid)
 
-    def reward(self, outcome: Outcome) -> float:
+    def reward(self, outcome: RouteOutcome) -> float:
         return self.mix.of(self.parts(outcome))
 
 
@@ -173,7 +173,7 @@ class StepResult(NamedTuple):
     observation: str
     reward: float
     done: bool
-    outcome: Outcome
+    outcome: RouteOutcome
 
 
 class RouteEnv(Protocol):
@@ -187,7 +187,7 @@ class RouteEnv(Protocol):
 
     def observe(self) -> str: ...
 
-    def preview(self, route: str | None) -> Outcome: ...
+    def preview(self, route: str | None) -> RouteOutcome: ...
 
     def step(self, route: str | None) -> StepResult: ...
 
@@ -208,7 +208,7 @@ class RouteEpisode(MultiTurnEpisode):
     A game implements ``start`` (its data for an artifact) and ``environment`` (its environment in ``state.data``).
     """
 
-    default_scoring: ClassVar[Scoring] = Scoring()
+    default_scoring: ClassVar[RouteScoring] = RouteScoring()
     mix = RewardMix(invalid_cost=1.0)
 
     def __init__(
@@ -216,7 +216,7 @@ class RouteEpisode(MultiTurnEpisode):
         *,
         actors: Sequence[str] = TEAM,
         max_turns: int = 3,
-        scoring: Scoring | None = None,
+        scoring: RouteScoring | None = None,
         sampler: TreeSampler | None = None,
     ) -> None:
         super().__init__(sampler=sampler, max_turns=max_turns)
@@ -261,7 +261,7 @@ class RouteEpisode(MultiTurnEpisode):
         data["outcomes"].setdefault(actor, []).append(outcome._asdict())
 
     def reward_parts(self, state: EpisodeState, arena: Any, artifact: Any) -> RewardParts:
-        return self.scoring.parts(Outcome(**state.data["outcomes"][state.current_actor][-1]))
+        return self.scoring.parts(RouteOutcome(**state.data["outcomes"][state.current_actor][-1]))
 
     def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
         return self.environment(state).preview(state.data["route"]).closeness
@@ -302,11 +302,6 @@ def mean_of(outcomes: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(outcome[name] for outcome in outcomes) / len(outcomes)
 
 
-def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team if the board was solved, even if the actor never acted."""
-    return extras["solved"]
-
-
 def goal(extras: dict[str, Any]) -> dict[str, float]:
     """Value of the team's solution, 0 without one, for every actor of the team, even if it never acted."""
     return extras["goal"]
@@ -322,11 +317,6 @@ def gained(extras: dict[str, Any]) -> dict[str, float]:
     return extras["gained"]
 
 
-def valid_format(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held a route."""
-    return extras["valid"]
-
-
 def legal_moves(extras: dict[str, Any]) -> dict[str, float]:
     """The share of the moves of each actor's routes that could be made, averaged over its completions."""
     return extras["legal"]
@@ -340,15 +330,15 @@ def moves(extras: dict[str, Any]) -> dict[str, float]:
 class RouteOptions(TeamOptions):
     """Options of every game of routes; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
-    ``shaping`` rewards an action for leading closer to the end by the true distance. See :class:`Scoring`. ``answers``
-    is the number of demonstrations of each prompt. The first ``clean`` of the demonstrations, a share, have quality 1:
-    with ``warm_start.shuffle = false`` a model first learns to play, then the faults.
+    ``shaping`` rewards an action for leading closer to the end by the true distance, see :class:`RouteScoring`.
+    ``answers`` is the number of demonstrations of each prompt. The first ``clean`` of the demonstrations, a share, have
+    quality 1: with ``warm_start.shuffle = false`` a model first learns to play, then the faults.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
     max_turns: int = Field(default=3, ge=1)
     max_tokens: int = Field(default=64, ge=1)
-    shaping: float = Field(default=Scoring().shaping, ge=0)
+    shaping: float = Field(default=RouteScoring().shaping, ge=0)
     answers: int = Field(default=1, ge=1)
     clean: float = Field(default=0.0, ge=0, le=1)
 
@@ -360,8 +350,8 @@ class RouteOptions(TeamOptions):
         return actors
 
     @property
-    def scoring(self) -> Scoring:
-        return Scoring(self.shaping)
+    def scoring(self) -> RouteScoring:
+        return RouteScoring(self.shaping)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,10 +372,10 @@ class RouteGame(NamedTuple):
     """
 
     messages: Callable[..., Messages]
-    preview: Callable[[Any, str], Outcome]
+    preview: Callable[[Any, str], RouteOutcome]
     suggest: Callable[[Any, float, Random, str], str]
     decide: Callable[[Any, str, float, Random, str], str]
-    failed_round: Callable[[Any, Random], tuple[Any, Outcome, Outcome]]
+    failed_round: Callable[[Any, Random], tuple[Any, RouteOutcome, RouteOutcome]]
 
 
 def demonstrate_routes(

@@ -31,6 +31,16 @@ class TeamOptions(TaskOptions):
         return {name: getattr(self, name) for name in ("actors", "max_turns")}
 
 
+def solved(extras: dict[str, Any]) -> dict[str, float]:
+    """1.0 for every actor of the team if its last answer is right, even if the actor never acted."""
+    return extras["solved"]
+
+
+def valid_format(extras: dict[str, Any]) -> dict[str, float]:
+    """The share of each actor's completions that could be read."""
+    return extras["valid"]
+
+
 class TeamEpisode(MultiTurnEpisode):
     """An episode in which ``actors`` act in order for up to ``max_turns`` rounds. ``team`` defaults to the actors.
 
@@ -42,9 +52,9 @@ class TeamEpisode(MultiTurnEpisode):
     mix = RewardMix(invalid_cost=0.25)
 
     team: ClassVar[Sequence[str]]
-    outcomes: ClassVar[Sequence[Callable[..., Any]]]
+    outcomes: ClassVar[Sequence[Callable[..., Any]]] = (solved,)
     own_parts: ClassVar[Sequence[Callable[..., Any]]]
-    measures: ClassVar[Sequence[Callable[..., Any]]] = ()
+    measures: ClassVar[Sequence[Callable[..., Any]]] = (valid_format,)
 
     def __init__(
         self,

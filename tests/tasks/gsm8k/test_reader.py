@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.tasks.gsm8k import (
-    Question,
+    GSM8KQuestion,
     answers_match,
     extract_answer,
     read_dataset,
@@ -38,8 +38,8 @@ def write(path: Path, *lines: object) -> Path:
 def test_lines_become_questions(tmp_path):
     path = write(tmp_path / "q.jsonl", LINE, "", {**LINE, "question": "Ünïcode?", "more": 1})
     assert read_questions(path) == [
-        Question("2 apples at $3 each cost?", "2 * 3 = 6", "6"),
-        Question("Ünïcode?", "2 * 3 = 6", "6"),
+        GSM8KQuestion("2 apples at $3 each cost?", "2 * 3 = 6", "6"),
+        GSM8KQuestion("Ünïcode?", "2 * 3 = 6", "6"),
     ]
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(LINE).encode())
     assert len(read_questions(str(path))) == 1

@@ -21,8 +21,7 @@ from turnwise.tasks.negotiation import (
     value_rows,
 )
 from turnwise.tasks.negotiation import task as module
-from turnwise.tasks.negotiation.game import read_prompt
-from turnwise.tasks.negotiation.players import LEAST, expected_utility
+from turnwise.tasks.negotiation.game import LEAST, expected_utility, read_prompt
 
 QUESTION = {"pool": [3, 2, 1], "values": [[1, 2, 3], [2, 0, 4]]}
 GENERAL = NegotiationRules("general_sum")

@@ -6,10 +6,9 @@ from random import Random
 import pytest
 
 from turnwise.tasks.plan_path import PlanPathTask, plan_path_messages
-from turnwise.tasks.plan_path.demonstrations import decide, demonstrations, detour, straight_route, suggest
-from turnwise.tasks.plan_path.env import Outcome, PlanPathEnv, Scoring
-from turnwise.tasks.plan_path.maze import Difficulty, Maze, distance, draw_mazes, parse_maze
-from turnwise.tasks.plan_path.prompts import read_messages
+from turnwise.tasks.plan_path.env import PlanPathEnv, PlanPathScoring, RouteOutcome
+from turnwise.tasks.plan_path.maze import Maze, MazeDifficulty, distance, draw_mazes, parse_maze
+from turnwise.tasks.plan_path.prompts import decide, demonstrations, detour, read_messages, straight_route, suggest
 
 MAZE = parse_maze("A#G\n...\n..#")  # 4 moves: D R R U
 
@@ -23,16 +22,16 @@ def test_a_walk_of_several_steps_by_hand():
     # Cell 4 is half-way; then the wall below 5 ends a route of which one move in three was walked.
     assert env.step("DR")[:3] == (".#G\n.A.\n..#", pytest.approx(0.5), False)
     result = env.step("RDD")
-    assert result.outcome == Outcome(
+    assert result.outcome == RouteOutcome(
         True, pytest.approx(1 / 3), closeness=0.75, gained=0.25, goal=0.0, moves=1, blocked="D"
     )
     assert result.reward == 0.25
     # Unreadable: nobody moves.
-    assert env.step(None) == (".#G\n..A\n..#", -1.0, False, Outcome(False, 1.0, 0.75, 0.0, 0.0, 0))
+    assert env.step(None) == (".#G\n..A\n..#", -1.0, False, RouteOutcome(False, 1.0, 0.75, 0.0, 0.0, 0))
     # There and back: 3 + 3 moves walked where 4 are enough; the last one named comes after the goal.
     result = env.step("LRUU")
     assert env.path == [0, 3, 4, 5, 4, 5, 2] and result.done
-    assert result.outcome == Outcome(True, 0.75, 1.0, 0.25, pytest.approx(4 / 6), 3)
+    assert result.outcome == RouteOutcome(True, 0.75, 1.0, 0.25, pytest.approx(4 / 6), 3)
     assert result.reward == pytest.approx(4 / 6 + 0.25)
 
 
@@ -40,7 +39,7 @@ def test_moving_away_costs_what_coming_back_earns():
     maze = parse_maze("...\n.AG\n...")
     env = PlanPathEnv(maze)
     # Two of the corners are the farthest cells, three moves away: the start's closeness is 2/3.
-    assert env.step("LL").outcome == Outcome(True, 0.5, pytest.approx(1 / 3), pytest.approx(-1 / 3), 0.0, 1, "L")
+    assert env.step("LL").outcome == RouteOutcome(True, 0.5, pytest.approx(1 / 3), pytest.approx(-1 / 3), 0.0, 1, "L")
     assert distance(maze, env.position) == 2
     assert env.step("R").reward == pytest.approx(1 / 3)
 
@@ -57,7 +56,7 @@ def test_reset_and_render():
 # --- scoring ---------------------------------------------------------------------------------------------------------
 def test_an_unknown_goal_is_named():
     with pytest.raises(ValueError, match="goal='reached': expected one of"):
-        Scoring(goal="reached")
+        PlanPathScoring(goal="reached")
 
 
 def test_bad_use_is_named():
@@ -72,7 +71,7 @@ def test_bad_use_is_named():
         env.step("L")
 
 
-MAZES = draw_mazes("train", 600, 0, Difficulty(7, 0.3, 4))
+MAZES = draw_mazes("train", 600, 0, MazeDifficulty(7, 0.3, 4))
 
 
 def by_hand(draws: list[float]) -> Random:

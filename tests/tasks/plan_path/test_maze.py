@@ -7,9 +7,8 @@ import pytest
 from turnwise.tasks.plan_path.maze import (
     MOVES,
     WALL,
-    Difficulty,
     Maze,
-    Walk,
+    MazeDifficulty,
     distance,
     distances,
     draw_mazes,
@@ -22,7 +21,7 @@ from turnwise.tasks.plan_path.maze import (
 
 TEXT = "A#G\n...\n..#"
 MAZE = Maze(".#......#", start=0, goal=2)
-SMALL = Difficulty(side=5, walls=0.3, min_route=4)
+SMALL = MazeDifficulty(side=5, walls=0.3, min_route=4)
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ def test_shortest_routes_by_hand():
     ],
 )
 def test_walks_by_hand(start, route, cells):
-    assert walk(MAZE, start, route) == Walk(cells, len(route))
+    assert walk(MAZE, start, route) == cells
 
 
 def test_what_is_no_move_is_refused():
@@ -64,17 +63,19 @@ def test_what_is_no_move_is_refused():
 @pytest.mark.parametrize("seed", range(3))
 def test_no_shorter_route_exists(seed):
     """Against every route there is, on mazes small enough to try them all."""
-    for maze in draw_mazes("train", 5, seed, Difficulty(side=4, walls=0.3, min_route=2)):
+    for maze in draw_mazes("train", 5, seed, MazeDifficulty(side=4, walls=0.3, min_route=2)):
         best = shortest_route(maze)
-        assert walk(maze, maze.start, best).cells[-1] == maze.goal and len(best) == distance(maze, maze.start)
+        assert walk(maze, maze.start, best)[-1] == maze.goal and len(best) == distance(maze, maze.start)
         for length in range(min(len(best), 7)):
             for route in itertools.product(MOVES, repeat=length):
-                assert maze.goal not in walk(maze, maze.start, "".join(route)).cells, f"seed {seed}"
+                assert maze.goal not in walk(maze, maze.start, "".join(route)), f"seed {seed}"
 
 
 # --- mazes -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("split", ["train", "validation", "eval"])
-@pytest.mark.parametrize("difficulty", [Difficulty(), SMALL, Difficulty(12, 0.4, 10), Difficulty(9, 0.0, 1)])
+@pytest.mark.parametrize(
+    "difficulty", [MazeDifficulty(), SMALL, MazeDifficulty(12, 0.4, 10), MazeDifficulty(9, 0.0, 1)]
+)
 def test_mazes_are_as_asked_and_solvable(split, difficulty):
     mazes = draw_mazes(split, 30, 3, difficulty)
     assert len(set(mazes)) == 30
@@ -89,7 +90,7 @@ def test_mazes_are_as_asked_and_solvable(split, difficulty):
 def test_splits_share_no_maze_whatever_seed_and_start():
     held = {split: set() for split in ("train", "validation", "eval")}
     for seed, (split, seen) in itertools.product(range(3), held.items()):
-        seen |= {(maze.cells, maze.goal) for maze in draw_mazes(split, 200, seed, Difficulty(4, 0.2, 2))}
+        seen |= {(maze.cells, maze.goal) for maze in draw_mazes(split, 200, seed, MazeDifficulty(4, 0.2, 2))}
     for one, other in itertools.combinations(held.values(), 2):
         assert not one & other
     for maze in draw_mazes("eval", 20, 0, SMALL):

@@ -8,8 +8,8 @@ from turnwise.arena import Arena, TreeSampler
 from turnwise.credit import HierarchyCredit
 from turnwise.tasks.base import split_of
 from turnwise.tasks.proposer_solver import ProposerSolverOptions, ProposerSolverTask, Size, read_problem, value_of
-from turnwise.tasks.proposer_solver.curves import CURVES
 from turnwise.tasks.proposer_solver.episodes import (
+    CURVES,
     PROPOSE,
     PROPOSER,
     SOLVER,

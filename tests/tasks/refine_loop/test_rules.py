@@ -9,7 +9,7 @@ from turnwise.tasks.base import split_of
 from turnwise.tasks.refine_loop import RefineLoopOptions, RefineLoopTask, parse_draft
 from turnwise.tasks.refine_loop.rules import (
     KINDS,
-    Question,
+    RulesQuestion,
     answers,
     broken_rules,
     draw_questions,
@@ -20,7 +20,7 @@ from turnwise.tasks.refine_loop.rules import (
 from turnwise.tasks.refine_loop.team import CRITIC, GENERATOR, read_view
 
 TEXT = "Write 3 numbers from 1 to 9: sum 9, different, largest 5."
-QUESTION = Question(3, (("sum", 9), ("different", 0), ("largest", 5)))
+QUESTION = RulesQuestion(3, (("sum", 9), ("different", 0), ("largest", 5)))
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------

@@ -9,20 +9,20 @@ import pytest
 
 from turnwise.tasks.search_orchestra.corpus import (
     Passage,
-    Question,
+    SearchIndex,
+    SearchQuestion,
     made_up_world,
     read_world,
     sufficient,
     support_share,
 )
-from turnwise.tasks.search_orchestra.demonstrations import demonstrations
-from turnwise.tasks.search_orchestra.index import SearchIndex
 from turnwise.tasks.search_orchestra.prompts import (
     ANSWERER,
     PASSAGE_CHARS,
     SEARCHER,
     SYSTEM_PROMPTS,
     VERIFIER,
+    demonstrations,
     read_view,
     view_message,
 )
@@ -68,7 +68,7 @@ def test_files_are_read_a_passage_per_paragraph(tmp_path):
     rows = [{"question": "Who?", "answer": "Bo", "supports": ["b"]}, "", {"question": "What?", "answer": "tea"}]
     world = read_world(*folder(tmp_path, rows, b="Bo is\nhere.\n\n\nAnd tea.\n", a="Nothing."))
     assert world.passages == (Passage("a", "Nothing."), Passage("b", "Bo is here."), Passage("b", "And tea."))
-    assert world.questions == {"Who?": Question("Who?", "Bo", ("b",)), "What?": Question("What?", "tea")}
+    assert world.questions == {"Who?": SearchQuestion("Who?", "Bo", ("b",)), "What?": SearchQuestion("What?", "tea")}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_an_empty_folder_is_named(tmp_path):
 # --- answers ---------------------------------------------------------------------------------------------------------
 def test_what_is_sufficient_by_hand():
     mira, velmar = Passage("Mira", "Mira was born in Velmar."), Passage("Velmar", "Velmar is in Osk.")
-    known = Question("In which province?", "Osk", ("Mira", "Velmar"))
+    known = SearchQuestion("In which province?", "Osk", ("Mira", "Velmar"))
     assert [support_share(known, found) for found in ([], [mira], [mira, mira], [velmar, mira])] == [0.0, 0.5, 0.5, 1.0]
     assert [sufficient(known, found) for found in ([velmar], [velmar, mira])] == [False, True]
     unknown = known._replace(supports=())

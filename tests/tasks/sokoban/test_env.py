@@ -6,11 +6,11 @@ from random import Random
 import pytest
 
 from turnwise.state import ForkableMixin, fork_many
-from turnwise.tasks.routes import Outcome
+from turnwise.tasks.routes import RouteOutcome
 from turnwise.tasks.sokoban import SokobanOptions, SokobanTask, State, sokoban_messages
-from turnwise.tasks.sokoban.demonstrations import blind_route, decide, suggest
 from turnwise.tasks.sokoban.env import SokobanEnv
 from turnwise.tasks.sokoban.level import distances, parse_level, shortest_route
+from turnwise.tasks.sokoban.prompts import blind_route, decide, suggest
 
 LEVEL = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")  # 2 moves: D R
 
@@ -21,11 +21,11 @@ LEVEL = parse_level("#####\n#A..#\n#.BG#\n#...#\n#####")  # 2 moves: D R
 def test_several_steps_by_hand():
     env = SokobanEnv(LEVEL)
     result = env.step("RRU")  # two moves away, then into the wall: a third of the moves was not made
-    assert result.outcome == Outcome(
+    assert result.outcome == RouteOutcome(
         True, pytest.approx(2 / 3), pytest.approx(2 / 6), pytest.approx(-2 / 6), 0.0, 2, "U"
     )
     assert result.reward == pytest.approx(-2 / 6)
-    assert env.step(None)[1:] == (-1.0, False, Outcome(False, 1.0, pytest.approx(2 / 6), 0.0, 0.0, 0))
+    assert env.step(None)[1:] == (-1.0, False, RouteOutcome(False, 1.0, pytest.approx(2 / 6), 0.0, 0.0, 0))
     assert env.step("LLD").reward == pytest.approx(3 / 6)  # one move from the solution
     assert env.now == [11, 12] and env.closeness == pytest.approx(5 / 6)
     result = env.step("RUU")  # what is named after the solution is not made

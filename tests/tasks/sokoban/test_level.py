@@ -10,8 +10,8 @@ from turnwise.tasks.sokoban.level import (
     BOX,
     GOAL,
     WALL,
-    Difficulty,
     Level,
+    LevelDifficulty,
     State,
     distances,
     draw_levels,
@@ -26,7 +26,7 @@ from turnwise.tasks.sokoban.level import (
 
 TEXT = "#####\n#A..#\n#.BG#\n#...#\n#####"
 LEVEL = parse_level(TEXT)
-TWO = Difficulty(side=6, boxes=2, min_route=5)
+TWO = LevelDifficulty(side=6, boxes=2, min_route=5)
 
 
 def forward(level: Level) -> int | None:
@@ -79,9 +79,7 @@ def test_moves_and_pushes_by_hand(state, move, after):
 )
 def test_walks_by_hand(route, states, last):
     walked = walk(LEVEL, LEVEL.start, route)
-    assert (len(walked.states), walked.named) == (states, len(route)) and walked.states[-1:] == (
-        (last,) if last else ()
-    )
+    assert len(walked) == states and walked[-1:] == ((last,) if last else ())
 
 
 def test_what_is_lost_is_not_among_the_distances():
@@ -93,7 +91,9 @@ def test_what_is_lost_is_not_among_the_distances():
         walk(LEVEL, LEVEL.start, "X")
 
 
-@pytest.mark.parametrize("difficulty", [Difficulty(), TWO, Difficulty(5, 1, 1, 0.0), Difficulty(7, 1, 9, 0.25)])
+@pytest.mark.parametrize(
+    "difficulty", [LevelDifficulty(), TWO, LevelDifficulty(5, 1, 1, 0.0), LevelDifficulty(7, 1, 9, 0.25)]
+)
 def test_playing_backwards_finds_what_playing_forwards_finds(difficulty):
     seed = Random().randrange(10**6)
     print(f"seed {seed}")
@@ -102,7 +102,7 @@ def test_playing_backwards_finds_what_playing_forwards_finds(difficulty):
         known = distances(level)
         assert forward(level) == known[level.start] >= difficulty.min_route
         route = shortest_route(level)
-        states = walk(level, level.start, route).states
+        states = walk(level, level.start, route)
         assert len(route) == known[level.start] == len(states) and is_solved(level, states[-1])
         free = [cell for cell, kind in enumerate(level.cells) if kind != WALL]
         for _ in range(20):  # any state, solvable or not
@@ -127,7 +127,7 @@ def test_boards_read_back():
     assert format_level(LEVEL, State(12, (13,))) == "#####\n#...#\n#.A*#\n#...#\n#####"
     assert format_level(LEVEL, State(13, (12,))) == "#####\n#...#\n#.B+#\n#...#\n#####"
     for level in draw_levels("train", 20, 0, TWO):
-        for state in (level.start, *walk(level, level.start, shortest_route(level)).states):
+        for state in (level.start, *walk(level, level.start, shortest_route(level))):
             assert parse_level(format_level(level, state)) == level._replace(start=state)
 
 

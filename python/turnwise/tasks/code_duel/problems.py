@@ -29,7 +29,7 @@ HIDDEN = 12  # hidden inputs of a problem
 MUTANTS = 6  # wrong programs of a problem
 
 
-class Part(NamedTuple):
+class Fragment(NamedTuple):
     """One choice at one place: its words in the statement, and its code in the program."""
 
     words: str
@@ -62,9 +62,9 @@ class Family:
     """
 
     name: str
-    places: tuple[tuple[Part, ...], ...]
-    state: Callable[[Sequence[Part]], str]
-    write: Callable[[Sequence[Part]], str]
+    places: tuple[tuple[Fragment, ...], ...]
+    state: Callable[[Sequence[Fragment]], str]
+    write: Callable[[Sequence[Fragment]], str]
     draw: Callable[[Random], Arguments]
     edges: tuple[Arguments, ...]
     accepts: Callable[[Arguments], bool]
@@ -73,40 +73,40 @@ class Family:
 # ---------------------------------------------------------------------------------------------------------------------
 # The families
 # ---------------------------------------------------------------------------------------------------------------------
-def _with(words: str, code: str, numbers: Sequence[int]) -> list[Part]:
-    return [Part(words.format(k=k), code.format(k=k)) for k in numbers]
+def _with(words: str, code: str, numbers: Sequence[int]) -> list[Fragment]:
+    return [Fragment(words.format(k=k), code.format(k=k)) for k in numbers]
 
 
 _WHICH = (
-    Part("numbers", ""),
-    Part("even numbers", " if x % 2 == 0"),
-    Part("odd numbers", " if x % 2 == 1"),
+    Fragment("numbers", ""),
+    Fragment("even numbers", " if x % 2 == 0"),
+    Fragment("odd numbers", " if x % 2 == 1"),
     *_with("numbers above {k}", " if x > {k}", range(-4, 5)),
     *_with("numbers below {k}", " if x < {k}", range(-4, 5)),
     *_with("multiples of {k}", " if x % {k} == 0", range(3, 6)),
 )
 _WHAT = (
-    Part("", "x"),
-    Part("squares of the ", "x * x"),
-    Part("absolute values of the ", "abs(x)"),
+    Fragment("", "x"),
+    Fragment("squares of the ", "x * x"),
+    Fragment("absolute values of the ", "abs(x)"),
     *_with("{k}-fold of the ", "{k} * x", range(2, 6)),
 )
 _HOW = (
-    Part("sum", "sum({what} for x in xs{which})"),
-    Part("largest, or 0,", "max(({what} for x in xs{which}), default=0)"),
-    Part("smallest, or 0,", "min(({what} for x in xs{which}), default=0)"),
-    Part("count of different values", "len({{{what} for x in xs{which}}})"),
-    Part("sorted list", "sorted({what} for x in xs{which})"),
-    Part("reversed list", "[{what} for x in xs{which}][::-1]"),
+    Fragment("sum", "sum({what} for x in xs{which})"),
+    Fragment("largest, or 0,", "max(({what} for x in xs{which}), default=0)"),
+    Fragment("smallest, or 0,", "min(({what} for x in xs{which}), default=0)"),
+    Fragment("count of different values", "len({{{what} for x in xs{which}}})"),
+    Fragment("sorted list", "sorted({what} for x in xs{which})"),
+    Fragment("reversed list", "[{what} for x in xs{which}][::-1]"),
 )
 
 
-def _state_list(parts: Sequence[Part]) -> str:
+def _state_list(parts: Sequence[Fragment]) -> str:
     how, what, which = parts
     return f"Return the {how.words} of the {what.words}{which.words} in the list xs."
 
 
-def _write_list(parts: Sequence[Part]) -> str:
+def _write_list(parts: Sequence[Fragment]) -> str:
     how, what, which = parts
     return "def f(xs):\n    return " + how.code.format(what=what.code, which=which.code)
 
@@ -129,24 +129,24 @@ def _accepts_list(arguments: Arguments) -> bool:
 
 
 _EDITS = (
-    Part("reverse it", "s[::-1]"),
-    Part("double each letter", "''.join(c + c for c in s)"),
-    Part("remove the vowels", "''.join(c for c in s if c not in 'aeiou')"),
-    Part("sort its letters", "''.join(sorted(s))"),
-    Part("make it upper-case", "s.upper()"),
-    Part("append its reverse", "s + s[::-1]"),
-    Part("keep every second letter", "s[::2]"),
+    Fragment("reverse it", "s[::-1]"),
+    Fragment("double each letter", "''.join(c + c for c in s)"),
+    Fragment("remove the vowels", "''.join(c for c in s if c not in 'aeiou')"),
+    Fragment("sort its letters", "''.join(sorted(s))"),
+    Fragment("make it upper-case", "s.upper()"),
+    Fragment("append its reverse", "s + s[::-1]"),
+    Fragment("keep every second letter", "s[::2]"),
     *_with("keep the first {k} letters", "s[:{k}]", range(1, 5)),
     *_with("drop the first {k} letters", "s[{k}:]", range(1, 5)),
     *_with("keep the last {k} letters", "s[-{k}:]", range(1, 5)),
 )
 
 
-def _state_string(parts: Sequence[Part]) -> str:
+def _state_string(parts: Sequence[Fragment]) -> str:
     return f"Take the string s, {parts[0].words}, then {parts[1].words}, and return it."
 
 
-def _write_string(parts: Sequence[Part]) -> str:
+def _write_string(parts: Sequence[Fragment]) -> str:
     return f"def f(s):\n    s = {parts[0].code}\n    return {parts[1].code}"
 
 
@@ -161,27 +161,27 @@ def _accepts_string(arguments: Arguments) -> bool:
 
 
 _STARTS = (
-    Part("a plus b", "a + b"),
-    Part("a minus b", "a - b"),
-    Part("a times b", "a * b"),
-    Part("the larger of a and b", "max(a, b)"),
-    Part("the smaller of a and b", "min(a, b)"),
+    Fragment("a plus b", "a + b"),
+    Fragment("a minus b", "a - b"),
+    Fragment("a times b", "a * b"),
+    Fragment("the larger of a and b", "max(a, b)"),
+    Fragment("the smaller of a and b", "min(a, b)"),
 )
 _STEPS = (
-    Part("square it", "n * n"),
-    Part("take the absolute value", "abs(n)"),
+    Fragment("square it", "n * n"),
+    Fragment("take the absolute value", "abs(n)"),
     *_with("add {k}", "n + {k}", range(1, 6)),
     *_with("multiply by {k}", "n * {k}", range(2, 6)),
     *_with("take it modulo {k}", "n % {k}", range(3, 8)),
 )
 
 
-def _state_sum(parts: Sequence[Part]) -> str:
+def _state_sum(parts: Sequence[Fragment]) -> str:
     start, first, second = parts
     return f"Start with {start.words}, {first.words}, then {second.words}, and return it."
 
 
-def _write_sum(parts: Sequence[Part]) -> str:
+def _write_sum(parts: Sequence[Fragment]) -> str:
     start, first, second = parts
     return f"def f(a, b):\n    n = {start.code}\n    n = {first.code}\n    return {second.code}"
 
@@ -232,7 +232,7 @@ FAMILIES = {
 # Problems
 # ---------------------------------------------------------------------------------------------------------------------
 @cache
-def catalogue(family: str) -> dict[str, tuple[Part, ...]]:
+def catalogue(family: str) -> dict[str, tuple[Fragment, ...]]:
     """Map each statement of ``family`` to its parts. Raises ``ValueError`` for an unknown family."""
     if family not in FAMILIES:
         raise ValueError(f"family={family!r}: expected one of {sorted(FAMILIES)}")

@@ -1,13 +1,31 @@
-"""Prompts of coder and tester: short, so that a tiny model trains fast, and clear to a large one."""
+"""Prompts of coder and tester, and imperfect demonstrations of them for a supervised warm start.
+
+The prompts are short, so that a tiny model trains fast, and clear to a large one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
 from typing import NamedTuple
 
-from turnwise.tasks.base import with_round, without_round
-from turnwise.tasks.code_duel.problems import MAX_ITEMS, MAX_LETTERS, NUMBERS
+from turnwise.sandbox import Returned
+from turnwise.tasks.base import check_demonstrations, with_round, without_round
+from turnwise.tasks.code_duel.problems import (
+    MAX_ITEMS,
+    MAX_LETTERS,
+    NUMBERS,
+    Problem,
+    find_family,
+    find_problem,
+    run_trusted,
+)
+from turnwise.tasks.code_duel.scoring import Case, describe_failures, format_case
 from turnwise.types import Message, Messages
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------------------------------
 _PROGRAM, _FAILED = "\nProgram:\n", "\nFailed:\n"
 
 SYSTEM_PROMPTS = {
@@ -19,7 +37,7 @@ SYSTEM_PROMPTS = {
 }
 
 
-class View(NamedTuple):
+class CodeDuelView(NamedTuple):
     """Contents of a prompt: the statement, the current program, and the test cases that it failed."""
 
     statement: str
@@ -27,7 +45,7 @@ class View(NamedTuple):
     failed: str | None = None
 
 
-def view_message(view: View) -> Message:
+def view_message(view: CodeDuelView) -> Message:
     """The user message that shows ``view``."""
     parts = [view.statement]
     if view.program is not None:
@@ -37,14 +55,79 @@ def view_message(view: View) -> Message:
     return {"role": "user", "content": "".join(parts)}
 
 
-def code_duel_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool = False) -> Messages:
+def code_duel_messages(actor_id: str, view: CodeDuelView, turn: int = 0, *, unread: bool = False) -> Messages:
     """Build the whole prompt of one call: the instruction, the view, and from the second round on its number."""
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
     return [system, with_round(view_message(view), turn, unread=unread)]
 
 
-def read_view(messages: Messages) -> View:
+def read_view(messages: Messages) -> CodeDuelView:
     """Parse the view from a prompt."""
     shown, failed, report = without_round(messages).partition(_FAILED)
     statement, written, program = shown.partition(_PROGRAM)
-    return View(statement, program if written else None, report if failed else None)
+    return CodeDuelView(statement, program if written else None, report if failed else None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demonstrations
+# ---------------------------------------------------------------------------------------------------------------------
+UNREAD = 0.1  # share of the demonstrations from a second round whose own last reply could not be read
+LATER = 0.25  # share of a team coder's demonstrations that begin with a failed program, as in a second round
+
+
+def demonstrations(
+    statements: Sequence[str],
+    actors: Sequence[str],
+    seed: int | str,
+    *,
+    quality: float = 0.4,
+    cases: int = 4,
+    rounds: int = 2,
+    clean: float = 0.0,
+) -> list[tuple[str, Messages, str]]:
+    """Make one ``(actor id, messages, completion)`` per problem. The actors take turns.
+
+    ``quality`` in [0, 1] is the chance that a program is right, and that a test case expects the right result.
+    Otherwise the program is the problem's first wrong one, and the expected result comes from any wrong one, which
+    differs in one part. The first wrong program is a habit, which a model learns as easily as the right one. If
+    ``quality`` is below one half, it writes the wrong one when greedy. Reinforcement learning starts from there. The
+    first ``clean`` of the demonstrations, a share, have right programs and cases. With more than one of ``rounds`` a
+    team's coder is also shown mending a program.
+    """
+    check_demonstrations(actors, quality)
+    rng = Random(f"code-duel-demonstrations/{seed}")
+    made, later = [], LATER if rounds > 1 and "tester" in actors else 0.0
+    for index, statement in enumerate(statements):
+        actor, problem = actors[index % len(actors)], find_problem(statement)
+        right = 1.0 if index < clean * len(statements) else quality
+        view, answer = (_code if actor == "coder" else _test)(problem, right, cases, rng, later)
+        turn = int(view.failed is not None)
+        made.append((actor, code_duel_messages(actor, view, turn, unread=rng.random() < UNREAD), answer))
+    return made
+
+
+def write_cases(problem: Problem, count: int, quality: float, rng: Random) -> list[Case]:
+    """Write ``count`` cases of different arguments. Each expects the right result with chance ``quality``."""
+    draw = find_family(problem.statement).draw
+    written: dict[str, Case] = {}
+    while len(written) < count:
+        arguments = draw(rng)
+        program = problem.program if rng.random() < quality else rng.choice(problem.wrong)
+        written.setdefault(repr(arguments), Case(arguments, run_trusted(program, arguments)))
+    return list(written.values())
+
+
+def _code(problem: Problem, quality: float, cases: int, rng: Random, later: float) -> tuple[CodeDuelView, str]:
+    answer = problem.program if rng.random() < quality else problem.wrong[0]
+    if rng.random() >= later:
+        return CodeDuelView(problem.statement), answer
+    standing = rng.choice(problem.wrong)
+    tests = write_cases(problem, cases, 1.0, rng)
+    ran = [Returned(run_trusted(standing, test.arguments)) for test in tests]
+    return CodeDuelView(problem.statement, standing, describe_failures(tests, ran)), answer
+
+
+def _test(problem: Problem, quality: float, cases: int, rng: Random, _: float) -> tuple[CodeDuelView, str]:
+    standing = problem.program if rng.random() < min(quality, 0.5) else rng.choice(problem.wrong)
+    written = write_cases(problem, cases, quality, rng)
+    return CodeDuelView(problem.statement, standing), "\n".join(map(format_case, written))

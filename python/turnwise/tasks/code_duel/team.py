@@ -11,9 +11,15 @@ from pydantic import Field, field_validator
 from turnwise.arena import Episode, TreeSampler, record_input
 from turnwise.sandbox import Sandbox, SandboxLimits
 from turnwise.tasks.base import Demonstration, Player, Split, with_round
-from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
 from turnwise.tasks.code_duel.problems import FAMILIES, catalogue, draw_problems, find_family, find_problem, in_turns
-from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS, View, read_view, view_message
+from turnwise.tasks.code_duel.prompts import (
+    SYSTEM_PROMPTS,
+    CodeDuelView,
+    demonstrations,
+    read_view,
+    view_message,
+    write_cases,
+)
 from turnwise.tasks.code_duel.scoring import (
     best_cases,
     describe_failures,
@@ -24,7 +30,7 @@ from turnwise.tasks.code_duel.scoring import (
     passed_share,
 )
 from turnwise.tasks.generated import texts_of
-from turnwise.tasks.teams import ActingEpisode, TeamOptions, TeamTask
+from turnwise.tasks.teams import ActingEpisode, TeamOptions, TeamTask, valid_format
 from turnwise.types import EpisodeState, Messages
 
 Role = Literal["coder", "tester"]
@@ -33,11 +39,6 @@ TEAM: tuple[Role, ...] = ("coder", "tester")
 
 def _of(actor: str, values: dict[str, float]) -> dict[str, float]:
     return {actor: values[actor]} if actor in values else {}
-
-
-def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team if the last program passes all hidden tests, even if the actor never acted."""
-    return extras["solved"]
 
 
 def hidden_tests(extras: dict[str, Any]) -> dict[str, float]:
@@ -53,11 +54,6 @@ def discernment(extras: dict[str, Any]) -> dict[str, float]:
 def right_cases(extras: dict[str, Any]) -> dict[str, float]:
     """The share of the tester's last test cases that are right."""
     return _of("tester", extras["right"])
-
-
-def valid_format(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held a program, or a test case."""
-    return extras["valid"]
 
 
 def contained(extras: dict[str, Any]) -> dict[str, float]:
@@ -82,7 +78,7 @@ class CodeDuelEpisode(ActingEpisode):
 
     episode_type = "code_duel"
     team = TEAM
-    outcomes, own_parts = (solved,), (hidden_tests, discernment)
+    own_parts = (hidden_tests, discernment)
     measures = (valid_format, right_cases, contained)
 
     def __init__(self, sandbox: Sandbox, *, max_cases: int = 4, **team: Any) -> None:
@@ -104,7 +100,7 @@ class CodeDuelEpisode(ActingEpisode):
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
         """Build the prompt from statement, program, round and, for the coder, the failed cases. It has no history."""
         data, actor = state.data, state.current_actor
-        view = View(data["problem"], data["program"], data["failed"] if actor == "coder" else None)
+        view = CodeDuelView(data["problem"], data["program"], data["failed"] if actor == "coder" else None)
         return [with_round(view_message(view), state.turn, unread=self.is_unread(state))]
 
     async def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:

@@ -1,30 +1,36 @@
 """GSM8K's questions: their format, answers and splits, and the task of one solver alone.
 
-Read in this order: task, questions, reader.
+Read in this order: task, reader.
 May import: types, utils, arena, tasks.
 """
 
 from __future__ import annotations
 
-from turnwise.tasks.gsm8k.questions import QuestionOptions, QuestionTask
 from turnwise.tasks.gsm8k.reader import (
     MARK,
-    Question,
+    GSM8KQuestion,
     answers_match,
     extract_answer,
     read_dataset,
     read_questions,
     without_thoughts,
 )
-from turnwise.tasks.gsm8k.task import SYSTEM_PROMPT, GSM8KEpisode, GSM8KOptions, GSM8KTask
+from turnwise.tasks.gsm8k.task import (
+    SYSTEM_PROMPT,
+    GSM8KEpisode,
+    GSM8KOptions,
+    GSM8KTask,
+    QuestionOptions,
+    QuestionTask,
+)
 
 __all__ = [
     "MARK",
     "SYSTEM_PROMPT",
     "GSM8KEpisode",
     "GSM8KOptions",
+    "GSM8KQuestion",
     "GSM8KTask",
-    "Question",
     "QuestionOptions",
     "QuestionTask",
     "answers_match",

@@ -26,7 +26,7 @@ _DECORATION = str.maketrans({"\N{MINUS SIGN}": "-", **dict.fromkeys("$€£%*\\{
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
-class Question(NamedTuple):
+class GSM8KQuestion(NamedTuple):
     """A question, its worked solution without calculator marks and without the answer line, and the answer.
 
     Example: ``Question("2 apples at $3 each cost?", "2 * 3 = 6", "6")``
@@ -37,7 +37,7 @@ class Question(NamedTuple):
     answer: str
 
 
-def read_questions(path: str | PathLike[str]) -> list[Question]:
+def read_questions(path: str | PathLike[str]) -> list[GSM8KQuestion]:
     """Read all questions of a JSONL file, in its order. Skips blank lines.
 
     Raises ``FileNotFoundError`` if there is no file. Raises ``ValueError`` starting with ``file:line`` for a line that
@@ -57,7 +57,7 @@ def read_questions(path: str | PathLike[str]) -> list[Question]:
     return questions
 
 
-def read_dataset(name: str, subset: str | None, split: str) -> list[Question]:
+def read_dataset(name: str, subset: str | None, split: str) -> list[GSM8KQuestion]:
     """Read the questions of a dataset of the Hugging Face Hub, or of a folder, with the package ``datasets``.
 
     Raises ``ImportError`` without that package, its own error for an unknown dataset, and ``ValueError`` for a wrong
@@ -80,7 +80,7 @@ def read_dataset(name: str, subset: str | None, split: str) -> list[Question]:
     return questions
 
 
-def _read_record(record: Any) -> Question:
+def _read_record(record: Any) -> GSM8KQuestion:
     if not isinstance(record, dict):
         raise ValueError(f"expected an object with 'question' and 'answer', got {type(record).__name__}")
     for key in ("question", "answer"):
@@ -92,7 +92,7 @@ def _read_record(record: Any) -> Question:
     if answer is None:
         raise ValueError(f"answer={record['answer'][-40:]!r}: expected one number after {MARK}")
     worked = _CALCULATION.sub("", record["answer"].rpartition(MARK)[0]).strip()
-    return Question(record["question"].strip(), worked, answer)
+    return GSM8KQuestion(record["question"].strip(), worked, answer)
 
 
 def without_thoughts(text: str) -> str:

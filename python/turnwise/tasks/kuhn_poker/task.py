@@ -10,8 +10,15 @@ import numpy as np
 from pydantic import Field
 
 from turnwise.tasks.base import Split
-from turnwise.tasks.kuhn_poker.exact import decisions, solve
-from turnwise.tasks.kuhn_poker.game import DEALS, INFORMATION_SETS, KuhnRules, equilibrium, table_player
+from turnwise.tasks.kuhn_poker.game import (
+    DEALS,
+    INFORMATION_SETS,
+    KuhnRules,
+    decisions,
+    equilibrium,
+    solve,
+    table_player,
+)
 from turnwise.tasks.two_player import SEATS, Decision, Exploitability, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
 
 _RULES = "Kuhn poker. Cards J, Q, K; the higher wins. Ante 1, a bet is 1."

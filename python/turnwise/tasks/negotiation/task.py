@@ -9,8 +9,16 @@ from typing import Any
 from pydantic import Field
 
 from turnwise.tasks.base import Split, check_split, split_of
-from turnwise.tasks.negotiation.game import MOST, RESOURCES, NegotiationRules, Payoff, nash_solution, value_rows
-from turnwise.tasks.negotiation.players import bargainer, random_player
+from turnwise.tasks.negotiation.game import (
+    MOST,
+    RESOURCES,
+    NegotiationRules,
+    Payoff,
+    bargainer,
+    nash_solution,
+    random_player,
+    value_rows,
+)
 from turnwise.tasks.two_player import SEATS, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
 
 _PATIENCE = 5000  # after so many draws in a row without a new question, all count as found

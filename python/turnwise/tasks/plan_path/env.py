@@ -5,28 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from turnwise.tasks import routes
 from turnwise.tasks.plan_path.maze import GOAL, Maze, distance, distances, format_maze, walk
-from turnwise.tasks.routes import Outcome, StepResult, outcome_of
+from turnwise.tasks.routes import RouteOutcome, RouteScoring, StepResult, outcome_of
 
 TRAIL = "+"
 Goal = Literal["efficiency", "solved"]
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring(routes.Scoring):
-    """Parts of an action's reward, see :class:`turnwise.tasks.routes.Scoring`.
+class PlanPathScoring(RouteScoring):
+    """Parts of an action's reward, see :class:`turnwise.tasks.routes.RouteScoring`.
 
     Reaching the goal is worth the efficiency of the path, or 1 for any path with ``goal="solved"``. Also raises
     ``ValueError`` for any other ``goal``.
 
-    Example: ``PlanPathEnv(maze, Scoring(goal="solved", shaping=0.0))`` pays 1 for the goal and nothing else.
+    Example: ``PlanPathEnv(maze, PlanPathScoring(goal="solved", shaping=0.0))`` pays 1 for the goal and nothing else.
     """
 
     goal: Goal = "efficiency"
 
     def __post_init__(self) -> None:
-        routes.Scoring.__post_init__(self)
+        RouteScoring.__post_init__(self)
         if self.goal not in get_args(Goal):
             raise ValueError(f"goal={self.goal!r}: expected one of {sorted(get_args(Goal))}")
 
@@ -45,7 +44,7 @@ class PlanPathEnv:
     """
 
     maze: Maze
-    scoring: Scoring = Scoring()
+    scoring: PlanPathScoring = PlanPathScoring()
     path: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -93,11 +92,10 @@ class PlanPathEnv:
         walked, left = len(self.path) - 1, distance(self.maze, self.position)
         return "\n".join([*rows, f"walked {walked}, at least {left} to go"])
 
-    def preview(self, route: str | None) -> Outcome:
+    def preview(self, route: str | None) -> RouteOutcome:
         """Return the outcome of ``step(route)`` without moving. ``None`` stands for an action that can't be read."""
-        walked = walk(self.maze, self.position, route or "")
-        end = walked.cells[-1] if walked.cells else self.position
-        made = len(walked.cells)
+        cells = walk(self.maze, self.position, route or "")
+        end, made = (cells or (self.position,))[-1], len(cells)
         efficiency = self._efficiency(end, made)
         goal = efficiency if self.scoring.goal == "efficiency" else float(efficiency > 0.0)
         return outcome_of(route, made, before=self.closeness, after=self._closeness(end), goal=goal)
@@ -111,7 +109,7 @@ class PlanPathEnv:
         if self.solved:
             raise ValueError(f"route={route!r}: the goal is reached, expected reset() before another step")
         outcome = self.preview(route)
-        self.path.extend(walk(self.maze, self.position, route or "").cells)
+        self.path.extend(walk(self.maze, self.position, route or ""))
         return StepResult(self.observe(), self.scoring.reward(outcome), self.solved, outcome)
 
     def _closeness(self, cell: int) -> float:

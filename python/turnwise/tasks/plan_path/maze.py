@@ -13,14 +13,13 @@ from math import isqrt
 from random import Random
 from typing import NamedTuple
 
-from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.base import Split, split_of
+from turnwise.tasks.generated import draw_distinct
 from turnwise.tasks.routes import MOVES
 
 WALL, FREE, AGENT, GOAL = "#", ".", "A", "G"
 SIDES = (3, 30)  # smallest and largest maze
 MAX_WALLS = 0.6  # share of all cells; denser mazes fall into pieces
-
-_PATIENCE = 20_000  # after so many draws in a row without a new maze, all mazes count as found
 
 
 class Maze(NamedTuple):
@@ -38,22 +37,12 @@ class Maze(NamedTuple):
         return isqrt(len(self.cells))
 
 
-class Difficulty(NamedTuple):
+class MazeDifficulty(NamedTuple):
     """Cells per side, the share of all cells that are walls, and the fewest moves from start to goal."""
 
     side: int = 10
     walls: float = 0.25
     min_route: int = 6
-
-
-class Walk(NamedTuple):
-    """The cells that a route entered, in order, and the number of moves that it names.
-
-    It names more moves than cells if a wall or the goal ended it.
-    """
-
-    cells: tuple[int, ...]
-    named: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,12 +57,12 @@ def neighbour(maze: Maze, cell: int, move: str) -> int | None:
     return None if maze.cells[row * side + column] == WALL else row * side + column
 
 
-def walk(maze: Maze, start: int, route: str) -> Walk:
-    """Walk ``route`` from ``start``, up to the goal or the first move into a wall or over the edge.
+def walk(maze: Maze, start: int, route: str) -> tuple[int, ...]:
+    """Return the cells that ``route`` enters from ``start``, up to the goal or the first move into a wall or the edge.
 
     Raises ``ValueError`` for letters that are not moves.
 
-    Example: in ``A#G / ... / ..#`` the route ``"DUR"`` ends at the wall: ``Walk(cells=(3, 0), named=3)``.
+    Example: in ``A#G / ... / ..#`` the route ``"DUR"`` ends at the wall: the cells are ``(3, 0)``.
     """
     if set(route) - set(MOVES):
         raise ValueError(f"route={route!r}: expected moves out of {''.join(MOVES)!r}")
@@ -84,7 +73,7 @@ def walk(maze: Maze, start: int, route: str) -> Walk:
         if following is None or here == maze.goal:
             break
         cells.append(here := following)
-    return Walk(tuple(cells), len(route))
+    return tuple(cells)
 
 
 @lru_cache(maxsize=4096)
@@ -132,31 +121,19 @@ def shortest_route(maze: Maze, start: int | None = None) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Mazes
 # ---------------------------------------------------------------------------------------------------------------------
-def draw_mazes(split: Split, n: int, seed: int | str, difficulty: Difficulty = Difficulty()) -> list[Maze]:  # noqa: B008
+def draw_mazes(split: Split, n: int, seed: int | str, difficulty: MazeDifficulty = MazeDifficulty()) -> list[Maze]:  # noqa: B008
     """Draw ``n`` different mazes of ``split``, whose shortest routes have at least ``difficulty.min_route`` moves.
 
     Equal arguments give equal mazes, and a longer list begins with the shorter one. Only walls and goal decide the
     split. So a maze that starts from any cell reached in training still belongs to training. Raises ``ValueError`` if
     the split holds too few such mazes.
     """
-    check_split(split)
-    if n < 0:
-        raise ValueError(f"n={n!r}: expected a count >= 0")
     check_difficulty(difficulty)
     rng = Random(f"plan-path/{split}/{seed}/{'/'.join(map(str, difficulty))}")
-    found: dict[Maze, None] = {}
-    misses = 0
-    while len(found) < n:
-        maze = _draw(difficulty, rng)
-        if maze is not None and maze not in found and split_of_maze(maze) == split:
-            found[maze] = None
-            misses = 0
-        elif (misses := misses + 1) == _PATIENCE:
-            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} mazes with {difficulty}")
-    return list(found)
+    return draw_distinct(split, n, lambda: _draw(difficulty, rng), f"mazes with {difficulty}", split_of=split_of_maze)
 
 
-def _draw(difficulty: Difficulty, rng: Random) -> Maze | None:
+def _draw(difficulty: MazeDifficulty, rng: Random) -> Maze | None:
     """Draw a random maze, or ``None`` if no cell is far enough from the drawn goal."""
     count = difficulty.side**2
     walls = set(rng.sample(range(count), round(difficulty.walls * count)))
@@ -175,7 +152,7 @@ def split_of_maze(maze: Maze) -> Split:
     return split_of(format_maze(maze, maze.goal))
 
 
-def check_difficulty(difficulty: Difficulty) -> None:
+def check_difficulty(difficulty: MazeDifficulty) -> None:
     """Raise ``ValueError`` for a side, a share of walls or a route length that no maze can have."""
     side, walls, min_route = difficulty
     if not SIDES[0] <= side <= SIDES[1]:

@@ -1,11 +1,21 @@
-"""Prompts of the Plan-Path players: short, so that a tiny model trains fast, and clear to a large one."""
+"""Prompts of the Plan-Path players, and imperfect routes for a supervised warm start.
+
+The prompts are short, so that a tiny model trains fast, and clear to a large one.
+"""
 
 from __future__ import annotations
 
-from turnwise.tasks.plan_path.maze import Maze, format_maze, parse_maze
-from turnwise.tasks.routes import board_message, read_board
+from collections.abc import Sequence
+from random import Random
+
+from turnwise.tasks.plan_path.env import PlanPathEnv
+from turnwise.tasks.plan_path.maze import Maze, format_maze, neighbour, parse_maze, shortest_route, walk
+from turnwise.tasks.routes import MOVES, UNREAD, RouteGame, RouteOutcome, board_message, demonstrate_routes, read_board
 from turnwise.types import Message, Messages
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------------------------------
 _REPLY = "Reply with moves, such as U R R D."
 
 SYSTEM_PROMPTS = {
@@ -34,3 +44,105 @@ def read_messages(messages: Messages) -> tuple[Maze, str | None]:
     """
     board, route = read_board(messages)
     return parse_maze(board), route
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demonstrations
+# ---------------------------------------------------------------------------------------------------------------------
+HABIT = 0.8  # share of the faulty routes that are straight; the others have the same moves in a random order
+
+
+def demonstrations(
+    mazes: Sequence[Maze],
+    actors: Sequence[str],
+    seed: int | str,
+    quality: float = 0.4,
+    rounds: int = 3,
+    answers: int = 1,
+    clean: float = 0.0,
+) -> list[tuple[str, Messages, str]]:
+    """Make ``answers`` tuples ``(actor id, messages, completion)`` per maze. The actors take turns.
+
+    ``quality`` in [0, 1] is the chance that a route is the shortest one. A faulty route usually (``HABIT``) goes
+    straight: first up or down, then left or right, through any wall. A planner walks a suggestion that reaches the
+    goal, and finds another route if it doesn't. Some demonstrations belong to a later one of the ``rounds``; they don't
+    repeat the move that the prompt calls blocked.
+
+    If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
+    then fails most mazes when greedy and solves some when sampled. Reinforcement learning starts from there.
+    """
+    rng = Random(f"plan-path-demonstrations/{seed}")
+    game = RouteGame(plan_path_messages, preview, suggest, decide, failed_round)
+    return demonstrate_routes(game, mazes, actors, rng, quality, rounds, answers, clean)
+
+
+def straight_route(maze: Maze, first: str = "U") -> str:
+    """Go up or down to the goal's row, then left or right to its column, ignoring walls.
+
+    Example: in ``A#G / ... / ..#`` the route is ``"RR"``, into the wall. ``first="L"`` swaps the two parts.
+    """
+    down = maze.goal // maze.side - maze.start // maze.side
+    right = maze.goal % maze.side - maze.start % maze.side
+    parts = ["D" * down if down > 0 else "U" * -down, "R" * right if right > 0 else "L" * -right]
+    return "".join(parts if first in "UD" else parts[::-1])
+
+
+def detour(maze: Maze, blocked: str) -> str:
+    """Take one step other than ``blocked``, then go straight to the goal, first along the axis of the blocked move.
+
+    Chooses the step that gives the shortest detour; a step back is the last choice.
+
+    Example: in ``A#G / ... / ..#``, where ``"R"`` is blocked, the route is ``"DRRU"``.
+    """
+    back = {"U": "D", "D": "U", "L": "R", "R": "L"}[blocked]
+    steps = {move: neighbour(maze, maze.start, move) for move in MOVES if move != blocked}
+    ways = [
+        move + straight_route(maze._replace(start=cell), first=blocked)
+        for move, cell in steps.items()
+        if cell is not None
+    ]
+    return min(ways, key=lambda way: (way[0] == back, len(way)))
+
+
+def suggest(maze: Maze, quality: float, rng: Random, blocked: str = "") -> str:
+    """Return the shortest route with chance ``quality``, else the straight one, sometimes with its moves shuffled.
+
+    A faulty route that begins with the ``blocked`` move is replaced by a detour.
+    """
+    if rng.random() < quality:
+        return shortest_route(maze)
+    moves = straight_route(maze)
+    moves = moves if rng.random() < HABIT else "".join(rng.sample(moves, len(moves)))
+    return detour(maze, blocked) if moves[0] == blocked else moves
+
+
+def decide(maze: Maze, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
+    """Keep ``suggestion`` if it reaches the goal. Else return the shortest route with chance ``quality``.
+
+    Otherwise return a faulty one. The other straight route replaces a faulty one that equals the suggestion.
+    """
+    if preview(maze, suggestion).goal:
+        return suggestion
+    route = suggest(maze, quality, rng, blocked)
+    return straight_route(maze, first="L") if route == suggestion and not blocked else route
+
+
+def preview(maze: Maze, route: str) -> RouteOutcome:
+    """Return the outcome of walking ``route`` from the start."""
+    return PlanPathEnv(maze).preview(route)
+
+
+def failed_round(maze: Maze, rng: Random) -> tuple[Maze, RouteOutcome, RouteOutcome]:
+    """Play a round by habit. Returns the maze from the walk's end, and the outcomes of the walk and the suggestion."""
+    env = PlanPathEnv(maze)
+
+    def short_of_goal() -> str:
+        """Make a faulty route. If it would reach the goal, leave out its last step."""
+        route = suggest(maze, 0.0, rng)
+        cells = walk(maze, maze.start, route)
+        return route[: len(cells) - 1] if cells[-1:] == (maze.goal,) else route
+
+    suggestion, route = (None if rng.random() < UNREAD else short_of_goal() for _ in range(2))
+    suggested = env.preview(suggestion)
+    walked = env.step(route and (suggestion or route)).outcome
+    return maze._replace(start=env.position), walked, suggested

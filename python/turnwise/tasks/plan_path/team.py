@@ -11,19 +11,18 @@ from pydantic import Field, model_validator
 from turnwise.arena import Episode, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split
 from turnwise.tasks.generated import texts_of
-from turnwise.tasks.plan_path.demonstrations import demonstrations
-from turnwise.tasks.plan_path.env import Goal, PlanPathEnv, Scoring
+from turnwise.tasks.plan_path.env import Goal, PlanPathEnv, PlanPathScoring
 from turnwise.tasks.plan_path.maze import (
     MAX_WALLS,
     SIDES,
-    Difficulty,
+    MazeDifficulty,
     check_difficulty,
     draw_mazes,
     format_maze,
     parse_maze,
     shortest_route,
 )
-from turnwise.tasks.plan_path.prompts import SYSTEM_PROMPTS, read_messages
+from turnwise.tasks.plan_path.prompts import SYSTEM_PROMPTS, demonstrations, read_messages
 from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
 from turnwise.tasks.teams import TeamTask
 from turnwise.types import EpisodeState, Messages
@@ -40,8 +39,8 @@ class PlanPathEpisode(RouteEpisode):
     """
 
     episode_type = "plan_path"
-    default_scoring = Scoring()
-    scoring: Scoring
+    default_scoring = PlanPathScoring()
+    scoring: PlanPathScoring
 
     def start(self, artifact: Any) -> dict[str, Any]:
         # "path" is the environment's own list, so forking the data forks the environment.
@@ -65,10 +64,10 @@ class PlanPathOptions(RouteOptions):
     model needs a token per move and one for the end of turn.
     """
 
-    side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
-    walls: float = Field(default=Difficulty().walls, ge=0, le=MAX_WALLS)
-    min_route: int = Field(default=Difficulty().min_route, ge=1)
-    goal: Goal = Scoring().goal
+    side: int = Field(default=MazeDifficulty().side, ge=SIDES[0], le=SIDES[1])
+    walls: float = Field(default=MazeDifficulty().walls, ge=0, le=MAX_WALLS)
+    min_route: int = Field(default=MazeDifficulty().min_route, ge=1)
+    goal: Goal = PlanPathScoring().goal
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> PlanPathOptions:
@@ -76,12 +75,12 @@ class PlanPathOptions(RouteOptions):
         return self
 
     @property
-    def difficulty(self) -> Difficulty:
-        return Difficulty(self.side, self.walls, self.min_route)
+    def difficulty(self) -> MazeDifficulty:
+        return MazeDifficulty(self.side, self.walls, self.min_route)
 
     @property
-    def scoring(self) -> Scoring:
-        return Scoring(self.shaping, goal=self.goal)
+    def scoring(self) -> PlanPathScoring:
+        return PlanPathScoring(self.shaping, goal=self.goal)
 
 
 class PlanPathTask(TeamTask):

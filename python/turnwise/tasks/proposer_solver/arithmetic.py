@@ -13,10 +13,10 @@ from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
-from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.base import Split, split_of
+from turnwise.tasks.generated import draw_distinct
 
 LINE_CHARS = 100
-_PATIENCE = 20_000  # after so many draws in a row without a new problem, all problems count as found
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -109,17 +109,5 @@ def draw_problems(split: Split, n: int, seed: int | str, size: Size = Size()) ->
     Equal arguments give equal problems, and a longer list begins with the shorter one. Raises ``ValueError`` if the
     split holds too few.
     """
-    check_split(split)
-    if n < 0:
-        raise ValueError(f"n={n!r}: expected a count >= 0")
     rng = Random(f"proposer-solver/{split}/{seed}/{size.numbers}/{size.largest}")
-    found: dict[str, None] = {}
-    misses = 0
-    while len(found) < n:
-        problem = draw_problem(size, rng)
-        if problem not in found and split_of(problem) == split:
-            found[problem] = None
-            misses = 0
-        elif (misses := misses + 1) == _PATIENCE:
-            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} problems of {size}")
-    return tuple(found)
+    return tuple(draw_distinct(split, n, lambda: draw_problem(size, rng), f"problems of {size}"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.arena import (
     ArtifactStore,
@@ -18,8 +18,22 @@ from turnwise.arena import (
 )
 from turnwise.tasks.base import split_of
 from turnwise.tasks.proposer_solver.arithmetic import Size, read_answer, read_problem, value_of
-from turnwise.tasks.proposer_solver.curves import CURVES, Curve
 from turnwise.types import EpisodeRequest, EpisodeState, Message, Messages
+
+Curve = Literal["variance", "linear", "hard"]
+
+CURVES: dict[Curve, Callable[[float], float]] = {
+    "variance": lambda p: 4.0 * p * (1.0 - p),
+    "linear": lambda p: 1.0 - abs(2.0 * p - 1.0),
+    "hard": lambda p: 1.0 - p if p > 0 else 0.0,
+}
+"""Maps from a pass rate in [0, 1] to a value in [0, 1]. It is 0 if every attempt solves the problem, or if none does.
+
+``variance``: four times the variance of an attempt's outcome, the learnability of Rutherford et al. (No Regrets, 2024,
+arXiv:2408.15099). ``linear``: R-Zero's uncertainty (Huang et al. 2025, arXiv:2508.05004). ``hard``: Absolute Zero's
+reward, larger for harder problems as long as some attempt solves them (Zhao et al. 2025, arXiv:2505.03335).
+"""
+
 
 PROPOSER, SOLVER = "proposer", "solver"
 PROPOSE, SOLVE = "proposer_solver", "solve"

@@ -15,13 +15,13 @@ from turnwise.arena import Episode, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions
 from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.proposer_solver.arithmetic import Size, draw_problem, draw_problems, draw_training, value_of
-from turnwise.tasks.proposer_solver.curves import Curve
 from turnwise.tasks.proposer_solver.episodes import (
     PROPOSE,
     PROPOSER,
     SOLVE,
     SOLVER,
     SYSTEM_PROMPTS,
+    Curve,
     ProposeEpisode,
     SolveEpisode,
     propose_message,

@@ -7,26 +7,16 @@ May import: types, arena, tasks.
 from __future__ import annotations
 
 from turnwise.tasks.refine_loop.rules import (
-    Question,
-    answers,
-    broken_rules,
-    draw_questions,
     parse_draft,
-    parse_question,
     parse_review,
 )
-from turnwise.tasks.refine_loop.team import RefineLoopEpisode, RefineLoopOptions, RefineLoopTask, View
+from turnwise.tasks.refine_loop.team import RefineLoopEpisode, RefineLoopOptions, RefineLoopTask, RefineLoopView
 
 __all__ = [
-    "Question",
     "RefineLoopEpisode",
     "RefineLoopOptions",
     "RefineLoopTask",
-    "View",
-    "answers",
-    "broken_rules",
-    "draw_questions",
+    "RefineLoopView",
     "parse_draft",
-    "parse_question",
     "parse_review",
 ]

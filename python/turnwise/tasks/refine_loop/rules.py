@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.base import Split, split_of
+from turnwise.tasks.generated import draw_distinct
 
 Draft = tuple[int, ...]
 LOWEST, HIGHEST = 1, 9
 COUNTS = (3, 5)  # fewest and most numbers of a list
-_PATIENCE = 20_000  # after so many draws in a row without a new question, all questions count as found
-
 
 KINDS: Mapping[str, Callable[[Draft], int | None]] = {
     "sum": sum,
@@ -40,7 +39,7 @@ COUNT = "count"
 _PROPERTIES = {"different", "ascending"}
 
 
-class Question(NamedTuple):
+class RulesQuestion(NamedTuple):
     """The count of numbers, and the other rules: ``(("sum", 17), ("different", 0))``; a property's value is 0."""
 
     length: int
@@ -52,7 +51,7 @@ class Question(NamedTuple):
         return (COUNT, *(name for name, _ in self.rules))
 
 
-def broken_rules(question: Question, draft: Draft | None) -> frozenset[str]:
+def broken_rules(question: RulesQuestion, draft: Draft | None) -> frozenset[str]:
     """The words of the rules that ``draft`` breaks; all of them without a draft.
 
     Example: ``broken_rules(parse_question("Write 3 numbers from 1 to 9: sum 9, largest 5."), (1, 2, 5)) == {"sum"}``
@@ -64,7 +63,7 @@ def broken_rules(question: Question, draft: Draft | None) -> frozenset[str]:
 
 
 @lru_cache(maxsize=4096)
-def answers(question: Question) -> tuple[Draft, ...]:
+def answers(question: RulesQuestion) -> tuple[Draft, ...]:
     """Every list that breaks no rule, in ascending order."""
     lists, columns = _everything(question.length)
     kept = np.logical_and.reduce([columns[name] == value for name, value in question.rules])
@@ -92,22 +91,10 @@ def draw_questions(split: Split, n: int, seed: int | str, rules: int = 3) -> lis
     Equal arguments give equal questions, and a longer list begins with the shorter one. A question's text decides its
     split. Raises ``ValueError`` if the split holds too few.
     """
-    check_split(split)
-    if n < 0:
-        raise ValueError(f"n={n!r}: expected a count >= 0")
     if not 1 <= rules <= len(KINDS):
         raise ValueError(f"rules={rules!r}: expected 1 to {len(KINDS)}")
     rng = Random(f"refine-loop/{split}/{seed}/{rules}")
-    found: dict[str, None] = {}
-    misses = 0
-    while len(found) < n:
-        text = format_question(_draw(rules, rng))
-        if text not in found and split_of(text) == split:
-            found[text] = None
-            misses = 0
-        elif (misses := misses + 1) == _PATIENCE:
-            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} questions with rules={rules}")
-    return list(found)
+    return draw_distinct(split, n, lambda: format_question(_draw(rules, rng)), f"questions with rules={rules}")
 
 
 def draw_training(rules: int, rng: Random) -> str:
@@ -117,7 +104,7 @@ def draw_training(rules: int, rng: Random) -> str:
     return text
 
 
-def _draw(rules: int, rng: Random) -> Question:
+def _draw(rules: int, rng: Random) -> RulesQuestion:
     """Draw a hidden list and state what is true of it."""
     while True:
         draft = tuple(rng.randint(LOWEST, HIGHEST) for _ in range(rng.randint(*COUNTS)))
@@ -126,7 +113,7 @@ def _draw(rules: int, rng: Random) -> Question:
         true = {name: value for name, kind in KINDS.items() if (value := kind(draft)) is not None}
         if len(true) >= rules:
             chosen = set(rng.sample(sorted(true), rules))
-            return Question(len(draft), tuple((name, value) for name, value in true.items() if name in chosen))
+            return RulesQuestion(len(draft), tuple((name, value) for name, value in true.items() if name in chosen))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,18 +124,18 @@ _SEPARATORS = re.compile(r"[\s,;\[\]()'\"`*.]+")
 _OK = re.compile(r"\bok\b", re.IGNORECASE)
 
 
-def format_question(question: Question) -> str:
+def format_question(question: RulesQuestion) -> str:
     rules = ", ".join(name if name in _PROPERTIES else f"{name} {value}" for name, value in question.rules)
     return f"Write {question.length} numbers from {LOWEST} to {HIGHEST}: {rules}."
 
 
 @lru_cache(maxsize=4096)
-def parse_question(text: str) -> Question:
+def parse_question(text: str) -> RulesQuestion:
     """Parse a question that :func:`format_question` wrote. Raises ``ValueError`` for any other text."""
     if found := _QUESTION.fullmatch(text):
         parts = [part.split() for part in found[2].split(", ")]
         rules = tuple((part[0], int(part[1]) if part[1:] else 0) for part in parts if part)
-        question = Question(int(found[1]), rules)
+        question = RulesQuestion(int(found[1]), rules)
         if all(name in KINDS for name, _ in rules) and format_question(question) == text:
             return question
     raise ValueError(f"question={text!r}: expected such as 'Write 3 numbers from 1 to 9: sum 9, largest 5.'")

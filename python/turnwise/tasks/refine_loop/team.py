@@ -27,7 +27,7 @@ from turnwise.tasks.refine_loop.rules import (
     parse_question,
     parse_review,
 )
-from turnwise.tasks.teams import ActingEpisode, TeamOptions, TeamTask
+from turnwise.tasks.teams import ActingEpisode, TeamOptions, TeamTask, valid_format
 from turnwise.types import EpisodeState, Message, Messages
 
 GENERATOR, CRITIC = "generator", "critic"
@@ -42,7 +42,7 @@ LATER = 0.5  # share of a generator's demonstrations in a team that begin with a
 _DRAFT, _REVIEW, _NONE = "\nDraft: ", "\nReview: ", "none"
 
 
-class View(NamedTuple):
+class RefineLoopView(NamedTuple):
     """Contents of a prompt: the question, the current draft, and the review of it."""
 
     question: str
@@ -50,7 +50,7 @@ class View(NamedTuple):
     review: str | None = None
 
 
-def view_message(actor_id: str, view: View) -> Message:
+def view_message(actor_id: str, view: RefineLoopView) -> Message:
     """Write the user message that shows ``view``. A critic's message shows ``none`` if there is no draft."""
     text = view.question
     if view.draft is not None or actor_id == CRITIC:
@@ -60,26 +60,16 @@ def view_message(actor_id: str, view: View) -> Message:
     return {"role": "user", "content": text}
 
 
-def read_view(messages: Messages) -> View:
+def read_view(messages: Messages) -> RefineLoopView:
     """Parse the view from a prompt."""
     shown, reviewed, review = without_round(messages).partition(_REVIEW)
     question, _, draft = shown.partition(_DRAFT)
-    return View(question, parse_draft(draft), review if reviewed else None)
-
-
-def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team if the last draft breaks no rule, even if the actor never acted."""
-    return extras["solved"]
+    return RefineLoopView(question, parse_draft(draft), review if reviewed else None)
 
 
 def own_part(extras: dict[str, Any]) -> dict[str, float]:
     """Own part of each actor's last action: the share of the rules that the draft keeps, or that it judged rightly."""
     return extras["own"]
-
-
-def valid_format(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held a list, or a review."""
-    return extras["valid"]
 
 
 def found_faults(extras: dict[str, Any]) -> dict[str, float]:
@@ -105,7 +95,7 @@ class RefineLoopEpisode(ActingEpisode):
 
     episode_type = "refine_loop"
     team = TEAM
-    outcomes, own_parts, measures = (solved,), (own_part,), (valid_format, found_faults)
+    own_parts, measures = (own_part,), (valid_format, found_faults)
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         parse_question(artifact["question"])  # an invalid question raises here, with its name
@@ -118,7 +108,7 @@ class RefineLoopEpisode(ActingEpisode):
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
         """Build the prompt from question, draft, round and, for the generator, the review. It has no history."""
         data, actor = state.data, state.current_actor
-        view = View(data["question"], _draft(state), data["review"] if actor == GENERATOR else None)
+        view = RefineLoopView(data["question"], _draft(state), data["review"] if actor == GENERATOR else None)
         return [with_round(view_message(actor, view), state.turn, unread=self.is_unread(state))]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
@@ -261,14 +251,15 @@ def _demonstrate(text: str, actor: str, team: bool, quality: float, rng: Random)
     right = rng.random() < quality
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor]}
     if actor == CRITIC:
-        view = View(text, _near_miss(answers(question), rng) if rng.random() < 0.7 else rng.choice(answers(question)))
+        solutions = answers(question)
+        view = RefineLoopView(text, _near_miss(solutions, rng) if rng.random() < 0.7 else rng.choice(solutions))
         broken = broken_rules(question, view.draft)
         review = broken if right else frozenset(name for name in question.names if rng.random() < 0.5)
         return actor, [system, view_message(actor, view)], format_review(review)
-    view = View(text)
+    view = RefineLoopView(text)
     if team and rng.random() < LATER:
         draft = _near_miss(answers(question), rng)
-        view = View(text, draft, format_review(broken_rules(question, draft)))
+        view = RefineLoopView(text, draft, format_review(broken_rules(question, draft)))
     message = with_round(view_message(actor, view), int(view.draft is not None), unread=rng.random() < UNREAD)
     reply = rng.choice(answers(question)) if right else _near_miss(answers(question), rng)
     return actor, [system, message], format_draft(reply)

@@ -1,4 +1,4 @@
-"""Documents to search and questions about them: a user's own, or a small made-up world with multi-hop questions.
+"""Documents to search, questions about them, and their index: a user's own, or a small made-up world.
 
 In the made-up world people are born in towns, and towns lie in provinces. Each person, town and province has a page.
 The answer to ``"Which river runs by the town where Mira Tolen was born?"`` needs two pages.
@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from turnwise.utils.files import read_json_lines
 
@@ -32,7 +34,7 @@ class Passage(NamedTuple):
     text: str
 
 
-class Question(NamedTuple):
+class SearchQuestion(NamedTuple):
     """A question, its answer, and the titles of the pages that the answer needs, in order; empty if not known."""
 
     text: str
@@ -44,7 +46,7 @@ class World(NamedTuple):
     """Passages, and the questions about them by their text."""
 
     passages: tuple[Passage, ...]
-    questions: dict[str, Question]
+    questions: dict[str, SearchQuestion]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,7 +71,7 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
     ]
     # Read the questions, and check that the pages that they name exist.
     titles = {passage.title for passage in passages}
-    asked: dict[str, Question] = {}
+    asked: dict[str, SearchQuestion] = {}
     for place, row in read_json_lines(questions):
         question = _read_question(row, place)
         if missing := set(question.supports) - titles:
@@ -80,7 +82,7 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
     return World(tuple(passages), asked)
 
 
-def _read_question(row: Any, where: str) -> Question:
+def _read_question(row: Any, where: str) -> SearchQuestion:
     if not isinstance(row, dict) or not all(
         isinstance(row.get(key), str) and row[key] for key in ("question", "answer")
     ):
@@ -88,7 +90,7 @@ def _read_question(row: Any, where: str) -> Question:
     supports = row.get("supports", [])
     if not isinstance(supports, list) or not all(isinstance(title, str) for title in supports):
         raise ValueError(f"{where}: supports={supports!r}: expected a list of file names without .txt")
-    return Question(row["question"], row["answer"], tuple(supports))
+    return SearchQuestion(row["question"], row["answer"], tuple(supports))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ def made_up_world(hops: int = MAX_HOPS) -> World:
     people = [f"{first} {last}" for first, last in zip(*[iter(names[2 * PROVINCES + 2 * TOWNS :])] * 2, strict=True)]
     # Write a page for each province and town, then a page and five questions for each person.
     passages: list[Passage] = []
-    questions: list[Question] = []
+    questions: list[SearchQuestion] = []
     for name, capital, goods in zip(provinces, capitals, _GOODS, strict=True):
         passages.append(Passage(name, f"{name} is a province. Its capital is {capital}. {name} sells {goods}."))
     for place, (town, river) in enumerate(zip(towns, rivers, strict=True)):
@@ -120,15 +122,15 @@ def made_up_world(hops: int = MAX_HOPS) -> World:
         town, number = towns[place], place % PROVINCES
         passages.append(Passage(name, f"{name} is a {trade}. {name} was born in {town}."))
         questions += [
-            Question(f"Where was {name} born?", town, (name,)),
-            Question(f"In which province was {name} born?", provinces[number], (name, town)),
-            Question(f"Which river runs by the town where {name} was born?", rivers[place], (name, town)),
-            Question(
+            SearchQuestion(f"Where was {name} born?", town, (name,)),
+            SearchQuestion(f"In which province was {name} born?", provinces[number], (name, town)),
+            SearchQuestion(f"Which river runs by the town where {name} was born?", rivers[place], (name, town)),
+            SearchQuestion(
                 f"What is the capital of the province where {name} was born?",
                 capitals[number],
                 (name, town, provinces[number]),
             ),
-            Question(
+            SearchQuestion(
                 f"What does the province where {name} was born sell?", _GOODS[number], (name, town, provinces[number])
             ),
         ]
@@ -155,16 +157,54 @@ def normalize(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[^\w\s]", "", text.lower())).split())
 
 
-def sufficient(question: Question, found: Sequence[Passage]) -> bool:
+def sufficient(question: SearchQuestion, found: Sequence[Passage]) -> bool:
     """Return True if ``found`` has every supporting page; if no page is known, if it has the answer's text."""
     if question.supports:
         return support_share(question, found) == 1.0
     return any(f" {normalize(question.answer)} " in f" {normalize(passage.text)} " for passage in found)
 
 
-def support_share(question: Question, found: Sequence[Passage]) -> float:
+def support_share(question: SearchQuestion, found: Sequence[Passage]) -> float:
     """Return the share of the supporting pages in ``found``; if none is known, 1 or 0 as :func:`sufficient` says."""
     if not question.supports:
         return float(sufficient(question, found))
     titles = {passage.title for passage in found}
     return sum(title in titles for title in question.supports) / len(question.supports)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Index
+# ---------------------------------------------------------------------------------------------------------------------
+class SearchIndex:
+    """Finds passages by words (Okapi BM25 in Lucene's form, k1 1.5, b 0.75; English stop words are ignored).
+
+    Titles count as text. Raises ``ImportError`` if ``bm25s`` is missing.
+
+    Example: ``SearchIndex([Passage("dun", "The river Dun."), Passage("osk", "A province.")]).search("river", 1)``
+    """
+
+    def __init__(self, passages: Sequence[Passage]) -> None:
+        try:
+            import bm25s
+        except ImportError:
+            raise ImportError("search needs bm25s: pip install 'turnwise[search]'") from None
+        if not passages:
+            raise ValueError("passages=(): expected at least one")
+        self.passages = tuple(passages)
+        self._bm25s: Any = bm25s
+        self._index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+        self._index.index(self._tokens([f"{title} {text}" for title, text in passages]), show_progress=False)
+        self._words = set(self._index.vocab_dict)
+
+    def search(self, query: str, k: int) -> list[Passage]:
+        """Find up to ``k`` passages that share a word with ``query``, best first. Ties keep the passages' order."""
+        (words,) = self._tokens([query], return_ids=False)
+        known = [word for word in words if word in self._words]
+        if not known:
+            return []
+        scores = np.asarray(self._index.get_scores(known))
+        ranked = np.argsort(-scores, kind="stable")[:k]
+        return [self.passages[place] for place in ranked if scores[place] > 0]
+
+    def _tokens(self, texts: list[str], **options: Any) -> Any:
+        return self._bm25s.tokenize(texts, stopwords="en", show_progress=False, **options)

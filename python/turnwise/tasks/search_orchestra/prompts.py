@@ -1,15 +1,19 @@
-"""Write the prompts of verifier, searcher and answerer, and parse their replies."""
+"""Prompts of verifier, searcher and answerer, the parsers of their replies, and demonstrations for a warm start."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from random import Random
 from typing import NamedTuple
 
 from turnwise.tasks.base import with_round, without_round
-from turnwise.tasks.search_orchestra.corpus import Passage
+from turnwise.tasks.search_orchestra.corpus import Passage, SearchQuestion, World
 from turnwise.types import Message, Messages
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts and replies
+# ---------------------------------------------------------------------------------------------------------------------
 VERIFIER, SEARCHER, ANSWERER = "verifier", "searcher", "answerer"
 SYSTEM_PROMPTS = {
     VERIFIER: "Does what was found answer the question? Reply answer, or search for more.",
@@ -24,7 +28,7 @@ _ROUTE = re.compile(r"\b(search|answer)\b", re.IGNORECASE)
 _LABEL = re.compile(r"^\W*(?:search query|query|answer)\s*:\s*", re.IGNORECASE)
 
 
-class View(NamedTuple):
+class SearchView(NamedTuple):
     """Contents of a prompt: the question, and all passages found so far."""
 
     question: str
@@ -37,17 +41,17 @@ def view_message(question: str, found: Sequence[Passage]) -> Message:
     return {"role": "user", "content": question + (_FOUND + "\n".join(lines) if lines else "")}
 
 
-def search_messages(actor_id: str, view: View, turn: int = 0, *, unread: bool = False) -> Messages:
+def search_messages(actor_id: str, view: SearchView, turn: int = 0, *, unread: bool = False) -> Messages:
     """Build the whole prompt of one call: the instruction, the view, and from the second round on its number."""
     system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
     return [system, with_round(view_message(*view), turn, unread=unread)]
 
 
-def read_view(messages: Messages) -> View:
+def read_view(messages: Messages) -> SearchView:
     """Parse the view from a prompt."""
     question, _, found = without_round(messages).partition(_FOUND)
     lines = [line.partition(": ") for line in found.splitlines()]
-    return View(question, tuple(Passage(title, text) for title, _, text in lines))
+    return SearchView(question, tuple(Passage(title, text) for title, _, text in lines))
 
 
 def parse_route(text: str) -> str | None:
@@ -64,3 +68,67 @@ def parse_line(text: str) -> str | None:
 
 def _spoken(text: str) -> str:
     return text.rpartition("</think>")[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demonstrations
+# ---------------------------------------------------------------------------------------------------------------------
+def demonstrations(
+    world: World, questions: Sequence[str], seed: int | str, quality: float = 0.4
+) -> list[tuple[str, Messages, str]]:
+    """Make one ``(actor id, messages, completion)`` per question. The three roles take turns.
+
+    ``quality`` in [0, 1] is the chance that a reply is right. Otherwise a verifier takes a random route, a searcher
+    repeats the question as its query, and an answerer names a random word of the passages. Each question must have its
+    ``supports``.
+    """
+    if not 0 <= quality <= 1:
+        raise ValueError(f"quality={quality!r}: expected a number in [0, 1]")
+    rng = Random(f"search-demonstrations/{seed}")
+    pages = {passage.title: passage for passage in reversed(world.passages)}
+    roles = tuple(SYSTEM_PROMPTS)
+    made = []
+    for index, text in enumerate(questions):
+        actor, question = roles[index % len(roles)], world.questions[text]
+        # An answerer has all pages, a searcher lacks at least one, a verifier has any number of them.
+        have = len(question.supports)
+        if actor != ANSWERER:
+            have = rng.randrange(have + (actor == VERIFIER))
+        found = [pages[title] for title in question.supports[:have]]
+        if rng.random() < 0.5:
+            found.insert(rng.randint(0, len(found)), _distraction(world, question, rng))
+        right = rng.random() < quality
+        reply = _right(actor, question, have) if right else _any(actor, question, found, rng)
+        made.append((actor, search_messages(actor, SearchView(text, tuple(found)), len(found)), reply))
+    return made
+
+
+def _distraction(world: World, question: SearchQuestion, rng: Random) -> Passage:
+    """Draw a page that the answer does not need."""
+    while (passage := rng.choice(world.passages)).title in question.supports:
+        pass
+    return passage
+
+
+def next_query(question: SearchQuestion, have: int) -> str:
+    """Return the title of the page to find next."""
+    return question.supports[have]
+
+
+def _right(actor: str, question: SearchQuestion, have: int) -> str:
+    if actor == VERIFIER:
+        return "answer" if have == len(question.supports) else "search"
+    return next_query(question, have) if actor == SEARCHER else question.answer
+
+
+def _any(actor: str, question: SearchQuestion, found: Sequence[Passage], rng: Random) -> str:
+    if actor == VERIFIER:
+        return rng.choice(("answer", "search"))
+    return question.text if actor == SEARCHER else random_answer(question.text, found, rng)
+
+
+def random_answer(question: str, found: Sequence[Passage], rng: Random) -> str:
+    """Choose a random word of the passages, or of the question if nothing was found. Names are preferred."""
+    words = [word.strip(".,?") for text in ([p.text for p in found] or [question]) for word in text.split()[1:]]
+    names = [word for word in words if word[:1].isupper()]
+    return rng.choice(names or words or ["nothing"])

@@ -15,22 +15,24 @@ from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.search_orchestra.corpus import (
     MAX_HOPS,
     Passage,
-    Question,
+    SearchIndex,
+    SearchQuestion,
     made_up_world,
     normalize,
     read_world,
     sufficient,
     support_share,
 )
-from turnwise.tasks.search_orchestra.demonstrations import demonstrations, next_query, random_answer
-from turnwise.tasks.search_orchestra.index import SearchIndex
 from turnwise.tasks.search_orchestra.prompts import (
     ANSWERER,
     SEARCHER,
     SYSTEM_PROMPTS,
     VERIFIER,
+    demonstrations,
+    next_query,
     parse_line,
     parse_route,
+    random_answer,
     read_view,
     view_message,
 )
@@ -93,14 +95,14 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
         state.data["read"].setdefault(state.current_actor, []).append(read)
         state.data["own"][state.current_actor] = state.data["worth"]
 
-    def _route(self, state: EpisodeState, question: Question) -> bool:
+    def _route(self, state: EpisodeState, question: SearchQuestion) -> bool:
         route = parse_route(state.last_completion_text)
         state.data["route"] = route or "answer"
         wanted = "answer" if sufficient(question, _found(state)) else "search"
         state.data["worth"] = float(state.data["route"] == wanted)
         return route is not None
 
-    def _search(self, state: EpisodeState, question: Question) -> bool:
+    def _search(self, state: EpisodeState, question: SearchQuestion) -> bool:
         data, query = state.data, parse_line(state.last_completion_text)
         data["queries"].append(query)
         for passage in self.index.search(query, self.passages) if query else ():
@@ -109,7 +111,7 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
         data["worth"] = support_share(question, _found(state))
         return query is not None
 
-    def _answer(self, state: EpisodeState, question: Question) -> bool:
+    def _answer(self, state: EpisodeState, question: SearchQuestion) -> bool:
         answer = parse_line(state.last_completion_text)
         state.data["answer"] = answer
         state.data["worth"] = float(answer is not None and normalize(answer) == normalize(question.answer))
@@ -159,8 +161,8 @@ def _found(state: EpisodeState) -> list[Passage]:
     return [Passage(*passage) for passage in state.data["found"]]
 
 
-def _question(artifact: Any) -> Question:
-    return Question(artifact["question"], artifact["answer"], tuple(artifact.get("supports", ())))
+def _question(artifact: Any) -> SearchQuestion:
+    return SearchQuestion(artifact["question"], artifact["answer"], tuple(artifact.get("supports", ())))
 
 
 def correct(extras: dict[str, Any]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnwise.tasks.routes import Outcome, Scoring, StepResult, outcome_of
+from turnwise.tasks.routes import RouteOutcome, RouteScoring, StepResult, outcome_of
 from turnwise.tasks.sokoban.level import Level, State, distances, farthest, format_level, is_solved, walk
 
 
@@ -21,7 +21,7 @@ class SokobanEnv:
     """
 
     level: Level
-    scoring: Scoring = Scoring()  # noqa: RUF009 - frozen
+    scoring: RouteScoring = RouteScoring()  # noqa: RUF009 - frozen
     now: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -60,11 +60,10 @@ class SokobanEnv:
         left = distances(self.level).get(self.state)
         return f"{self.observe()}\n" + ("no solution is left" if left is None else f"at least {left} moves to go")
 
-    def preview(self, route: str | None) -> Outcome:
+    def preview(self, route: str | None) -> RouteOutcome:
         """Return the outcome of ``step(route)`` without moving. ``None`` stands for an action that can't be read."""
-        walked = walk(self.level, self.state, route or "")
-        made = len(walked.states)
-        end = walked.states[-1] if walked.states else self.state
+        states = walk(self.level, self.state, route or "")
+        end, made = (states or (self.state,))[-1], len(states)
         goal = float(is_solved(self.level, end))
         return outcome_of(route, made, before=self.closeness, after=self._closeness(end), goal=goal)
 
@@ -77,7 +76,7 @@ class SokobanEnv:
         if self.solved:
             raise ValueError(f"route={route!r}: the level is solved, expected reset() before another step")
         outcome = self.preview(route)
-        for state in walk(self.level, self.state, route or "").states[-1:]:
+        for state in walk(self.level, self.state, route or "")[-1:]:
             self.now[:] = [state.player, *state.boxes]
         return StepResult(self.observe(), self.scoring.reward(outcome), self.solved, outcome)
 

@@ -14,13 +14,13 @@ from math import comb, isqrt
 from random import Random
 from typing import NamedTuple
 
-from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.base import Split, split_of
+from turnwise.tasks.generated import draw_distinct
 from turnwise.tasks.routes import MOVES
 
 WALL, FREE, AGENT, BOX, GOAL, BOX_ON_GOAL, AGENT_ON_GOAL = "#", ".", "A", "B", "G", "*", "+"
 SIDES = (5, 10)  # smallest and largest level, with the walls around it
 MAX_STATES = 60_000  # of a level, as the solver visits all of them
-_PATIENCE = 2_000  # after so many draws in a row without a new level, all levels count as found
 
 
 class State(NamedTuple):
@@ -45,20 +45,13 @@ class Level(NamedTuple):
         return isqrt(len(self.cells))
 
 
-class Difficulty(NamedTuple):
+class LevelDifficulty(NamedTuple):
     """Cells per side, number of boxes, the fewest moves of a solution, and the share of inner cells that are walls."""
 
     side: int = 6
     boxes: int = 1
     min_route: int = 4
     walls: float = 0.1
-
-
-class Walk(NamedTuple):
-    """The state after each move of a route, in order, and the number of moves that it names: more if it ended early."""
-
-    states: tuple[State, ...]
-    named: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,8 +85,8 @@ def _swapped(boxes: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
     return tuple(sorted(new if box == old else box for box in boxes))
 
 
-def walk(level: Level, state: State, route: str) -> Walk:
-    """Walk ``route`` from ``state``, up to the solution or the first move that can't be made.
+def walk(level: Level, state: State, route: str) -> tuple[State, ...]:
+    """Return the states after each move of ``route`` from ``state``, up to the solution or the first impossible move.
 
     Raises ``ValueError`` for letters that are not moves.
     """
@@ -105,7 +98,7 @@ def walk(level: Level, state: State, route: str) -> Walk:
         if following is None or is_solved(level, state):
             break
         states.append(state := following)
-    return Walk(tuple(states), len(route))
+    return tuple(states)
 
 
 def distances(level: Level) -> dict[State, int]:
@@ -177,7 +170,7 @@ def draw_levels(
     split: Split,
     n: int,
     seed: int | str,
-    difficulty: Difficulty = Difficulty(),  # noqa: B008
+    difficulty: LevelDifficulty = LevelDifficulty(),  # noqa: B008
     *,
     repeats: bool = False,
 ) -> list[Level]:
@@ -188,26 +181,20 @@ def draw_levels(
     from any state met in training still belongs to training. Raises ``ValueError`` if the split holds too few; with
     ``repeats`` levels may come again, so only an empty split is too small.
     """
-    check_split(split)
-    if n < 0:
-        raise ValueError(f"n={n!r}: expected a count >= 0")
     check_difficulty(difficulty)
     rng = Random(f"sokoban/{split}/{seed}/{'/'.join(map(str, difficulty))}")
-    found: list[Level] = []
-    known: set[Level] = set()
-    misses = 0
-    while len(found) < n:
-        level = _draw(difficulty, split, rng)
-        if level is not None and (repeats or level not in known):
-            found.append(level)
-            known.add(level)
-            misses = 0
-        elif (misses := misses + 1) == _PATIENCE:
-            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} levels with {difficulty}")
-    return found
+    return draw_distinct(
+        split,
+        n,
+        lambda: _draw(difficulty, split, rng),
+        f"levels with {difficulty}",
+        split_of=lambda level: split_of_layout(level.cells, level.goals),
+        patience=2_000,
+        repeats=repeats,
+    )
 
 
-def _draw(difficulty: Difficulty, split: Split, rng: Random) -> Level | None:
+def _draw(difficulty: LevelDifficulty, split: Split, rng: Random) -> Level | None:
     """Draw a random level; ``None`` if its layout is in another split, or no state is far enough from a solution."""
     side = difficulty.side
     inner = [row * side + column for row in range(1, side - 1) for column in range(1, side - 1)]
@@ -227,7 +214,7 @@ def split_of_layout(cells: str, goals: tuple[int, ...]) -> Split:
     return split_of("".join(GOAL if cell in goals else kind for cell, kind in enumerate(cells)))
 
 
-def check_difficulty(difficulty: Difficulty) -> None:
+def check_difficulty(difficulty: LevelDifficulty) -> None:
     """Raise ``ValueError`` for a difficulty that no level can have, or whose levels are too large to solve here."""
     side, boxes, min_route, walls = difficulty
     if not SIDES[0] <= side <= SIDES[1]:

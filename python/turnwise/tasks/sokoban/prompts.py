@@ -1,11 +1,21 @@
-"""Prompts of the Sokoban players: short, so that a tiny model trains fast, and clear to a large one."""
+"""Prompts of the Sokoban players, and imperfect solutions for a supervised warm start.
+
+The prompts are short, so that a tiny model trains fast, and clear to a large one.
+"""
 
 from __future__ import annotations
 
-from turnwise.tasks.routes import board_message, read_board
-from turnwise.tasks.sokoban.level import Level, State, format_level, parse_level
+from collections.abc import Sequence
+from random import Random
+
+from turnwise.tasks.routes import MOVES, UNREAD, RouteGame, RouteOutcome, board_message, demonstrate_routes, read_board
+from turnwise.tasks.sokoban.env import SokobanEnv
+from turnwise.tasks.sokoban.level import Level, State, distances, format_level, parse_level, shortest_route, walk
 from turnwise.types import Message, Messages
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------------------------------
 _RULES = "Sokoban: A pushes each box B onto a goal G, * is done, # a wall."
 _REPLY = "Reply with moves, such as U R R D."
 
@@ -35,3 +45,93 @@ def read_messages(messages: Messages) -> tuple[Level, str | None]:
     """
     board, route = read_board(messages)
     return parse_level(board), route
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demonstrations
+# ---------------------------------------------------------------------------------------------------------------------
+HABIT = 0.8  # share of the faulty routes that run straight at the box; the others have a wrong move
+
+
+def demonstrations(
+    levels: Sequence[Level],
+    actors: Sequence[str],
+    seed: int | str,
+    quality: float = 0.4,
+    rounds: int = 3,
+    answers: int = 1,
+    clean: float = 0.0,
+) -> list[tuple[str, Messages, str]]:
+    """Make ``answers`` tuples ``(actor id, messages, completion)`` per level. The actors take turns.
+
+    ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route usually (``HABIT``) runs
+    straight at the box and on to the goal, whatever that pushes where; the others have one wrong move, and random moves
+    after it. A planner keeps a suggestion that solves the level, and suggests another route for any other. Some
+    demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt calls blocked.
+
+    If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
+    then fails most levels when greedy and solves some when sampled. Reinforcement learning starts from there.
+    """
+    rng = Random(f"sokoban-demonstrations/{seed}")
+    game = RouteGame(sokoban_messages, preview, suggest, decide, failed_round)
+    return demonstrate_routes(game, levels, actors, rng, quality, rounds, answers, clean)
+
+
+def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:
+    """Return the shortest solution with chance ``quality``, else a route by habit, or one with a wrong move.
+
+    It never begins with the ``blocked`` move.
+    """
+    route = shortest_route(level)
+    if rng.random() < quality:
+        return route
+    blind = blind_route(level)
+    if rng.random() < HABIT and blind[0] != blocked:
+        return blind
+    place = rng.randrange(len(route))
+    known = {route[place], *(blocked if place == 0 else "")}
+    wrong = rng.choice([move for move in MOVES if move not in known])
+    return route[:place] + wrong + "".join(rng.choices(list(MOVES), k=len(route) - place - 1))
+
+
+def blind_route(level: Level) -> str:
+    """Run straight at each box and on to a goal, first up or down, then left or right, through walls and all.
+
+    Example: in ``##### / #A..# / #.BG# / #...# / #####`` the route is ``"DR" + "R"``.
+    """
+    here, route = level.start.player, ""
+    for aim in (cell for pair in zip(level.start.boxes, level.goals, strict=True) for cell in pair):
+        down, right = aim // level.side - here // level.side, aim % level.side - here % level.side
+        route += ("D" * down or "U" * -down) + ("R" * right or "L" * -right)
+        here = aim
+    return route
+
+
+def decide(level: Level, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
+    """Keep ``suggestion`` if it solves the level. Else suggest another route, as good as any."""
+    return suggestion if preview(level, suggestion).goal else suggest(level, quality, rng, blocked)
+
+
+def preview(level: Level, route: str) -> RouteOutcome:
+    """Return the outcome of making the moves of ``route`` from the start."""
+    return SokobanEnv(level).preview(route)
+
+
+def failed_round(level: Level, rng: Random) -> tuple[Level, RouteOutcome, RouteOutcome]:
+    """Play a faulty round. Returns the level after it, and the outcomes of its walk and its suggestion.
+
+    The level can still be solved after it.
+    """
+    env = SokobanEnv(level)
+    suggestion, route = (None if rng.random() < UNREAD else _faulty(level, rng) for _ in range(2))
+    suggested = env.preview(suggestion)
+    walked = env.step(route and (suggestion or route)).outcome
+    return level._replace(start=env.state), walked, suggested
+
+
+def _faulty(level: Level, rng: Random) -> str:
+    """Make a faulty route that ends with its first blocked move, or just before it solves the level or loses it."""
+    route, known = suggest(level, 0.0, rng), distances(level)
+    states = walk(level, level.start, route)
+    kept = next((n for n, state in enumerate(states) if known.get(state, 0) == 0), len(states))
+    return route[: kept + (kept == len(states))]

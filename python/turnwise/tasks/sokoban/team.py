@@ -11,12 +11,11 @@ from turnwise.arena import Episode, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split
 from turnwise.tasks.generated import texts_of
 from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
-from turnwise.tasks.sokoban.demonstrations import demonstrations
 from turnwise.tasks.sokoban.env import SokobanEnv
 from turnwise.tasks.sokoban.level import (
     SIDES,
-    Difficulty,
     Level,
+    LevelDifficulty,
     check_difficulty,
     distances,
     draw_levels,
@@ -24,7 +23,7 @@ from turnwise.tasks.sokoban.level import (
     parse_level,
     shortest_route,
 )
-from turnwise.tasks.sokoban.prompts import SYSTEM_PROMPTS, read_messages
+from turnwise.tasks.sokoban.prompts import SYSTEM_PROMPTS, demonstrations, read_messages
 from turnwise.tasks.teams import TeamTask
 from turnwise.types import EpisodeState, Messages
 
@@ -63,9 +62,9 @@ class SokobanOptions(RouteOptions):
     shortest solution. ``quality`` is the chance that a demonstrated route is the shortest solution.
     """
 
-    side: int = Field(default=Difficulty().side, ge=SIDES[0], le=SIDES[1])
-    boxes: int = Field(default=Difficulty().boxes, ge=1)
-    min_route: int = Field(default=Difficulty().min_route, ge=1)
+    side: int = Field(default=LevelDifficulty().side, ge=SIDES[0], le=SIDES[1])
+    boxes: int = Field(default=LevelDifficulty().boxes, ge=1)
+    min_route: int = Field(default=LevelDifficulty().min_route, ge=1)
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> SokobanOptions:
@@ -73,8 +72,8 @@ class SokobanOptions(RouteOptions):
         return self
 
     @property
-    def difficulty(self) -> Difficulty:
-        return Difficulty(self.side, self.boxes, self.min_route)
+    def difficulty(self) -> LevelDifficulty:
+        return LevelDifficulty(self.side, self.boxes, self.min_route)
 
 
 class SokobanTask(TeamTask):

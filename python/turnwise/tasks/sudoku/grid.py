@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from turnwise.tasks.base import Split, check_split, split_of
+from turnwise.tasks.base import Split, split_of
+from turnwise.tasks.generated import draw_distinct
 
 SIDE, BOX, BLANK, DIGITS = 4, 2, "_", "1234"
 CELLS = SIDE * SIDE
@@ -31,8 +32,6 @@ BOXES = tuple(
 UNITS = ROWS + COLUMNS + BOXES
 KINDS = {"rows": ROWS, "columns": COLUMNS, "boxes": BOXES}
 """The units of each kind."""
-
-_PATIENCE = 100_000  # after so many draws in a row without a new puzzle, all puzzles count as found
 
 
 class Puzzle(NamedTuple):
@@ -126,25 +125,20 @@ def sudoku_puzzles(split: Split, n: int, seed: int | str, blanks: tuple[int, int
     Equal arguments give equal puzzles, and a longer list begins with the shorter one. Splits never share a puzzle,
     whatever the seeds. Raises ``ValueError`` if the split holds too few such puzzles.
     """
-    check_split(split)
-    if n < 0:
-        raise ValueError(f"n={n!r}: expected a count >= 0")
     low, high = blanks
     if not 1 <= low <= high <= MAX_BLANKS:
         raise ValueError(f"blanks={blanks!r}: expected (low, high) with 1 <= low <= high <= {MAX_BLANKS}")
     rng = Random(f"sudoku/{split}/{seed}/{low}-{high}")
-    found: dict[str, Puzzle] = {}
-    misses = 0
-    while len(found) < n:
+
+    def draw() -> Puzzle | None:
         solution = rng.choice(solutions())
         holes = set(rng.sample(range(CELLS), rng.randint(low, high)))
         givens = "".join(BLANK if cell in holes else digit for cell, digit in enumerate(solution))
-        if givens not in found and split_of(givens) == split and len(solve(givens)) == 1:
-            found[givens] = Puzzle(givens, solution)
-            misses = 0
-        elif (misses := misses + 1) == _PATIENCE:
-            raise ValueError(f"n={n!r}: the {split} split holds about {len(found)} puzzles with blanks={blanks!r}")
-    return list(found.values())
+        is_unique = split_of(givens) == split and len(solve(givens)) == 1
+        return Puzzle(givens, solution) if is_unique else None
+
+    what = f"puzzles with blanks={blanks!r}"
+    return draw_distinct(split, n, draw, what, split_of=lambda puzzle: split_of(puzzle.givens), patience=100_000)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

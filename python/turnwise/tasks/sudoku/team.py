@@ -9,7 +9,6 @@ from pydantic import Field, field_validator
 
 from turnwise.arena import Episode, RewardParts, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, Split
-from turnwise.tasks.sudoku.demonstrations import demonstrations
 from turnwise.tasks.sudoku.grid import (
     BLANK,
     DIGITS,
@@ -22,7 +21,7 @@ from turnwise.tasks.sudoku.grid import (
     solve,
 )
 from turnwise.tasks.sudoku.grid import sudoku_puzzles as draw_puzzles
-from turnwise.tasks.sudoku.prompts import SYSTEM_PROMPTS, board_message, read_messages
+from turnwise.tasks.sudoku.prompts import SYSTEM_PROMPTS, board_message, demonstrations, read_messages
 from turnwise.tasks.teams import TeamEpisode, TeamOptions, TeamTask
 from turnwise.types import EpisodeState, Messages
 
@@ -30,19 +29,9 @@ Role = Literal["proposer", "reviser", "solver"]
 TEAM: tuple[Role, ...] = ("proposer", "reviser")
 
 
-def solved(extras: dict[str, Any]) -> dict[str, float]:
-    """1.0 for every actor of the team if the last grid is the solution, even if the actor never acted."""
-    return extras["solved"]
-
-
 def satisfied(extras: dict[str, Any]) -> dict[str, float]:
     """The share of the 12 units that were right after each actor's last action."""
     return extras["satisfied"]
-
-
-def valid_format(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each actor's completions that held a grid."""
-    return extras["valid"]
 
 
 class SudokuEpisode(TeamEpisode):
@@ -60,7 +49,7 @@ class SudokuEpisode(TeamEpisode):
 
     episode_type = "sudoku"
     team = TEAM
-    outcomes, own_parts, measures = (solved,), (satisfied,), (valid_format,)
+    own_parts = (satisfied,)
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         state.data = {"puzzle": artifact["puzzle"], "draft": None, "valid": True, "satisfied": {}, "read": {}}

@@ -1,20 +1,25 @@
 """Tic-tac-toe for two seats: rules, minimax, and the exact exploitability of a policy.
 
-Read in this order: task, board, exact.
+Read in this order: task, board.
 May import: types, arena, tasks.
 """
 
 from __future__ import annotations
 
-from turnwise.tasks.tic_tac_toe.board import TicTacToeRules, format_board
-from turnwise.tasks.tic_tac_toe.exact import optimal_policy, outcomes, positions, solve, uniform_policy
+from turnwise.tasks.tic_tac_toe.board import (
+    TicTacToeRules,
+    optimal_policy,
+    outcomes,
+    positions,
+    solve,
+    uniform_policy,
+)
 from turnwise.tasks.tic_tac_toe.task import TicTacToeOptions, TicTacToeTask, table_player
 
 __all__ = [
     "TicTacToeOptions",
     "TicTacToeRules",
     "TicTacToeTask",
-    "format_board",
     "optimal_policy",
     "outcomes",
     "positions",

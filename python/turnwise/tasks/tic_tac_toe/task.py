@@ -10,8 +10,17 @@ import numpy as np
 from pydantic import Field
 
 from turnwise.tasks.base import Player, Split
-from turnwise.tasks.tic_tac_toe.board import CELLS, MARKS, TicTacToeRules, read_board
-from turnwise.tasks.tic_tac_toe.exact import decisions, optimal_policy, positions, solve, uniform_policy
+from turnwise.tasks.tic_tac_toe.board import (
+    CELLS,
+    MARKS,
+    TicTacToeRules,
+    decisions,
+    optimal_policy,
+    positions,
+    read_board,
+    solve,
+    uniform_policy,
+)
 from turnwise.tasks.two_player import SEATS, Decision, Exploitability, PlayerFactory, TwoPlayerOptions, TwoPlayerTask
 from turnwise.types import Messages
 

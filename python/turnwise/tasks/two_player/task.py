@@ -12,6 +12,7 @@ from pydantic import Field
 from turnwise.arena import Episode, TreeSampler
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split
+from turnwise.tasks.generated import texts_of
 from turnwise.tasks.two_player.episode import MODEL, TwoPlayerEpisode
 from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules
 from turnwise.types import Actor, EpisodeRequest, TaskCapabilities
@@ -131,8 +132,7 @@ class TwoPlayerTask(ABC):
 
     def texts(self) -> list[str]:
         """Both seats' prompts and replies."""
-        shown = self.demonstrations(120, 0)
-        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        return texts_of(self.demonstrations(120, 0))
 
     def oracle(self) -> Player:
         return self.players["oracle"](Random(f"{self.name}-oracle"))

@@ -8,14 +8,14 @@ from turnwise.arena import TreeSampler
 from turnwise.credit import VineCredit
 from turnwise.samples.collect import collect_samples
 from turnwise.tasks import build_task
-from turnwise.tasks.split_clues import split_clues_messages
-from turnwise.tasks.split_clues.prompts import read_messages
-from turnwise.tasks.split_clues.rows import (
-    Rows,
+from turnwise.tasks.split_clues import (
+    RowPair,
     format_question,
     maximum,
     parse_question,
+    read_messages,
     right_share,
+    split_clues_messages,
 )
 
 ROWS = parse_question("195/278")
@@ -70,13 +70,13 @@ def test_demonstrations_know_the_format_and_half_of_the_answer():
 
 
 def test_the_answer_is_the_maximum_of_each_place():
-    assert maximum("195", "278") == "298" == Rows("195", "278").answer
+    assert maximum("195", "278") == "298" == RowPair("195", "278").answer
     assert right_share("298", "298") == 1.0 and right_share("208", "298") == pytest.approx(2 / 3)
     assert right_share(None, "298") == 0.0
 
 
 def test_questions_read_back():
-    assert parse_question(format_question(Rows("195", "278"))) == Rows("195", "278")
+    assert parse_question(format_question(RowPair("195", "278"))) == RowPair("195", "278")
     for text in ("195", "195/27", "19a/278", "/", "1/2/3"):
         with pytest.raises(ValueError, match="expected two rows"):
             parse_question(text)

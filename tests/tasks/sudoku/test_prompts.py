@@ -6,9 +6,8 @@ from random import Random
 import pytest
 
 from turnwise.tasks.sudoku import SudokuOptions, SudokuTask
-from turnwise.tasks.sudoku.demonstrations import demonstrations, faulty_draft, fill, repair
 from turnwise.tasks.sudoku.grid import BLANK, ROWS, Puzzle, is_solved, parse_grid, sudoku_puzzles
-from turnwise.tasks.sudoku.prompts import read_messages
+from turnwise.tasks.sudoku.prompts import demonstrations, faulty_draft, fill, read_messages, repair
 
 PUZZLES = sudoku_puzzles("train", 600, seed=0)
 TEAM = ("proposer", "reviser")

@@ -10,17 +10,17 @@ import pytest
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.tasks import build_task
-from turnwise.tasks.lookup import LOOK_UP, Question, Table
+from turnwise.tasks.lookup import LOOK_UP, LookupQuestion, LookupTable
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.update.sft_data import SFTRow, fitting
 
 
 def test_a_table() -> None:
-    table = Table(5813)
+    table = LookupTable(5813)
     assert table.rows[0][0] == "Ann" and len(table.rows) == 20
     value = table.look_up("Ben", "pears")
-    assert 0 <= int(value) <= 99 and Table(5813).look_up("Ben", "pears") == value
-    question = Question.parse("5813/Ben/pears/2")
+    assert 0 <= int(value) <= 99 and LookupTable(5813).look_up("Ben", "pears") == value
+    question = LookupQuestion.parse("5813/Ben/pears/2")
     assert question.text == "How many pears has the friend of Ben?"
     assert table.answer(question) == table.look_up(table.look_up("Ben", "friend"), "pears")
 
@@ -37,7 +37,7 @@ def test_a_table() -> None:
 )
 def test_what_is_not_there_is_an_error(name: Any, column: Any, problem: str) -> None:
     with pytest.raises(LookupError, match=problem):
-        Table(1).look_up(name, column)
+        LookupTable(1).look_up(name, column)
 
 
 @pytest.mark.parametrize("hops", [1, 2])

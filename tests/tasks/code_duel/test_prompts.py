@@ -6,9 +6,8 @@ from random import Random
 import pytest
 
 from turnwise.tasks.code_duel import CodeDuelOptions, CodeDuelTask
-from turnwise.tasks.code_duel.demonstrations import demonstrations, write_cases
 from turnwise.tasks.code_duel.problems import draw_problems, find_family, find_problem, run_trusted
-from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS, read_view
+from turnwise.tasks.code_duel.prompts import SYSTEM_PROMPTS, demonstrations, read_view, write_cases
 from turnwise.tasks.code_duel.scoring import judge_cases, parse_cases, parse_program
 
 TEAM = ("coder", "tester")
