@@ -35,7 +35,7 @@ from gateway_peers import PEERS, Peer, Streams, missing, version
 from turnwise import __version__
 from turnwise.arena import Arena
 from turnwise.inference import InferenceClient, ScriptedClient, VLLMServerClient
-from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
+from turnwise.integrations.gateway import AgentEpisode, Gateway, GatewaySession
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.types import Actor, EpisodeRequest, Sampling
 
@@ -136,7 +136,7 @@ async def play_turnwise(client: InferenceClient, sessions: int, calls: int) -> P
         await done.wait()
         return 1.0
 
-    def note(session: Session) -> None:
+    def note(session: GatewaySession) -> None:
         [seat] = session.seats.values()
         played.own.append(1e3 * seat.own_seconds / seat.calls)
 

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from turnwise.arena import TreeSampler
-from turnwise.integrations.environments.base.forks import Copies, ForkError, Replays, RunningPlay, choose_way, prove
+from turnwise.integrations.environments.base.forks import (
+    Copies,
+    ForkError,
+    Replays,
+    RunningPlay,
+    choose_fork_method,
+    prove,
+)
 from turnwise.integrations.environments.base.texts import listed_moves, plain_text, read_move, with_moves
 from turnwise.tasks import FOREIGN, build_task
 
@@ -216,14 +223,14 @@ def test_a_deep_copy_is_found_out(build, case, moves):
     with pytest.raises(wrong):
         prove(game, DeepCopies())
     # At run time the fork raises at its first action, in Kuhn poker once it was dealt other cards.
-    game.way = DeepCopies()
+    game.fork_method = DeepCopies()
     play = RunningPlay.start(game, 3)
     play.act(first)
     with pytest.raises(wrong):
         for _ in range(10):
             copy.deepcopy(play).act(second)
-    game.ways = (DeepCopies(), Replays())
-    assert type(choose_way(game)) is Replays
+    game.fork_methods = (DeepCopies(), Replays())
+    assert type(choose_fork_method(game)) is Replays
 
 
 # --- names and options ------------------------------------------------------------------------------------------------

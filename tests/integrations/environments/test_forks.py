@@ -17,12 +17,11 @@ from turnwise.integrations.environments.base.forks import (
     ForkError,
     Replays,
     RunningPlay,
-    choose_way,
+    choose_fork_method,
     compare,
     replayed,
 )
-from turnwise.integrations.environments.base.options import ForeignOptions
-from turnwise.integrations.environments.base.play import Game, Play, View
+from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView
 from turnwise.state import forkable
 from turnwise.types import Actor, EpisodeRequest
 from turnwise.utils.copies import dumps
@@ -40,16 +39,18 @@ class Count(Play):
     def look(self):
         legal = ("1", "2", "3")
         over = self.total >= 30
-        return View("" if over else "player", str(self.total), None if over else legal, (("player", self.total),), over)
+        return PlayView(
+            "" if over else "player", str(self.total), None if over else legal, (("player", self.total),), over
+        )
 
     def act(self, action):
         self.total += int(action) + self.rng.randrange(10)
 
 
-class CountGame(Game):
+class CountGame(ForeignGame):
     """The way that it copies a play is an option of the test: right, or with one generator for all copies."""
 
-    ways = (Copies(), Replays())
+    fork_methods = (Copies(), Replays())
 
     def __init__(self, options, rng_of=copy.copy):
         super().__init__(options)
@@ -94,7 +95,7 @@ async def test_a_tree_pays_each_action_what_it_earned_at_once():
 
 def test_a_shared_generator_is_found_at_the_node_where_it_shows():
     game = count_game(rng_of=lambda rng: rng)
-    game.way = Copies()
+    game.fork_method = Copies()
     play = RunningPlay.start(game, 7)
     play.act("1")
     forks = [copy.deepcopy(play) for _ in range(2)]
@@ -105,28 +106,28 @@ def test_a_shared_generator_is_found_at_the_node_where_it_shows():
 
 
 def test_the_first_way_that_is_proved_is_taken():
-    assert type(choose_way(count_game())) is Copies
+    assert type(choose_fork_method(count_game())) is Copies
     shared = count_game(rng_of=lambda rng: rng)
-    assert type(choose_way(shared)) is Replays
-    shared.ways = (Copies(),)
+    assert type(choose_fork_method(shared)) is Replays
+    shared.fork_methods = (Copies(),)
     with pytest.raises(ValueError, match=r"task 'count' can't be forked \(copies: .*expected rollout.branches = 1"):
-        choose_way(shared)
+        choose_fork_method(shared)
     shared.unforkable = "its world is one"
     with pytest.raises(ValueError, match="can't be forked: its world is one"):
-        choose_way(shared)
+        choose_fork_method(shared)
 
 
 @pytest.fixture(scope="module", params=[param(case) for case in CASES])
 def forked(request, build):
     """A case and its task, whose way to fork was proved."""
     task = build(request.param)
-    task.game.way = choose_way(task.game)
+    task.game.fork_method = choose_fork_method(task.game)
     return request.param, task
 
 
 def test_openspiel_and_gymnasium_fork_by_copies_and_others_replay(forked):
     case, task = forked
-    assert type(task.game.way) is (Copies if case.prefix in ("openspiel", "gymnasium") else Replays)
+    assert type(task.game.fork_method) is (Copies if case.prefix in ("openspiel", "gymnasium") else Replays)
 
 
 def test_a_play_is_saved_as_its_seed_and_actions(forked):
@@ -136,15 +137,15 @@ def test_a_play_is_saved_as_its_seed_and_actions(forked):
     play.act(game.read(game.random_reply(play.view, rng), play.view))
     again = pickle.loads(dumps(forkable({"play": play})))["play"]
     assert (again.seed, again.actions, again.views) == (5, play.actions, play.views)
-    assert type(again.game.way) is type(game.way) and again.game is not game
+    assert type(again.game.fork_method) is type(game.fork_method) and again.game is not game
     if not play.view.is_over:
         second = game.random_reply(play.view, rng)
         assert again.act(game.read(second, again.view)) == play.act(game.read(second, play.view))
 
 
-@pytest.mark.parametrize("field", View.__dataclass_fields__)
+@pytest.mark.parametrize("field", PlayView.__dataclass_fields__)
 def test_each_field_of_a_view_is_compared(field):
-    view = View("player", "0", ("1",), (("player", 0.0),))
+    view = PlayView("player", "0", ("1",), (("player", 0.0),))
     other = dataclasses.replace(view, **{field: None})
     compare(count_game(), 3, view, view)
     with pytest.raises(ForkError, match=f"after 3 actions the play shows {field}="):
@@ -152,7 +153,7 @@ def test_each_field_of_a_view_is_compared(field):
 
 
 def test_a_play_that_no_longer_repeats_is_refused():
-    views = [View("player", "0", ("1", "2", "3"), (("player", 0),)), View("player", "9", ("1", "2", "3"), ())]
+    views = [PlayView("player", "0", ("1", "2", "3"), (("player", 0),)), PlayView("player", "9", ("1", "2", "3"), ())]
     with pytest.raises(ForkError, match="after 1 actions the play shows text='9'"):
         replayed(count_game(), 7, ["1"], views)
 

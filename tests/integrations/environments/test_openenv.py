@@ -39,7 +39,7 @@ def test_a_server_that_ignores_the_seed_is_refused():
         task = build_task(f"openenv:{url}", MOVES)
         with pytest.raises(ValueError, match=r"can't be forked \(replays: .*; expected rollout.branches = 1"):
             task.episodes(TreeSampler(branches=2))
-        task.game.way = Replays()
+        task.game.fork_method = Replays()
         play = RunningPlay.start(task.game, 1)
         play.act("5")
         with pytest.raises(ForkError, match="after 1 actions the play shows"):

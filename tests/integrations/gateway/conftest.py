@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.integrations.gateway.server import Server
+from turnwise.integrations.gateway.server import GatewayServer
 
 
 @pytest.fixture
 def requests(monkeypatch):
     """The requests that reached a server, in order."""
     seen = []
-    whole = Server._session
+    whole = GatewayServer._session
 
     def counted(self, request):
         seen.append(request)
         return whole(self, request)
 
-    monkeypatch.setattr(Server, "_session", counted)
+    monkeypatch.setattr(GatewayServer, "_session", counted)
     return seen

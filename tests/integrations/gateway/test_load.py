@@ -9,7 +9,7 @@ import weakref
 import aiohttp
 import pytest
 
-from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
+from turnwise.integrations.gateway import AgentEpisode, Gateway, GatewaySession
 from turnwise.integrations.gateway import gateway as gateway_module
 from turnwise.types import EpisodeRequest
 
@@ -48,13 +48,13 @@ def arena_with(agents, **settings):
 @pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_many_sessions_at_once_leave_nothing_behind(count, monkeypatch):
     monkeypatch.setattr(gateway_module, "REMEMBERED", 3)
-    kept, begun = weakref.WeakSet(), Session.__init__
+    kept, begun = weakref.WeakSet(), GatewaySession.__init__
 
     def noted(self, *arguments):
         begun(self, *arguments)
         kept.add(self.seats["solver"].chats)
 
-    monkeypatch.setattr(Session, "__init__", noted)
+    monkeypatch.setattr(GatewaySession, "__init__", noted)
     agents = Agents(calls=3)
     arena, gateway = arena_with(agents)
     most = []

@@ -15,7 +15,7 @@ from turnwise.arena.recording.lossless_json import decode
 from turnwise.arena.recording.recorder import RecordedInput
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.recording_hooks import record_input
-from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
+from turnwise.integrations.gateway import AgentEpisode, Gateway, GatewaySession
 from turnwise.types import EpisodeRequest
 
 from .helpers import USER, Hanging, arena_of, play
@@ -178,7 +178,7 @@ def test_call_runs_on_while_one_of_two_clients_waits():
 
 
 def test_agent_that_is_cancelled_leaves_no_call(monkeypatch):
-    monkeypatch.setattr(Session, "grace", 0.1)
+    monkeypatch.setattr(GatewaySession, "grace", 0.1)
     script = Hanging()
     played = asked(Chat, script, {}, timeout=0.3, fails=True)
     assert "longer than timeout=0.3 s" in played.error

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from turnwise.inference.scripted import Reply
-from turnwise.integrations.gateway import AgentEpisode, Gateway, Session
+from turnwise.integrations.gateway import AgentEpisode, Gateway, GatewaySession
 from turnwise.types import EpisodeRequest, ModelError
 
 from .helpers import USER, Hanging, arena_of, play
@@ -53,7 +53,7 @@ def test_call_after_the_end(wire, ends, requests):
 
 @both
 def test_call_that_runs_past_the_end_of_its_session(wire, requests, monkeypatch):
-    monkeypatch.setattr(Session, "grace", 0.1)
+    monkeypatch.setattr(GatewaySession, "grace", 0.1)
     tasks = []
 
     async def agent(seen, models):
@@ -197,7 +197,7 @@ def test_answers_say_that_the_connection_closes():
 
 @pytest.mark.parametrize("cancels", [1, 2, 3])
 def test_cancelled_batch_leaves_no_session_no_call_and_no_port(cancels, monkeypatch):
-    monkeypatch.setattr(Session, "grace", 0.5)
+    monkeypatch.setattr(GatewaySession, "grace", 0.5)
     script, urls = Hanging(), []
 
     async def agent(question, models):

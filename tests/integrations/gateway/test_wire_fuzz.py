@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from turnwise.integrations.gateway.wire.errors import WireError
+from turnwise.integrations.gateway.wire.ask import WireError
 
 from .helpers import ADD
 

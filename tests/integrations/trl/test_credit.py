@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from turnwise.integrations.trl.credit import RowCredit
+from turnwise.integrations.trl.rows import RowCredit
 
 AGENTS = ["solver", "verifier"]
 

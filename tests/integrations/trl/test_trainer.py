@@ -182,12 +182,12 @@ def test_a_required_layout_that_cant_be_had_is_an_error(train: Any) -> None:
 def test_a_shared_prompt_runs_once(train: Any) -> None:
     """Four completions of one prompt: a trie of its tokens and theirs, but for their last ones."""
     from turnwise.integrations.trl import TurnwiseGRPOTrainer
-    from turnwise.integrations.trl.rows import Scorer
+    from turnwise.integrations.trl.rows import RowScorer
 
     seen: list[Any] = []
-    rows = Scorer.rows
+    rows = RowScorer.rows
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scorer, "rows", lambda self, *x: seen.append((x, rows(self, *x))) or seen[-1][1])
+        patch.setattr(RowScorer, "rows", lambda self, *x: seen.append((x, rows(self, *x))) or seen[-1][1])
         train(TurnwiseGRPOTrainer, steps=1)
     (_, attended, scored, _), micro = seen[-1]
     prompt = int(attended.sum() - scored.sum()) // 4

@@ -70,7 +70,7 @@ def use_renderers() -> str:
 
 
 def use_verifiers() -> str:
-    from turnwise.integrations.verifiers.version import check_version
+    from turnwise.integrations.verifiers.task import check_version
 
     check_version()
     from turnwise.integrations.verifiers.episode import VerifiersEpisode

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from turnwise.integrations.environments.base.forks import Copies, Replays, copied
-from turnwise.integrations.environments.base.options import ForeignOptions
-from turnwise.integrations.environments.base.play import Game, Play, View, require, totals
+from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
 from turnwise.integrations.environments.base.task import ForeignTask
 from turnwise.integrations.environments.base.texts import action_names, named_action, plain_text
 
@@ -30,12 +29,12 @@ class GymnasiumPlay(Play):
         self.observation, self.info = said
         self.ended = (False, False)
 
-    def look(self) -> View:
+    def look(self) -> PlayView:
         text = self.game.text_of(self.observation)
         rewards = totals(self.game.actors, {PLAYER: self.total})
         if any(self.ended):
-            return View("", text, None, rewards, *self.ended)
-        return View(PLAYER, text, action_names(self.game.names, self.info.get("action_mask")), rewards)
+            return PlayView("", text, None, rewards, *self.ended)
+        return PlayView(PLAYER, text, action_names(self.game.names, self.info.get("action_mask")), rewards)
 
     def act(self, action: Any) -> None:
         made = named_action(action, self.game.names, self.game.first)
@@ -47,7 +46,7 @@ class GymnasiumPlay(Play):
         self.env.close()
 
 
-class GymnasiumGame(Game):
+class GymnasiumGame(ForeignGame):
     """An environment with one player. An illegal move ends the play and costs 1.
 
     Moves of a discrete space have names. Another space needs ``parse``, which then returns the action itself; a text
@@ -55,7 +54,7 @@ class GymnasiumGame(Game):
     """
 
     options: GymnasiumOptions
-    ways = (Copies(), Replays())
+    fork_methods = (Copies(), Replays())
 
     def __init__(self, options: GymnasiumOptions) -> None:
         super().__init__(options)

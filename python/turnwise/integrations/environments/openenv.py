@@ -11,15 +11,14 @@ from pydantic import Field
 from turnwise.arena import InvalidActionError
 from turnwise.arena.rewards.invalid_action import parsing
 from turnwise.integrations.environments.base.forks import Replays
-from turnwise.integrations.environments.base.options import ForeignOptions
-from turnwise.integrations.environments.base.play import Game, Play, View, require, totals
+from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
 from turnwise.integrations.environments.base.task import ForeignTask
 from turnwise.integrations.environments.base.texts import plain_text
 
 PLAYER = "player"
 
 REFUSED = "(code: VALIDATION_ERROR)"
-"""What the server's error says of an action that doesn't fit the environment's schema."""
+"""Part of the server's error for an action that doesn't fit the environment's schema."""
 
 
 class OpenEnvOptions(ForeignOptions):
@@ -46,14 +45,14 @@ class OpenEnvPlay(Play):
         self.total = 0.0
         self.said = self.client.reset(seed=seed)
 
-    def look(self) -> View:
+    def look(self) -> PlayView:
         shown, done = self.said.observation, bool(self.said.done)
         text = plain_text(shown) if self.game.render is None else self.game.render(shown)
         rewards = totals(self.game.actors, {PLAYER: self.total})
         if done:
             is_cut = bool(shown.get("truncated", False))
-            return View("", text, None, rewards, terminated=not is_cut, truncated=is_cut)
-        return View(PLAYER, text, tuple(self.game.options.moves) or None, rewards)
+            return PlayView("", text, None, rewards, terminated=not is_cut, truncated=is_cut)
+        return PlayView(PLAYER, text, tuple(self.game.options.moves) or None, rewards)
 
     def act(self, action: Any) -> None:
         try:
@@ -68,14 +67,14 @@ class OpenEnvPlay(Play):
         self.client.disconnect()
 
 
-class OpenEnvGame(Game):
+class OpenEnvGame(ForeignGame):
     """An environment behind a URL, with one player. An action that the server refuses ends the play and costs 1.
 
     Forks are replays, each in a session of its own. They are proved before a run with a tree: two replays must agree.
     """
 
     options: OpenEnvOptions
-    ways = (Replays(),)
+    fork_methods = (Replays(),)
 
     def __init__(self, options: OpenEnvOptions) -> None:
         super().__init__(options)
@@ -101,10 +100,10 @@ class OpenEnvGame(Game):
             # A full server names the reason and closes, and the close may come first.
             if isinstance(error, RuntimeError) and "CAPACITY_REACHED" not in str(error):
                 raise
-            told = "expected a server with max_concurrent_envs above the number of concurrent episodes and branches"
-            raise ConnectionError(f"task={self.name!r}: {told}: {error}") from error
+            wanted = "expected a server with max_concurrent_envs above the number of concurrent episodes and branches"
+            raise ConnectionError(f"task={self.name!r}: {wanted}: {error}") from error
 
-    def read(self, text: str, view: View) -> Any:
+    def read(self, text: str, view: PlayView) -> Any:
         """Return the name of a move, or else the action as a dict."""
         if self.parse is not None or view.legal is not None:
             return super().read(text, view)

@@ -9,8 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from turnwise.integrations.environments.base.forks import Replays
-from turnwise.integrations.environments.base.options import ForeignOptions
-from turnwise.integrations.environments.base.play import Game, Play, View, require, totals
+from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
 from turnwise.integrations.environments.base.task import ForeignTask
 from turnwise.integrations.environments.base.texts import action_names, named_action, plain_text
 
@@ -36,15 +35,15 @@ class _ZooPlay(Play):
         self.paid = dict.fromkeys(game.actors, 0.0)
         self.terminated = self.truncated = False
 
-    def view_of(self, agent: str, observation: Any, info: Mapping[str, Any]) -> View:
+    def view_of(self, agent: str, observation: Any, info: Mapping[str, Any]) -> PlayView:
         rewards = totals(self.game.actors, self.paid)
         if not agent:
-            return View("", "", None, rewards, self.terminated, self.truncated)
+            return PlayView("", "", None, rewards, self.terminated, self.truncated)
         mask = info.get("action_mask")
         if isinstance(observation, Mapping) and "action_mask" in observation:
             mask, observation = observation["action_mask"], observation.get("observation")
         text = plain_text(observation) if self.game.render is None else self.game.render(observation)
-        return View(agent, text, action_names(self.game.names_of(agent), mask), rewards)
+        return PlayView(agent, text, action_names(self.game.names_of(agent), mask), rewards)
 
     def close(self) -> None:
         self.env.close()
@@ -58,7 +57,7 @@ class TurnPlay(_ZooPlay):
         env.reset(seed=seed)
         self._read()
 
-    def look(self) -> View:
+    def look(self) -> PlayView:
         return self.view_of(*self.shown)
 
     def act(self, action: Any) -> None:
@@ -89,7 +88,7 @@ class ParallelPlay(_ZooPlay):
         self.observations, self.infos = env.reset(seed=seed)
         self.chosen: dict[str, Any] = {}
 
-    def look(self) -> View:
+    def look(self) -> PlayView:
         agent = next((agent for agent in self.env.agents if agent not in self.chosen), "")
         return self.view_of(agent, self.observations.get(agent), self.infos.get(agent, {}))
 
@@ -106,7 +105,7 @@ class ParallelPlay(_ZooPlay):
         self.truncated |= any(truncated.values())
 
 
-class PettingZooGame(Game):
+class PettingZooGame(ForeignGame):
     """An environment with several agents, each an actor.
 
     PettingZoo pays an illegal move -1 and the others 0. Here the mask is checked first: such a move never reaches the
@@ -116,7 +115,7 @@ class PettingZooGame(Game):
 
     options: PettingZooOptions
     invalid_cost = 1.5
-    ways = (Replays(),)
+    fork_methods = (Replays(),)
 
     def __init__(self, options: PettingZooOptions) -> None:
         super().__init__(options)
@@ -139,12 +138,12 @@ class PettingZooGame(Game):
         """Return the function that makes the environment. A name with a dot is a module of any package."""
         kind = "parallel_env" if options.parallel else "env"
         names = [options.name] if "." in options.name else [f"pettingzoo.{one}.{options.name}" for one in FAMILIES]
-        found = next((name for name in names if _exists(name)), None)
-        if found is None:
+        name = next((name for name in names if _exists(name)), None)
+        if name is None:
             raise ValueError(f"task={self.name!r}: expected a module of {', '.join(FAMILIES)}, as in 'tictactoe_v3'")
-        module = require(found, "pettingzoo")
+        module = require(name, "pettingzoo")
         if not hasattr(module, kind):
-            raise ValueError(f"task_options.parallel={options.parallel!r}: {found} has no {kind}")
+            raise ValueError(f"task_options.parallel={options.parallel!r}: {name} has no {kind}")
         return getattr(module, kind)
 
     def _make(self) -> Any:
@@ -167,7 +166,7 @@ class PettingZooGame(Game):
 
 
 def _exists(module: str) -> bool:
-    """Tell whether ``module`` can be found, without importing it."""
+    """Return True if ``module`` can be found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -14,7 +14,7 @@ from turnwise.arena import Episode, InvalidActionError, Rubric, SingleTurnEpisod
 from turnwise.arena.rewards.invalid_action import parsing
 from turnwise.arena.runtime.user_code import call
 from turnwise.integrations.environments.base.play import named_function, require
-from turnwise.integrations.environments.scoring import LockedScorer, PlainScorer, Scorer
+from turnwise.integrations.environments.scoring import AnswerScorer, LockedScorer, PlainScorer
 from turnwise.tasks import Demonstration, Player, Split, TaskOptions
 from turnwise.tasks.base import check_split, split_of
 from turnwise.tasks.generated import GeneratedTask, texts_of
@@ -74,13 +74,9 @@ class ReasoningGymEpisode(SingleTurnEpisode):
         """``answer``, its ``score``, 1.0 for a success as ``solved``, and why it ``failed``, if it did."""
         step = state.trajectory[-1]
         answer, failed = self._answer(step.completion)
-        found, reason = await call("reward", partial(self.scorer.score, int(state.data["index"]), answer))
-        return {
-            "answer": answer,
-            "score": found,
-            "solved": float(found >= self.success),
-            "failed": failed or reason,
-        }
+        value, reason = await call("reward", partial(self.scorer.score, int(state.data["index"]), answer))
+        solved = float(value >= self.success)
+        return {"answer": answer, "score": value, "solved": solved, "failed": failed or reason}
 
     async def rollout(self, arena: Any, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = await super().rollout(arena, artifact, state)
@@ -90,8 +86,8 @@ class ReasoningGymEpisode(SingleTurnEpisode):
     def _answer(self, text: str) -> tuple[str | None, str]:
         """Return the answer in ``text`` and why there is none: the last one in tags, else the whole text."""
         if self.parse is None:
-            found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-            return (found[-1] if found else text).strip(), ""
+            answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+            return (answers[-1] if answers else text).strip(), ""
         try:
             with parsing():
                 answer = self.parse(text, None)
@@ -138,7 +134,7 @@ class ReasoningGymTask(GeneratedTask):
             self.dataset = gym.create_dataset(options.name, **arguments)
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"task={self.name!r}, arguments={options.arguments!r}: {error}") from error
-        self.scorer: Scorer = PlainScorer(self.dataset)
+        self.scorer: AnswerScorer = PlainScorer(self.dataset)
         if options.sandbox:
             self.scorer = LockedScorer(options.name, arguments)
         self._known: dict[int, dict[str, Any]] = {}
@@ -153,22 +149,22 @@ class ReasoningGymTask(GeneratedTask):
 
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
         """Draw ``n`` different questions of ``split``. Raises ``ValueError`` if the dataset has fewer."""
-        found = self._draw_up_to(check_split(split), n, seed)
-        if len(found) < n:
+        questions = self._draw_up_to(check_split(split), n, seed)
+        if len(questions) < n:
             raise ValueError(
-                f"n={n!r}: the {split} split of task {self.name!r} has {len(found)} different questions among "
+                f"n={n!r}: the {split} split of task {self.name!r} has {len(questions)} different questions among "
                 f"task_options.size = {self.options.size}"
             )
-        return found
+        return questions
 
     def _draw_up_to(self, split: Split, n: int, seed: int | str) -> list[str]:
-        found: dict[str, None] = {}
+        questions: dict[str, None] = {}
         for question in self._shuffled(seed):
             if split_of(question) == split:
-                found[question] = None
-            if len(found) == n:
+                questions[question] = None
+            if len(questions) == n:
                 break
-        return list(found)
+        return list(questions)
 
     def _shuffled(self, seed: int | str) -> Iterator[str]:
         """Yield all questions in an order that ``seed`` determines, each made when it is needed."""

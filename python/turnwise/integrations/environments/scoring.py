@@ -19,7 +19,7 @@ LIMITS = SandboxLimits(cpu_seconds=2, wall_seconds=30.0, memory_mb=512)
 """SandboxLimits of one answer; the memory is beyond what the process has at its start."""
 
 
-class Scorer(Protocol):
+class AnswerScorer(Protocol):
     """Scores the answers of one dataset."""
 
     def score(self, index: int, answer: str | None) -> tuple[float, str]:

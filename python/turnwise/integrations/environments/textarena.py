@@ -14,8 +14,7 @@ from pydantic import Field
 
 from turnwise.arena.rewards.invalid_action import parsing
 from turnwise.integrations.environments.base.forks import Replays
-from turnwise.integrations.environments.base.options import ForeignOptions
-from turnwise.integrations.environments.base.play import Game, Play, View, require, totals
+from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
 from turnwise.integrations.environments.base.task import ForeignTask, actor_ids
 from turnwise.integrations.environments.base.texts import listed_moves
 
@@ -73,14 +72,14 @@ class TextArenaPlay(Play):
             self.env = game.make()
             self.env.reset(num_players=len(game.actors), seed=seed)
 
-    def look(self) -> View:
+    def look(self) -> PlayView:
         rewards = totals(self.game.actors, {self.game.actors[seat]: paid for seat, paid in self.paid.items()})
         if self.is_done:
-            return View("", "", None, rewards, terminated=True)
+            return PlayView("", "", None, rewards, terminated=True)
         with self.random.use():
             seat, shown = self.env.get_observation()
         text = shown if self.game.render is None else self.game.render(shown)
-        return View(self.game.actors[seat], str(text).strip(), None, rewards)
+        return PlayView(self.game.actors[seat], str(text).strip(), None, rewards)
 
     def act(self, action: Any) -> None:
         state = self.env.state
@@ -96,7 +95,7 @@ class TextArenaPlay(Play):
         self.was_legal = not was_fatal and getattr(state, "error_count", 0) <= errors
 
 
-class TextArenaGame(Game):
+class TextArenaGame(ForeignGame):
     """A game whose moves are texts. An illegal one follows the game's own rule.
 
     A text on which the game itself fails ends the play and costs 1. Forks are replays.
@@ -104,7 +103,7 @@ class TextArenaGame(Game):
 
     options: TextArenaOptions
     is_blocking = False  # it draws from the global random generators
-    ways = (Replays(),)
+    fork_methods = (Replays(),)
 
     def __init__(self, options: TextArenaOptions) -> None:
         super().__init__(options)

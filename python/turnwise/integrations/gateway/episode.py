@@ -1,4 +1,4 @@
-"""Episodes that somebody else's agent plays: a function of the question and the models."""
+"""Episodes that an agent of any framework plays: a function of the question and the models."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
 from turnwise.integrations.gateway.gateway import Gateway
-from turnwise.integrations.gateway.session import Model, Session
+from turnwise.integrations.gateway.session import GatewaySession, Model
 from turnwise.state import to_python
 from turnwise.types import EpisodeState
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import import_by_name, name_of
 
 Agent = Callable[[Any, Mapping[str, Model]], Awaitable[Any] | Any]
-"""``agent(question, models)``: anyone's code, ``async def`` or ``def``. It returns its reward or its result."""
+"""``agent(question, models)``: any code, ``async def`` or ``def``. It returns its reward or its result."""
 
 
 def reported_reward(extras: Mapping[str, Any]) -> dict[str, float]:
@@ -74,13 +74,13 @@ class GatewayEpisode(Episode):
         return state
 
     @abstractmethod
-    async def run_agent(self, question: Any, session: Session) -> Any:
+    async def run_agent(self, question: Any, session: GatewaySession) -> Any:
         """Run the agent for at most ``timeout`` seconds, and return its result. Raises ``CallTimeoutError``."""
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        found = to_python(state.data)
-        result = found.get("result")
-        return {**(result if isinstance(result, dict) else {}), **found}
+        data = to_python(state.data)
+        result = data.get("result")
+        return {**(result if isinstance(result, dict) else {}), **data}
 
 
 class AgentEpisode(GatewayEpisode):
@@ -111,12 +111,12 @@ class AgentEpisode(GatewayEpisode):
             )
         self.episode_type = agent if isinstance(agent, str) else name_of(self.agent)
 
-    async def run_agent(self, question: Any, session: Session) -> Any:
+    async def run_agent(self, question: Any, session: GatewaySession) -> Any:
         return await call_agent(self.agent, question, session.models, self.timeout)
 
 
 def _failed_to_connect(error: BaseException | None) -> bool:
-    """True if the names of ``error`` or of what caused it speak of a connection."""
+    """Return True if ``error`` or one of its causes has the name of a connection error."""
     words = ("Connect", "Proxy", "HTTP", "Timeout", "URLError", "Status")
     while error is not None:
         if any(word in kind.__name__ for kind in type(error).__mro__ for word in words):
@@ -143,13 +143,13 @@ def rewards_of(result: Any, actors: Sequence[str], called: Sequence[str]) -> dic
             raise ValueError(f"the agent's reward has {unknown[0]!r}: expected some of the actors {list(actors)}")
         if missing := [actor for actor in called if actor not in result]:
             raise ValueError(f"the agent's reward {dict(result)!r} lacks actor {missing[0]!r}, which it called")
-        found = {actor: result[actor] for actor in called}
+        rewards = {actor: result[actor] for actor in called}
     else:
-        found = dict.fromkeys(called, result)
-    for reward in found.values():
+        rewards = dict.fromkeys(called, result)
+    for reward in rewards.values():
         if isinstance(reward, complex) or not isinstance(reward, Real) or not math.isfinite(reward):
             raise TypeError(
                 f"the agent returned {str(result)[:200]!r}: expected a finite number, or one by actor. Give the "
                 "episode a rubric to score other results"
             )
-    return {actor: float(reward) for actor, reward in found.items()}
+    return {actor: float(reward) for actor, reward in rewards.items()}

@@ -9,17 +9,17 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from turnwise.inference.common.proxies import LOOPBACK, bypass_proxies
-from turnwise.integrations.gateway.session import Session
+from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.types.protocols import ArenaForHooks
 
 if TYPE_CHECKING:
-    from turnwise.integrations.gateway.server import Server
+    from turnwise.integrations.gateway.server import GatewayServer
 
 REMEMBERED = 1000
-"""Ended sessions whose late calls are told the reason."""
+"""Number of ended sessions whose late calls get the reason as their answer."""
 
-SessionT = TypeVar("SessionT", bound=Session)
+SessionT = TypeVar("SessionT", bound=GatewaySession)
 
 
 class Gateway:
@@ -42,14 +42,14 @@ class Gateway:
             warnings.warn(
                 f"host={self.settings.host!r}: is open to other hosts, and keys travel unencrypted", stacklevel=2
             )
-        self.sessions: dict[str, Session] = {}
-        self.on_session_end: Callable[[Session], None] = lambda session: None
+        self.sessions: dict[str, GatewaySession] = {}
+        self.on_session_end: Callable[[GatewaySession], None] = lambda session: None
         """Called with each session when it has ended, for example to measure."""
         self.ended: dict[str, tuple[list[str], str]] = {}
         """The keys of the latest ended sessions, and why they take no more calls."""
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting: asyncio.Task[Server] | None = None
+        self._starting: asyncio.Task[GatewayServer] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -60,12 +60,12 @@ class Gateway:
         await self._close()
 
     @asynccontextmanager
-    async def session(self, actors: Sequence[str], arena: ArenaForHooks) -> AsyncIterator[Session]:
+    async def session(self, actors: Sequence[str], arena: ArenaForHooks) -> AsyncIterator[GatewaySession]:
         """Open a session for the running episode. It ends with the block, and then takes no more calls.
 
         Raises the error of the model or of turnwise that a call met, whatever the agent made of it.
         """
-        async with self.serve(Session(actors, arena, self.settings)) as session:
+        async with self.serve(GatewaySession(actors, arena, self.settings)) as session:
             yield session
 
     @asynccontextmanager
@@ -96,8 +96,8 @@ class Gateway:
                     del self.ended[next(iter(self.ended))]
                 await self._close()
 
-    # -- the server, while anyone needs it -----------------------------------------------------------------------------
-    async def _open(self) -> Server:
+    # -- the server, while a session needs it --------------------------------------------------------------------------
+    async def _open(self) -> GatewayServer:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a server of an event loop that has ended is gone
             self._loop, self._users, self._starting, self._stopping = loop, 0, None, None
@@ -110,14 +110,14 @@ class Gateway:
             await self._close()
             raise
 
-    async def _start(self, before: asyncio.Task[None] | None) -> Server:
+    async def _start(self, before: asyncio.Task[None] | None) -> GatewayServer:
         try:
-            from turnwise.integrations.gateway.server import Server
+            from turnwise.integrations.gateway.server import GatewayServer
         except ImportError as error:
             raise ImportError("the gateway needs aiohttp: pip install 'turnwise[gateway]'") from error
         if before is not None:
             await before
-        server = Server(self.settings, self.sessions, self.ended)
+        server = GatewayServer(self.settings, self.sessions, self.ended)
         await server.start()
         bypass_proxies(server.url)
         return server
@@ -127,11 +127,11 @@ class Gateway:
         if self._users or self._starting is None:
             return
         starting, self._starting = self._starting, None
-        self._stopping = asyncio.get_running_loop().create_task(_stop(starting))
+
+        async def stop() -> None:
+            await asyncio.wait([starting])
+            if not starting.cancelled() and starting.exception() is None:
+                await starting.result().stop()
+
+        self._stopping = asyncio.get_running_loop().create_task(stop())
         await asyncio.shield(self._stopping)
-
-
-async def _stop(starting: asyncio.Task[Server]) -> None:
-    await asyncio.wait([starting])
-    if not starting.cancelled() and starting.exception() is None:
-        await starting.result().stop()

@@ -1,4 +1,4 @@
-"""Episodes that a command plays, as a process of its own for each."""
+"""Episodes that a command plays, each in its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turnwise.inference.common.proxies import bypass_proxies
 from turnwise.integrations.gateway import supervisor
 from turnwise.integrations.gateway.episode import GatewayEpisode
 from turnwise.integrations.gateway.gateway import Gateway
-from turnwise.integrations.gateway.session import Session
+from turnwise.integrations.gateway.session import GatewaySession
 
 OUTPUT_BYTES = 64 * 1024
 """Bytes of a process's output that are kept, the latest."""
@@ -77,7 +77,7 @@ class ProcessEpisode(GatewayEpisode):
         self._limit = 2 * (os.cpu_count() or 1) if processes is None else processes
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    async def run_agent(self, question: Any, session: Session) -> Any:
+    async def run_agent(self, question: Any, session: GatewaySession) -> Any:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._limit)
@@ -99,7 +99,7 @@ class ProcessEpisode(GatewayEpisode):
                     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
                     raise CallTimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
 
-    async def _run(self, question: Any, session: Session, root: Path) -> Any:
+    async def _run(self, question: Any, session: GatewaySession, root: Path) -> Any:
         folder, private = root / "work", root / "turnwise"
         folder.mkdir()
         private.mkdir()
@@ -126,7 +126,7 @@ class ProcessEpisode(GatewayEpisode):
                 f"{self.command[0]} wrote a TURNWISE_RESULT that is no JSON ({error}); its last output:\n{shown}"
             ) from None
 
-    def _environment(self, session: Session, folder: Path, private: Path) -> dict[str, str]:
+    def _environment(self, session: GatewaySession, folder: Path, private: Path) -> dict[str, str]:
         # One actor has its own URL; with several, the model's name selects the actor, and any of their keys opens.
         first = next(iter(session.models.values()))
         root = f"{session.url}/{first.name}" if len(session.models) == 1 else session.url
@@ -147,7 +147,9 @@ class ProcessEpisode(GatewayEpisode):
         bypass_proxies(session.url, environment)
         return environment
 
-    async def _supervised(self, folder: Path, environment: Mapping[str, str], session: Session) -> tuple[int, str]:
+    async def _supervised(
+        self, folder: Path, environment: Mapping[str, str], session: GatewaySession
+    ) -> tuple[int, str]:
         """Run the command to its end. Return its exit code, and its last lines of output."""
         # A pipe of asyncio's own would keep wait() from returning while any descendant has it open.
         output, written = os.pipe()
@@ -223,22 +225,22 @@ async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
 
 
 async def _end_orphans(folder: str) -> None:
-    """Kill what a supervisor left behind that was killed itself: all whose environment names ``folder``."""
+    """Kill the processes that a killed supervisor left behind: all whose environment names ``folder``."""
     for _ in range(ORPHAN_ROUNDS):
-        found = []
+        orphans = []
         for environment in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if folder.encode() in environment.read_bytes():
-                    found.append(int(environment.parent.name))
-        if not found:
+                    orphans.append(int(environment.parent.name))
+        if not orphans:
             return
-        for process in found:
+        for process in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         await asyncio.sleep(0.01)
 
 
-def _masked(output: bytes, session: Session) -> str:
+def _masked(output: bytes, session: GatewaySession) -> str:
     """Return the last lines of the output, without keys."""
     text = "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])
     return str(session.context.without_secrets(text))

@@ -13,21 +13,20 @@ from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
 from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
 from turnwise.integrations.gateway.gateway import Gateway
-from turnwise.integrations.gateway.session import Call, Seat, Session
-from turnwise.integrations.gateway.wire.ask import Answered, Ask
-from turnwise.integrations.gateway.wire.errors import unsupported
+from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
+from turnwise.integrations.gateway.wire.ask import Answered, Ask, unsupported
 from turnwise.state import to_python
 from turnwise.types import EpisodeState, Messages, ModelResponse
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import name_of
 
 
-class ReplayError(RuntimeError):
+class AgentReplayError(RuntimeError):
     """An agent made other calls when it ran again, so it can't be branched: it is no function of its answers alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """One call of the record: what the actor was asked, and the answer to it."""
 
     actor: str
@@ -36,12 +35,12 @@ class Answer:
     prompt_ids: tuple[int, ...]
 
 
-class ReplaySession(Session):
+class ReplaySession(GatewaySession):
     """Answers the first calls from ``record``, and holds the first other one in ``pending``."""
 
     grace: ClassVar[float] = 0.0
 
-    def __init__(self, episode: ReplayedEpisode, arena: ArenaForHooks, record: Sequence[Answer]) -> None:
+    def __init__(self, episode: ReplayedEpisode, arena: ArenaForHooks, record: Sequence[RecordedAnswer]) -> None:
         gateway = episode.gateway
         super().__init__(episode.actors, arena, gateway.settings)
         self._left = list(record)
@@ -49,20 +48,20 @@ class ReplaySession(Session):
         self.stopped = asyncio.Event()
         """Set by the first call that is not in the record, and by one that differs from it."""
 
-    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> Call:
+    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> GatewayCall:
         if ask.n != 1:
             raise unsupported("n", "an agent that is branched asks for one choice at a time")
-        call = Call(seat.actor, seat.calls, ask, time.monotonic())
+        call = GatewayCall(seat.actor, seat.calls, ask, time.monotonic())
         seat.calls += 1
         self.calls.append(call)
         # Parallel calls may arrive in another order, so any equal call of the record will do.
         same = next((old for old in self._left if (old.actor, old.ask) == (seat.actor, ask)), None)
         if same is not None:
             self._left.remove(same)
-            call.task = asyncio.ensure_future(_now(same.answered))
+            call.task = asyncio.ensure_future(asyncio.sleep(0, same.answered))
             return call
         if self._left:
-            self.failure = ReplayError(_difference(len(self.calls) - 1, self._left[0], seat.actor, ask))
+            self.failure = AgentReplayError(_difference(len(self.calls) - 1, self._left[0], seat.actor, ask))
             self.over = str(self.failure)
         elif self.pending is None:
             self.pending = seat.actor, ask
@@ -74,24 +73,20 @@ class ReplaySession(Session):
         """Count nothing: the calls were counted when they were sampled."""
 
 
-async def _now(answered: Answered) -> Answered:
-    return answered
-
-
 async def _never() -> Answered:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-def _difference(number: int, old: Answer, actor: str, ask: Ask) -> str:
-    told = f"call {number} differs when the agent runs again"
+def _difference(number: int, old: RecordedAnswer, actor: str, ask: Ask) -> str:
+    text = f"call {number} differs when the agent runs again"
     if old.actor != actor:
-        return f"{told}: it was of actor {old.actor!r}, and is of {actor!r}"
+        return f"{text}: it was of actor {old.actor!r}, and is of {actor!r}"
     for field in dataclasses.fields(Ask):
         before, now = getattr(old.ask, field.name), getattr(ask, field.name)
         if before != now:
-            return f"{told}, in {field.name}: it was {str(before)[-200:]!r}, and is {str(now)[-200:]!r}"
-    return told
+            return f"{text}, in {field.name}: it was {str(before)[-200:]!r}, and is {str(now)[-200:]!r}"
+    return text
 
 
 class ReplayedEpisode(MultiTurnEpisode):
@@ -99,8 +94,8 @@ class ReplayedEpisode(MultiTurnEpisode):
 
     Each model call is an action. After it the agent runs again from the start; the record answers the calls that it
     made before, and each must be equal to the recorded one. So the agent runs as often as it makes calls: it must not
-    draw random numbers, read clocks or change anything outside of itself. Raises :class:`ReplayError` in an episode
-    whose agent does.
+    draw random numbers, read clocks or change anything outside of itself. An episode whose agent does fails with
+    :class:`AgentReplayError`.
     """
 
     def __init__(
@@ -138,7 +133,7 @@ class ReplayedEpisode(MultiTurnEpisode):
         """Sample the pending call, as a session would."""
         state = require_context().state
         actor, ask = self._pending(state)
-        session = Session(self.actors, arena, self.gateway.settings)
+        session = GatewaySession(self.actors, arena, self.gateway.settings)
         seat, turn = session.seats[actor], 0
         for old in state.data["record"]:
             if old.actor == actor:
@@ -151,7 +146,7 @@ class ReplayedEpisode(MultiTurnEpisode):
         answered = await call.task
         session.report()
         [choice] = answered.choices
-        answer = Answer(actor, ask, answered, tuple(choice.response.prompt_token_ids))
+        answer = RecordedAnswer(actor, ask, answered, tuple(choice.response.prompt_token_ids))
         state.data["record"] = (*state.data["record"], answer)
         return choice.response
 
@@ -182,7 +177,7 @@ class ReplayedEpisode(MultiTurnEpisode):
                 if session.failure is None and session.pending is None:
                     state.data["result"], state.done = running.result(), True
                     if session._left:
-                        raise ReplayError(f"the agent ended after {len(session.calls)} calls when it ran again")
+                        raise AgentReplayError(f"the agent ended after {len(session.calls)} calls when it ran again")
                 state.data["pending"] = session.pending
             finally:
                 running.cancel()

@@ -7,8 +7,11 @@ import hmac
 import ipaddress
 import json
 import logging
+import secrets
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from hashlib import blake2b
 from types import ModuleType
@@ -17,21 +20,24 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from turnwise.arena import Arena
+from turnwise.arena.runner import create_context
+from turnwise.arena.runtime.context import use_context
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
 from turnwise.inference.common.proxies import LOOPBACK
-from turnwise.integrations.gateway.session import Call, Seat, Session
+from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from turnwise.integrations.gateway.wire.ask import Ask
-from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over, unauthorized, unsupported
+from turnwise.integrations.gateway.wire.ask import Ask, WireError, invalid, session_over, unauthorized, unsupported
+from turnwise.types import EpisodeRequest
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Leave one quiet line of what a client did: it sent no HTTP, or its connection broke. Other errors are ours."""
+    """Log one quiet line if a client sent no HTTP, or its connection broke. Return True for other errors."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (HttpProcessingError, ConnectionError)):
         return True
@@ -53,7 +59,7 @@ KEEP_ALIVE = 10.0
 """Seconds between two comments in a stream that waits for its answer."""
 
 
-class Server:
+class GatewayServer:
     """Serves the sessions that ``sessions`` holds. ``ended`` has the keys of ended ones, and the reason.
 
     Those of ``roots`` without a session's id serve ``sessions[""]``.
@@ -62,7 +68,7 @@ class Server:
     def __init__(
         self,
         settings: GatewaySettings,
-        sessions: Mapping[str, Session],
+        sessions: Mapping[str, GatewaySession],
         ended: Mapping[str, tuple[list[str], str]],
         roots: Sequence[str] = ROOTS,
     ) -> None:
@@ -79,7 +85,7 @@ class Server:
                 app.router.add_post(f"{root}/{path}", self._handler(dialect))
         for root in self.roots:
             app.router.add_get(f"{root}/models", self._models)
-        app.router.add_route("*", "/{path:.*}", self._unknown)
+        app.router.add_route("*", "/{path:.*}", self._no_route)
         # Without handler_cancellation a client that hangs up would leave its call running.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=http_log
@@ -115,7 +121,7 @@ class Server:
 
         return handle
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request) -> GatewaySession:
         """Return the session of a request that any of its keys opens. Raises :class:`WireError` otherwise."""
         _check_host(request, self.settings)
         name = request.match_info.get("sid", "")
@@ -127,7 +133,7 @@ class Server:
         _check_key(request, [seat.key for seat in session.seats.values()])
         return session
 
-    def _seat(self, request: web.Request, session: Session, body: Mapping[str, Any]) -> Seat:
+    def _seat(self, request: web.Request, session: GatewaySession, body: Mapping[str, Any]) -> Seat:
         actor = request.match_info.get("actor") or str(body.get("model"))
         if actor not in session.seats:
             raise WireError(
@@ -136,7 +142,7 @@ class Server:
         return session.seats[actor]
 
     async def _serve(
-        self, request: web.Request, dialect: ModuleType, session: Session, seat: Seat, body: Mapping[str, Any]
+        self, request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
     ) -> web.StreamResponse:
         ask: Ask = dialect.parse(body)
         key, is_retry = _resend(request, dialect, body)
@@ -147,7 +153,7 @@ class Server:
             response = await self._send(request, dialect, call, session.format)
             call.undelivered = False
         except ConnectionError:
-            left, response = True, web.Response()  # nobody reads it
+            left, response = True, web.Response()  # no client reads it
         except asyncio.CancelledError:
             left = True
             raise
@@ -160,7 +166,7 @@ class Server:
         return response
 
     async def _send(
-        self, request: web.Request, dialect: ModuleType, call: Call, format: ChatFormat
+        self, request: web.Request, dialect: ModuleType, call: GatewayCall, format: ChatFormat
     ) -> web.StreamResponse:
         """Wait for the answer, and send it. Raises ``ConnectionError`` or is cancelled if the client leaves."""
         ask = call.ask
@@ -195,7 +201,7 @@ class Server:
         data = [{"id": actor, "object": "model", "created": 0, "owned_by": "turnwise"} for actor in session.seats]
         return web.json_response({"object": "list", "data": data, "has_more": False})
 
-    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+    async def _no_route(self, request: web.Request) -> web.StreamResponse:
         served = f"POST {', '.join(DIALECTS)}, and GET models"
         error = WireError(404, "not_found", f"no {request.method} {request.path}: below a model's URL are {served}")
         return self._reject(openai_chat, error, None)
@@ -214,7 +220,7 @@ async def _close_connection(request: web.Request, response: web.StreamResponse) 
     response.headers["Connection"] = "close"  # aiohttp has written its own headers by now
 
 
-async def _wait(call: Call, seconds: float | None = None) -> Any:
+async def _wait(call: GatewayCall, seconds: float | None = None) -> Any:
     """Return the answer, or ``None`` after ``seconds``. Does not cancel the call if the client leaves."""
     assert call.task is not None
     done, _ = await asyncio.wait([call.task], timeout=seconds)
@@ -239,8 +245,8 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
 def _check_host(request: web.Request, settings: GatewaySettings) -> None:
     """Refuse a foreign ``Host`` header: a web page could else reach the gateway under its own name."""
     name = (request.url.host or "").strip("[]")
-    own = (settings.host, *LOOPBACK, *settings.allowed_hosts, *_names_of_machine())
-    if name not in own and not _is_address(name):
+    names = (settings.host, *LOOPBACK, *settings.allowed_hosts, *_names_of_machine())
+    if name not in names and not _is_address(name):
         raise WireError(421, "wrong_host", f"this is not {request.host!r}: list the name in allowed_hosts")
 
 
@@ -275,3 +281,47 @@ def _resend(request: web.Request, dialect: ModuleType, body: Mapping[str, Any]) 
         return (dialect.__name__, idempotency, digest), True
     count = request.headers.get("x-stainless-retry-count", "0")
     return (dialect.__name__, digest), count.isdigit() and int(count) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A server outside any episode: each request is an episode of one call
+# ---------------------------------------------------------------------------------------------------------------------
+class OneCallSessions(Mapping[str, GatewaySession]):
+    """Makes a session for each request that asks for one; all take the same key.
+
+    A request's sampling counts as the client sent it. Without a seed, each request draws its own.
+    """
+
+    def __init__(self, arena: Arena, settings: GatewaySettings, key: str) -> None:
+        self.arena, self.settings, self.key = arena.evaluation(arena.sampling), settings, key
+
+    def __getitem__(self, name: str) -> GatewaySession:
+        if name:
+            raise KeyError(name)
+        episode_type = next(iter(self.arena.episodes))
+        request = EpisodeRequest(episode_type, {}, seed=secrets.randbits(62))
+        with use_context(create_context(self.arena, request, None, Counter())):
+            session = GatewaySession(list(self.arena.actors), self.arena, self.settings)
+        for seat in session.seats.values():
+            seat.key = self.key
+        return session
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([""])
+
+    def __len__(self) -> int:
+        return 1
+
+
+@asynccontextmanager
+async def standing(arena: Arena, settings: GatewaySettings, key: str) -> AsyncIterator[str]:
+    """Serve the actors of ``arena`` to holders of ``key`` for the block, and yield the URL, which ends in ``/v1``.
+
+    Raises ``OSError`` for a port that is taken.
+    """
+    server = GatewayServer(settings, OneCallSessions(arena, settings, key), {}, roots=STANDING_ROOTS)
+    await server.start()
+    try:
+        yield f"{server.url}/v1"
+    finally:
+        await server.stop()

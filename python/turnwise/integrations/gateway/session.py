@@ -17,8 +17,7 @@ from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
 from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.settings import GatewaySettings
-from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice
-from turnwise.integrations.gateway.wire.errors import WireError, invalid, session_over
+from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
 from turnwise.types import ContextLengthError, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -49,7 +48,7 @@ class Model:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class GatewayCall:
     """One request of an agent, from its arrival. ``turn`` is the actor's own number of the call, from 0."""
 
     actor: str
@@ -93,11 +92,11 @@ class Seat:
     counts: Counter[str] = field(default_factory=Counter)
     own_seconds: float = 0.0
     """Time in which the gateway itself worked for this actor; no metric of the episode, as a replay repeats those."""
-    resends: dict[Hashable, Call] = field(default_factory=dict)
+    resends: dict[Hashable, GatewayCall] = field(default_factory=dict)
     """The latest call with each body, which a repeated request joins."""
 
 
-class Session:
+class GatewaySession:
     """The models of one episode, served at one URL each, until the episode ends.
 
     Example::
@@ -121,7 +120,7 @@ class Session:
         self._variables = contextvars.copy_context()
         self.seats = {actor: Seat(actor, secrets.token_urlsafe(32), Conversations(self.format)) for actor in actors}
         self.context.secrets += [seat.key for seat in self.seats.values()]
-        self.calls: list[Call] = []
+        self.calls: list[GatewayCall] = []
         """All calls, in the order of their arrival."""
         self.models: dict[str, Model] = {}
         self.url = ""
@@ -139,35 +138,35 @@ class Session:
             self.models[actor] = Model(f"{root}/v1", root, seat.key, actor)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
-    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> Call:
+    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> GatewayCall:
         """Start a call, or return the one that this request repeats. Raises :class:`WireError` if there is no more."""
-        known = None if resend is None else seat.resends.get(resend)
-        if known is not None and not (is_retry or known.undelivered):
-            known = None
-        if known is not None and known.has_answer:
-            known.undelivered = False
+        repeated = None if resend is None else seat.resends.get(resend)
+        if repeated is not None and not (is_retry or repeated.undelivered):
+            repeated = None
+        if repeated is not None and repeated.has_answer:
+            repeated.undelivered = False
             seat.counts["retries_joined"] += 1
-            return known
+            return repeated
         if self.over:
             raise session_over(self.over)
-        if known is None and len(self.calls) >= self.settings.max_calls:
+        if repeated is None and len(self.calls) >= self.settings.max_calls:
             raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
         if ask.tools:
             self.format.check_tools(ask.tools)
-        if known is None:
+        if repeated is None:
             turn = seat.calls if ask.turn is None else ask.turn
-            call = Call(seat.actor, turn, ask, time.monotonic(), resend=resend)
+            call = GatewayCall(seat.actor, turn, ask, time.monotonic(), resend=resend)
             seat.calls += 1
             self.calls.append(call)
         else:  # its sampling was cancelled, or never began: sample again, under the same number
-            call = known
+            call = repeated
         loop = asyncio.get_running_loop()
         call.task = loop.create_task(self._run(seat, call), context=self._variables)
         if resend is not None:
             seat.resends[resend] = call
         return call
 
-    async def _run(self, seat: Seat, call: Call) -> Answered:
+    async def _run(self, seat: Seat, call: GatewayCall) -> Answered:
         seat.running += 1
         seat.counts["parallel_calls"] += seat.running > 1
         try:
@@ -199,7 +198,7 @@ class Session:
             seat.running -= 1
             call.ended = time.monotonic()
 
-    async def _answer(self, seat: Seat, call: Call) -> Answered:
+    async def _answer(self, seat: Seat, call: GatewayCall) -> Answered:
         """Render the chat, sample the choices, and parse them."""
         ask, began = call.ask, time.perf_counter()
         try:
@@ -224,7 +223,7 @@ class Session:
         seat.own_seconds += time.perf_counter() - began
         return answered
 
-    def _sampling(self, seat: Seat, call: Call, prompt: Prompt, index: int) -> dict[str, Any]:
+    def _sampling(self, seat: Seat, call: GatewayCall, prompt: Prompt, index: int) -> dict[str, Any]:
         """Return the fields of :class:`Sampling` for one choice: the actor's, with what the agent may change."""
         ask, context = call.ask, self.context
         seed = derive_seed(context.rollout.seed, context.scope, seat.actor, call.turn, index, ask.seed)
@@ -248,7 +247,7 @@ class Session:
                 seat.counts["sampling_overridden"] += 1
         return changes
 
-    async def _sample(self, seat: Seat, call: Call, prompt: Prompt, sampling: dict[str, Any]) -> Choice:
+    async def _sample(self, seat: Seat, call: GatewayCall, prompt: Prompt, sampling: dict[str, Any]) -> Choice:
         ask = call.ask
         response = await self.arena.call_model(
             seat.actor, ask.messages, prompt_token_ids=prompt.ids, turn=call.turn, **sampling
@@ -261,16 +260,20 @@ class Session:
         seat.own_seconds += time.perf_counter() - began
         return choice
 
-    def _choice(self, seat: Seat, call: Call, prompt: Prompt, response: ModelResponse) -> Choice:
+    def _choice(self, seat: Seat, call: GatewayCall, prompt: Prompt, response: ModelResponse) -> Choice:
         ask, ids = call.ask, response.completion_token_ids
         parsed = self.format.parse(ids, ask.tools if ask.reads_calls else (), prompt.ids)
         if not ask.parallel_calls and len(parsed.good_calls) > 1:
-            parsed = _first_call(parsed)
+            # Keep the first good call; the others become text.
+            first_call, *extra = parsed.good_calls
+            kept = tuple(made for made in parsed.calls if made is first_call or made.status != OK)
+            text = parsed.content + "".join(f"\n{made.raw}" for made in extra)
+            parsed = ParsedCompletion(text, parsed.reasoning, kept)
         content, stopped = parsed.content, None
-        found = [(place, stop) for stop in ask.stop if (place := content.find(stop)) >= 0]
-        if found:
-            place, stopped = min(found)
-            content = content[:place]
+        stops = [(index, stop) for stop in ask.stop if (index := content.find(stop)) >= 0]
+        if stops:
+            index, stopped = min(stops)
+            content = content[:index]
         finish = "length" if response.finish_reason == "length" else "stop" if stopped is None else "stop_string"
         if parsed.good_calls and finish == "stop":
             finish = "tool_calls"
@@ -280,7 +283,7 @@ class Session:
         )
         return Choice(response, parsed, content, ids_of_calls, finish, stopped)
 
-    def _record(self, seat: Seat, call: Call, prompt: Prompt, step: Step, choice: Choice) -> None:
+    def _record(self, seat: Seat, call: GatewayCall, prompt: Prompt, step: Step, choice: Choice) -> None:
         """Note in the step what the call was, and keep it, so that later chats may continue it."""
         step.info["call"] = call.turn
         if choice.parsed.calls:
@@ -340,7 +343,7 @@ class Session:
 
         A client whose connection broke may ask again without saying so. Equal requests at the same time are samples.
         """
-        alike: dict[tuple[str, Hashable], list[Call]] = {}
+        alike: dict[tuple[str, Hashable], list[GatewayCall]] = {}
         for call in self.calls:
             if call.resend is not None and call.steps:
                 alike.setdefault((call.actor, call.resend), []).append(call)
@@ -359,11 +362,3 @@ class Session:
             for name in dict.fromkeys((*ALWAYS, *seat.counts)):
                 key = f"gateway/{name}/{actor}"
                 metrics[key] = metrics.get(key, 0.0) + seat.counts[name]
-
-
-def _first_call(parsed: ParsedCompletion) -> ParsedCompletion:
-    """Keep the first good call; the others become text."""
-    first = parsed.good_calls[0]
-    extra = parsed.good_calls[1:]
-    kept = tuple(call for call in parsed.calls if call is first or call.status != OK)
-    return ParsedCompletion(parsed.content + "".join(f"\n{call.raw}" for call in extra), parsed.reasoning, kept)

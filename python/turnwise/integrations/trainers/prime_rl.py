@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
-from turnwise.integrations.trainers.common import import_from
+from turnwise.integrations.trainers import import_from
 from turnwise.utils.registry import build_with_options, did_you_mean
 
 
@@ -77,8 +77,8 @@ def sequence_loss(
         raise ValueError(f"loss={loss!r}: {did_you_mean(loss, LOSSES)}")
     variant = build_with_options(LOSSES[loss], options, "options")
     mask, weights = inputs.loss_mask, inputs.loss_weights
-    found = [1.0] if weights is None else weights[mask].unique().tolist() or [1.0]
-    if len(found) > 1 and loss in ("gspo", "gmpo"):
+    distinct = [1.0] if weights is None else weights[mask].unique().tolist() or [1.0]
+    if len(distinct) > 1 and loss in ("gspo", "gmpo"):
         raise ValueError(f"loss_weights: expected one weight for all tokens, as loss={loss!r} has one ratio for them")
 
     def compute(tokens: Tensor) -> ops.PolicyLoss:
@@ -94,8 +94,8 @@ def sequence_loss(
         )
 
     # Weights multiply the loss of their tokens, so each distinct weight is a part of its own.
-    parts = [compute(mask if len(found) == 1 else mask & (weights == weight)) for weight in found]
-    total = torch.stack([weight * part.loss for weight, part in zip(found, parts, strict=True)]).sum()
+    parts = [compute(mask if len(distinct) == 1 else mask & (weights == weight)) for weight in distinct]
+    total = torch.stack([weight * part.loss for weight, part in zip(distinct, parts, strict=True)]).sum()
     with torch.no_grad():
         metrics = (parts[0] if len(parts) == 1 else compute(mask)).metrics
     return total, dict(metrics)

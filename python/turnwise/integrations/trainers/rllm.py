@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit import ATGRPOCredit, Credit, TurnReturnsCredit, credit_columns
-from turnwise.integrations.trainers.common import import_from, make_rule
+from turnwise.integrations.trainers import import_from, make_rule
 
 Advantages = tuple[list[np.ndarray], list[np.ndarray]]
 

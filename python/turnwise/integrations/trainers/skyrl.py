@@ -17,7 +17,7 @@ from torch import Tensor
 
 from turnwise import ops
 from turnwise.credit import Credit, credit_columns
-from turnwise.integrations.trainers.common import import_from, make_rule
+from turnwise.integrations.trainers import import_from, make_rule
 from turnwise.utils.registry import did_you_mean
 
 _UID = re.compile(
@@ -76,18 +76,18 @@ class CreditEstimator:
         self, token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **_: Any
     ) -> tuple[Tensor, Tensor]:
         rows = [row for row, uid in enumerate(index) if not _PADDING.fullmatch(str(uid))]
-        found = [_UID.fullmatch(str(index[row])) for row in rows]
+        uids = [_UID.fullmatch(str(index[row])) for row in rows]
         advantages = np.zeros(len(index), dtype=np.float32)
         advantages[rows] = credit_columns(
             self.rule,
             token_level_rewards.sum(dim=-1).double().cpu().numpy()[rows],
-            questions=[uid["question"] if uid else str(index[row]) for row, uid in zip(rows, found, strict=True)],
-            actors=[uid["agent"] if uid else "agent" for uid in found],
-            turns=[int(uid["turn"]) if uid else 0 for uid in found],
+            questions=[uid["question"] if uid else str(index[row]) for row, uid in zip(rows, uids, strict=True)],
+            actors=[uid["agent"] if uid else "agent" for uid in uids],
+            turns=[int(uid["turn"]) if uid else 0 for uid in uids],
             # Without the number of the attempt, each row is an attempt of its own.
             trajectories=[
                 (uid["question"], uid["attempt"]) if uid and uid["attempt"] else row
-                for row, uid in zip(rows, found, strict=True)
+                for row, uid in zip(rows, uids, strict=True)
             ],
             lengths=response_mask.sum(dim=-1).int()[rows].tolist(),
         )
@@ -106,14 +106,14 @@ class AgentUids:
     """
 
     def convert_to_training_input(self, generator_output: Any, uids: Sequence[str]) -> Any:
-        found = [_UID.fullmatch(uid) for uid in uids]
-        questions = [each["question"] if each else uid for each, uid in zip(found, uids, strict=True)]
+        matches = [_UID.fullmatch(uid) for uid in uids]
+        questions = [each["question"] if each else uid for each, uid in zip(matches, uids, strict=True)]
         batch = super().convert_to_training_input(generator_output, questions)  # type: ignore[misc]
-        if any(found):
+        if any(matches):
             ids = generator_output["trajectory_ids"]
             uids = [
                 f"{uid}#attempt={at.repetition_id}" if each else uid
-                for each, uid, at in zip(found, uids, ids, strict=True)
+                for each, uid, at in zip(matches, uids, ids, strict=True)
             ]
         batch.metadata["uids"] = [*uids, *batch.metadata["uids"][len(uids) :]]  # rows of padding follow
         return batch

@@ -1,6 +1,6 @@
 """TRL's ``GRPOTrainer`` with turnwise's forward pass, fused loss and credit rules.
 
-Read in this order: rows, loss, credit, trainer.
+Read in this order: rows, loss, trainer.
 May import: types, utils, ops, credit, train.model.
 """
 

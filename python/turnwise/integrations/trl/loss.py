@@ -17,8 +17,8 @@ BY_ROW_MEAN = ("grpo", "sapo")
 KNOWN = (*CLIPPED, "cispo", "sapo", "vespo")
 
 
-def obstacle(trainer: Any, inputs: dict[str, Any]) -> str:
-    """Return why TRL's own loss must serve; an empty string if turnwise's op computes the same."""
+def unsupported_reason(trainer: Any, inputs: dict[str, Any]) -> str:
+    """Return why TRL's own loss must be used; an empty string if turnwise's op computes the same."""
     by_sequence = trainer.importance_sampling_level == "sequence"
     if trainer.loss_type not in KNOWN:
         return f"loss_type={trainer.loss_type!r} is none of {', '.join(KNOWN)}"

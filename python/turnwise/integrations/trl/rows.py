@@ -1,4 +1,4 @@
-"""Turns the padded tensors of TRL into one stream without padding, packed or as a trie.
+"""Rows of TRL: their padded tensors as one stream without padding, packed or as a trie, and their advantages.
 
 Legend: ``B`` rows, ``T`` padded columns of prompt and completion, ``U`` tokens of the stream, ``N`` scored tokens.
 """
@@ -6,13 +6,15 @@ Legend: ``B`` rows, ``T`` padded columns of prompt and completion, ``U`` tokens 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from turnwise.credit import credit_columns
+from turnwise.credit.base import Credit, build_rule
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.prefix_tree import PrefixTree
@@ -101,7 +103,7 @@ def positions_are_relative(lm: Any) -> bool:
     return off < (1e-3 if states[0].dtype is torch.float32 else 0.1)
 
 
-class Scorer:
+class RowScorer:
     """Scores tokens of padded rows with a causal LM: one stream through its layers, its head without logits.
 
     ``layout`` is ``"packed"``, ``"trie"``, or ``"auto"``: a trie where it saves a tenth of the tokens. The model's
@@ -113,8 +115,8 @@ class Scorer:
     def __init__(self, model: nn.Module, layout: str) -> None:
         check_layout(layout)
         lm = causal_lm(model)
-        if why := fusing_unsupported_reason(lm) or packing_unsupported_reason(lm):
-            raise ValueError(f"{type(lm).__name__}: {why}")
+        if reason := fusing_unsupported_reason(lm) or packing_unsupported_reason(lm):
+            raise ValueError(f"{type(lm).__name__}: {reason}")
         # TRL counts positions with the padding on the left. A packed stream can do so too, but for flash attention.
         relative = positions_are_relative(lm)
         self.columns = lm.config._attn_implementation == ATTENTION
@@ -143,3 +145,46 @@ def redirect(lm: Any) -> None:
         return inner(*args, **kwargs) if turnwise_call is None else turnwise_call()
 
     lm.forward = forward
+
+
+COLUMNS = {
+    "question": "questions",
+    "agent": "actors",
+    "turn": "turns",
+    "trajectory": "trajectories",
+    "node": "nodes",
+    "state": "states",
+}
+"""Columns of the dataset, or of what ``rollout_func`` adds, and the arguments of ``credit_columns`` that they give."""
+
+
+class RowCredit:
+    """Applies one rule to the rows of each generation batch. A rule with state (RAE) keeps it between batches.
+
+    Without a column ``question``, the generations of one prompt are one question, as in TRL.
+    """
+
+    def __init__(self, rule: Credit | str) -> None:
+        self.rule = build_rule(rule, {}, "credit", "credit") if isinstance(rule, str) else rule
+
+    def __call__(
+        self, rewards: np.ndarray, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], num_generations: int
+    ) -> np.ndarray:
+        """Return advantages ``[B]`` float32 of ``rewards [B]``; a row with reward NaN gets 0 and counts nowhere.
+
+        ``rows`` are the dataset's, one per completion, and ``lengths`` the completions' tokens. Raises ``ValueError``
+        naming a column that only some rows have.
+        """
+        scored = np.flatnonzero(~np.isnan(rewards)).tolist()
+        columns: dict[str, Any] = {"questions": [row // num_generations for row in scored]}
+        for column, argument in COLUMNS.items():
+            having = [column in rows[i] for i in scored]
+            if any(having) and not all(having):
+                raise ValueError(f"column {column!r}: expected it in all rows, or in none")
+            if having and having[0]:
+                columns[argument] = [rows[i][column] for i in scored]
+        columns["lengths"] = [lengths[i] for i in scored]
+        advantages = np.zeros(len(rewards), dtype=np.float32)
+        if scored:
+            advantages[scored] = credit_columns(self.rule, rewards[scored], **columns)
+        return advantages

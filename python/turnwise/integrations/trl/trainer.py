@@ -16,9 +16,8 @@ except ImportError as error:
     raise ImportError(f"TRL doesn't import here ({error}): pip install 'turnwise[trl]'") from error
 
 from turnwise.credit.base import Credit
-from turnwise.integrations.trl.credit import COLUMNS, RowCredit
-from turnwise.integrations.trl.loss import fused_loss, gather, obstacle
-from turnwise.integrations.trl.rows import Scorer, check_layout
+from turnwise.integrations.trl.loss import fused_loss, gather, unsupported_reason
+from turnwise.integrations.trl.rows import COLUMNS, RowCredit, RowScorer, check_layout
 from turnwise.train.model.support import causal_lm
 
 Base: Any = object  # the methods of the GRPOTrainer that comes after the mixin
@@ -57,19 +56,19 @@ class TurnwiseGRPOMixin(Base):
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         self._row_credit = None if credit is None else RowCredit(credit)
         self._rewards: tuple[Tensor, list[dict[str, Any]], list[int]] | None = None
-        self._said: set[str] = set()
-        self._scorers: dict[int, Scorer] = {}
+        self._warned: set[str] = set()
+        self._scorers: dict[int, RowScorer] = {}
         super().__init__(*args, **kwargs)
         try:
-            if why := self._why_not_scored():
-                raise ValueError(why)
+            if reason := self._unsupported_reason():
+                raise ValueError(reason)
             for model in (self.model, self.ref_model):
                 if model is not None:
                     lm = self._lm(model)
-                    self._scorers[id(lm)] = Scorer(lm, sequence_layout)
+                    self._scorers[id(lm)] = RowScorer(lm, sequence_layout)
         except (ValueError, TypeError) as error:
             if sequence_layout != "auto":
-                raise ValueError(f"sequence_layout={sequence_layout!r}: can't be had, as {error}") from error
+                raise ValueError(f"sequence_layout={sequence_layout!r}: not available, as {error}") from error
             self._fall_back("TRL's forward pass and loss are used", str(error))
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -78,8 +77,8 @@ class TurnwiseGRPOMixin(Base):
     def _lm(self, model: Any) -> Any:
         return causal_lm(self.accelerator.unwrap_model(model, keep_torch_compile=False))
 
-    def _why_not_scored(self) -> str:
-        """Why no model can be scored by turnwise; empty if its own checks decide."""
+    def _unsupported_reason(self) -> str:
+        """Return why turnwise can't score any model; empty if its own checks decide."""
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return "the model is sharded by FSDP or DeepSpeed"
         if self.args.torch_compile:
@@ -92,11 +91,11 @@ class TurnwiseGRPOMixin(Base):
             return "the model is split over devices"
         return "the loss has an auxiliary term of a mixture of experts" if self.aux_loss_enabled else ""
 
-    def _fall_back(self, what: str, why: str) -> None:
-        """Say once per cause that TRL's own code serves."""
-        if why not in self._said:
-            self._said.add(why)
-            warnings.warn(f"{type(self).__name__}: {what}, as {why}", RuntimeWarning, stacklevel=3)
+    def _fall_back(self, what: str, reason: str) -> None:
+        """Warn once per cause that TRL's own code is used."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"{type(self).__name__}: {what}, as {reason}", RuntimeWarning, stacklevel=3)
 
     def _score(self, model: Any, ids: Tensor, attended: Tensor, scored: Tensor, entropy: bool) -> Scored:
         """Return log-probs and, on request, entropies ``[N]`` of the ``scored [B, T]`` tokens, row after row."""
@@ -140,19 +139,19 @@ class TurnwiseGRPOMixin(Base):
         return padded[0], padded[1] if compute_entropy else None, None
 
     def _serves(self, model: Any, attention_mask: Tensor, logits_to_keep: int, others: dict[str, Any]) -> bool:
-        """True if turnwise can score these rows; says why if not."""
+        """True if turnwise can score these rows; says reason if not."""
         if id(self._lm(model)) not in self._scorers:
-            return False  # said when the trainer was built
-        why = ""
-        if given := [name for name, value in others.items() if value is not None and value is not False]:
-            why = f"the model has the inputs {', '.join(given)}"
+            return False  # the trainer has warned at its start
+        reason = ""
+        if extra := [name for name, value in others.items() if value is not None and value is not False]:
+            reason = f"the model has the inputs {', '.join(extra)}"
         elif not bool(attention_mask[:, :-logits_to_keep].any(1).all()):
-            why = "a prompt is empty"
+            reason = "a prompt is empty"
         elif not bool(attention_mask[:, -logits_to_keep:].any()):
-            why = NOTHING_TRAINS
-        if why:
-            self._fall_back("TRL's forward pass and loss are used for a batch", why)
-        return not why
+            reason = NOTHING_TRAINS
+        if reason:
+            self._fall_back("TRL's forward pass and loss are used for a batch", reason)
+        return not reason
 
     # -----------------------------------------------------------------------------------------------------------------
     # Loss
@@ -162,12 +161,12 @@ class TurnwiseGRPOMixin(Base):
         attended = torch.cat([prompt_mask, mask], dim=1)
         trained = (mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]).bool()
         extra = {name: inputs.get(name) for name in OTHER_INPUTS}
-        if why := obstacle(self, inputs):
-            self._fall_back("TRL's loss is used", why)
+        if reason := unsupported_reason(self, inputs):
+            self._fall_back("TRL's loss is used", reason)
         elif not bool(trained.any()):
             self._fall_back("TRL's forward pass and loss are used for a batch", NOTHING_TRAINS)
-            why = NOTHING_TRAINS
-        if why or not self._serves(model, attended, mask.shape[1], extra):
+            reason = NOTHING_TRAINS
+        if reason or not self._serves(model, attended, mask.shape[1], extra):
             return super()._compute_loss(model, inputs)
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         scored = torch.cat([torch.zeros_like(prompt_mask, dtype=torch.bool), trained], dim=1)

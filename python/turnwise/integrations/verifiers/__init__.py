@@ -1,6 +1,6 @@
 """verifiers, both ways: its v1 environments as tasks, and turnwise's tasks as environments that others train.
 
-Read in this order: version, client, episode, task, players, export.
+Read in this order: client, episode, task, players, export.
 May import: types, utils, state, chat, arena, inference, tasks, integrations.gateway.
 """
 

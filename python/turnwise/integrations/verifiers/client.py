@@ -16,9 +16,9 @@ from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 
 from turnwise.chat.messages import ChatError
-from turnwise.integrations.gateway.session import Call, Session
+from turnwise.integrations.gateway.session import GatewayCall, GatewaySession
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from turnwise.integrations.gateway.wire.errors import WireError
+from turnwise.integrations.gateway.wire.ask import WireError
 
 HERE = vf.TrainClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="TURNWISE_NO_KEY")
 """Stands for the arena's model in verifiers' configs. Nothing connects to its URL. verifiers streams an answer of a
@@ -38,7 +38,7 @@ class ArenaClient(vf.Client):
     """Answers the calls of all running episodes of one environment. ``sessions`` has the session of each trace."""
 
     def __init__(self) -> None:
-        self.sessions: dict[str, tuple[Session, str]] = {}
+        self.sessions: dict[str, tuple[GatewaySession, str]] = {}
         """Session and actor, by the id of the trace."""
 
     async def get_response(
@@ -77,7 +77,7 @@ class ArenaClient(vf.Client):
         return response
 
 
-async def _answer(call: Call) -> Any:
+async def _answer(call: GatewayCall) -> Any:
     """Return the answer. The call ends if verifiers no longer waits for it."""
     assert call.task is not None
     try:
@@ -98,7 +98,7 @@ class ArenaInterception(Interception):
         self.inner, self.client = inner, client
 
     async def start(self) -> None:
-        """Do nothing: whoever started ``inner`` also stops it."""
+        """Do nothing: the owner of ``inner`` starts and stops it."""
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
@@ -152,7 +152,7 @@ class Serving:
             await asyncio.wait([before])
         try:
             async with self.env.serving():
-                # verifiers builds clients from configs alone, so this is the place to bring one's own.
+                # verifiers builds clients from configs alone, so only this attribute takes another one.
                 self.env._interception = ArenaInterception(self.env._interception, self.client)
                 ready.set_result(None)
                 await stop.wait()

@@ -12,7 +12,7 @@ import verifiers.v1 as vf
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.runtime.context import require_context
 from turnwise.integrations.gateway.episode import reported_reward
-from turnwise.integrations.gateway.session import Session
+from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.verifiers.client import CONTEXT, Serving
 from turnwise.state import to_python
@@ -50,7 +50,7 @@ class VerifiersEpisode(Episode):
         context = require_context()
         state = context.state if state is None else state
         context.state = state
-        session = Session(self.actors, arena, self.settings)
+        session = GatewaySession(self.actors, arena, self.settings)
         task = self.tasks[to_python(artifact)["index"]]
         try:
             async with asyncio.timeout(self.timeout):
@@ -69,7 +69,7 @@ class VerifiersEpisode(Episode):
         state.done = True
         return state
 
-    async def _run(self, task: vf.Task, session: Session) -> vf.Episode:
+    async def _run(self, task: vf.Task, session: GatewaySession) -> vf.Episode:
         """Play the task. Each trace that begins is answered by ``session``, until the episode ends."""
         begun: list[str] = []
         async with self._serving.open() as client:

@@ -81,7 +81,7 @@ class Players(ClientBase):
     """The agents of one verifiers episode, as an arena's client whose policies are the actors.
 
     A call that continues an actor's earlier chat is a turn of the same trace. Any other call begins a new trace.
-    Responses are text: whoever runs the environment trains on the tokens of its traces.
+    Responses are text: the trainer that runs the environment trains on the tokens of its traces.
     """
 
     def __init__(self, agents: vf.Agents, actors: Sequence[str]) -> None:
@@ -112,8 +112,8 @@ class Players(ClientBase):
         segment = await talk.interaction.turn(new)
         trace = talk.interaction.trace
         if segment.terminated:
-            why = trace.last_error.message if trace.last_error else trace.stop_condition
-            raise ModelError(f"agent {actor!r}: its run has ended: {why}")
+            reason = trace.last_error.message if trace.last_error else trace.stop_condition
+            raise ModelError(f"agent {actor!r}: its run has ended: {reason}")
         text = segment.messages[-1].content or ""
         talk.chat, talk.is_busy = [*chat, {"role": "assistant", "content": text}], False
         ids = [*self.tokenizer.encode(text), 256]
@@ -123,7 +123,7 @@ class Players(ClientBase):
         )
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
-        """Raise ``ValueError``: whoever runs the environment has the weights."""
+        """Raise ``ValueError``: the trainer that runs the environment has the weights."""
         raise ValueError(f"policy={policy!r}: verifiers' agents take no weights")
 
     def version(self, policy: str) -> int:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
 from turnwise.integrations.gateway.settings import settings_of
-from turnwise.integrations.verifiers.version import check_version
 from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
 from turnwise.types import TaskCapabilities
 from turnwise.utils.registry import import_by_name
+
+NEEDED = "expected verifiers 0.4: pip install 'turnwise[verifiers]', in an environment without openai 3"
+
+
+def check_version() -> None:
+    """Raise ``ImportError`` unless verifiers 0.4 is installed. Its API v1 is new, and older ones are another API."""
+    try:
+        version = metadata.version("verifiers")
+    except metadata.PackageNotFoundError:
+        raise ImportError(f"verifiers is not installed; {NEEDED}") from None
+    if version.split(".")[:2] != ["0", "4"]:
+        raise ImportError(f"verifiers {version} is installed; {NEEDED}")
 
 
 class VerifiersOptions(OwnOptions):
@@ -51,7 +63,7 @@ class VerifiersTask(OwnTask):
         check_version()
         super().__init__(options)
         options = self.options
-        self.name = options.name  # type: ignore[misc]  # a class of one's own names its task once
+        self.name = options.name  # type: ignore[misc]  # your own class names its task once
         self.settings = settings_of(options.gateway)
         self.env = _env(options.name, options.env)
         self._tasks = list(self.env.taskset.take(options.size))

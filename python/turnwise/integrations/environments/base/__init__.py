@@ -1,5 +1,5 @@
-"""What all adapters of environments share: plays and games, proved forks, the episode that plays them, and its task.
+"""Shared parts of all adapters of environments: plays and games, proved forks, the episode that plays them, its task.
 
-Read in this order: play, forks, episode, task, options, texts.
+Read in this order: play, forks, episode, task, texts.
 May import: types, utils, arena, tasks.
 """

@@ -10,7 +10,7 @@ from turnwise.arena import InvalidActionError, MultiTurnEpisode, Rubric, TreeSam
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import hook
 from turnwise.integrations.environments.base.forks import RunningPlay
-from turnwise.integrations.environments.base.play import Game, View
+from turnwise.integrations.environments.base.play import ForeignGame, PlayView
 from turnwise.integrations.environments.base.texts import with_moves
 from turnwise.types import EpisodeState, Messages
 
@@ -25,7 +25,7 @@ class ForeignEpisode(MultiTurnEpisode):
     """Actors act as the environment says, until it ends, cuts off, or a move is illegal.
 
     The artifact is ``{"seed": 7}``. With ``{"seed": 7, "model": "player1"}`` a random player has the other seats. Each
-    prompt is the acting actor's own observation, so nobody sees another's observations or completions.
+    prompt is the acting actor's own observation, so no actor sees another's observations or completions.
 
     Rewards are the sums that the environment pays each actor. An illegal move ends the play: its actor loses
     ``game.invalid_cost``, and in a competitive game the others share it. Under a tree an action earns what its actor
@@ -34,7 +34,7 @@ class ForeignEpisode(MultiTurnEpisode):
     Example: ``ForeignEpisode(OpenSpielGame(options))`` with ``EpisodeRequest("openspiel:kuhn_poker", {"seed": 7})``
     """
 
-    def __init__(self, game: Game, *, sampler: TreeSampler | None = None) -> None:
+    def __init__(self, game: ForeignGame, *, sampler: TreeSampler | None = None) -> None:
         super().__init__(sampler=sampler, max_turns=game.max_turns)
         self.game = game
         self.actors = game.actors
@@ -42,11 +42,14 @@ class ForeignEpisode(MultiTurnEpisode):
         self.rubric = Rubric([payoff, success, score, legal, cut_off], [1.0, 0.0, 0.0, 0.0, 0.0])
 
     def unserved_rewards(self) -> dict[str, str]:
-        told = "pays an illegal move by the environment's rule: expected task_options."
-        return super().unserved_rewards() | {"invalid_cost": f"{told}invalid_cost"}
+        reason = "pays an illegal move by the environment's rule: expected task_options.invalid_cost"
+        return super().unserved_rewards() | {"invalid_cost": reason}
 
     async def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        _check(artifact, self.game)
+        if not isinstance(artifact, Mapping) or not isinstance(artifact.get("seed"), int):
+            raise TypeError(f"artifact={artifact!r}: expected a dict with a whole number 'seed'")
+        if "model" in artifact and artifact["model"] not in self.actors:
+            raise ValueError(f"artifact['model']={artifact['model']!r}: expected one of {self.actors}")
         start = partial(RunningPlay.start, self.game, artifact["seed"])
         play = await hook(start, blocking=self.game.is_blocking, late=RunningPlay.close)
         model = [artifact["model"]] if "model" in artifact else list(self.actors)
@@ -99,7 +102,7 @@ class ForeignEpisode(MultiTurnEpisode):
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``rewards`` and ``scores`` by the model's actors, ``moves``, and how the play ended."""
         data, rewards = state.data, self.rewards(state)
-        view: View = data["play"].view
+        view: PlayView = data["play"].view
         scores = {actor: _score(actor, rewards, self.game) for actor in data["model"]}
         if len(data["model"]) < len(self.actors):
             scores[MODEL] = scores[data["model"][0]]
@@ -143,7 +146,7 @@ class ForeignEpisode(MultiTurnEpisode):
             await self._act(state, self.game.random_reply(view, self.rng))
 
     def _shown(self, state: EpisodeState) -> str:
-        view: View = state.data["play"].view
+        view: PlayView = state.data["play"].view
         return with_moves(view.text, view.legal)
 
     def _remembered(self, state: EpisodeState) -> Messages:
@@ -154,14 +157,7 @@ class ForeignEpisode(MultiTurnEpisode):
         return kept
 
 
-def _check(artifact: Any, game: Game) -> None:
-    if not isinstance(artifact, Mapping) or not isinstance(artifact.get("seed"), int):
-        raise TypeError(f"artifact={artifact!r}: expected a dict with a whole number 'seed'")
-    if "model" in artifact and artifact["model"] not in game.actors:
-        raise ValueError(f"artifact['model']={artifact['model']!r}: expected one of {game.actors}")
-
-
-def _score(actor: str, rewards: Mapping[str, float], game: Game) -> float:
+def _score(actor: str, rewards: Mapping[str, float], game: ForeignGame) -> float:
     """Return the share of the other actors that ``actor`` beat, a draw counts half; 1 or 0 without others."""
     others = [rewards[other] for other in rewards if other != actor]
     if not (game.is_competitive and others):

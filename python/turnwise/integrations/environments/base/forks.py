@@ -1,7 +1,7 @@
 """Forks of plays: copied or replayed, and compared with a replay at every node.
 
 A fork must show what the original would have shown. Copies of many environments don't: they lose the moves, or share a
-random generator. So a game's way to fork is proved before a run, and each fork is compared while it is used.
+random generator. So a game's fork method is proved before a run, and each fork is compared while it is used.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from threading import RLock
 from typing import Any
 
 from turnwise.arena import InvalidActionError
-from turnwise.integrations.environments.base.play import Game, Play, View, Way
+from turnwise.integrations.environments.base.play import ForeignGame, ForkMethod, Play, PlayView
 from turnwise.utils.copies import deep_copy
 
 PROOF_SEEDS = (1, 2, 3)
-"""Seeds of the random plays that prove a way to fork."""
+"""Seeds of the random plays that prove a fork method."""
 
 PROOF_MOVES = 30
 """Most moves of such a play."""
@@ -26,17 +26,17 @@ class ForkError(RuntimeError):
     """A fork differs from a replay of its seed and actions."""
 
 
-class Copies(Way):
-    """Forks by :meth:`Game.copy`. Each copy is compared with a replay at its first action."""
+class Copies(ForkMethod):
+    """Forks by :meth:`ForeignGame.copy`. Each copy is compared with a replay at its first action."""
 
-    def fork(self, game: Game, play: Play | None) -> Play | None:
+    def fork(self, game: ForeignGame, play: Play | None) -> Play | None:
         return None if play is None else game.copy(play)
 
 
-class Replays(Way):
+class Replays(ForkMethod):
     """Forks by a replay of the seed and the actions, when the fork is first used."""
 
-    def fork(self, game: Game, play: Play | None) -> Play | None:
+    def fork(self, game: ForeignGame, play: Play | None) -> Play | None:
         return None
 
 
@@ -54,7 +54,7 @@ class RunningPlay:
     __slots__ = ("__weakref__", "_is_checked", "_lock", "_play", "actions", "game", "seed", "views", "was_legal")
 
     def __init__(
-        self, game: Game, seed: int, actions: Sequence[Any], views: Sequence[View], play: Play | None = None
+        self, game: ForeignGame, seed: int, actions: Sequence[Any], views: Sequence[PlayView], play: Play | None = None
     ) -> None:
         self.game, self.seed = game, seed
         self.actions, self.views = list(actions), list(views)
@@ -64,7 +64,7 @@ class RunningPlay:
         self.was_legal = True
 
     @classmethod
-    def start(cls, game: Game, seed: int) -> RunningPlay:
+    def start(cls, game: ForeignGame, seed: int) -> RunningPlay:
         play = game.start(seed)
         try:
             return cls(game, seed, (), [play.look()], play)
@@ -73,13 +73,15 @@ class RunningPlay:
             raise
 
     @property
-    def view(self) -> View:
+    def view(self) -> PlayView:
         return self.views[-1]
 
-    def act(self, action: Any) -> View:
+    def act(self, action: Any) -> PlayView:
         """Do an action and return the next view. Raises :class:`ForkError` at the node where a fork differs."""
         with self._lock:
-            play = self._live()
+            if self._play is None:
+                self._play = replayed(self.game, self.seed, self.actions, self.views)
+            play = self._play
             play.act(action)
             self.actions.append(action)
             self.views.append(play.look())
@@ -98,16 +100,11 @@ class RunningPlay:
             if play is not None:
                 play.close()
 
-    def _live(self) -> Play:
-        if self._play is None:
-            self._play = replayed(self.game, self.seed, self.actions, self.views)
-        return self._play
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RunningPlay:
-        way = self.game.way
-        if way is None:
+        method = self.game.fork_method
+        if method is None:
             raise ForkError(f"task {self.game.name!r} can't be forked: {self.game.unforkable}")
-        play = None if self.view.is_over else way.fork(self.game, self._play)
+        play = None if self.view.is_over else method.fork(self.game, self._play)
         fork = RunningPlay(self.game, self.seed, self.actions, self.views, play)
         fork._is_checked = play is None
         return fork
@@ -116,7 +113,7 @@ class RunningPlay:
         return RunningPlay, (self.game, self.seed, self.actions, self.views)
 
 
-def replayed(game: Game, seed: int, actions: Sequence[Any], views: Sequence[View]) -> Play:
+def replayed(game: ForeignGame, seed: int, actions: Sequence[Any], views: Sequence[PlayView]) -> Play:
     """Play ``actions`` from ``seed`` and return the play. Raises :class:`ForkError` at the first view that differs.
 
     ``views`` has one view more than there are ``actions``.
@@ -136,10 +133,10 @@ def replayed(game: Game, seed: int, actions: Sequence[Any], views: Sequence[View
     return play
 
 
-def compare(game: Game, node: int, expected: View, found: View) -> None:
+def compare(game: ForeignGame, node: int, expected: PlayView, view: PlayView) -> None:
     """Raise :class:`ForkError` unless both views are equal. ``node`` is the number of actions before."""
-    for field in View.__dataclass_fields__:
-        before, after = getattr(expected, field), getattr(found, field)
+    for field in PlayView.__dataclass_fields__:
+        before, after = getattr(expected, field), getattr(view, field)
         if before != after:
             raise ForkError(
                 f"task {game.name!r}: after {node} actions the play shows {field}={before!r}, and a replay of its seed "
@@ -147,28 +144,28 @@ def compare(game: Game, node: int, expected: View, found: View) -> None:
             )
 
 
-def choose_way(game: Game) -> Way:
-    """Return the first of the game's ways that random plays prove. Raises ``ValueError`` if there is none."""
-    if game.unforkable or not game.ways:
+def choose_fork_method(game: ForeignGame) -> ForkMethod:
+    """Return the first of the game's fork methods that random plays prove. Raises ``ValueError`` if there is none."""
+    if game.unforkable or not game.fork_methods:
         raise ValueError(f"task {game.name!r} can't be forked: {game.unforkable}; expected rollout.branches = 1")
-    refused = []
-    for way in game.ways:
+    reasons = []
+    for method in game.fork_methods:
         try:
-            prove(game, way)
+            prove(game, method)
         except (ForkError, TypeError, AttributeError) as error:
-            refused.append(f"{type(way).__name__.lower()}: {error}")
+            reasons.append(f"{type(method).__name__.lower()}: {error}")
         else:
-            return way
-    raise ValueError(f"task {game.name!r} can't be forked ({'; '.join(refused)}); expected rollout.branches = 1")
+            return method
+    raise ValueError(f"task {game.name!r} can't be forked ({'; '.join(reasons)}); expected rollout.branches = 1")
 
 
-def prove(game: Game, way: Way, seeds: Sequence[int] = PROOF_SEEDS, moves: int = PROOF_MOVES) -> int:
+def prove(game: ForeignGame, method: ForkMethod, seeds: Sequence[int] = PROOF_SEEDS, moves: int = PROOF_MOVES) -> int:
     """Play at random, and at every node compare two forks with a replay. Return the number of nodes.
 
-    One fork goes on with the original's next action, the other with one of its own first. So a generator that forks
-    share shows up. Raises :class:`ForkError` at the first difference.
+    One fork continues with the original's next action, after the other has taken another action. So a generator that
+    forks share is detected. Raises :class:`ForkError` at the first difference.
     """
-    known, game.way = game.way, way
+    before, game.fork_method = game.fork_method, method
     nodes = 0
     try:
         for seed in seeds:
@@ -183,5 +180,5 @@ def prove(game: Game, way: Way, seeds: Sequence[int] = PROOF_SEEDS, moves: int =
                 aside.act(game.read(game.random_reply(play.view, rng), play.view))
                 compare(game, len(play.actions) + 1, fork.act(action), play.act(action))
     finally:
-        game.way = known
+        game.fork_method = before
     return nodes

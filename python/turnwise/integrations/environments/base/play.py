@@ -1,4 +1,4 @@
-"""A play of a foreign environment, what it shows at each node, and the game that starts plays from seeds."""
+"""A play of a foreign environment, what it shows at each node, the game that starts plays, and its options."""
 
 from __future__ import annotations
 
@@ -7,20 +7,52 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from turnwise.arena import InvalidActionError
 from turnwise.arena.rewards.invalid_action import parsing
-from turnwise.integrations.environments.base.options import ForeignOptions
 from turnwise.integrations.environments.base.texts import listed_moves, read_move, with_moves
+from turnwise.tasks import TaskOptions
 from turnwise.utils.registry import import_by_name
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a play shows at one node. A fork and its replay must have equal views.
+class ForeignOptions(TaskOptions):
+    """Options in ``[task_options]`` of every foreign environment.
 
-    Example: ``View("player0", "Your card: K", ("check", "bet"), (("player0", 0.0), ("player1", 0.0)))``
+    Example: ``ForeignOptions(name="FrozenLake-v1", arguments={"is_slippery": False})``
+    """
+
+    name: str = Field(min_length=1)
+    """Text after the colon of ``task``: the package's own name of the environment."""
+    arguments: dict[str, Any] = Field(default={})
+    """Keyword arguments of the package's function that makes the environment."""
+    render: str = ""
+    """``"module:function"`` that makes an observation a text: ``render(observation) -> str``."""
+    parse: str = ""
+    """``"module:function"`` that reads a move: ``parse(text, legal) -> action``, or ``None`` if there is none."""
+    prompt: str = ""
+    """System prompt of every actor; by default a sentence about the format."""
+    memory: int = Field(default=0, ge=0)
+    """Number of an actor's own earlier turns in its prompt."""
+    opponent: Literal["random", "none"] = "random"
+    """Player of the other seats of a competitive game in evaluations; with ``"none"`` the model plays all."""
+    success: float | None = None
+    """Total reward from which a play counts as a success; by default any reward above 0."""
+    invalid_cost: float | None = Field(default=None, ge=0)
+    """Reward that an illegal move loses; the default depends on the environment."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Rounds after which the play is cut off; the default depends on the environment."""
+    max_tokens: int = Field(default=64, ge=1)
+    """Limit of a completion, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayView:
+    """Observation of a play at one node. A fork and its replay must have equal views.
+
+    Example: ``PlayView("player0", "Your card: K", ("check", "bet"), (("player0", 0.0), ("player1", 0.0)))``
     """
 
     actor: str
@@ -48,7 +80,7 @@ class Play(ABC):
     """False if the environment itself counted the last action as illegal and went on by its own rule."""
 
     @abstractmethod
-    def look(self) -> View:
+    def look(self) -> PlayView:
         """Return what the play shows now. Called once at the start, and once after each action."""
 
     @abstractmethod
@@ -59,15 +91,15 @@ class Play(ABC):
         """Free what the play holds outside of this process."""
 
 
-class Way(ABC):
-    """One way to fork a play."""
+class ForkMethod(ABC):
+    """A method to fork a play."""
 
     @abstractmethod
-    def fork(self, game: Game, play: Play | None) -> Play | None:
+    def fork(self, game: ForeignGame, play: Play | None) -> Play | None:
         """Return a fork of ``play``, or ``None`` if the fork is replayed on its first use."""
 
 
-class Game(ABC):
+class ForeignGame(ABC):
     """An environment with its settings. It holds no play, and is pickled by its options alone.
 
     A subclass sets the attributes below in ``__init__``.
@@ -85,15 +117,15 @@ class Game(ABC):
     """The actors play against each other."""
     is_blocking: bool = True
     """Calls may take long, so they run in threads: one call of a play at a time, each in any thread."""
-    ways: tuple[Way, ...] = ()
-    """Ways to fork a play, the cheapest first; :func:`choose_way` takes the first one that is proved."""
+    fork_methods: tuple[ForkMethod, ...] = ()
+    """Methods to fork a play, the cheapest first; :func:`choose_fork_method` takes the first one that is proved."""
     unforkable: str = ""
     """Reason why no play can be forked."""
 
     def __init__(self, options: ForeignOptions) -> None:
         self.options = options
         self.set_limits(self.max_turns, self.invalid_cost)
-        self.way: Way | None = self.ways[-1] if self.ways else None
+        self.fork_method: ForkMethod | None = self.fork_methods[-1] if self.fork_methods else None
         self.render = named_function(options.render, "render")
         self.parse = named_function(options.parse, "parse")
 
@@ -104,17 +136,17 @@ class Game(ABC):
         self.invalid_cost = invalid_cost if options.invalid_cost is None else options.invalid_cost
 
     def __reduce__(self) -> Any:
-        return type(self), (self.options,), {"way": self.way}
+        return type(self), (self.options,), {"fork_method": self.fork_method}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.way = state["way"]
+        self.fork_method = state["fork_method"]
 
     @abstractmethod
     def start(self, seed: int) -> Play:
         """Start a play. Equal seeds and actions give equal views, unless ``unforkable`` says otherwise."""
 
     def copy(self, play: Any) -> Play:
-        """Return an independent copy of ``play``. Needed only by games that name :class:`Copies` among their ways."""
+        """Return an independent copy of ``play``. Only games with the fork method :class:`Copies` need it."""
         raise NotImplementedError(f"{type(self).__name__}.copy")
 
     def system_prompt(self, actor: str) -> str:
@@ -122,7 +154,7 @@ class Game(ABC):
         _, _, title = self.name.partition(":")
         return self.options.prompt or f"You play {title} as {actor}. Reply with one legal move in brackets."
 
-    def read(self, text: str, view: View) -> Any:
+    def read(self, text: str, view: PlayView) -> Any:
         """Return the action that a completion names. Raises :class:`InvalidActionError` if it names no legal one."""
         if self.parse is not None:
             with parsing():
@@ -139,8 +171,8 @@ class Game(ABC):
         """Return the replies among which a random player draws, from a prompt of the acting actor."""
         return listed_moves(prompt)
 
-    def random_reply(self, view: View, rng: Random) -> str:
-        """Return a random reply, for the random player and for the proof of a way to fork."""
+    def random_reply(self, view: PlayView, rng: Random) -> str:
+        """Return a random reply, for the random player and for the proof of a fork method."""
         moves = self.moves_in(with_moves(view.text, view.legal))
         if not moves:
             raise ValueError(f"task {self.name!r} lists no moves here: expected opponent = 'none', without trees")
@@ -151,11 +183,10 @@ def named_function(name: str, option: str) -> Callable[..., Any] | None:
     """Import ``"module:function"``; ``None`` for an empty name. Raises ``ValueError`` for anything else."""
     if not name:
         return None
-    found = import_by_name({}, name, f"task_options.{option}")
-    if not callable(found):
-        raise ValueError(f"task_options.{option}={name!r}: expected a function, got {found!r}")
-    made: Callable[..., Any] = found
-    return made
+    function: Any = import_by_name({}, name, f"task_options.{option}")
+    if not callable(function):
+        raise ValueError(f"task_options.{option}={name!r}: expected a function, got {function!r}")
+    return function
 
 
 def require(module: str, extra: str) -> Any:
@@ -168,5 +199,5 @@ def require(module: str, extra: str) -> Any:
 
 
 def totals(actors: Sequence[str], rewards: dict[str, float]) -> tuple[tuple[str, float], ...]:
-    """Return the rewards of ``actors`` as :attr:`View.rewards`; an actor without any has 0."""
+    """Return the rewards of ``actors`` as :attr:`PlayView.rewards`; an actor without any has 0."""
     return tuple((actor, float(rewards.get(actor, 0.0))) for actor in actors)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from turnwise.arena import Episode, TreeSampler
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.integrations.environments.base.episode import MODEL, ForeignEpisode
-from turnwise.integrations.environments.base.forks import RunningPlay, choose_way
-from turnwise.integrations.environments.base.options import ForeignOptions
-from turnwise.integrations.environments.base.play import Game
+from turnwise.integrations.environments.base.forks import RunningPlay, choose_fork_method
+from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions
 from turnwise.integrations.environments.base.texts import with_moves
 from turnwise.tasks import Demonstration, Player, Split
-from turnwise.tasks.base import check_counts, check_split, split_of
+from turnwise.tasks.base import check_counts, split_of
+from turnwise.tasks.generated import draw_distinct, texts_of
 from turnwise.types import Actor, EpisodeRequest, Messages, TaskCapabilities
 
 SEEDS = 2**31 - 1
@@ -22,7 +22,7 @@ SEEDS = 2**31 - 1
 
 
 class ForeignTask:
-    """A task that plays a :class:`Game`; see :class:`turnwise.tasks.base.Task` for what each method promises.
+    """A task that plays a :class:`ForeignGame`; see :class:`turnwise.tasks.base.Task` for what each method promises.
 
     A question is a seed. A hash of the task's name and the seed decides its split, so no seed is in two splits. Two
     seeds may still give equal plays where the environment has few. In training the model plays all actors. In
@@ -33,7 +33,7 @@ class ForeignTask:
 
     prefix: ClassVar[str]
     options_type: ClassVar[type[ForeignOptions]] = ForeignOptions
-    game_type: ClassVar[type[Game]]
+    game_type: ClassVar[type[ForeignGame]]
 
     def __init__(self, options: Any) -> None:
         self.options: Any = options
@@ -65,20 +65,16 @@ class ForeignTask:
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         """Return the episode. With a tree, first prove how plays fork; raises ``ValueError`` if they can't."""
         if tree is not None:
-            self.game.way = choose_way(self.game)
+            self.game.fork_method = choose_fork_method(self.game)
         return {self.name: ForeignEpisode(self.game, sampler=tree)}
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[int]:
         """Draw ``n`` different seeds of ``split``. Equal arguments give equal lists; a larger ``n`` extends one."""
         check_counts(n=n)
-        check_split(split)
         rng = Random(f"{self.name}/{split}/{seed}")
-        found: dict[int, None] = {}
-        while len(found) < n:
-            value = rng.randrange(SEEDS)
-            if split_of(f"{self.name}/{value}") == split:
-                found[value] = None
-        return list(found)
+        return draw_distinct(
+            split, n, lambda: rng.randrange(SEEDS), "seeds", split_of=lambda value: split_of(f"{self.name}/{value}")
+        )
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
         """Draw new seeds at every step. Copies of a question have the same seed of the environment."""
@@ -134,8 +130,7 @@ class ForeignTask:
 
     def texts(self) -> list[str]:
         """Prompts and replies of random plays, from which a tiny model's tokenizer is built."""
-        shown = self.demonstrations(120, 0)
-        return [text for _, messages, reply in shown for text in (*(m["content"] for m in messages), reply)]
+        return texts_of(self.demonstrations(120, 0))
 
     def oracle(self) -> Player:
         raise ValueError(f"task {self.name!r} has no oracle: expected opponent = 'random'")

@@ -8,8 +8,17 @@ from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import plain_messages, text_of
-from turnwise.integrations.gateway.wire.ask import Answered, Ask, Fields, check_tool_choice, function_tool, list_of
-from turnwise.integrations.gateway.wire.errors import WireError, invalid, unsupported
+from turnwise.integrations.gateway.wire.ask import (
+    Answered,
+    Ask,
+    Fields,
+    WireError,
+    check_tool_choice,
+    function_tool,
+    invalid,
+    list_of,
+    unsupported,
+)
 from turnwise.types import Messages
 
 IGNORED = ("service_tier", "cache_control")
@@ -124,8 +133,8 @@ def _deltas(block: Mapping[str, Any]) -> list[dict[str, Any]]:
             return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
 
 
-def error(found: WireError) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": found.type, "message": found.message}}
+def error(error: WireError) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": error.type, "message": error.message}}
 
 
 def _head(answered: Answered) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from turnwise.integrations.gateway.wire.ask import (
     Ask,
     Choice,
     Fields,
+    WireError,
     check_tool_choice,
     function_tool,
     list_of,
+    unsupported,
 )
-from turnwise.integrations.gateway.wire.errors import WireError, unsupported
 
 # Fields that change nothing about what is sampled.
 IGNORED = ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -40,13 +41,16 @@ def parse(body: Mapping[str, Any]) -> Ask:
     tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     options = fields.take("stream_options", {})
     limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
+    n = fields.count("n") or 1
+    if n > MAX_CHOICES:
+        raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
     ask = Ask(
         plain_messages(fields.take("messages")),
         str(fields.take("model", "")),
         tools,
         reads_calls=check_tool_choice(fields.take("tool_choice"), tools),
         parallel_calls=fields.flag("parallel_tool_calls", True),
-        n=_choices(fields),
+        n=n,
         max_tokens=next((limit for limit in limits if limit is not None), None),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
@@ -59,13 +63,6 @@ def parse(body: Mapping[str, Any]) -> Ask:
     )
     fields.finish(HARMLESS)
     return ask
-
-
-def _choices(fields: Fields) -> int:
-    n = fields.count("n") or 1
-    if n > MAX_CHOICES:
-        raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
-    return n
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -120,8 +117,8 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def error(found: WireError) -> dict[str, Any]:
-    return {"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}}
+def error(error: WireError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def _head(answered: Answered, kind: str) -> dict[str, Any]:
@@ -157,9 +154,9 @@ def token_logprobs(choice: Choice, format: ChatFormat) -> list[dict[str, Any]]:
     """Return the log-probability of each sampled token, with the token's own bytes."""
     content = []
     for token, logprob in zip(choice.response.completion_token_ids, choice.response.logprobs, strict=True):
-        own = format.token_bytes(token)
-        text = own.decode(errors="replace")
-        content.append({"token": text, "logprob": logprob, "bytes": list(own), "top_logprobs": []})
+        data = format.token_bytes(token)
+        text = data.decode(errors="replace")
+        content.append({"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []})
     return content
 
 

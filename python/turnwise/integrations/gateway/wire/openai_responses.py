@@ -9,8 +9,15 @@ from typing import Any
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import plain_messages, text_of
 from turnwise.integrations.gateway.wire import openai_chat
-from turnwise.integrations.gateway.wire.ask import Answered, Ask, Fields, check_tool_choice, function_tool, list_of
-from turnwise.integrations.gateway.wire.errors import unsupported
+from turnwise.integrations.gateway.wire.ask import (
+    Answered,
+    Ask,
+    Fields,
+    check_tool_choice,
+    function_tool,
+    list_of,
+    unsupported,
+)
 from turnwise.types import Messages
 
 IGNORED = (*openai_chat.IGNORED, "stream_options")
@@ -60,7 +67,8 @@ def _messages(items: Any) -> Messages:
         at = f"input[{place}]"
         match item.get("type", "message"):
             case "message" if item.get("role") == "assistant":
-                part = _begun(messages, accepts=not messages or not _has_text(messages[-1]))
+                has_text = bool(messages) and bool(messages[-1]["content"] or messages[-1].get("tool_calls"))
+                part = _begun(messages, accepts=not has_text)
                 part["content"] = text_of(item.get("content"), f"{at}.content")
             case "message":
                 messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{at}.content")})
@@ -85,10 +93,6 @@ def _begun(messages: Messages, *, accepts: bool) -> dict[str, Any]:
     if not (accepts and messages and messages[-1]["role"] == "assistant"):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
-
-
-def _has_text(message: Mapping[str, Any]) -> bool:
-    return bool(message["content"] or message.get("tool_calls"))
 
 
 def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
@@ -125,7 +129,9 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
     yield event("response.in_progress", response=begun)
     for index, item in enumerate(_items(answered, ask, format)):
         at = {"item_id": item["id"], "output_index": index}
-        yield event("response.output_item.added", output_index=index, item={**item, **_empty(item)})
+        empty: dict[str, dict[str, Any]] = {"message": {"content": []}, "function_call": {"arguments": ""}}
+        begun_item = {**item, "status": "in_progress", **empty.get(item["type"], {})}
+        yield event("response.output_item.added", output_index=index, item=begun_item)
         if item["type"] == "message":
             [part] = item["content"]
             text = {"logprobs": part["logprobs"], **at}
@@ -140,11 +146,6 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
         yield event("response.output_item.done", output_index=index, item=item)
     whole = answer(answered, ask, format)
     yield event(f"response.{whole['status']}", response=whole)
-
-
-def _empty(item: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[str, dict[str, Any]] = {"message": {"content": []}, "function_call": {"arguments": ""}}
-    return {"status": "in_progress", **parts.get(item["type"], {})}
 
 
 error = openai_chat.error
