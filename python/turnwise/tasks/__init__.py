@@ -1,4 +1,4 @@
-"""Tasks: who plays what, how it is rewarded, and how success is measured. None needs a network or a key.
+"""Tasks: their players, episodes, rewards and measures of success. None needs a network or a key.
 
 Read in this order: base, generated, own, teams, routes, tiny.
 May import: types, utils, arena.
@@ -53,7 +53,7 @@ TASKS = {
     "sudoku": "turnwise.tasks.sudoku.team:SudokuTask",
     "tic_tac_toe": "turnwise.tasks.tic_tac_toe.task:TicTacToeTask",
 }
-"""Name of each shipped task, and the place of its class, which is imported on first use."""
+"""Name of each shipped task, and the path of its class, which is imported on first use."""
 
 _ENVIRONMENTS = "turnwise.integrations.environments"
 FOREIGN = {
@@ -66,7 +66,7 @@ FOREIGN = {
     "textarena": f"{_ENVIRONMENTS}.textarena:TextArenaTask",
     "verifiers": "turnwise.integrations.verifiers.task:VerifiersTask",
 }
-"""Prefix of the tasks that other packages bring, and the place of the class. In ``"gymnasium:FrozenLake-v1"`` the text
+"""Prefix of the tasks of other packages, and the path of the class. In ``"gymnasium:FrozenLake-v1"`` the text
 after the first colon is the class's option ``name``."""
 
 
@@ -76,14 +76,14 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     Raises ``ValueError`` for an unknown name or option (naming the nearest known one) or an invalid value, and the
     task's own errors for files that it can't read.
     """
-    found = task_type(name)
+    cls = task_type(name)
     prefix, _, rest = name.partition(":")
     named = {"name": rest} if prefix in FOREIGN else {}
     try:
-        parsed = found.options_type(**{**(options or {}), **named})
+        parsed = cls.options_type(**{**(options or {}), **named})
     except ValidationError as error:
         raise ValueError("; ".join(_explain(name, problem) for problem in error.errors())) from None
-    task: Task = found(parsed)
+    task: Task = cls(parsed)
     return task
 
 
@@ -94,29 +94,27 @@ def task_type(name: str) -> Any:
         if not rest:
             raise ValueError(f"task={name!r}: expected a name after the colon")
         return _type_at(FOREIGN[prefix])
-    return _own_type(name) if colon else _shipped_type(name)
-
-
-def _shipped_type(name: str) -> Any:
+    if colon:
+        return _own_type(name)
     if name not in TASKS:
         raise ValueError(f"task={name!r}: unknown; {did_you_mean(name, list(TASKS))} (or 'module:Class' for your own)")
     return _type_at(TASKS[name])
 
 
-def _type_at(place: str) -> Any:
-    module, _, title = place.partition(":")
+def _type_at(location: str) -> Any:
+    module, _, title = location.partition(":")
     return getattr(importlib.import_module(module), title)
 
 
 def _own_type(name: str) -> Any:
     """Import ``"module:Class"``, and check that it has everything that the training loop needs of a task."""
-    found = import_by_name({}, name, "task")
+    cls = import_by_name({}, name, "task")
     needed = ("options_type", *(member for member in dir(Task) if member[0] != "_"))
-    missing = sorted(member for member in needed if not hasattr(found, member))
-    if not isinstance(found, type) or missing:
-        lacks = f"it lacks {', '.join(missing)}" if isinstance(found, type) else "it is no class"
+    missing = sorted(member for member in needed if not hasattr(cls, member))
+    if not isinstance(cls, type) or missing:
+        lacks = f"it lacks {', '.join(missing)}" if isinstance(cls, type) else "it is no class"
         raise ValueError(f"task={name!r}: {lacks}; expected a class with what turnwise.tasks.OwnTask has")
-    return found
+    return cls
 
 
 def _explain(task: str, problem: Mapping[str, Any]) -> str:

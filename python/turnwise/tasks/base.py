@@ -172,15 +172,15 @@ def held_out(task: Task, split: Split, n: int | None) -> list[EpisodeRequest]:
     try:
         return task.eval_requests(split, QUESTIONS)
     except ValueError:
-        found = task.eval_requests(split, 1)
+        requests = task.eval_requests(split, 1)
     too_many = QUESTIONS
-    while too_many - len(found) > 1:
-        half = (len(found) + too_many) // 2
+    while too_many - len(requests) > 1:
+        half = (len(requests) + too_many) // 2
         try:
-            found = task.eval_requests(split, half)
+            requests = task.eval_requests(split, half)
         except ValueError:
             too_many = half
-    return found
+    return requests
 
 
 def with_team(task: T, actors: Sequence[str], *, needed: str) -> T:
@@ -195,7 +195,7 @@ def with_team(task: T, actors: Sequence[str], *, needed: str) -> T:
 def task_problems(
     task: Task, episodes: Mapping[str, Episode], requests: Sequence[EpisodeRequest], *, measured: bool = True
 ) -> list[str]:
-    """List what would stop ``requests`` in play: names of actors and episodes that don't fit together.
+    """List the problems that would stop ``requests`` in play: names of actors and episodes that don't fit together.
 
     If the requests are ``measured``, the task's metric is one that their rubric makes. The actor that the metric names
     is not checked, as it appears only in play. A rubric with its own ``score`` passes, as it may make any metric.
@@ -219,8 +219,9 @@ def task_problems(
     function = task.success_metric.partition("/")[0]
     for kind in dict.fromkeys(request.episode_type for request in requests):
         if kind not in episodes:
-            told = f"its questions are of episode {kind!r}, which episodes() lacks"
-            problems.append(f"{told}; {did_you_mean(kind, episodes)}")
+            problems.append(
+                f"its questions are of episode {kind!r}, which episodes() lacks; {did_you_mean(kind, episodes)}"
+            )
             continue
         rubric = getattr(episodes[kind], "rubric", None)
         if measured and type(rubric) is Rubric and function not in rubric.names:
@@ -231,14 +232,14 @@ def task_problems(
     return [f"task {task.name!r}: {problem}" for problem in problems]
 
 
-def _actors_of(episode: Episode, known: Sequence[str]) -> Sequence[str]:
+def _actors_of(episode: Episode, actors: Sequence[str]) -> Sequence[str]:
     """Return the actors that ``episode`` names. Raises ``ValueError`` if it has to name one and does not."""
     named = getattr(episode, "actor", "") or getattr(episode, "actors", None) or ()
     made: Any = type(episode)
     kinds: tuple[Any, ...] = SingleTurnEpisode, MultiTurnEpisode
     for kind in kinds:
         if not named and made.rollout is kind.rollout and made.get_initial_actor is kind.get_initial_actor:
-            return [only_actor(known) if kind is SingleTurnEpisode else made.get_initial_actor(episode)]
+            return [only_actor(actors) if kind is SingleTurnEpisode else made.get_initial_actor(episode)]
     return [named] if isinstance(named, str) else [each for each in named if isinstance(each, str)]
 
 

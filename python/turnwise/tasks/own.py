@@ -50,9 +50,9 @@ class OwnTask(GeneratedTask):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        for known, expected in (("name", "a name"), ("system_prompts", "a prompt, or '', by actor")):
-            if not getattr(self, known, None):
-                raise ValueError(f"{type(self).__name__}.{known}: expected {expected}")
+        for attribute, expected in (("name", "a name"), ("system_prompts", "a prompt, or '', by actor")):
+            if not getattr(self, attribute, None):
+                raise ValueError(f"{type(self).__name__}.{attribute}: expected {expected}")
         metric, _, actor = self.success_metric.partition("/")
         if not metric or not actor:
             raise ValueError(f"success_metric={self.success_metric!r}: expected 'function/actor', as in 'right/solver'")
@@ -67,11 +67,11 @@ class OwnTask(GeneratedTask):
 
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
         """Draw ``n`` different questions of ``split``, in an order that ``seed`` determines."""
-        there = [question for question in dict.fromkeys(self.questions()) if split_of(question) == split]
-        if len(there) < n:
-            raise ValueError(f"n={n!r}: the {split} split of task {self.name!r} has {len(there)} questions")
-        Random(f"{self.name}/{split}/{seed}").shuffle(there)
-        return there[:n]
+        questions = [question for question in dict.fromkeys(self.questions()) if split_of(question) == split]
+        if len(questions) < n:
+            raise ValueError(f"n={n!r}: the {split} split of task {self.name!r} has {len(questions)} questions")
+        Random(f"{self.name}/{split}/{seed}").shuffle(questions)
+        return questions[:n]
 
     def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """The first ``n`` held-out questions, for tournaments of a task with ``seats``."""

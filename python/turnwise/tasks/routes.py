@@ -49,14 +49,10 @@ def parse_route(text: str) -> str | None:
     for line in reversed(text.splitlines()):
         label = _LABEL.match(line)
         parts = [part for part in _SEPARATORS.split(line[label.end() :] if label else line) if part]
-        moves = [_read_moves(part) for part in parts]
+        moves = [part if _LETTERS.fullmatch(part) else _WORDS.get(part.upper()) for part in parts]
         if moves and None not in moves:
             return "".join(move for move in moves if move is not None)
     return None
-
-
-def _read_moves(part: str) -> str | None:
-    return part if _LETTERS.fullmatch(part) else _WORDS.get(part.upper())
 
 
 def describe_failure(outcome: Mapping[str, Any]) -> str:
@@ -75,8 +71,8 @@ def failure_note(turn: int, walked: Mapping[str, Any], suggested: Mapping[str, A
 
     Example: ``"Round 2. Walked: 1 move, then R is blocked. Suggested: no moves read."``
     """
-    own = "" if suggested is None else f" Suggested: {describe_failure(suggested)}."
-    return f"Round {turn + 1}. Walked: {describe_failure(walked)}.{own}"
+    suggestion = "" if suggested is None else f" Suggested: {describe_failure(suggested)}."
+    return f"Round {turn + 1}. Walked: {describe_failure(walked)}.{suggestion}"
 
 
 def check_note(outcome: Mapping[str, Any]) -> str:
@@ -197,13 +193,13 @@ class RouteEpisode(MultiTurnEpisode):
 
     Each action is a route. The last actor's route is walked. The reply of another actor is the suggestion that the next
     one sees. (AT-GRPO's tool agent runs a program; here it names its route itself.) An unreadable reply leaves
-    suggestion and board unchanged. From the second round on, every prompt tells how and where the last walk failed. An
+    suggestion and board unchanged. From the second round on, every prompt says how and where the last walk failed. An
     actor that suggests also reads the same about its own route: see :func:`failure_note`.
 
     A step has the parts of ``scoring`` for its route; a suggestion earns what it would earn if it were walked.
     ``rubric`` pays a whole episode by the same measure: the team's outcome for every actor, the gain in closeness from
     the start to its last action, and a cost for the share of its unreadable replies. The team's value is the closeness
-    that the suggestion would reach, or that of the board without one: a planner gains by mending a bad suggestion.
+    that the suggestion would reach, or that of the board without one: a planner gains by fixing a bad suggestion.
 
     A game implements ``start`` (its data for an artifact) and ``environment`` (its environment in ``state.data``).
     """
@@ -244,8 +240,8 @@ class RouteEpisode(MultiTurnEpisode):
         data, actor, walker = state.data, state.current_actor, self.actors[-1]
         note = ""
         if state.turn:
-            own = None if actor == walker != "tool" else data["outcomes"][actor][-1]
-            note = failure_note(state.turn, data["outcomes"][walker][-1], own)
+            suggested = None if actor == walker != "tool" else data["outcomes"][actor][-1]
+            note = failure_note(state.turn, data["outcomes"][walker][-1], suggested)
         env, route = self.environment(state), data["route"]
         check = check_note(env.preview(route)._asdict()) if route else ""
         return [board_message(env.observe(), route, note, check)]
@@ -402,8 +398,8 @@ def demonstrate_routes(
         right = 1.0 if index < clean * len(boards) else quality
         if rounds > 1 and rng.random() < LATER:
             board, walked, suggested = game.failed_round(drawn, rng)
-            own = None if actor == actors[-1] else suggested._asdict()
-            note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), own), walked.blocked
+            shown = None if actor == actors[-1] else suggested._asdict()
+            note, blocked = failure_note(rng.randrange(1, rounds), walked._asdict(), shown), walked.blocked
         suggestion = None
         if actor == "planner" and rng.random() >= UNREAD:
             suggestion = game.suggest(board, SUGGESTED, rng, blocked)

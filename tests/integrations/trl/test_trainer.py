@@ -173,7 +173,7 @@ def test_a_required_layout_that_cant_be_had_is_an_error(train: Any) -> None:
 
     with pytest.raises(ValueError, match="its attention 'eager' would score all pairs"):
         train(TurnwiseGRPOTrainer, attention="eager", arguments={"sequence_layout": "packed"})
-    with pytest.raises(ValueError, match="sequence_layout='trie': can't be had, as cast_lm_head_to_fp32=True"):
+    with pytest.raises(ValueError, match="sequence_layout='trie': not available, as cast_lm_head_to_fp32=True"):
         train(TurnwiseGRPOTrainer, cast_lm_head_to_fp32=True, arguments={"sequence_layout": "trie"})
     with pytest.raises(ValueError, match="sequence_layout='padded': expected one of auto, packed, trie"):
         train(TurnwiseGRPOTrainer, arguments={"sequence_layout": "padded"})

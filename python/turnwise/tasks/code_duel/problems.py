@@ -101,20 +101,6 @@ _HOW = (
 )
 
 
-def _state_list(parts: Sequence[Fragment]) -> str:
-    how, what, which = parts
-    return f"Return the {how.words} of the {what.words}{which.words} in the list xs."
-
-
-def _write_list(parts: Sequence[Fragment]) -> str:
-    how, what, which = parts
-    return "def f(xs):\n    return " + how.code.format(what=what.code, which=which.code)
-
-
-def _draw_list(rng: Random) -> Arguments:
-    return ([rng.randint(*NUMBERS) for _ in range(rng.randint(0, MAX_ITEMS))],)
-
-
 def _is_number(value: Any) -> bool:
     return type(value) is int and NUMBERS[0] <= value <= NUMBERS[1]
 
@@ -142,18 +128,6 @@ _EDITS = (
 )
 
 
-def _state_string(parts: Sequence[Fragment]) -> str:
-    return f"Take the string s, {parts[0].words}, then {parts[1].words}, and return it."
-
-
-def _write_string(parts: Sequence[Fragment]) -> str:
-    return f"def f(s):\n    s = {parts[0].code}\n    return {parts[1].code}"
-
-
-def _draw_string(rng: Random) -> Arguments:
-    return ("".join(rng.choice(LETTERS) for _ in range(rng.randint(0, MAX_LETTERS))),)
-
-
 def _accepts_string(arguments: Arguments) -> bool:
     if len(arguments) != 1 or type(arguments[0]) is not str:
         return False
@@ -176,53 +150,37 @@ _STEPS = (
 )
 
 
-def _state_sum(parts: Sequence[Fragment]) -> str:
-    start, first, second = parts
-    return f"Start with {start.words}, {first.words}, then {second.words}, and return it."
-
-
-def _write_sum(parts: Sequence[Fragment]) -> str:
-    start, first, second = parts
-    return f"def f(a, b):\n    n = {start.code}\n    n = {first.code}\n    return {second.code}"
-
-
-def _draw_sum(rng: Random) -> Arguments:
-    return (rng.randint(*NUMBERS), rng.randint(*NUMBERS))
-
-
-def _accepts_sum(arguments: Arguments) -> bool:
-    return len(arguments) == 2 and all(map(_is_number, arguments))
-
-
 FAMILIES = {
     family.name: family
     for family in (
         Family(
             "lists",
             (_HOW, _WHAT, _WHICH),
-            _state_list,
-            _write_list,
-            _draw_list,
+            state=lambda parts: "Return the {} of the {}{} in the list xs.".format(*(part.words for part in parts)),
+            write=lambda parts: (
+                "def f(xs):\n    return " + parts[0].code.format(what=parts[1].code, which=parts[2].code)
+            ),
+            draw=lambda rng: ([rng.randint(*NUMBERS) for _ in range(rng.randint(0, MAX_ITEMS))],),
             edges=(([],), ([3, -2, 3, 0, 8, -5],)),
             accepts=_accepts_list,
         ),
         Family(
             "strings",
             (_EDITS, _EDITS),
-            _state_string,
-            _write_string,
-            _draw_string,
+            state=lambda parts: f"Take the string s, {parts[0].words}, then {parts[1].words}, and return it.",
+            write=lambda parts: f"def f(s):\n    s = {parts[0].code}\n    return {parts[1].code}",
+            draw=lambda rng: ("".join(rng.choice(LETTERS) for _ in range(rng.randint(0, MAX_LETTERS))),),
             edges=(("",), ("abide",)),
             accepts=_accepts_string,
         ),
         Family(
             "sums",
             (_STARTS, _STEPS, _STEPS),
-            _state_sum,
-            _write_sum,
-            _draw_sum,
+            state=lambda parts: "Start with {}, {}, then {}, and return it.".format(*(part.words for part in parts)),
+            write=lambda parts: "def f(a, b):\n    n = {}\n    n = {}\n    return {}".format(*(p.code for p in parts)),
+            draw=lambda rng: (rng.randint(*NUMBERS), rng.randint(*NUMBERS)),
             edges=((0, 0), (-7, 4)),
-            accepts=_accepts_sum,
+            accepts=lambda arguments: len(arguments) == 2 and all(map(_is_number, arguments)),
         ),
     )
 }
@@ -288,23 +246,22 @@ def draw_problems(split: Split, n: int, seed: int | str, families: Sequence[str]
     check_split(split)
     if n < 0:
         raise ValueError(f"n={n!r}: expected a count >= 0")
-    found = in_turns(split, seed, tuple(families))
-    if len(found) < n:
-        raise ValueError(f"n={n!r}: the {split} split holds {len(found)} problems of {', '.join(families)}")
-    return list(found[:n])
+    statements = in_turns(split, seed, tuple(families))
+    if len(statements) < n:
+        raise ValueError(f"n={n!r}: the {split} split holds {len(statements)} problems of {', '.join(families)}")
+    return list(statements[:n])
 
 
 @lru_cache(maxsize=16)
 def in_turns(split: Split, seed: int | str, families: tuple[str, ...]) -> Sequence[str]:
     """List every statement of ``split``: one of each family in turn, each family shuffled by ``seed``."""
-    queues = [_shuffled(family, split, seed) for family in families]
+    queues = [
+        Random(f"code-duel/{family}/{split}/{seed}").sample(statements, len(statements))
+        for family in families
+        for statements in [_statements(family)[split]]
+    ]
     longest = max(map(len, queues), default=0)
-    return [queue[place] for place in range(longest) for queue in queues if place < len(queue)]
-
-
-def _shuffled(family: str, split: Split, seed: int | str) -> Sequence[str]:
-    statements = _statements(family)[split]
-    return Random(f"code-duel/{family}/{split}/{seed}").sample(statements, len(statements))
+    return [queue[index] for index in range(longest) for queue in queues if index < len(queue)]
 
 
 @cache

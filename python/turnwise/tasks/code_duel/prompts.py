@@ -92,7 +92,7 @@ def demonstrations(
     differs in one part. The first wrong program is a habit, which a model learns as easily as the right one. If
     ``quality`` is below one half, it writes the wrong one when greedy. Reinforcement learning starts from there. The
     first ``clean`` of the demonstrations, a share, have right programs and cases. With more than one of ``rounds`` a
-    team's coder is also shown mending a program.
+    team's coder is also shown fixing a program.
     """
     check_demonstrations(actors, quality)
     rng = Random(f"code-duel-demonstrations/{seed}")
@@ -121,13 +121,13 @@ def _code(problem: Problem, quality: float, cases: int, rng: Random, later: floa
     answer = problem.program if rng.random() < quality else problem.wrong[0]
     if rng.random() >= later:
         return CodeDuelView(problem.statement), answer
-    standing = rng.choice(problem.wrong)
+    program = rng.choice(problem.wrong)
     tests = write_cases(problem, cases, 1.0, rng)
-    ran = [Returned(run_trusted(standing, test.arguments)) for test in tests]
-    return CodeDuelView(problem.statement, standing, describe_failures(tests, ran)), answer
+    results = [Returned(run_trusted(program, test.arguments)) for test in tests]
+    return CodeDuelView(problem.statement, program, describe_failures(tests, results)), answer
 
 
 def _test(problem: Problem, quality: float, cases: int, rng: Random, _: float) -> tuple[CodeDuelView, str]:
-    standing = problem.program if rng.random() < min(quality, 0.5) else rng.choice(problem.wrong)
+    program = problem.program if rng.random() < min(quality, 0.5) else rng.choice(problem.wrong)
     written = write_cases(problem, cases, quality, rng)
-    return CodeDuelView(problem.statement, standing), "\n".join(map(format_case, written))
+    return CodeDuelView(problem.statement, program), "\n".join(map(format_case, written))

@@ -28,11 +28,11 @@ class Judgement(NamedTuple):
     """Score of a tester's cases: the share of them that is right, and the share of wrong programs that those detect."""
 
     right: float
-    found: float
+    detected: float
 
     @property
     def score(self) -> float:
-        return self.right * self.found
+        return self.right * self.detected
 
 
 def parse_program(text: str) -> str | None:
@@ -40,11 +40,11 @@ def parse_program(text: str) -> str | None:
 
     Example: ``parse_program("So:\\n```python\\ndef f(s):\\n    return s\\n```") == "def f(s):\\n    return s"``
     """
-    said = text.rpartition("</think>")[2]
-    if blocks := _FENCED.findall(said):
+    answer = text.rpartition("</think>")[2]
+    if blocks := _FENCED.findall(answer):
         return blocks[-1].rstrip() or None
-    begins = _STARTS.search(said)
-    return said[begins.start() :].rstrip() if begins else None
+    begins = _STARTS.search(answer)
+    return answer[begins.start() :].rstrip() if begins else None
 
 
 def parse_cases(text: str, limit: int) -> list[Case]:
@@ -52,12 +52,12 @@ def parse_cases(text: str, limit: int) -> list[Case]:
 
     Example: ``parse_cases("Edge:\\nassert f([]) == 0", 4) == [Case(([],), 0)]``
     """
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for line in text.rpartition("</think>")[2].splitlines():
         case = _parse_case(line.strip("`-* \t\r").removeprefix("assert "))
         if case is not None:
-            found.setdefault(repr(case.arguments), case)
-    return list(found.values())[:limit]
+            cases.setdefault(repr(case.arguments), case)
+    return list(cases.values())[:limit]
 
 
 def _parse_case(line: str) -> Case | None:
@@ -117,8 +117,8 @@ def judge_cases(problem: Problem, cases: Sequence[Case]) -> Judgement:
     """Judge how well ``cases`` tell right programs from wrong ones.
 
     A case is right if the problem allows its arguments, and the problem's program returns the expected value. A case
-    detects a wrong program that fails on it. ``found`` is the mutation score (DeMillo, Lipton and Sayward, 1978) of the
-    right cases. ``Judgement.score`` is the product of both shares, so neither guesses nor cases that every program
+    detects a wrong program that fails on it. ``detected`` is the mutation score (DeMillo, Lipton and Sayward, 1978) of
+    the right cases. ``Judgement.score`` is the product of both shares, so neither guesses nor cases that every program
     passes earn anything.
 
     Example: 4 cases, of which 3 are right and fail on 2 of 4 wrong programs, score 3/4 * 2/4 = 0.375.
@@ -127,8 +127,8 @@ def judge_cases(problem: Problem, cases: Sequence[Case]) -> Judgement:
         return Judgement(0.0, 0.0)
     accepts = find_family(problem.statement).accepts
     right = [c for c in cases if accepts(c.arguments) and same(run_trusted(problem.program, c.arguments), c.expected)]
-    found = {program for case in right for program in _found(problem.wrong, case)}
-    return Judgement(len(right) / len(cases), len(found) / len(problem.wrong))
+    detected = {program for case in right for program in _detected(problem.wrong, case)}
+    return Judgement(len(right) / len(cases), len(detected) / len(problem.wrong))
 
 
 def best_cases(problem: Problem, count: int, tried: int = 200) -> list[Case]:
@@ -145,12 +145,12 @@ def best_cases(problem: Problem, count: int, tried: int = 200) -> list[Case]:
     left = list(problem.wrong)
     chosen: list[Case] = []
     while left and len(chosen) < count:
-        case = max(cases, key=lambda case: len(_found(left, case)))
-        found = _found(left, case)
-        left = [program for program in left if program not in found]
+        case = max(cases, key=lambda case: len(_detected(left, case)))
+        detected = _detected(left, case)
+        left = [program for program in left if program not in detected]
         chosen.append(case)
     return chosen
 
 
-def _found(programs: Sequence[str], case: Case) -> list[str]:
+def _detected(programs: Sequence[str], case: Case) -> list[str]:
     return [program for program in programs if not same(run_trusted(program, case.arguments), case.expected)]

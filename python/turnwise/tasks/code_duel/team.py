@@ -248,9 +248,9 @@ class CodeDuelTask(TeamTask):
 
         return play
 
-    def _demonstrate(self, n: int, actors: Sequence[str], seed: str, **how: Any) -> list[Demonstration]:
+    def _demonstrate(self, n: int, actors: Sequence[str], seed: str, **options: Any) -> list[Demonstration]:
         statements: list[str] = []
         families = self.options.demonstrated or self.options.families
         while len(statements) < n:
             statements += in_turns("train", f"demonstrations/{seed}/{len(statements)}", families)
-        return demonstrations(statements[:n], actors, seed, cases=self.options.max_cases, **how)
+        return demonstrations(statements[:n], actors, seed, cases=self.options.max_cases, **options)

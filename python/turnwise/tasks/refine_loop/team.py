@@ -112,17 +112,17 @@ class RefineLoopEpisode(ActingEpisode):
         return [with_round(view_message(actor, view), state.turn, unread=self.is_unread(state))]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        said = self.public(state.last_completion_text)
-        self.add_act(state, (self._generate if state.current_actor == GENERATOR else self._criticize)(state, said))
-
-    def _generate(self, state: EpisodeState, said: str) -> dict[str, float]:
-        draft = parse_draft(said)
+        text = self.public(state.last_completion_text)
+        if state.current_actor == CRITIC:
+            self.add_act(state, self._criticize(state, text))
+            return
+        draft = parse_draft(text)
         if draft is not None:
             state.data["draft"], state.data["review"] = list(draft), None
-        return {"valid": draft is not None, "own": _kept_share(state)}
+        self.add_act(state, {"valid": draft is not None, "own": _kept_share(state)})
 
-    def _criticize(self, state: EpisodeState, said: str) -> dict[str, float]:
-        called = parse_review(said)
+    def _criticize(self, state: EpisodeState, text: str) -> dict[str, float]:
+        called = parse_review(text)
         names = set(parse_question(state.data["question"]).names)
         if called is None:
             return {"valid": False, "own": 0.0}
@@ -270,9 +270,9 @@ def _near_miss(solutions: Sequence[Draft], rng: Random) -> Draft:
     right = set(solutions)
     while True:
         draft = list(rng.choice(solutions))
-        place = rng.randrange(len(draft))
-        draft[place] = rng.randint(LOWEST, HIGHEST)
+        index = rng.randrange(len(draft))
+        draft[index] = rng.randint(LOWEST, HIGHEST)
         if rng.random() < 0.2:
-            draft = draft[:-1] if len(draft) > COUNTS[0] else [*draft, draft[place]]
+            draft = draft[:-1] if len(draft) > COUNTS[0] else [*draft, draft[index]]
         if tuple(draft) not in right:
             return tuple(draft)

@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from turnwise.tasks.base import with_round, without_round
-from turnwise.tasks.search_orchestra.corpus import Passage, SearchQuestion, World
+from turnwise.tasks.search_orchestra.corpus import Passage, World
 from turnwise.types import Message, Messages
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,35 +96,20 @@ def demonstrations(
             have = rng.randrange(have + (actor == VERIFIER))
         found = [pages[title] for title in question.supports[:have]]
         if rng.random() < 0.5:
-            found.insert(rng.randint(0, len(found)), _distraction(world, question, rng))
+            position = rng.randint(0, len(found))
+            while (distraction := rng.choice(world.passages)).title in question.supports:
+                pass
+            found.insert(position, distraction)
         right = rng.random() < quality
-        reply = _right(actor, question, have) if right else _any(actor, question, found, rng)
+        if actor == VERIFIER:
+            enough = "answer" if have == len(question.supports) else "search"
+            reply = enough if right else rng.choice(("answer", "search"))
+        elif actor == SEARCHER:
+            reply = question.supports[have] if right else question.text
+        else:
+            reply = question.answer if right else random_answer(question.text, found, rng)
         made.append((actor, search_messages(actor, SearchView(text, tuple(found)), len(found)), reply))
     return made
-
-
-def _distraction(world: World, question: SearchQuestion, rng: Random) -> Passage:
-    """Draw a page that the answer does not need."""
-    while (passage := rng.choice(world.passages)).title in question.supports:
-        pass
-    return passage
-
-
-def next_query(question: SearchQuestion, have: int) -> str:
-    """Return the title of the page to find next."""
-    return question.supports[have]
-
-
-def _right(actor: str, question: SearchQuestion, have: int) -> str:
-    if actor == VERIFIER:
-        return "answer" if have == len(question.supports) else "search"
-    return next_query(question, have) if actor == SEARCHER else question.answer
-
-
-def _any(actor: str, question: SearchQuestion, found: Sequence[Passage], rng: Random) -> str:
-    if actor == VERIFIER:
-        return rng.choice(("answer", "search"))
-    return question.text if actor == SEARCHER else random_answer(question.text, found, rng)
 
 
 def random_answer(question: str, found: Sequence[Passage], rng: Random) -> str:

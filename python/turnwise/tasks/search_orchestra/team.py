@@ -29,7 +29,6 @@ from turnwise.tasks.search_orchestra.prompts import (
     SYSTEM_PROMPTS,
     VERIFIER,
     demonstrations,
-    next_query,
     parse_line,
     parse_route,
     random_answer,
@@ -90,8 +89,13 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
         return [with_round(view_message(artifact["question"], _found(state)), state.turn, unread=unread)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        act = {VERIFIER: self._route, SEARCHER: self._search, ANSWERER: self._answer}[state.current_actor]
-        read = act(state, _question(artifact))
+        question = _question(artifact)
+        if state.current_actor == ANSWERER:
+            answer = state.data["answer"] = parse_line(state.last_completion_text)
+            state.data["worth"] = float(answer is not None and normalize(answer) == normalize(question.answer))
+            read = answer is not None
+        else:
+            read = (self._route if state.current_actor == VERIFIER else self._search)(state, question)
         state.data["read"].setdefault(state.current_actor, []).append(read)
         state.data["own"][state.current_actor] = state.data["worth"]
 
@@ -110,12 +114,6 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
                 data["found"].append(list(passage))
         data["worth"] = support_share(question, _found(state))
         return query is not None
-
-    def _answer(self, state: EpisodeState, question: SearchQuestion) -> bool:
-        answer = parse_line(state.last_completion_text)
-        state.data["answer"] = answer
-        state.data["worth"] = float(answer is not None and normalize(answer) == normalize(question.answer))
-        return answer is not None
 
     def next_actor(self, state: EpisodeState, arena: Any, artifact: Any) -> str:
         if state.current_actor == VERIFIER:
@@ -290,7 +288,7 @@ class SearchOrchestraTask(GeneratedTask):
                 return f"{text} {question.answer}".replace("\n", " ")
             titles = {passage.title for passage in found}
             missing = [place for place, title in enumerate(question.supports) if title not in titles]
-            return next_query(question, missing[0] if missing else -1)  # without a verifier it is asked all the same
+            return question.supports[missing[0] if missing else -1]  # without a verifier it is asked all the same
 
         return play
 
@@ -312,11 +310,11 @@ class SearchOrchestraTask(GeneratedTask):
         return play
 
     def _demonstrate(self, n: int, seed: str, quality: float) -> list[Demonstration]:
-        known = [text for text in self.splits["train"] if self.world.questions[text].supports]
-        if not known:
+        questions = [text for text in self.splits["train"] if self.world.questions[text].supports]
+        if not questions:
             return []
-        laps = range(-(-n // len(known)))
-        texts = [known[place] for lap in laps for place in _shuffled(len(known), f"demonstrations/{seed}/{lap}")]
+        laps, count = range(-(-n // len(questions))), len(questions)
+        texts = [questions[index] for lap in laps for index in _shuffled(count, f"demonstrations/{seed}/{lap}")]
         return demonstrations(self.world, texts[:n], seed, quality)
 
 

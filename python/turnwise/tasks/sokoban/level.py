@@ -150,14 +150,14 @@ def shortest_route(level: Level, state: State | None = None) -> str:
     Raises ``ValueError`` for a state without a solution.
     """
     here = level.start if state is None else state
-    known = distances(level)
-    if here not in known:
+    left = distances(level)
+    if here not in left:
         raise ValueError(f"state={here!r}: expected one that can be solved, in\n{format_level(level, here)}")
     route = ""
-    while known[here]:
+    while left[here]:
         for move in MOVES:
             following = moved(level, here, move)
-            if following is not None and known.get(following) == known[here] - 1:
+            if following is not None and left.get(following) == left[here] - 1:
                 route, here = route + move, following
                 break
     return route

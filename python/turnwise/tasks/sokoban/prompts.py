@@ -88,10 +88,10 @@ def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str
     blind = blind_route(level)
     if rng.random() < HABIT and blind[0] != blocked:
         return blind
-    place = rng.randrange(len(route))
-    known = {route[place], *(blocked if place == 0 else "")}
-    wrong = rng.choice([move for move in MOVES if move not in known])
-    return route[:place] + wrong + "".join(rng.choices(list(MOVES), k=len(route) - place - 1))
+    index = rng.randrange(len(route))
+    excluded = {route[index], *(blocked if index == 0 else "")}
+    wrong = rng.choice([move for move in MOVES if move not in excluded])
+    return route[:index] + wrong + "".join(rng.choices(list(MOVES), k=len(route) - index - 1))
 
 
 def blind_route(level: Level) -> str:
@@ -123,15 +123,15 @@ def failed_round(level: Level, rng: Random) -> tuple[Level, RouteOutcome, RouteO
     The level can still be solved after it.
     """
     env = SokobanEnv(level)
-    suggestion, route = (None if rng.random() < UNREAD else _faulty(level, rng) for _ in range(2))
+
+    def faulty() -> str:
+        """Make a faulty route that ends with its first blocked move, or just before it solves the level or loses it."""
+        route, solvable = suggest(level, 0.0, rng), distances(level)
+        states = walk(level, level.start, route)
+        kept = next((n for n, state in enumerate(states) if solvable.get(state, 0) == 0), len(states))
+        return route[: kept + (kept == len(states))]
+
+    suggestion, route = (None if rng.random() < UNREAD else faulty() for _ in range(2))
     suggested = env.preview(suggestion)
     walked = env.step(route and (suggestion or route)).outcome
     return level._replace(start=env.state), walked, suggested
-
-
-def _faulty(level: Level, rng: Random) -> str:
-    """Make a faulty route that ends with its first blocked move, or just before it solves the level or loses it."""
-    route, known = suggest(level, 0.0, rng), distances(level)
-    states = walk(level, level.start, route)
-    kept = next((n for n, state in enumerate(states) if known.get(state, 0) == 0), len(states))
-    return route[: kept + (kept == len(states))]
