@@ -73,7 +73,7 @@ def test_the_tiny_model_learns_what_to_look_up(tmp_path: Path) -> None:
     from turnwise.run.build import build_run
     from turnwise.train.validate import load_config
 
-    example = Path(__file__).parents[3] / "examples" / "lookup.toml"
+    example = Path(__file__).parents[2] / "examples" / "lookup.toml"
     run = build_run(load_config(example, {"run_dir": str(tmp_path), "threads": 1, "steps": 10, "eval.num_prompts": 60}))
     run.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.tasks.base import Demonstration, Split, check_counts, check_split, split_of
@@ -13,21 +13,11 @@ from turnwise.types import Actor, EpisodeRequest
 Q = TypeVar("Q", bound=Hashable)
 
 
-class PlayedOptions(Protocol):
-    """Options of every task that draws its questions."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-
 class GeneratedTask(ABC):
     """Requests, held-out questions and actors of a task that draws its questions; see ``turnwise.tasks.base.Task``.
 
-    A subclass sets its name, its ``options_type``, its ``system_prompts`` by actor and the ``key`` under which an
-    artifact holds the question. It implements :meth:`draw`.
+    A subclass sets its name, its ``options_type`` (with ``seed`` and ``max_tokens``), its ``system_prompts`` by actor
+    and the ``key`` under which an artifact holds the question. It implements :meth:`draw`.
     """
 
     name: ClassVar[str]
@@ -36,7 +26,7 @@ class GeneratedTask(ABC):
     options_type: ClassVar[type]
     options: Any
 
-    def __init__(self, options: PlayedOptions | None = None) -> None:
+    def __init__(self, options: Any = None) -> None:
         self.options = options or self.options_type()
 
     @abstractmethod

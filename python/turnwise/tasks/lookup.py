@@ -17,9 +17,6 @@ from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check
 from turnwise.tasks.generated import GeneratedTask, draw_distinct, texts_of
 from turnwise.types import Actor, EpisodeState, Messages, TaskCapabilities
 
-# ---------------------------------------------------------------------------------------------------------------------
-# LookupTable, questions and tool
-# ---------------------------------------------------------------------------------------------------------------------
 # fmt: off
 NAMES = (
     "Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hal", "Ida", "Jon",
@@ -96,10 +93,10 @@ class LookupTable:
             database.execute(f"CREATE TABLE people (name, {', '.join(COLUMNS)})")
             database.executemany(f"INSERT INTO people VALUES ({', '.join('?' * (1 + len(COLUMNS)))})", self.rows)
             # The column is one of COLUMNS; the name is the model's text, and stays a parameter.
-            found = database.execute(f"SELECT {column} FROM people WHERE name = ?", (str(name),)).fetchone()
-        if found is None:
+            row = database.execute(f"SELECT {column} FROM people WHERE name = ?", (str(name),)).fetchone()
+        if row is None:
             raise LookupError(f"no name {str(name)[:20]!r}, expected one of {', '.join(NAMES)}")
-        return str(found[0])
+        return str(row[0])
 
     def answer(self, question: LookupQuestion) -> str:
         name = question.name if question.hops == 1 else self.look_up(question.name, FRIEND)
@@ -142,21 +139,20 @@ def demonstrations(keys: Sequence[str], seed: int | str, quality: float) -> list
     for index, question in enumerate(map(LookupQuestion.parse, keys)):
         table, hops = LookupTable(question.table), question.hops
         messages: Messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.text}]
-        asked, found = question.name, ""
+        asked, result = question.name, ""
         for hop in range(hops + 1):
             right = (asked, FRIEND if hop < hops - 1 else question.fruit)
-            name, column = right if rng.random() < quality else _other(rng, hop < hops - 1)
-            completion = found if hop == hops else call_text(name, column)
+            if rng.random() < quality:
+                name, column = right
+            else:
+                name, column = rng.choice(NAMES), FRIEND if hop < hops - 1 else rng.choice(FRUITS)
+            completion = result if hop == hops else call_text(name, column)
             if index % (hops + 1) == hop:
                 made.append((SOLVER, messages, completion))
                 break
-            found = table.look_up(name, column)
-            messages, asked = with_result(messages, name, column, found), found
+            result = table.look_up(name, column)
+            messages, asked = with_result(messages, name, column, result), result
     return made
-
-
-def _other(rng: Random, is_friend: bool) -> tuple[str, str]:
-    return rng.choice(NAMES), FRIEND if is_friend else rng.choice(FRUITS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,7 +245,7 @@ class LookupTask(GeneratedTask):
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         keys = self.draw("train", min(n, 20_000), f"demonstrations/{seed}")
-        repeated = [keys[place % len(keys)] for place in range(n)]
+        repeated = [keys[index % len(keys)] for index in range(n)]
         first = round(n * self.options.clean)
         right = demonstrations(repeated[:first], f"{seed}/clean", 1.0)
         return right + demonstrations(repeated[first:], seed, self.options.quality)

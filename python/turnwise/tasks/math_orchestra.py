@@ -11,16 +11,8 @@ from pydantic import Field
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, with_round, with_team, without_round
-from turnwise.tasks.gsm8k import (
-    MARK,
-    SYSTEM_PROMPT,
-    GSM8KQuestion,
-    QuestionOptions,
-    QuestionTask,
-    answers_match,
-    extract_answer,
-    without_thoughts,
-)
+from turnwise.tasks.gsm8k.reader import MARK, GSM8KQuestion, answers_match, extract_answer, without_thoughts
+from turnwise.tasks.gsm8k.task import SYSTEM_PROMPT, QuestionOptions, QuestionTask
 from turnwise.types import Actor, EpisodeState, Message, Messages
 
 SOLVER, VERIFIER = "solver", "verifier"
@@ -62,8 +54,8 @@ def parse_verdict(text: str) -> bool | None:
 
     Example: ``parse_verdict("2 + 2 is 4. Verdict: approve") is True``
     """
-    found = _VERDICT.findall(text)
-    return found[-1].lower() == "approve" if found else None
+    verdicts = _VERDICT.findall(text)
+    return verdicts[-1].lower() == "approve" if verdicts else None
 
 
 class MathOrchestraEpisode(MultiTurnEpisode):

@@ -1,6 +1,6 @@
 """Split clues: a reader and a writer each see one row of digits, and the writer answers for both.
 
-The answer is the digit-wise maximum of the rows, which nobody with one view can find.
+The answer is the digit-wise maximum of the rows, which no actor with one view can find.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from turnwise.tasks.generated import draw_distinct, texts_of
 from turnwise.tasks.teams import TeamEpisode, TeamOptions, TeamTask
 from turnwise.types import EpisodeState, Message, Messages
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Questions
-# ---------------------------------------------------------------------------------------------------------------------
 DIGITS = "0123456789"
 MAX_DIGITS = 8
 

@@ -11,7 +11,7 @@ import pytest
 
 from .helpers import ADD, USER, play
 
-GatewayCall = tuple[str, dict[str, Any]]
+Call = tuple[str, dict[str, Any]]
 """Id and arguments of a tool call."""
 
 
@@ -56,7 +56,7 @@ class Chat:
         return getattr(answer.choices[0].message, "reasoning_content", None)
 
     @staticmethod
-    def calls(answer) -> list[GatewayCall]:
+    def calls(answer) -> list[Call]:
         calls = answer.choices[0].message.tool_calls or ()
         return [(call.id, json.loads(call.function.arguments)) for call in calls]
 
@@ -120,7 +120,7 @@ class Responses(Chat):
         return next((item.content[0].text for item in answer.output if item.type == "reasoning"), None)
 
     @staticmethod
-    def calls(answer) -> list[GatewayCall]:
+    def calls(answer) -> list[Call]:
         items = [item for item in answer.output if item.type == "function_call"]
         return [(item.call_id, json.loads(item.arguments)) for item in items]
 
@@ -183,7 +183,7 @@ class Messages:
         return next((block.thinking for block in answer.content if block.type == "thinking"), None)
 
     @staticmethod
-    def calls(answer) -> list[GatewayCall]:
+    def calls(answer) -> list[Call]:
         return [(block.id, block.input) for block in answer.content if block.type == "tool_use"]
 
     @staticmethod

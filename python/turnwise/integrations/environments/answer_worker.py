@@ -81,8 +81,8 @@ def _score_and_exit(dataset: Any, entry: dict[str, Any], answer: str | None, loc
     try:
         os.dup2(2, 0)
         # The fork already has the modules of the worker, so its memory limit counts from what it has.
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        limit = held + lock["memory_bytes"]
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        limit = used + lock["memory_bytes"]
         limits = {**lock["limits"], "RLIMIT_AS": (limit, limit)}
         allowed = bytes.fromhex(lock["filter"])
         lock_in({"limits": limits, "filter": allowed, "parent": lock["parent"]})

@@ -70,7 +70,7 @@ class GymnasiumGame(ForeignGame):
         self.first = 0
         if isinstance(space, spaces.Discrete):
             self.first = int(space.start)
-            self.names = options.actions or tuple(str(self.first + place) for place in range(int(space.n)))
+            self.names = options.actions or tuple(str(self.first + index) for index in range(int(space.n)))
             if len(set(self.names)) != space.n or len(self.names) != space.n:
                 raise ValueError(f"task_options.actions={list(self.names)!r}: expected {space.n} different names")
         elif self.parse is None and not isinstance(space, spaces.Text):
@@ -100,6 +100,5 @@ class GymnasiumTask(ForeignTask):
     Example: ``build_task("gymnasium:FrozenLake-v1", {"arguments": {"is_slippery": False}})``
     """
 
-    prefix = "gymnasium"
     options_type = GymnasiumOptions
     game_type = GymnasiumGame

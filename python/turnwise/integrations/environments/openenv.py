@@ -122,6 +122,5 @@ class OpenEnvTask(ForeignTask):
     Example: ``build_task("openenv:http://127.0.0.1:8000", {"field": "message"})``
     """
 
-    prefix = "openenv"
     options_type = OpenEnvOptions
     game_type = OpenEnvGame

@@ -24,9 +24,6 @@ from turnwise.tasks.two_player import Decision, Exploitability
 from turnwise.tasks.two_player.tree import check_policy
 from turnwise.types import Messages
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Exact exploitability
-# ---------------------------------------------------------------------------------------------------------------------
 MOST_STATES = 1_000_000
 """States of the largest game that is solved; tic-tac-toe has 549,946."""
 
@@ -219,7 +216,6 @@ class OpenSpielTask(ForeignTask):
     Example: ``build_task("openspiel:leduc_poker").solve(policy).exploitability``
     """
 
-    prefix = "openspiel"
     game_type = OpenSpielGame
 
     @property

@@ -156,7 +156,7 @@ class PettingZooGame(ForeignGame):
         space = self.spaces[agent]
         if not hasattr(space, "n") or not hasattr(space, "start"):
             return None
-        return self.options.actions or tuple(str(self.first_of(agent) + place) for place in range(int(space.n)))
+        return self.options.actions or tuple(str(self.first_of(agent) + index) for index in range(int(space.n)))
 
     def first_of(self, agent: str) -> int:
         return int(self.spaces[agent].start)
@@ -179,6 +179,5 @@ class PettingZooTask(ForeignTask):
     Example: ``build_task("pettingzoo:rps_v2", {"parallel": True, "actions": ["rock", "paper", "scissors"]})``
     """
 
-    prefix = "pettingzoo"
     options_type = PettingZooOptions
     game_type = PettingZooGame

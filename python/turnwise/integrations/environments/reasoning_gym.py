@@ -171,8 +171,8 @@ class ReasoningGymTask(GeneratedTask):
         order = list(range(self.options.size))
         rng = Random(f"{self.name}/{seed}")
         while order:
-            place = rng.randrange(len(order))
-            order[place], order[-1] = order[-1], order[place]
+            index = rng.randrange(len(order))
+            order[index], order[-1] = order[-1], order[index]
             yield self.entry(order.pop())["question"]
 
     def artifact(self, question: str) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class ReasoningGymTask(GeneratedTask):
         for question in asked:
             said = [{"role": "user", "content": question}]
             shown.append((SOLVER, [{"role": "system", "content": prompt}, *said], oracle(SOLVER, said)))
-        return [shown[place % len(shown)] for place in range(n)]
+        return [shown[index % len(shown)] for index in range(n)]
 
     def texts(self) -> list[str]:
         return texts_of(self.demonstrations(60, 0))

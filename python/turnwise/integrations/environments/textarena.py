@@ -84,14 +84,14 @@ class TextArenaPlay(Play):
     def act(self, action: Any) -> None:
         state = self.env.state
         seat, errors = state.current_player_id, getattr(state, "error_count", 0)
-        told: dict[int, Any] = {}
+        infos: dict[int, Any] = {}
         with self.random.use():
             with parsing():  # the game reads the completion here
                 self.is_done, _ = self.env.step(action=action)
             if self.is_done:
-                rewards, told = self.env.close()
+                rewards, infos = self.env.close()
                 self.paid = {int(player): float(reward) for player, reward in (rewards or {}).items()}
-        was_fatal = bool(told.get(seat, {}).get("invalid_move"))
+        was_fatal = bool(infos.get(seat, {}).get("invalid_move"))
         self.was_legal = not was_fatal and getattr(state, "error_count", 0) <= errors
 
 
@@ -120,17 +120,17 @@ class TextArenaGame(ForeignGame):
 
     def _count_players(self) -> int:
         wanted = self.options.num_players
-        refused = ""
+        reason = ""
         for count in PLAYERS if wanted is None else (wanted,):
             with OwnRandom(0).use():
                 env = self.make()
                 try:
                     env.reset(num_players=count, seed=0)
                 except (AssertionError, ValueError, KeyError, IndexError) as error:
-                    refused = str(error)
+                    reason = str(error)
                     continue
             return count
-        raise ValueError(f"task_options.num_players={wanted!r}: {self.options.name} refuses it: {refused}")
+        raise ValueError(f"task_options.num_players={wanted!r}: {self.options.name} refuses it: {reason}")
 
     def start(self, seed: int) -> TextArenaPlay:
         return TextArenaPlay(self, seed)
@@ -145,6 +145,5 @@ class TextArenaTask(ForeignTask):
     Example: ``build_task("textarena:KuhnPoker-v0", {"arguments": {"max_rounds": 1}})``
     """
 
-    prefix = "textarena"
     options_type = TextArenaOptions
     game_type = TextArenaGame

@@ -127,7 +127,7 @@ class GatewaySession:
         self.failure: Exception | None = None
         """The error of the model or of turnwise that fails the episode."""
         self.over = ""
-        """Why the session takes no more calls; empty while it does."""
+        """Reason why the session takes no more calls; empty while it does."""
         self._slots = asyncio.Semaphore(settings.max_parallel)
 
     def opened_at(self, url: str) -> None:

@@ -31,9 +31,9 @@ class GatewaySettings:
     """Whose temperature and top-p count in training. Agents commonly send 0, and then all attempts are equal. An
     evaluation takes the agent's."""
     choices: Literal["all", "continued"] = "all"
-    """Which of ``n`` choices train: all, or only those that a later prompt continues."""
+    """The choices of ``n`` that train: all, or only those that a later prompt continues."""
     repeats: Literal["continued", "all"] = "continued"
-    """Which of several equal requests train, each made after the answer to the one before: ``"continued"`` leaves out
+    """The equal requests that train, each made after the answer to the one before: ``"continued"`` leaves out
     answers that no prompt continues if one does continue a later answer, as their client lost them and asked again."""
     max_calls: int = 200
     """Calls of one session."""
@@ -51,9 +51,9 @@ class GatewaySettings:
         if isinstance(self.allowed_hosts, str):
             raise ValueError(f"allowed_hosts={self.allowed_hosts!r}: expected a list of names")
         modes = {"sampling": ("actor", "agent"), "choices": ("all", "continued"), "repeats": ("continued", "all")}
-        for name, known in modes.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}")
+        for name, values in modes.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {values}")
 
 
 def settings_of(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySettings:
@@ -62,9 +62,9 @@ def settings_of(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySe
     Raises ``ValueError`` for an unknown key, naming the nearest of the known ones and of those that the table may
     ``also`` have.
     """
-    known = [field.name for field in fields(GatewaySettings)]
+    names = [field.name for field in fields(GatewaySettings)]
     for name in given:
-        if name not in known:
-            near = did_you_mean(name, [*known, *also])
+        if name not in names:
+            near = did_you_mean(name, [*names, *also])
             raise ValueError(f"config key 'gateway.{name}' = {given[name]!r}: unknown; {near}")
     return GatewaySettings(**given)

@@ -29,10 +29,10 @@ def main() -> int:
         start(command)
     status, deadline = None, None
     while status is None:
-        found, ended = os.waitpid(-1, os.WNOHANG)
-        if found == child:
+        process, ended = os.waitpid(-1, os.WNOHANG)
+        if process == child:
             status = ended
-        elif found == 0:
+        elif process == 0:
             if asked and deadline is None:
                 deadline = time.monotonic() + grace
                 kill_group(child, signal.SIGTERM)
@@ -66,10 +66,10 @@ def end_descendants(deadline: float) -> None:
     """Wait until no descendant is left; kill those that live past ``deadline``."""
     while True:
         try:
-            found, _ = os.waitpid(-1, os.WNOHANG)
+            process, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
-        if found:
+        if process:
             continue
         if time.monotonic() >= deadline:
             for child in children_of(os.getpid()):

@@ -1,4 +1,4 @@
-"""The task of an agent that somebody else wrote: ``task = "gateway:my_agent:agent"``."""
+"""The task of an agent of any framework: ``task = "gateway:my_agent:agent"``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GatewayTask(OwnTask):
     def __init__(self, options: GatewayOptions | None = None) -> None:
         super().__init__(options)
         options = self.options
-        self.name = options.name  # type: ignore[misc]  # a class of one's own names its task once
+        self.name = options.name  # type: ignore[misc]  # your own class names its task once
         given = dict(options.gateway)
         self._process = {name: given.pop(name) for name in _OF_PROCESS if name in given}
         self.gateway = Gateway(settings_of(given, also=_OF_PROCESS))

@@ -63,8 +63,8 @@ class VerifiersEpisode(Episode):
             raise session.failure
         if not self.env.complete(episode):
             raise RuntimeError(f"{type(self.env).__name__}: {_reasons(episode)}")
-        for name, found in _measured(episode).items():
-            context.rollout.metrics[name] = found
+        for name, value in _measured(episode).items():
+            context.rollout.metrics[name] = value
         state.data["rewards"] = rewards_of(episode, state)
         state.done = True
         return state
@@ -100,23 +100,23 @@ def rewards_of(episode: vf.Episode, state: EpisodeState) -> dict[str, float]:
         else:
             runs.setdefault(str(step.actor_id), {})[trace.id] = float(trace.reward)
     for step in state.trajectory:
-        own = runs.get(str(step.actor_id), {})
-        if step.trainable and len(own) > 1:
-            step.reward = own[step.info["trace"]]
-    return {actor: fmean(own.values()) for actor, own in runs.items()}
+        rewards = runs.get(str(step.actor_id), {})
+        if step.trainable and len(rewards) > 1:
+            step.reward = rewards[step.info["trace"]]
+    return {actor: fmean(rewards.values()) for actor, rewards in runs.items()}
 
 
 def _measured(episode: vf.Episode) -> dict[str, float]:
     """Return the unweighted parts of the rewards, and the metrics, as means over the runs of each agent."""
-    found: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for trace in episode.traces:
         parts: Mapping[str, Any] = {name: part.score for name, part in trace.rewards.items() if part is not None}
         for name, value in {**trace.metrics, **parts}.items():
             if value is not None:
-                found.setdefault(f"verifiers/{name}/{trace.agent.name}", []).append(float(value))
+                measured.setdefault(f"verifiers/{name}/{trace.agent.name}", []).append(float(value))
     for name, traces in episode.by_agent.items():
-        found[f"verifiers/runs/{name}"] = [float(len(traces))]
-    return {name: fmean(values) for name, values in found.items()}
+        measured[f"verifiers/runs/{name}"] = [float(len(traces))]
+    return {name: fmean(values) for name, values in measured.items()}
 
 
 def _reasons(episode: vf.Episode) -> str:

@@ -36,7 +36,7 @@ class EpisodeTask(vf.Task[EpisodeData]):
 
 
 class EpisodesConfig(vf.TasksetConfig):
-    """Which questions to load, under ``[env.taskset]``."""
+    """Questions to load, under ``[env.taskset]``."""
 
     split: Literal["train", "validation", "eval"] = "train"
     size: int = 1000
@@ -107,7 +107,7 @@ class EpisodeTaskset(vf.Taskset[EpisodeTask, EpisodesConfig]):
 
 
 class PlaysEpisodes:
-    """What an exported environment adds to verifiers' ``Env``: one episode of turnwise, played by the agents."""
+    """Addition of an exported environment to verifiers' ``Env``: one episode of turnwise, played by the agents."""
 
     made: Task
     started: Iterator[int]
@@ -134,10 +134,10 @@ class PlaysEpisodes:
 def _reward(result: GenerateResult, players: Players) -> None:
     """Give each trace the reward of its actor, and the metrics that are no other actor's. Unpaid traces don't train."""
     rollouts = {node.rollout.id: node.rollout for node in result.walk()}
-    for (place, actor), talks in players.talks.items():
-        rollout = rollouts[place]
-        own = [step.reward for step in rollout.steps if step.actor_id == actor and step.reward is not None]
-        reward = rollout.rewards.get(actor, fmean(own) if own else None)
+    for (rollout_id, actor), talks in players.talks.items():
+        rollout = rollouts[rollout_id]
+        rewards = [step.reward for step in rollout.steps if step.actor_id == actor and step.reward is not None]
+        reward = rollout.rewards.get(actor, fmean(rewards) if rewards else None)
         for talk in talks:
             trace = talk.interaction.trace
             if rollout.error is not None or reward is None:

@@ -26,7 +26,7 @@ class CallData(vf.TaskData):
 
 
 class CallTask(vf.Task[CallData]):
-    """What an agent gets for a call that continues no earlier one. The environment rewards it at the end."""
+    """Task of an agent for a call that continues no earlier one. The environment rewards it at the end."""
 
 
 class DirectHarnessConfig(vf.HarnessConfig):
@@ -70,9 +70,9 @@ class Talk:
 
     def continued_by(self, chat: Messages) -> Messages:
         """Return the messages that ``chat`` adds, if it continues this one with users' messages only; else none."""
-        known = len(self.chat)
-        new = chat[known:]
-        if self.is_busy or not known or chat[:known] != self.chat:
+        length = len(self.chat)
+        new = chat[length:]
+        if self.is_busy or not length or chat[:length] != self.chat:
             return []
         return new if all(message["role"] == "user" for message in new) else []
 

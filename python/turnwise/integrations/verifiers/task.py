@@ -68,8 +68,8 @@ class VerifiersTask(OwnTask):
         self.env = _env(options.name, options.env)
         self._tasks = list(self.env.taskset.take(options.size))
         self._places: dict[str, int] = {}
-        for place, task in enumerate(self._tasks):
-            self._places.setdefault(_key(task), place)
+        for index, task in enumerate(self._tasks):
+            self._places.setdefault(_key(task), index)
         if not self._tasks:
             raise ValueError(f"task='verifiers:{self.name}': its taskset is empty")
         names = _actors(self.env)
@@ -81,14 +81,14 @@ class VerifiersTask(OwnTask):
         return list(self._places)
 
     def artifact(self, question: str) -> Any:
-        place = self._places[question]
-        return {"index": place, "key": question, "prompt": self._tasks[place].data.prompt_text}
+        index = self._places[question]
+        return {"index": index, "key": question, "prompt": self._tasks[index].data.prompt_text}
 
     def texts(self) -> list[str]:
         """The prompts of the training tasks."""
-        train = [place for key, place in self._places.items() if split_of(key) == "train"]
-        found = [self._tasks[place].data for place in train[:2000]]
-        return [text for data in found for text in (data.prompt_text, data.system_prompt) if text]
+        train = [index for key, index in self._places.items() if split_of(key) == "train"]
+        tasks = [self._tasks[index].data for index in train[:2000]]
+        return [text for data in tasks for text in (data.prompt_text, data.system_prompt) if text]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         from turnwise.integrations.verifiers.episode import VerifiersEpisode
@@ -109,8 +109,8 @@ def _env(name: str, given: dict[str, Any]) -> Any:
     import verifiers.v1 as vf
 
     if ":" in name:
-        found = import_by_name({}, name, "task")
-        made = found(**given) if callable(found) else found
+        source = import_by_name({}, name, "task")
+        made = source(**given) if callable(source) else source
     else:
         taskset = {"id": name, **given.get("taskset", {})}
         made = vf.resolve_env_config({**given, "taskset": taskset})
@@ -125,7 +125,7 @@ def _actors(env: Any) -> list[str]:
     """Return the agents that the arena's model plays: those without a client of their own."""
     from verifiers.v1.configs.agent import agent_config_fields
 
-    found = []
+    actors = []
     for name, config in agent_config_fields(env.config).items():
         if config.client is not None:
             continue
@@ -134,10 +134,10 @@ def _actors(env: Any) -> list[str]:
                 f"agent {name!r} pins model={config.model!r} and no client: expected both, for a model elsewhere, or "
                 "neither, for an actor that trains"
             )
-        found.append(name)
-    if not found:
+        actors.append(name)
+    if not actors:
         raise ValueError(f"{type(env).__name__}: each of its agents pins a client: expected one to train")
-    return found
+    return actors
 
 
 def _key(task: Any) -> str:

@@ -19,7 +19,7 @@ NEEDS_MORE = ("levels", "vine", "gdpo")
 """Rules that need whole trees of episodes, or each reward by itself. verl has rows with one reward each."""
 
 NEEDS_AGENTS = ("at_grpo", "dr_mas", "gigpo", "hierarchy", "rae", "turn_returns")
-"""Rules that tell agents apart."""
+"""Rules that distinguish agents."""
 
 RULES = tuple(name for name in registry if name not in NEEDS_MORE)
 
@@ -36,7 +36,7 @@ def make_estimator(name: str) -> Estimator:
     returns advantages and returns ``[B, T]``, both the rule's advantage of the row, and 0 where the mask is 0.
 
     Agents, turns, sessions and nodes come from the trainers of ``trainers``. Under verl's own trainers each row is an
-    attempt of its own by one agent; a rule that tells agents apart then warns.
+    attempt of its own by one agent; a rule that distinguishes agents then warns.
 
     Options of the rule are the keys of ``algorithm.turnwise``, for example ``+algorithm.turnwise.eps=1e-8``.
     ``algorithm.norm_adv_by_std_in_grpo=False`` sets ``scale="none"`` in a rule that has this option.
@@ -108,7 +108,7 @@ def _advantages(rule: Credit, token_rewards: Tensor, mask: Tensor, uids: list[An
             columns[key] = [column[row] for row in rows]
         wholes = [calls.trajectory_rewards[row] for row in rows]
         columns["trajectory_rewards"] = [
-            own if whole is None else whole for own, whole in zip(rewards.tolist(), wholes, strict=True)
+            reward if whole is None else whole for reward, whole in zip(rewards.tolist(), wholes, strict=True)
         ]
         states = [calls.states[row] for row in rows]
         columns["states"] = None if any(state is None for state in states) else states

@@ -218,10 +218,10 @@ def find_problem(statement: str) -> Problem:
     # Wrong programs differ from the right one in one part. Keep those that behave differently, one per behaviour.
     wrong: dict[tuple[str, ...], str] = {}
     neighbours = [
-        (*parts[:place], other, *parts[place + 1 :])
-        for place, choices in enumerate(kind.places)
+        (*parts[:index], other, *parts[index + 1 :])
+        for index, choices in enumerate(kind.places)
         for other in choices
-        if other != parts[place]
+        if other != parts[index]
     ]
     rng.shuffle(neighbours)
     # The first wrong program is a habit that all problems share: whatever the statement ends with, the plain part.

@@ -23,9 +23,6 @@ from turnwise.tasks.code_duel.problems import (
 from turnwise.tasks.code_duel.scoring import Case, describe_failures, format_case
 from turnwise.types import Message, Messages
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts
-# ---------------------------------------------------------------------------------------------------------------------
 _PROGRAM, _FAILED = "\nProgram:\n", "\nFailed:\n"
 
 SYSTEM_PROMPTS = {

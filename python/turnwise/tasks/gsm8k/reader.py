@@ -47,11 +47,11 @@ def read_questions(path: str | PathLike[str]) -> list[GSM8KQuestion]:
     if not file.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no such file (looked in {Path.cwd()})")
     questions = []
-    for place, record in read_json_lines(path):
+    for index, record in read_json_lines(path):
         try:
             questions.append(_read_record(record))
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise ValueError(f"{index}: {error}") from error
     if not questions:
         raise ValueError(f"{path}: expected at least one question")
     return questions

@@ -25,9 +25,6 @@ from turnwise.tasks.gsm8k.reader import (
 from turnwise.types import Actor, EpisodeRequest, TaskCapabilities
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files of questions
-# ---------------------------------------------------------------------------------------------------------------------
 class QuestionOptions(TaskOptions):
     """Source of the questions: ``path``, a JSONL file in GSM8K's format, or ``dataset``, a name on the Hugging Face Hub
     (or a folder), with a ``subset`` if it has several.
@@ -94,19 +91,19 @@ class QuestionTask(ABC):
         check_counts(questions=questions, copies=copies)
         train = self.split("train", 1)
         requests = []
-        for place in range(step * questions, (step + 1) * questions):
-            lap, index = divmod(place, len(train))
+        for number in range(step * questions, (step + 1) * questions):
+            lap, index = divmod(number, len(train))
             question = train[_shuffled(len(train), f"{self._seed}/{lap}")[index]]
             for copy in range(copies):
-                seed = derive_seed(self.name, self._seed, place, copy)
-                requests.append(self._request(question, f"{place}", seed, is_trainable=True))
+                seed = derive_seed(self.name, self._seed, number, copy)
+                requests.append(self._request(question, f"{number}", seed, is_trainable=True))
         return requests
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         check_counts(n=n)
         return [
-            self._request(question, f"{split}/{place}", derive_seed(self.name, split, place), is_trainable=False)
-            for place, question in enumerate(self.split(split, n)[:n])
+            self._request(question, f"{split}/{index}", derive_seed(self.name, split, index), is_trainable=False)
+            for index, question in enumerate(self.split(split, n)[:n])
         ]
 
     def split(self, split: Split, n: int) -> list[GSM8KQuestion]:

@@ -72,8 +72,8 @@ class KuhnRules(Rules):
 
     def parse(self, text: str) -> str | None:
         """Find the last of ``[check]``, ``[bet]``, ``[fold]`` and ``[call]`` in the text."""
-        found = re.findall(r"\[(check|bet|fold|call)\]", text.casefold())
-        return found[-1] if found else None
+        words = re.findall(r"\[(check|bet|fold|call)\]", text.casefold())
+        return words[-1] if words else None
 
     def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
         return action in WORDS[game["history"]]
@@ -103,7 +103,7 @@ def payoff(cards: str, history: str) -> float:
 
 def board(card: str, history: str) -> str:
     """Return the text that a seat sees. ``card`` is the sentence that names its own card."""
-    bets = ", ".join(WORDS[history[:place]][(PASS, BET).index(one)] for place, one in enumerate(history)) or "none"
+    bets = ", ".join(WORDS[history[:index]][(PASS, BET).index(one)] for index, one in enumerate(history)) or "none"
     first, second = WORDS[history]
     return f"{card}\n{_BETS.format(bets)}\nReply with [{first}] or [{second}]."
 
@@ -138,7 +138,7 @@ def equilibrium(alpha: float = 1 / 3) -> np.ndarray:
 
 def table_player(policy: np.ndarray, rng: Random) -> Player:
     """A player that plays a policy ``[12, 2]`` or ``[12, 3]``. For the third column it gives an invalid answer."""
-    rows = {place: policy[index] for index, place in enumerate(INFORMATION_SETS)}
+    rows = {infoset: policy[index] for index, infoset in enumerate(INFORMATION_SETS)}
 
     def play(actor_id: str, messages: Messages) -> str:
         card, history = read_board(messages)
@@ -175,7 +175,7 @@ def kuhn_tree(invalid_cost: float = 3.0) -> GameTree:
             return payoff(cards, history)
         return -invalid_cost if len(history) % 2 == 1 else invalid_cost
 
-    owners = [(place, len(place[1]) % 2) for place in INFORMATION_SETS]
+    owners = [(information_set, len(information_set[1]) % 2) for information_set in INFORMATION_SETS]
     deals = [((cards, ""), 1 / len(DEALS)) for cards in DEALS]
     return build_tree(deals, children, infoset, worth, owners, actions=3)
 

@@ -80,8 +80,8 @@ class NegotiationRules(Rules):
 
     def parse(self, text: str) -> str | None:
         """The last ``[accept]``, ``[reject]``, ``[walk]`` or ``[keep ...]`` in the text; no count has ten digits."""
-        found = re.findall(r"\[\s*(accept|reject|walk|keep(?:\s+\d{1,9})+)\s*\]", text.casefold())
-        return " ".join(found[-1].split()) if found else None
+        actions = re.findall(r"\[\s*(accept|reject|walk|keep(?:\s+\d{1,9})+)\s*\]", text.casefold())
+        return " ".join(actions[-1].split()) if actions else None
 
     def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
         if action in ("accept", "reject"):

@@ -79,27 +79,27 @@ def walk(maze: Maze, start: int, route: str) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def distances(maze: Maze) -> tuple[int | None, ...]:
     """Count the moves from each cell to the goal by breadth-first search; ``None`` for a cell without a route."""
-    found: list[int | None] = [None] * len(maze.cells)
-    found[maze.goal] = 0
+    moves: list[int | None] = [None] * len(maze.cells)
+    moves[maze.goal] = 0
     queue = deque([(maze.goal, 0)])
     while queue:
         cell, distance = queue.popleft()
         for move in MOVES:
             following = neighbour(maze, cell, move)
-            if following is not None and found[following] is None:
-                found[following] = distance + 1
+            if following is not None and moves[following] is None:
+                moves[following] = distance + 1
                 queue.append((following, distance + 1))
-    return tuple(found)
+    return tuple(moves)
 
 
 def distance(maze: Maze, cell: int) -> int:
     """Return the number of moves from ``cell`` to the goal. Raises ``ValueError`` if there is no route."""
-    found = distances(maze)[cell]
-    if found is None:
+    moves = distances(maze)[cell]
+    if moves is None:
         raise ValueError(
             f"cell={cell!r}: expected a cell with a route to the goal {maze.goal!r} of\n{format_maze(maze)}"
         )
-    return found
+    return moves
 
 
 def shortest_route(maze: Maze, start: int | None = None) -> str:

@@ -13,9 +13,6 @@ from turnwise.tasks.plan_path.maze import Maze, format_maze, neighbour, parse_ma
 from turnwise.tasks.routes import MOVES, UNREAD, RouteGame, RouteOutcome, board_message, demonstrate_routes, read_board
 from turnwise.types import Message, Messages
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts
-# ---------------------------------------------------------------------------------------------------------------------
 _REPLY = "Reply with moves, such as U R R D."
 
 SYSTEM_PROMPTS = {

@@ -90,8 +90,8 @@ def draw_problem(size: Size, rng: Random) -> str:
     """Draw a problem of 2 to ``size.numbers`` numbers, with random operators and brackets."""
     parts = [str(rng.randint(0, size.largest)) for _ in range(rng.randint(2, size.numbers))]
     while len(parts) > 1:
-        place = rng.randrange(len(parts) - 1)
-        parts[place : place + 2] = [f"({parts[place]} {rng.choice('+-*')} {parts[place + 1]})"]
+        index = rng.randrange(len(parts) - 1)
+        parts[index : index + 2] = [f"({parts[index]} {rng.choice('+-*')} {parts[index + 1]})"]
     return ast.unparse(ast.parse(parts[0], mode="eval").body)
 
 

@@ -134,8 +134,8 @@ class ProposeEpisode(MultiTurnEpisode):
         return RewardParts(state.data["worth"], valid=state.data["problem"] is not None)
 
     def unserved_rewards(self) -> dict[str, str]:
-        told = "pays a problem by its attempts' pass rate: expected task_options.curve, there is no own part"
-        return super().unserved_rewards() | {"alpha": told, "mode": told}
+        reason = "pays a problem by its attempts' pass rate: expected task_options.curve, there is no own part"
+        return super().unserved_rewards() | {"alpha": reason, "mode": reason}
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
         """``problem`` and ``pass_rate`` (``None`` without one), ``worth``, ``example``."""

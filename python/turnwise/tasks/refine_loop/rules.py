@@ -67,7 +67,7 @@ def answers(question: RulesQuestion) -> tuple[Draft, ...]:
     """Every list that breaks no rule, in ascending order."""
     lists, columns = _everything(question.length)
     kept = np.logical_and.reduce([columns[name] == value for name, value in question.rules])
-    return tuple(lists[place] for place in np.flatnonzero(kept))
+    return tuple(lists[index] for index in np.flatnonzero(kept))
 
 
 @cache
@@ -132,10 +132,10 @@ def format_question(question: RulesQuestion) -> str:
 @lru_cache(maxsize=4096)
 def parse_question(text: str) -> RulesQuestion:
     """Parse a question that :func:`format_question` wrote. Raises ``ValueError`` for any other text."""
-    if found := _QUESTION.fullmatch(text):
-        parts = [part.split() for part in found[2].split(", ")]
+    if match := _QUESTION.fullmatch(text):
+        parts = [part.split() for part in match[2].split(", ")]
         rules = tuple((part[0], int(part[1]) if part[1:] else 0) for part in parts if part)
-        question = RulesQuestion(int(found[1]), rules)
+        question = RulesQuestion(int(match[1]), rules)
         if all(name in KINDS for name, _ in rules) and format_question(question) == text:
             return question
     raise ValueError(f"question={text!r}: expected such as 'Write 3 numbers from 1 to 9: sum 9, largest 5.'")

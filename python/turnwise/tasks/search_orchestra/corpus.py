@@ -72,10 +72,10 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
     # Read the questions, and check that the pages that they name exist.
     titles = {passage.title for passage in passages}
     asked: dict[str, SearchQuestion] = {}
-    for place, row in read_json_lines(questions):
-        question = _read_question(row, place)
+    for index, row in read_json_lines(questions):
+        question = _read_question(row, index)
         if missing := set(question.supports) - titles:
-            raise ValueError(f"{place}: supports names {sorted(missing)}, of which no file is there")
+            raise ValueError(f"{index}: supports names {sorted(missing)}, of which no file is there")
         asked[question.text] = question
     if not asked:
         raise ValueError(f"questions={str(questions)!r}: expected at least one question")
@@ -111,20 +111,20 @@ def made_up_world(hops: int = MAX_HOPS) -> World:
     questions: list[SearchQuestion] = []
     for name, capital, goods in zip(provinces, capitals, _GOODS, strict=True):
         passages.append(Passage(name, f"{name} is a province. Its capital is {capital}. {name} sells {goods}."))
-    for place, (town, river) in enumerate(zip(towns, rivers, strict=True)):
-        province = provinces[place % PROVINCES]
+    for index, (town, river) in enumerate(zip(towns, rivers, strict=True)):
+        province = provinces[index % PROVINCES]
         passages.append(
             Passage(town, f"{town} is a town in the province of {province}. The river {river} runs by {town}.")
         )
     # Questions need one page (the person's), two (with the town's) or three (with the province's).
     for name in people:
-        place, trade = rng.randrange(TOWNS), rng.choice(_TRADES)
-        town, number = towns[place], place % PROVINCES
+        index, trade = rng.randrange(TOWNS), rng.choice(_TRADES)
+        town, number = towns[index], index % PROVINCES
         passages.append(Passage(name, f"{name} is a {trade}. {name} was born in {town}."))
         questions += [
             SearchQuestion(f"Where was {name} born?", town, (name,)),
             SearchQuestion(f"In which province was {name} born?", provinces[number], (name, town)),
-            SearchQuestion(f"Which river runs by the town where {name} was born?", rivers[place], (name, town)),
+            SearchQuestion(f"Which river runs by the town where {name} was born?", rivers[index], (name, town)),
             SearchQuestion(
                 f"What is the capital of the province where {name} was born?",
                 capitals[number],
@@ -139,11 +139,11 @@ def made_up_world(hops: int = MAX_HOPS) -> World:
 
 
 def _names(rng: Random, count: int) -> Sequence[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
+    names: dict[str, None] = {}
+    while len(names) < count:
         syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(2)]
-        found[("".join(syllables) + rng.choice(_ENDS)).capitalize()] = None
-    return list(found)
+        names[("".join(syllables) + rng.choice(_ENDS)).capitalize()] = None
+    return list(names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,12 +199,12 @@ class SearchIndex:
     def search(self, query: str, k: int) -> list[Passage]:
         """Find up to ``k`` passages that share a word with ``query``, best first. Ties keep the passages' order."""
         (words,) = self._tokens([query], return_ids=False)
-        known = [word for word in words if word in self._words]
-        if not known:
+        indexed = [word for word in words if word in self._words]
+        if not indexed:
             return []
-        scores = np.asarray(self._index.get_scores(known))
+        scores = np.asarray(self._index.get_scores(indexed))
         ranked = np.argsort(-scores, kind="stable")[:k]
-        return [self.passages[place] for place in ranked if scores[place] > 0]
+        return [self.passages[index] for index in ranked if scores[index] > 0]
 
     def _tokens(self, texts: list[str], **options: Any) -> Any:
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False, **options)

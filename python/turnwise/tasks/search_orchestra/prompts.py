@@ -11,9 +11,6 @@ from turnwise.tasks.base import with_round, without_round
 from turnwise.tasks.search_orchestra.corpus import Passage, World
 from turnwise.types import Message, Messages
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts and replies
-# ---------------------------------------------------------------------------------------------------------------------
 VERIFIER, SEARCHER, ANSWERER = "verifier", "searcher", "answerer"
 SYSTEM_PROMPTS = {
     VERIFIER: "Does what was found answer the question? Reply answer, or search for more.",

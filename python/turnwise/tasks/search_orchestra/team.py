@@ -263,7 +263,7 @@ class SearchOrchestraTask(GeneratedTask):
         texts = self.splits[check_split(split)]
         if len(texts) < n:
             raise ValueError(f"n={n!r}: the {split} split holds {len(texts)} questions")
-        return [texts[place] for place in _shuffled(len(texts), f"{split}/{seed}")[:n]]
+        return [texts[index] for index in _shuffled(len(texts), f"{split}/{seed}")[:n]]
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Demonstrate on training questions with known supports. If ``n`` exceeds their number, they repeat."""
@@ -287,7 +287,7 @@ class SearchOrchestraTask(GeneratedTask):
             if not question.supports:
                 return f"{text} {question.answer}".replace("\n", " ")
             titles = {passage.title for passage in found}
-            missing = [place for place, title in enumerate(question.supports) if title not in titles]
+            missing = [index for index, title in enumerate(question.supports) if title not in titles]
             return question.supports[missing[0] if missing else -1]  # without a verifier it is asked all the same
 
         return play

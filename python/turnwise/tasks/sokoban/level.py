@@ -124,8 +124,8 @@ def _farthest(cells: str, goals: tuple[int, ...]) -> int:
 def _distances(cells: str, goals: tuple[int, ...]) -> dict[State, int]:
     level = Level(cells, goals, State(0, goals))
     free = [cell for cell, kind in enumerate(cells) if kind != WALL]
-    found = {State(cell, goals): 0 for cell in free if cell not in goals}
-    queue = deque(found)
+    distances = {State(cell, goals): 0 for cell in free if cell not in goals}
+    queue = deque(distances)
     steps = [offset(level, move) for move in MOVES]
     # Search backwards: the player came from the cell behind, and may have pushed the box that is now ahead.
     while queue:
@@ -138,10 +138,10 @@ def _distances(cells: str, goals: tuple[int, ...]) -> dict[State, int]:
             if pushed in state.boxes:
                 before.append(State(came_from, _swapped(state.boxes, pushed, state.player)))
             for earlier in before:
-                if earlier not in found:
-                    found[earlier] = found[state] + 1
+                if earlier not in distances:
+                    distances[earlier] = distances[state] + 1
                     queue.append(earlier)
-    return found
+    return distances
 
 
 def shortest_route(level: Level, state: State | None = None) -> str:
@@ -203,9 +203,9 @@ def _draw(difficulty: LevelDifficulty, split: Split, rng: Random) -> Level | Non
     goals = tuple(sorted(rng.sample(sorted(free), difficulty.boxes)))
     if split_of_layout(cells, goals) != split:
         return None
-    known = _distances(cells, goals)
+    distances = _distances(cells, goals)
     # No box starts on a goal, as the level would look partly solved.
-    far = [s for s, moves in known.items() if moves >= difficulty.min_route and not set(s.boxes) & set(goals)]
+    far = [s for s, moves in distances.items() if moves >= difficulty.min_route and not set(s.boxes) & set(goals)]
     return Level(cells, goals, rng.choice(far)) if far else None
 
 

@@ -13,9 +13,6 @@ from turnwise.tasks.sokoban.env import SokobanEnv
 from turnwise.tasks.sokoban.level import Level, State, distances, format_level, parse_level, shortest_route, walk
 from turnwise.types import Message, Messages
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts
-# ---------------------------------------------------------------------------------------------------------------------
 _RULES = "Sokoban: A pushes each box B onto a goal G, * is done, # a wall."
 _REPLY = "Reply with moves, such as U R R D."
 

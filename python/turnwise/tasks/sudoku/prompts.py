@@ -12,9 +12,6 @@ from turnwise.tasks.base import check_demonstrations
 from turnwise.tasks.sudoku.grid import BLANK, DIGITS, ROWS, Puzzle, broken_units, format_grid, is_solved, parse_grid
 from turnwise.types import Message, Messages
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts
-# ---------------------------------------------------------------------------------------------------------------------
 _REPLY = "Reply with four rows of digits."
 _DRAFT = "Draft:\n"
 _SUDOKU = "\nSudoku:\n"
@@ -40,7 +37,9 @@ def board_message(puzzle: str, draft: str | None = None, turn: int = 0, *, unrea
     # the prompts of all actors and rounds, so a tiny model learns only once to fill a grid.
     notes = _ROUND.format(turn + 1, _UNREAD if unread else "") if turn else ""
     if draft:
-        broken = [f"{kind} {' '.join(map(str, found))}" for kind, found in broken_units(puzzle, draft).items() if found]
+        broken = [
+            f"{kind} {' '.join(map(str, numbers))}" for kind, numbers in broken_units(puzzle, draft).items() if numbers
+        ]
         notes += _WRONG.format(", ".join(broken)) if broken else ""
     shown = notes + (_DRAFT + format_grid(draft) + _SUDOKU if draft else "") + format_grid(puzzle)
     return {"role": "user", "content": shown}

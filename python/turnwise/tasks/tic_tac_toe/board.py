@@ -56,8 +56,8 @@ class TicTacToeRules(Rules):
 
     def parse(self, text: str) -> str | None:
         """The last ``[0]`` to ``[8]`` in the text."""
-        found = re.findall(r"\[([0-8])\]", text)
-        return found[-1] if found else None
+        cells = re.findall(r"\[([0-8])\]", text)
+        return cells[-1] if cells else None
 
     def is_legal(self, game: Mapping[str, Any], action: str) -> bool:
         return game["board"][int(action)] == "."
@@ -151,20 +151,20 @@ class Positions:
 def positions() -> Positions:
     """List all positions; cached."""
     # Find the positions layer by layer: those of a layer have one mark more than those before.
-    found = {EMPTY: 0}
+    numbers = {EMPTY: 0}
     layer = [EMPTY]
     while layer:
         below = [place(board, c) for board in layer if not is_over(board) for c in range(CELLS) if board[c] == "."]
         layer = list(dict.fromkeys(below))
         for board in layer:
-            found.setdefault(board, len(found))
+            numbers.setdefault(board, len(numbers))
     # Fill the arrays.
-    boards = tuple(found)
+    boards = tuple(numbers)
     going = [index for index, board in enumerate(boards) if not is_over(board)]
     legal = np.array([[mark == "." for mark in boards[index]] for index in going])
     child = np.full(legal.shape, -1)
     for row, cell in np.argwhere(legal):
-        child[row, cell] = found[place(boards[going[row]], int(cell))]
+        child[row, cell] = numbers[place(boards[going[row]], int(cell))]
     ends = np.zeros((len(boards), 3))
     for index, board in enumerate(boards):
         if is_over(board):

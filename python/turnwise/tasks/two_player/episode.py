@@ -37,8 +37,8 @@ class TwoPlayerEpisode(MultiTurnEpisode):
         self.rubric = Rubric([payoff, score, readable, legal], [1.0, 0.0, 0.0, 0.0])
 
     def unserved_rewards(self) -> dict[str, str]:
-        told = "is a game that ends on an invalid action and pays both seats by its rules: expected task_options."
-        return super().unserved_rewards() | {"invalid_cost": f"{told}invalid_cost"}
+        reason = "is a game that ends on an invalid action and pays both seats by its rules: expected task_options."
+        return super().unserved_rewards() | {"invalid_cost": f"{reason}invalid_cost"}
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         self._check(artifact)

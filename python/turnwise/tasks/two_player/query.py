@@ -125,8 +125,8 @@ async def score_policy(arena: Arena, game: SolvedGame, sampling: Sampling | None
         scored += [(row, column, [*reply, *end]) for end in ends]
     requests: list[ModelRequest] = [_plain(prepared[row]) for row, _, _ in scored]
     table = np.zeros((len(decisions), len(decisions[0].actions) + 1))
-    found = await arena.client.score(requests, [ids for _, _, ids in scored])
-    for (row, column, _), logprobs in zip(scored, found, strict=True):
+    scores = await arena.client.score(requests, [ids for _, _, ids in scored])
+    for (row, column, _), logprobs in zip(scored, scores, strict=True):
         table[row, column] += math.exp(math.fsum(logprobs))
     table[:, -1] = np.maximum(1.0 - table[:, :-1].sum(axis=1), 0.0)
     table /= table.sum(axis=1, keepdims=True)  # in float32 the sums may exceed 1 by 1e-7
@@ -160,8 +160,8 @@ def interval(
     rng = np.random.default_rng(seed)
     samples = counts.sum(axis=1)
     table = counts / samples[:, None]
-    found = [solve(rng.multinomial(samples, table) / samples[:, None]).exploitability for _ in range(draws)]
-    low, high = 2 * solve(table).exploitability - np.percentile(found, [97.5, 2.5])
+    values = [solve(rng.multinomial(samples, table) / samples[:, None]).exploitability for _ in range(draws)]
+    low, high = 2 * solve(table).exploitability - np.percentile(values, [97.5, 2.5])
     return max(float(low), 0.0), max(float(high), 0.0)
 
 

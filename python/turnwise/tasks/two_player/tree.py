@@ -76,10 +76,10 @@ class GameTree:
             at = self.infoset[self.parent[nodes]]
             mine = self.player[at] == player
             gains = np.zeros((len(self.player), self.actions))
-            known = np.zeros((len(self.player), self.actions), dtype=bool)
+            reached = np.zeros((len(self.player), self.actions), dtype=bool)
             np.add.at(gains, (at[mine], self.action[nodes[mine]]), worth[nodes[mine]])
-            known[at[mine], self.action[nodes[mine]]] = True
-            chosen = np.where(known, gains, -np.inf).argmax(axis=1)
+            reached[at[mine], self.action[nodes[mine]]] = True
+            chosen = np.where(reached, gains, -np.inf).argmax(axis=1)
             best[at[mine]] = chosen[at[mine]]
             # At the player's own nodes only the chosen child counts. The weights already hold the other's choices.
             taken = ~mine | (self.action[nodes] == chosen[at])
@@ -97,8 +97,8 @@ class GameTree:
         for depth in range(1, int(self.depth.max()) + 1):
             nodes = np.flatnonzero(self.depth == depth)
             at = self.infoset[self.parent[nodes]]
-            own = np.where(self.player[at] == player, policy[at, self.action[nodes]], 1.0)
-            reach[nodes] = reach[self.parent[nodes]] * own
+            chances = np.where(self.player[at] == player, policy[at, self.action[nodes]], 1.0)
+            reach[nodes] = reach[self.parent[nodes]] * chances
         return reach
 
 
@@ -115,7 +115,7 @@ def build_tree(
     ``children(state)`` lists ``(action, state)``. ``infosets`` lists ``(information set, player)`` in the order of the
     policy's rows.
     """
-    place = {name: index for index, (name, _) in enumerate(infosets)}
+    rows = {name: index for index, (name, _) in enumerate(infosets)}
     columns: dict[str, list[float]] = {
         name: [] for name in ("parent", "action", "infoset", "payoff", "chance", "depth")
     }
@@ -127,7 +127,7 @@ def build_tree(
         row = (
             parent,
             action,
-            place[infoset(state)] if below else -1,
+            rows[infoset(state)] if below else -1,
             0.0 if below else payoff(state),
             probability,
             depth,

@@ -28,10 +28,9 @@ class ForeignTask:
     seeds may still give equal plays where the environment has few. In training the model plays all actors. In
     evaluations of a competitive game it plays each seat in turn, against ``options.opponent``.
 
-    A subclass sets ``prefix``, ``options_type`` and ``game_type``.
+    A subclass sets ``options_type`` and ``game_type``.
     """
 
-    prefix: ClassVar[str]
     options_type: ClassVar[type[ForeignOptions]] = ForeignOptions
     game_type: ClassVar[type[ForeignGame]]
 

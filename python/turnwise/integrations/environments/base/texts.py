@@ -33,11 +33,11 @@ def listed_moves(prompt: str) -> list[str]:
     Without such a line, return all texts in brackets of the last line that has any.
     """
     for line in reversed(prompt.splitlines()):
-        found = re.findall(r"\[[^\[\]]+\]", line)
+        moves = re.findall(r"\[[^\[\]]+\]", line)
         if line.startswith(LEGAL):
             return [quoted(move) for move in line.removeprefix(f"{LEGAL} [").removesuffix("]").split("] [")]
-        if found:
-            return found
+        if moves:
+            return moves
     return []
 
 
@@ -58,7 +58,7 @@ def read_move(text: str, legal: Sequence[str]) -> str | None:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Return ``names`` with a number appended to those that occur twice."""
-    return [f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names)]
+    return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names)]
 
 
 def action_names(names: Sequence[str] | None, mask: Any) -> tuple[str, ...] | None:

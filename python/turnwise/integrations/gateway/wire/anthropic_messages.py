@@ -29,11 +29,11 @@ STOP = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_token
 def parse(body: Mapping[str, Any]) -> Ask:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     system = text_of(fields.take("system"), "system")
     messages: Messages = [{"role": "system", "content": system}] if system else []
-    for place, message in enumerate(list_of(fields.take("messages", []), "messages")):
-        messages += _messages(message, f"messages[{place}]")
+    for index, message in enumerate(list_of(fields.take("messages", []), "messages")):
+        messages += _messages(message, f"messages[{index}]")
     choice = fields.take("tool_choice")
     ask = Ask(
         plain_messages(messages),
@@ -68,8 +68,8 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     texts: list[str] = []
     results: Messages = []
     plain: dict[str, Any] = {"role": role}
-    for place, block in enumerate(list_of(content, f"{where}.content")):
-        at = f"{where}.content[{place}]"
+    for index, block in enumerate(list_of(content, f"{where}.content")):
+        at = f"{where}.content[{index}]"
         match block.get("type"):
             case "text":
                 texts.append(text_of([block], at))

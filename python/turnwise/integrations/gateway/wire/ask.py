@@ -1,4 +1,4 @@
-"""One request of an agent and the answer to it, whatever the dialect."""
+"""One request of an agent and the answer to it, in any dialect; and the errors that answer a request."""
 
 from __future__ import annotations
 
@@ -153,10 +153,10 @@ class Fields:
     def texts(self, name: str) -> tuple[str, ...]:
         """A text or a list of texts, such as stop strings."""
         value = self.take(name, ())
-        found = (value,) if isinstance(value, str) else value
-        if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
             raise invalid(name, f"got {str(value)[:40]!r}, expected a text or a list of texts")
-        return tuple(found)
+        return tuple(texts)
 
     def turn(self) -> int | None:
         """``metadata["turn"]``, which replaces the number of the actor's call."""

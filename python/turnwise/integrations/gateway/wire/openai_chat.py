@@ -38,7 +38,7 @@ FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls
 def parse(body: Mapping[str, Any]) -> Ask:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     options = fields.take("stream_options", {})
     limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
     n = fields.count("n") or 1

@@ -33,7 +33,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 def parse(body: Mapping[str, Any]) -> Ask:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     instructions, given = fields.take("instructions"), fields.take("input")
     messages: Messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
@@ -63,8 +63,8 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _messages(items: Any) -> Messages:
     """Return the messages of input items. Reasoning, text and calls of one answer become one message."""
     messages: Messages = []
-    for place, item in enumerate(list_of(items, "input")):
-        at = f"input[{place}]"
+    for index, item in enumerate(list_of(items, "input")):
+        at = f"input[{index}]"
         match item.get("type", "message"):
             case "message" if item.get("role") == "assistant":
                 has_text = bool(messages) and bool(messages[-1]["content"] or messages[-1].get("tool_calls"))
@@ -188,12 +188,12 @@ def _items(answered: Answered, ask: Ask, format: ChatFormat) -> list[dict[str, A
                 "content": [part],
             }
         )
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         function = call["function"]
         items.append(
             {
                 "type": "function_call",
-                "id": f"fc_{answered.id}_{place}",
+                "id": f"fc_{answered.id}_{index}",
                 "call_id": call["id"],
                 "name": function["name"],
                 "arguments": json.dumps(function["arguments"]),
