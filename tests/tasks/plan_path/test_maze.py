@@ -87,12 +87,7 @@ def test_mazes_are_as_asked_and_solvable(split, difficulty):
         assert split_of_maze(maze) == split
 
 
-def test_splits_share_no_maze_whatever_seed_and_start():
-    held = {split: set() for split in ("train", "validation", "eval")}
-    for seed, (split, seen) in itertools.product(range(3), held.items()):
-        seen |= {(maze.cells, maze.goal) for maze in draw_mazes(split, 200, seed, MazeDifficulty(4, 0.2, 2))}
-    for one, other in itertools.combinations(held.values(), 2):
-        assert not one & other
+def test_the_start_does_not_change_the_split():
     for maze in draw_mazes("eval", 20, 0, SMALL):
         free = [cell for cell, moves in enumerate(distances(maze)) if moves]
         assert {split_of_maze(maze._replace(start=cell)) for cell in free} == {"eval"}
