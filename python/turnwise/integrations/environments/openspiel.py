@@ -43,6 +43,15 @@ def unsolved_reason(game: Any) -> str:
     return ""
 
 
+class BracketRules:
+    """Reads moves as the rules of turnwise's own games do. It enumerates no game, so a check of the task is cheap."""
+
+    def parse(self, text: str) -> str | None:
+        """Return the last text in brackets."""
+        texts = re.findall(r"\[([^\[\]]+)\]", text)
+        return texts[-1] if texts else None
+
+
 class ExactGame:
     """All decisions of a game, and its solver. States with equal prompts are one decision.
 
@@ -63,11 +72,6 @@ class ExactGame:
     def uniform(self) -> np.ndarray:
         """Return ``[I, A]``: equal probabilities for all legal moves."""
         return self.legal / self.legal.sum(axis=1, keepdims=True)
-
-    def parse(self, text: str) -> str | None:
-        """Return the last text in brackets, as the rules of turnwise's own games do."""
-        texts = re.findall(r"\[([^\[\]]+)\]", text)
-        return texts[-1] if texts else None
 
     def solve(self, policy: Any) -> Exploitability:
         """Compute the value, both best responses and the exploitability of a policy table.
@@ -224,8 +228,8 @@ class OpenSpielTask(ForeignTask):
         return unsolved_reason(self.game)
 
     @property
-    def rules(self) -> ExactGame:
-        return self.exact
+    def rules(self) -> BracketRules:
+        return BracketRules()
 
     @cached_property
     def exact(self) -> ExactGame:
