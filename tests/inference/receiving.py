@@ -133,11 +133,8 @@ def end_at(stage: str, how: int) -> None:
     def die() -> None:
         os.kill(os.getpid(), how)
 
-    rehearse, broadcast, read = (
-        group.BroadcastGroup.rehearse,
-        group.BroadcastGroup.broadcast,
-        receive.Receiver._read_block,
-    )
+    ours, read = group.BroadcastGroup, receive.Receiver._read_block
+    rehearse, broadcast = ours.rehearse, ours.broadcast
     met: list[int] = []
 
     def rehearsing(self: Any, *arguments: Any) -> Any:
@@ -161,7 +158,7 @@ def end_at(stage: str, how: int) -> None:
             die()
         return read(self, size)
 
-    group.BroadcastGroup.rehearse, group.BroadcastGroup.broadcast = rehearsing, broadcasting  # type: ignore[method-assign]
+    ours.rehearse, ours.broadcast = rehearsing, broadcasting  # type: ignore[method-assign]
     receive.Receiver._read_block = reading  # type: ignore[method-assign]
 
 

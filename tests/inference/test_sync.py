@@ -199,16 +199,10 @@ def test_a_file_that_is_cut_short_replaced_or_gone_is_refused(tmp_path: Path) ->
     with pytest.raises(TransferError, match="can't be read"):
         weights_at(handle)
     transfer.close()
-    other.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_one_file_at_a_time(tmp_path: Path) -> None:
-    transfer = SafetensorsTransfer(tmp_path)
     for seed in range(3):
-        transfer.send(weights_of(seed))
-        assert len(list(tmp_path.iterdir())) == 1
-    del transfer
+        other.send(weights_of(seed))
+        assert len(list(tmp_path.iterdir())) == 1, "one file at a time"
+    del other
     assert list(tmp_path.iterdir()) == []
 
 

@@ -87,7 +87,7 @@ class Hub:
         self.port = self._listener.getsockname()[1]
         self.counts: Counter[str] = Counter(epoch=0, in_groups=0, alone=0, lost=0)
         self._changed = threading.Condition()  # guards what follows
-        self._members: list[Peer] = []
+        self._peers: list[Peer] = []
         self._block: Tensor | None = None
         self._sequence = self._before = 0  # the weights offered, and the last ones that a receiver took
         self._round_of = 0  # the weights of the last round
@@ -107,12 +107,12 @@ class Hub:
         """Stop all sending, so that the block can be written. Yields the call that offers the next weights."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._in_round or self._users), GRACE_SECONDS)
-            if self._sequence and any(member.took == self._sequence for member in self._members):
+            if self._sequence and any(peer.took == self._sequence for peer in self._peers):
                 self._before = self._sequence
             self._sequence, self._block, self._replaced = 0, None, True
-            for member in self._members:
-                if member.streaming:
-                    member.wire.cut()  # it may be stuck, and then its thread would be too
+            for peer in self._peers:
+                if peer.streaming:
+                    peer.wire.cut()  # it may be stuck, and then its thread would be too
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._users)
 
@@ -125,10 +125,10 @@ class Hub:
         finally:
             with self._changed:
                 self._replaced = False
-                late = [member for member in self._members if member.wants and member.wants != self._sequence]
+                late = [peer for peer in self._peers if peer.wants and peer.wants != self._sequence]
                 self._changed.notify_all()
-            for member in late:
-                self._reject(member)
+            for peer in late:
+                self._reject(peer)
 
     def expect(self, count: int) -> None:
         with self._changed:
@@ -138,13 +138,13 @@ class Hub:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            members, self._members = self._members, []
+            peers, self._peers = self._peers, []
             self._changed.notify_all()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
-        for member in members:
-            member.wire.cut()
+        for peer in peers:
+            peer.wire.cut()
 
     # -- the receivers, each in its own thread -------------------------------------------------------------------------
     def _listen(self) -> None:
@@ -173,29 +173,29 @@ class Hub:
             return
         finally:
             self._handshakes.release()
-        member = Peer(wire)
+        peer = Peer(wire)
         with self._changed:
             if self._closed:
                 wire.close()
                 return
-            self._members.append(member)
+            self._peers.append(peer)
         try:
             while True:
-                self._handle(member, wire.receive())
+                self._handle(peer, wire.receive())
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._lose(member, str(error), leaves=isinstance(error, OSError))
+            self._lose(peer, str(error), leaves=isinstance(error, OSError))
         finally:
             wire.close()
 
-    def _handle(self, member: Peer, frame: Frame) -> None:
+    def _handle(self, peer: Peer, frame: Frame) -> None:
         if "ask" in frame:
-            self._answer(member, frame)
+            self._answer(peer, frame)
             return
         if "want" not in frame:
             with self._changed:
-                member.report = frame
-                if frame.get("got") == 0 and member.sending:
-                    member.took, member.sending = member.sending, 0
+                peer.report = frame
+                if frame.get("got") == 0 and peer.sending:
+                    peer.took, peer.sending = peer.sending, 0
                     self.counts["alone"] += 1
                 self._changed.notify_all()
             return
@@ -204,15 +204,15 @@ class Hub:
             is_current = sequence == self._sequence
             if self._replaced or (is_current and not self._in_round):
                 # The next round serves or, after new weights, rejects it.
-                member.wants, self._last_asked = sequence, time.monotonic()
+                peer.wants, self._last_asked = sequence, time.monotonic()
                 self._changed.notify_all()
                 return
         if is_current:
-            self._send_alone(member, sequence)
+            self._send_alone(peer, sequence)
         else:
-            self._reject(member)
+            self._reject(peer)
 
-    def _answer(self, member: Peer, frame: Frame) -> None:
+    def _answer(self, peer: Peer, frame: Frame) -> None:
         """Read or write the group's store for a receiver."""
         with self._changed:
             if frame["epoch"] != self.counts["epoch"]:
@@ -223,7 +223,7 @@ class Hub:
 
             def send(value: bytes) -> None:
                 with suppress(OSError):  # its own thread notices
-                    member.wire.send(to=number, answer=b64encode(value).decode())
+                    peer.wire.send(to=number, answer=b64encode(value).decode())
 
             store.when_set(str(key), send)
             return
@@ -234,49 +234,49 @@ class Hub:
             answer = store.add(str(key), int(values[0]))
         else:
             answer = store.has(list(key))
-        member.wire.send(to=number, answer=answer)
+        peer.wire.send(to=number, answer=answer)
 
-    def _reject(self, member: Peer) -> None:
+    def _reject(self, peer: Peer) -> None:
         with self._changed:
-            holds, member.wants = self._sequence, 0
+            holds, peer.wants = self._sequence, 0
         with suppress(OSError):  # its own thread notices
-            member.wire.send(gone=f"its sender holds weights number {holds}")
+            peer.wire.send(gone=f"its sender holds weights number {holds}")
 
-    def _send_alone(self, member: Peer, sequence: int) -> None:
+    def _send_alone(self, peer: Peer, sequence: int) -> None:
         """Send the weights to one receiver, for which no other waits."""
         with self._changed:
             block = self._block
             if block is not None and not self._replaced and sequence == self._sequence:
-                member.sending, member.streaming = sequence, True
+                peer.sending, peer.streaming = sequence, True
                 self._users += 1
-        if not member.streaming or block is None:
-            self._reject(member)
+        if not peer.streaming or block is None:
+            self._reject(peer)
             return
         try:
             chunks = (memoryview(chunk.cpu().numpy()) for chunk in block.split(CHUNK))
-            member.wire.send_bytes(chunks, alone=block.numel())
+            peer.wire.send_bytes(chunks, alone=block.numel())
         except OSError as error:
-            self._lose(member, f"it took no weights: {error}")
+            self._lose(peer, f"it took no weights: {error}")
         finally:
             with self._changed:
-                member.streaming = False
+                peer.streaming = False
                 self._users -= 1
                 self._changed.notify_all()
 
-    def _lose(self, member: Peer, reason: str, leaves: bool = False) -> None:
+    def _lose(self, peer: Peer, reason: str, leaves: bool = False) -> None:
         """Cut the connection to a receiver, which can connect again. No warning if it ``leaves`` with all it wants."""
         with self._changed:
-            if member.lost or self._closed:
+            if peer.lost or self._closed:
                 return
-            member.lost = True
-            self._members.remove(member)
-            missed = member.wants or member.sending
+            peer.lost = True
+            self._peers.remove(peer)
+            missed = peer.wants or peer.sending
             if missed:
                 self.counts["lost"] += 1
             self._changed.notify_all()
-        member.wire.cut()
+        peer.wire.cut()
         if missed or not leaves:
-            warnings.warn(f"a receiver of weights at {member.wire.there} was lost: {reason}", stacklevel=2)
+            warnings.warn(f"a receiver of weights at {peer.wire.there} was lost: {reason}", stacklevel=2)
 
     # -- rounds, in a thread of their own ------------------------------------------------------------------------------
     def _serve(self) -> None:
@@ -285,14 +285,14 @@ class Hub:
                 self._changed.wait_for(lambda: self._closed or self._waiting())
                 if self._closed:
                     break
-                members = self._gather()
+                peers = self._gather()
                 block, sequence = self._block, self._sequence
-                if not members or block is None:
+                if not peers or block is None:
                     continue
                 late, self._round_of, self._in_round = self._round_of == sequence, sequence, True
                 self._users += 1
             try:
-                self._send_to_all(members, block, sequence, late)
+                self._send_to_all(peers, block, sequence, late)
             finally:
                 with self._changed:
                     self._in_round = False
@@ -303,14 +303,14 @@ class Hub:
     def _waiting(self) -> list[Peer]:
         if self._replaced or not self._sequence:
             return []
-        return [member for member in self._members if member.wants == self._sequence]
+        return [peer for peer in self._peers if peer.wants == self._sequence]
 
     def _gather(self) -> list[Peer]:
         """Wait for the receivers of a round, and return them. Only the first round of weights expects some."""
         latest, first = time.monotonic() + self._limits.gather, self._round_of != self._sequence
         while waiting := self._waiting():
-            expected = [member for member in self._members if first and member.took and member.took == self._before]
-            if expected and all(member.wants == self._sequence for member in expected):
+            expected = [peer for peer in self._peers if first and peer.took and peer.took == self._before]
+            if expected and all(peer.wants == self._sequence for peer in expected):
                 return waiting
             until = latest
             if not expected and (not first or len(waiting) >= self._expected):
@@ -320,18 +320,18 @@ class Hub:
             self._changed.wait(left)
         return []
 
-    def _send_to_all(self, members: list[Peer], block: Tensor, sequence: int, late: bool) -> None:
+    def _send_to_all(self, peers: list[Peer], block: Tensor, sequence: int, late: bool) -> None:
         for attempt in itertools.count(1):
             with self._changed:
-                left = [member for member in members if member.wants == sequence and not member.lost]
+                left = [peer for peer in peers if peer.wants == sequence and not peer.lost]
                 over = self._replaced or self._closed
             if over or not left:
                 return
             # One receiver needs no group for weights in host memory, and a late one must not end that of the others.
             if attempt > ATTEMPTS or (len(left) == 1 and (late or self._backend == "gloo")):
-                for member in left:
-                    member.wants = 0
-                    threading.Thread(target=self._send_alone, args=(member, sequence), daemon=True).start()
+                for peer in left:
+                    peer.wants = 0
+                    threading.Thread(target=self._send_alone, args=(peer, sequence), daemon=True).start()
                 return
             try:
                 self._broadcast(left, block, sequence)
@@ -340,100 +340,100 @@ class Hub:
                     warnings.warn(f"weights could not be broadcast: {error!r}", stacklevel=2)
                 self._give_up(left, str(error))
 
-    def _broadcast(self, members: list[Peer], block: Tensor, sequence: int) -> None:
-        """Send ``block`` to ``members`` in one group. Raises an error if one of them did not get it."""
+    def _broadcast(self, peers: list[Peer], block: Tensor, sequence: int) -> None:
+        """Send ``block`` to ``peers`` in one group. Raises an error if one of them did not get it."""
         deadline = Progress(self._limits.deadline)
-        if self._group is None or set(members) != set(self._in_group):
-            self._make_group(members, block.device)
-        group, members, epoch = self._group, self._in_group, self.counts["epoch"]
+        if self._group is None or set(peers) != set(self._in_group):
+            self._make_group(peers, block.device)
+        group, peers, epoch = self._group, self._in_group, self.counts["epoch"]
         assert group is not None
 
         def check() -> None:
             with self._changed:
-                self._check(members, epoch, deadline)
+                self._check(peers, epoch, deadline)
 
         def wait_for(what: str) -> None:
             with self._changed:
-                while late := [member for member in members if member.report.get(what) != epoch]:
+                while late := [peer for peer in peers if peer.report.get(what) != epoch]:
                     count = len(late)
-                    self._check(members, epoch, deadline)
+                    self._check(peers, epoch, deadline)
                     self._changed.wait(deadline.left())
-                    if sum(member.report.get(what) != epoch for member in late) < count:
+                    if sum(peer.report.get(what) != epoch for peer in late) < count:
                         deadline.restart()
 
         number = secrets.token_bytes(NUMBER_BYTES)
-        for rank, member in enumerate(members, 1):
+        for rank, peer in enumerate(peers, 1):
             with self._changed:
-                member.report = {}
-            size = {"rank": rank, "size": len(members) + 1, "bucket": self._limits.bucket}
+                peer.report = {}
+            size = {"rank": rank, "size": len(peers) + 1, "bucket": self._limits.bucket}
             with suppress(OSError):  # its own thread notices
-                member.wire.send(group=epoch, seconds=2 * self._limits.deadline, **size)
+                peer.wire.send(group=epoch, seconds=2 * self._limits.deadline, **size)
         group.rehearse(number, check)
         wait_for("ready")
-        for rank, member in enumerate(members, 1):
-            if member.report.get("proof") != proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
-                raise BroadcastLost(f"{member.wire.there} proved another number than the one that was broadcast")
+        for rank, peer in enumerate(peers, 1):
+            if peer.report.get("proof") != proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
+                raise BroadcastLost(f"{peer.wire.there} proved another number than the one that was broadcast")
         deadline.restart()
-        for member in members:
+        for peer in peers:
             with suppress(OSError):
-                member.wire.send(go=epoch)
+                peer.wire.send(go=epoch)
         group.broadcast(block.split(self._limits.bucket), check, deadline.restart)
         wait_for("got")
         with self._changed:
-            for member in members:
-                member.took, member.wants = sequence, 0
-            self.counts["in_groups"] += len(members)
+            for peer in peers:
+                peer.took, peer.wants = sequence, 0
+            self.counts["in_groups"] += len(peers)
 
-    def _check(self, members: Sequence[Peer], epoch: int, deadline: Progress) -> None:
+    def _check(self, peers: Sequence[Peer], epoch: int, deadline: Progress) -> None:
         """Raise :class:`BroadcastLost` if the round can't end well. The caller holds the lock."""
         if self._replaced or self._closed:
             raise BroadcastLost("the weights were replaced")
-        for member in members:
-            if member.lost:
-                raise BroadcastLost(f"{member.wire.there} is gone")
-            if member.report.get("failed") == epoch:
-                raise BroadcastLost(f"{member.wire.there} failed: {member.report.get('reason')}")
+        for peer in peers:
+            if peer.lost:
+                raise BroadcastLost(f"{peer.wire.there} is gone")
+            if peer.report.get("failed") == epoch:
+                raise BroadcastLost(f"{peer.wire.there} failed: {peer.report.get('reason')}")
         if not deadline.left():
             raise BroadcastLost(f"nothing arrived for {self._limits.deadline:g} s")
 
-    def _make_group(self, members: list[Peer], device: torch.device) -> None:
+    def _make_group(self, peers: list[Peer], device: torch.device) -> None:
         self._leave_group()
         store, seconds = GroupStore(), 2 * self._limits.deadline
         with self._changed:
             self.counts["epoch"] += 1
-            self._store, self._in_group = store, list(members)
+            self._store, self._in_group = store, list(peers)
 
         def ask(method: str, key: Any, *values: Any) -> Any:
             return store.get(key, seconds) if method == "get" else getattr(store, method)(key, *values)
 
-        self._group = BroadcastGroup(device, TorchStore(ask), 0, len(members) + 1, self._host, seconds)
+        self._group = BroadcastGroup(device, TorchStore(ask), 0, len(peers) + 1, self._host, seconds)
 
     def _leave_group(self) -> None:
         if self._group is not None:
             self._group.abandon()
         self._group, self._in_group = None, []
 
-    def _give_up(self, members: Sequence[Peer], reason: str) -> None:
-        """End the group's broadcast, and drop the members that don't report that they left it."""
+    def _give_up(self, peers: Sequence[Peer], reason: str) -> None:
+        """End the group's broadcast, and drop the peers that don't report that they left it."""
         epoch = self.counts["epoch"]
         self._leave_group()
-        for member in members:
+        for peer in peers:
             with suppress(OSError):  # its own thread notices
-                if not member.lost:
-                    member.wire.send(abort=epoch)
+                if not peer.lost:
+                    peer.wire.send(abort=epoch)
         deadline = Progress(ANSWER_SECONDS)
 
         def silent() -> list[Peer]:
             ends = ("got", "failed")
-            return [m for m in members if not m.lost and epoch not in [m.report.get(end) for end in ends]]
+            return [m for m in peers if not m.lost and epoch not in [m.report.get(end) for end in ends]]
 
         with self._changed:
             while silent() and deadline.left() and not self._closed:
                 self._changed.wait(deadline.left())
             late = silent()
-            for member in members:
-                if member.report.get("got") == epoch:
-                    member.took, member.wants = self._round_of, 0
+            for peer in peers:
+                if peer.report.get("got") == epoch:
+                    peer.took, peer.wants = self._round_of, 0
                     self.counts["in_groups"] += 1
-        for member in late:
-            self._lose(member, f"it did not leave a group that failed ({reason})")
+        for peer in late:
+            self._lose(peer, f"it did not leave a group that failed ({reason})")
