@@ -27,8 +27,8 @@ from turnwise.inference.common.http import LoopThread
 from turnwise.inference.scripted import ByteTokenizer, ScriptedClient
 from turnwise.run.workers.attach import versions_here
 from turnwise.types import Actor, EpisodeRequest
+from turnwise.workers.link import fixed_members
 from turnwise.workers.listen import Listener
-from turnwise.workers.members import fixed_members
 from turnwise.workers.messages import Setup
 from turnwise.workers.remote import RemoteWorkers
 

@@ -144,7 +144,7 @@ def try_architecture(kind: str, folder: Path, ways: Iterable[tuple[str, bool]] =
 def _facts(path: Path) -> Row:
     """What a model of ``path`` is, in float32."""
     import turnwise as tw
-    from turnwise.run.models.ask import ask_models
+    from turnwise.run.models import ask_models
 
     config = tw.TrainConfig(policies={"solver": {"path": str(path)}})
     [asked] = ask_models(config, lambda: (None, None))
@@ -163,7 +163,7 @@ def _facts(path: Path) -> Row:
 def _try(folder: Path, dtype: str, lora: bool) -> None:
     import turnwise as tw
     from turnwise.inference import TransformersClient
-    from turnwise.run.models.ask import ask_models
+    from turnwise.run.models import ask_models
     from turnwise.train import attach_adapters, build_policies
     from turnwise.train.model.export import export_policies
     from turnwise.train.model.loading import load_models

@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 import pytest
 
-from turnwise.run.ablations import ablations_of
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run
+from turnwise.run.parts import ablations_of
 from turnwise.tasks import build_task
 from turnwise.tasks.own import OwnTask
 from turnwise.train.config.toml import ConfigError

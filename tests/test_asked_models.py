@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from turnwise.inference import TransformersClient
 from turnwise.run.checks import dry_run
-from turnwise.run.models.ask import TRIED, ask_models, describe_models
+from turnwise.run.models import TRIED, ask_models, describe_models
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import attach_adapters, build_policies
 from turnwise.train.config.toml import ConfigError
@@ -111,11 +111,11 @@ def test_what_a_model_cant_do_is_refused_by_its_key(folders: Any, kind: str, how
 
 def test_a_model_of_the_hub_is_not_downloaded(folders: Any) -> None:
     [line] = describe_models(config_of(folders, "nobody/has-this"), lambda: (None, None))
-    assert line == "model of 'default': 'nobody/has-this' is not on this machine, so it was not asked"
+    assert line == "model of 'default': 'nobody/has-this' is not on this machine, so it was not checked"
 
 
 def test_a_large_model_is_asked_without_its_weights(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.run.models.ask.TRIED", 100)
+    monkeypatch.setattr("turnwise.run.models.TRIED", 100)
     assert TRIED > 100
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
     [line] = describe_models(config_of(folders, "mistral"), lambda: (None, None))

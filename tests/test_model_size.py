@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from turnwise.run.models.size import ModelSize, model_of, size_of
+from turnwise.run.models import ModelSize, model_of, size_of
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict

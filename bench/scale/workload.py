@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnwise.run.models.size import ModelSize, model_of
+from turnwise.run.models import ModelSize, model_of
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.loading import Tiny
 from turnwise.types import Actor

@@ -292,7 +292,7 @@ def test_an_event_loop_ends_whatever_its_tasks_do(hang: Hang, monkeypatch: pytes
         await asyncio.sleep(0.05)
         return 2 * len(left)
 
-    with pytest.warns(UserWarning, match="stubborn: cancelled, but goes on"):
+    with pytest.warns(UserWarning, match="stubborn: cancelled, but still runs"):
         assert run_to_end(main()) == 4
 
 

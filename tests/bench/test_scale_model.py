@@ -13,7 +13,7 @@ from scale.refit import refit, split_of
 from scale.search import EQUAL, NothingFits, search, smallest_cluster
 from scale.workload import Workload, workload_of
 
-from turnwise.run.models.size import ModelSize
+from turnwise.run.models import ModelSize
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor

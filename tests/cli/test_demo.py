@@ -148,7 +148,7 @@ def test_the_first_of_two_processes_prints_and_writes(tmp_path):
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="holds other things"):
+    with pytest.raises(ValueError, match="holds other files"):
         demo.run_demo(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 

@@ -16,7 +16,7 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.cli.look import doctor, probes
 from turnwise.cli.look.doctor import Package
-from turnwise.cli.look.probes import Check
+from turnwise.cli.look.probes import DoctorRow
 
 EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -33,7 +33,7 @@ def test_a_package_that_was_used_is_ok() -> None:
 def test_examine_covers_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without importing transformers and others, which takes seconds."""
     monkeypatch.setattr(
-        doctor, "check_package", lambda package, deadline: [Check(package.module, "missing", "skipped")]
+        doctor, "check_package", lambda package, deadline: [DoctorRow(package.module, "missing", "skipped")]
     )
     checks = doctor.examine()
     names = {check.name for check in checks}
@@ -184,7 +184,10 @@ def test_what_the_machine_and_the_build_lack_is_said(monkeypatch: pytest.MonkeyP
     assert "compiler" in check.remedy
 
 
-CHECKS = [Check("torch", "ok", "2.13.0"), Check("ray", "missing", "not installed", "pip install 'turnwise[ray]'")]
+CHECKS = [
+    DoctorRow("torch", "ok", "2.13.0"),
+    DoctorRow("ray", "missing", "not installed", "pip install 'turnwise[ray]'"),
+]
 
 
 def test_render() -> None:
@@ -195,13 +198,13 @@ def test_render() -> None:
         "every required part works; optional parts missing: 1",
     ]
     assert "\x1b[32mok" in doctor.render(CHECKS, colour=True)
-    report = json.loads(doctor.render([*CHECKS, Check("turnwise._C", "broken", "gone")], as_json=True))
+    report = json.loads(doctor.render([*CHECKS, DoctorRow("turnwise._C", "broken", "gone")], as_json=True))
     assert report["usable"] is False
     assert report["checks"][0] == {"name": "torch", "status": "ok", "detail": "2.13.0", "remedy": ""}
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 0), ("broken", 1)])
 def test_exit_code(status: Any, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda seconds: [Check("torch", status, "2.13.0")])
+    monkeypatch.setattr(doctor, "examine", lambda seconds: [DoctorRow("torch", status, "2.13.0")])
     assert cli.main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["usable"] is (code == 0)

@@ -87,7 +87,7 @@ def test_several_samples_of_each_question(sudoku, capsys):
     assert [f"pass@{k}" in shown for k in (1, 2, 3, 4)] == [True, True, False, True]
     assert "what each actor adds:" in shown and "without it" not in shown, "contributions cost nothing"
     assert cli.main(["eval", str(sudoku.run_dir), "--samples", "2", "--temperature", "0"]) == 2
-    assert "samples=2, temperature=0.0: greedy samples are all alike" in capsys.readouterr().err
+    assert "samples=2, temperature=0.0: greedy samples are all equal" in capsys.readouterr().err
 
 
 def test_both_seats_of_a_game_have_their_rewards(games):

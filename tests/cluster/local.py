@@ -8,8 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from turnwise.cluster.backend import HostLost
-from turnwise.cluster.host import Command, Ended, ProcessHost
+from turnwise.cluster.host import Ended, HostLost, ProcessCommand, ProcessHost
 from turnwise.cluster.placement import Node, NoRoom, Role
 
 
@@ -30,7 +29,7 @@ class LocalHost:
             raise HostLost("its node is gone")
         return self.host
 
-    def came(self) -> dict[str, Any] | None:
+    def facts(self) -> dict[str, Any] | None:
         return {**self._there().facts(), "address": "127.0.0.1"}
 
     def poll(self, dead_after: float) -> Ended | None:
@@ -41,7 +40,7 @@ class LocalHost:
     def free_port(self, address: str) -> int:
         return self._there().free_port(address)
 
-    def start(self, command: Command) -> int:
+    def start(self, command: ProcessCommand) -> int:
         self.pid = self._there().start(command)
         return self.pid
 
@@ -96,6 +95,6 @@ class LocalBackend:
         pass
 
 
-def command(role: str, folder: Path, **env: str) -> Command:
+def command(role: str, folder: Path, **env: str) -> ProcessCommand:
     """A command of the script: it gets its role as its argument."""
-    return Command([role], env, str(folder), folder / "run" / "logs" / f"{role}.log", "the secret\n")
+    return ProcessCommand([role], env, str(folder), folder / "run" / "logs" / f"{role}.log", "the secret\n")

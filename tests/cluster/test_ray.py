@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from turnwise.cluster.members import Members, events_file, log_file
 from turnwise.cluster.placement import NoRoom, roles_of
 from turnwise.cluster.ray_backend import RayBackend
-from turnwise.run.clusters.start import EXIT_LATER
+from turnwise.run.cluster import EXIT_LATER
 from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict

@@ -9,8 +9,8 @@ import pytest
 from turnwise.cluster.commands import commands_of
 from turnwise.cluster.placement import Role
 from turnwise.cluster.supervisor import Place
+from turnwise.run.checks import cluster_problems
 from turnwise.run.clients import check_client
-from turnwise.run.clusters.settings import cluster_problems
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 

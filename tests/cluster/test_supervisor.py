@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.cluster.backend import ClusterLost
-from turnwise.cluster.host import Ended
+from turnwise.cluster.host import ClusterLost, Ended
 from turnwise.cluster.members import Members, events_file, log_file
 from turnwise.cluster.placement import NoRoom, roles_of
 from turnwise.cluster.supervisor import RunFailed, Supervisor
@@ -300,7 +299,7 @@ def test_a_rank_that_finds_no_place_again(tmp_path: Path) -> None:
         run.backend.room = {"rank-0"}
         run.backend.hosts["rank-1"].lose()
 
-    with pytest.raises(ClusterLost, match=r"rank-1 found no place again within cluster.wait = 0\.5 s"):
+    with pytest.raises(ClusterLost, match=r"rank-1 found no room again within cluster.wait = 0\.5 s"):
         run.during(act)
 
 

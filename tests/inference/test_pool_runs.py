@@ -212,7 +212,10 @@ async def test_each_pool_has_its_policies(tmp_path: Path, monkeypatch: pytest.Mo
         ({"cluster": {"engines": {"a": {}, "b": {}}}}, r"'cluster.engines': policy 'default' is in 'a' and 'b'"),
         ({"cluster": {"engines": {"a": {"policies": ["other"]}}}}, r"policy '(other|default)' is in"),
         ({"loop": {"deterministic": True}, "cluster": {"engines": {"a": {}}}}, r"'loop.deterministic'.*engines 'a'"),
-        ({"cluster": {"engines": {"a": {}}, "wait": 0.1}}, r"no engine of pool 'a' was well within cluster.wait = 0.1"),
+        (
+            {"cluster": {"engines": {"a": {}}, "wait": 0.1}},
+            r"no engine of pool 'a' was healthy within cluster.wait = 0.1",
+        ),
     ],
 )
 def test_clusters_that_can_not_be(

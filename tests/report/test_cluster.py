@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from turnwise.report import Limits, read_run
+from turnwise.report import ReportLimits, read_run
 from turnwise.report.cluster import lanes, parts_of_step, read_events, read_members
 from turnwise.train.log.metrics import EVENTS, TIME
 
@@ -17,7 +17,7 @@ START = 1_700_000_000.0
 
 def test_lanes_by_hand(tmp_path):
     cluster_run(tmp_path, START)
-    newest = read_run(tmp_path, Limits(points=1))["lanes"]
+    newest = read_run(tmp_path, ReportLimits(points=1))["lanes"]
     assert [step[0] for step in newest["steps"]] == [3] and newest["left_out"] == 2
     run = read_run(tmp_path)
     assert TIME not in run["curves"]["series"] and "cluster/sync_seconds" in run["curves"]["series"]

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from turnwise.report import Limits, read_run
+from turnwise.report import ReportLimits, read_run
 from turnwise.report.read import choose, spread
 from turnwise.train.log.run_log import RunLog
 from turnwise.types import GenerateResult, Rollout
@@ -19,7 +19,7 @@ from .hand_made import HOSTILE
 def test_limits_are_counts(tmp_path):
     for name in ("points", "episodes", "episode_bytes"):
         with pytest.raises(ValueError, match=f"{name}=0: expected a count"):
-            Limits(**{name: 0})
+            ReportLimits(**{name: 0})
     with pytest.raises(ValueError, match=r"run_dir=.*no run folder"):
         read_run(tmp_path)
 
@@ -110,7 +110,7 @@ def test_long_curves_are_thinned_but_for_rare_metrics(tmp_path):
     log = RunLog(tmp_path, 1000)
     for step in range(1000):
         log.step(step, {"reward": step, **({"validation": 0.5} if step % 97 == 0 else {})})
-    curves = read_run(tmp_path, Limits(points=100))["curves"]
+    curves = read_run(tmp_path, ReportLimits(points=100))["curves"]
     assert curves["rows"] == 1000
     assert 100 <= len(curves["step"]) <= 111
     assert curves["step"] == curves["series"]["reward"]
@@ -129,16 +129,16 @@ def test_of_many_episodes_the_newest_and_some_from_everywhere(tmp_path):
     log = RunLog(tmp_path, 90)
     for step in range(90):
         log.step(step, {}, [GenerateResult(Rollout(f"r{step}", "x", None))])
-    run = read_run(tmp_path, Limits(episodes=9))
+    run = read_run(tmp_path, ReportLimits(episodes=9))
     assert [top["step"] for top in run["episodes"]] == [0, 17, 34, 52, 69, 86, 87, 88, 89]
     assert run["recorded"] == 90
 
 
 def test_long_episodes_leave_room_for_fewer():
-    assert len(choose([10] * 90, Limits(episodes=60))) == 60
-    assert sum([10] * len(choose([10] * 90, Limits(episodes=60, episode_bytes=200)))) <= 200
-    assert choose([10] * 90, Limits(episodes=60, episode_bytes=5)) == [89], "the newest one is always there"
-    assert choose([], Limits()) == []
+    assert len(choose([10] * 90, ReportLimits(episodes=60))) == 60
+    assert sum([10] * len(choose([10] * 90, ReportLimits(episodes=60, episode_bytes=200)))) <= 200
+    assert choose([10] * 90, ReportLimits(episodes=60, episode_bytes=5)) == [89], "the newest one is always there"
+    assert choose([], ReportLimits()) == []
 
 
 # ---- what each actor adds -------------------------------------------------------------------------------------------

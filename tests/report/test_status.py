@@ -71,7 +71,7 @@ def test_a_run_on_a_cluster_by_hand(run_dir):
     assert roles["engine-main-1"].state == "died" and roles["engine-main-1"].detail == HOSTILE
     assert roles["rank-0"].log_age is None
     assert status.warnings == [
-        f"engine-main-1 died 15 s ago and did not come back ({HOSTILE.strip()})",
+        f"engine-main-1 died 15 s ago and did not restart ({HOSTILE.strip()})",
         "engine-main-1 serves version 1 of default, others 3",
     ]
 

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from turnwise.credit import GRPOCredit, LevelCredit, TurnReturnsCredit, VineCredit
-from turnwise.run.tree_settings import sampler_of, tree_problem
+from turnwise.run.parts import sampler_of, tree_problem
 from turnwise.train.config.sampling import TreeConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict, load_config

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from turnwise.utils.heap import frozen_heap
+from turnwise.utils.memory import frozen_heap
 
 
 @pytest.fixture(autouse=True)

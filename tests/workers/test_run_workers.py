@@ -23,7 +23,7 @@ from turnwise.train.config.sampling import LoopConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 
 from ..inference.engine_server import KEY_VARIABLE as ENGINE_KEY
 from ..inference.engine_server import EngineServers

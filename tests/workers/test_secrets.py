@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 from turnwise.workers.secrets import is_secret, key_names, without_secrets
 
 SECRET = [

@@ -11,7 +11,7 @@ from turnwise.arena import ArtifactStore
 from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.hashing import LazyRandom
 from turnwise.types import EpisodeState, Rollout
-from turnwise.workers.messages import Outcome
+from turnwise.workers.messages import JobResult
 from turnwise.workers.stores import BatchStore, PendingId, apply_outcomes, dumps_pending, read_snapshots, snapshots
 
 DECLARED = {"ask": True}
@@ -35,13 +35,13 @@ def episode(root: int) -> Any:
     return use_context(EpisodeContext(rollout, EpisodeState(), LazyRandom(root), root=root))
 
 
-def outcome_of(worker: BatchStore, root: int, told: Any = None) -> Outcome:
+def outcome_of(worker: BatchStore, root: int, told: Any = None) -> JobResult:
     """The outcome of the group that is the episode ``root``, with the result ``told``."""
     writes, reads = worker.take([root])
-    return Outcome(dumps_pending([told]), 0, "", 0, frozenset(), writes, frozenset(reads))
+    return JobResult(dumps_pending([told]), 0, "", 0, frozenset(), writes, frozenset(reads))
 
 
-def applied(store: ArtifactStore, told: list[Outcome], declared: Any = DECLARED) -> list[list[Any]]:
+def applied(store: ArtifactStore, told: list[JobResult], declared: Any = DECLARED) -> list[list[Any]]:
     return apply_outcomes({"s": store}, told, declared)
 
 

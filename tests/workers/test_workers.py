@@ -103,7 +103,7 @@ async def test_equal_to_one_arena(name: str, count: int, workers: Workers, alone
 
 
 async def test_an_evaluation_without_some_actors_plays_on_workers(workers: Workers) -> None:
-    from turnwise.run.ablations import ablations_of
+    from turnwise.run.parts import ablations_of
 
     [first, *_] = ablations_of(build("sudoku", TaskArena).task)
     played = []

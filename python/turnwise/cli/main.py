@@ -105,27 +105,27 @@ def entry() -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse one call. ``command`` is the command's name, ``overrides`` holds its dotted keys in order."""
-    known = {name: command for name, command in COMMANDS.items() if name != "bench" or find_benches()}
-    parser, parsers = build_parsers(known)
+    commands = {name: command for name, command in COMMANDS.items() if name != "bench" or find_benches()}
+    parser, parsers = build_parsers(commands)
     name = next((word for word in arguments if not word.startswith("-")), None)
-    if name == "bench" and name not in known:
+    if name == "bench" and name not in commands:
         raise ValueError(
             "bench: the benches are not part of the installed package. Run `turnwise bench` in the folder of a source "
             "checkout"
         )
-    if name is not None and name not in known:
-        parser.error(f"unknown command {name!r}; {did_you_mean(name, known)}")
+    if name is not None and name not in commands:
+        parser.error(f"unknown command {name!r}; {did_you_mean(name, commands)}")
 
     # Take the config overrides out, as argparse doesn't know them; any other unknown word is an error.
     overrides: dict[str, str] = {}
-    if name is not None and known[name].overrides:
-        arguments, overrides = split_overrides(arguments, known=options_of(known[name]))
+    if name is not None and commands[name].overrides:
+        arguments, overrides = split_overrides(arguments, known=options_of(commands[name]))
     options, rest = parser.parse_known_args(arguments)
     if rest:
         word = rest[0].partition("=")[0]
         if not word.startswith("--"):
             parsers[options.command].error(f"unexpected argument {rest[0]!r}")
-        near = did_you_mean(word, options_of(known[options.command]))
+        near = did_you_mean(word, options_of(commands[options.command]))
         parsers[options.command].error(f"unknown option {word}; {near}")
     options.overrides = overrides
     return options
@@ -158,7 +158,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"turnwise: {message}\n")
 
 
-def build_parsers(known: dict[str, Command]) -> tuple[CommandParser, dict[str, CommandParser]]:
+def build_parsers(table: dict[str, Command]) -> tuple[CommandParser, dict[str, CommandParser]]:
     """Build the parser of ``turnwise`` and those of its commands, by name."""
     from turnwise import __version__
 
@@ -168,7 +168,7 @@ def build_parsers(known: dict[str, Command]) -> tuple[CommandParser, dict[str, C
     parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     parsers = {}
-    for name, command in known.items():
+    for name, command in table.items():
         texts: dict[str, Any] = {"help": command.help, "description": command.help, "epilog": command.epilog}
         parsers[name] = commands.add_parser(name, **texts, allow_abbrev=False)
         parsers[name].lists_sections = command.overrides
@@ -350,7 +350,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command(
         "look.doctor:run",
-        "Check which parts of turnwise work on this machine, and tell what the others need.",
+        "Check which parts of turnwise work on this machine, and how to repair the others.",
         (JSON, argument("--seconds", "time limit of all checks (default: 120)", type=float, default=120.0)),
     ),
 }  # fmt: skip

@@ -77,8 +77,7 @@ def main_file(files: Sequence[Path]) -> Path:
 
 def export(options: argparse.Namespace) -> int:
     """Write the policies of a checkpoint as Hugging Face folders, and push one to the Hub."""
-    from turnwise.run.export import chosen_policies, export_checkpoint, find_exported
-    from turnwise.run.hub import check_push, push, write_card
+    from turnwise.run.export import check_push, chosen_policies, export_checkpoint, find_exported, push, write_card
     from turnwise.train.config.toml import CONFIG_FILE
     from turnwise.train.validate import read_config
 

@@ -1,5 +1,5 @@
-"""The processes of a run on a cluster: where they fit, how they start, what happens when one dies, how others see it.
+"""The processes of a run on a cluster: placement, start, supervision, and restart of dead ones.
 
-Read in this order: placement, members, child, host, backend, commands, supervisor, ray_backend, versions.
+Read in this order: placement, members, child, host, commands, supervisor, ray_backend, versions.
 May import: train.config, utils.
 """

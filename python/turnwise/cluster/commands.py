@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.cluster.host import Command
+from turnwise.cluster.host import ProcessCommand
 from turnwise.cluster.members import FOLDER, log_file
 from turnwise.cluster.placement import Kind, Role
 from turnwise.cluster.supervisor import Place
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 
 ROLE = "TURNWISE_CLUSTER_ROLE"
 """Environment variable with the role of a process that a supervisor started."""
 
 PASSED = ("HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "VLLM_",
           "TURNWISE_", "WANDB_", "PYTHON", "TRITON_")  # fmt: skip
-"""Beginnings of the names of variables that the processes of a run get from the supervisor's environment."""
+"""Prefixes of the variables that the processes of a run get from the supervisor's environment."""
 
 
 def write_config(config: TrainConfig) -> Path:
@@ -34,8 +34,8 @@ def write_config(config: TrainConfig) -> Path:
 
 def commands_of(
     config: TrainConfig, models: Mapping[str, Path | str], key: str = ""
-) -> dict[Kind, Callable[[Place], Command]]:
-    """Return what makes the command of each kind of process.
+) -> dict[Kind, Callable[[Place], ProcessCommand]]:
+    """Return the functions that make the command of each kind of process.
 
     ``models`` has a folder with config and tokenizer for each pool of engines. ``key`` is the secret of the run, by
     default a new one.
@@ -44,12 +44,12 @@ def commands_of(
     shared = {name: value for name, value in os.environ.items() if name.startswith(PASSED) and name != KEY_VARIABLE}
     shared["PYTHONUNBUFFERED"] = "1"
 
-    def command(role: Role, arguments: list[str], env: Mapping[str, str] = {}) -> Command:
-        given = {**shared, **env, ROLE: role.name}
+    def command(role: Role, arguments: list[str], env: Mapping[str, str] = {}) -> ProcessCommand:
+        variables = {**shared, **env, ROLE: role.name}
         log = log_file(config.run_dir, role.name).absolute()
-        return Command(["--secret", KEY_VARIABLE, *arguments], given, os.getcwd(), log, secret)
+        return ProcessCommand(["--secret", KEY_VARIABLE, *arguments], variables, os.getcwd(), log, secret)
 
-    def rank(place: Place) -> Command:
+    def rank(place: Place) -> ProcessCommand:
         count, env = config.cluster.learner.count, {}
         if count > 1:
             env = {
@@ -58,14 +58,14 @@ def commands_of(
             }  # fmt: skip
         return command(place.role, ["train", str(file)], env)
 
-    def engine(place: Place) -> Command:
+    def engine(place: Place) -> ProcessCommand:
         pool = config.cluster.engines[place.role.pool]
         address = ["--host", place.address, "--port", str(place.port), "--api-key-env", KEY_VARIABLE, "--restarts", "0"]
         options = [word for name, value in pool.options.items() for word in _as_options(name, value)]
         what = ["serve", str(models[place.role.pool]), "--engine", pool.engine, "--dummy-weights"]
         return command(place.role, [*what, *address, *options])
 
-    def worker(place: Place) -> Command:
+    def worker(place: Place) -> ProcessCommand:
         address = ["--host", place.address, "--port", str(place.port)]
         return command(place.role, ["worker", str(file), *address])
 
@@ -73,7 +73,7 @@ def commands_of(
 
 
 def _as_options(name: str, value: Any) -> list[str]:
-    """Write an option of a pool as ``turnwise serve`` takes it; ``engine_args`` become pairs of ``--engine-arg``."""
+    """Return the words of an option of ``turnwise serve``; ``engine_args`` become pairs of ``--engine-arg``."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         return [flag] if value else []

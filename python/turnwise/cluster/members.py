@@ -1,4 +1,4 @@
-"""The files by which the processes of a run find each other, and by which others see what happened to them.
+"""The files through which the processes of a run find each other, and which record what happened to them.
 
 The supervisor alone writes them, in the folder ``cluster`` of the run, which all nodes share.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.utils.files import replace_text
-from turnwise.utils.shared_names import EVENTS, MEMBERS
+from turnwise.utils.files import EVENTS, MEMBERS, replace_text
 
 FOLDER = MEMBERS.parent
 """Folder of the run with these files, and what the supervisor prepares for the processes."""
@@ -37,27 +36,26 @@ class Members:
     @classmethod
     def read(cls, run_dir: Path) -> Members:
         """Read the members of the run in ``run_dir``. Raises ``FileNotFoundError`` if it has no supervisor yet."""
-        found = json.loads(members_file(run_dir).read_text(encoding="utf-8"))
-        return cls(found["epoch"], found["engines"], found["workers"])
+        content = json.loads(members_file(run_dir).read_text(encoding="utf-8"))
+        return cls(content["epoch"], content["engines"], content["workers"])
 
     def write(self, run_dir: Path) -> None:
         """Replace the file in ``run_dir``, whole or not at all."""
-        held = {"epoch": self.epoch, "engines": self.engines, "workers": self.workers}
-        replace_text(members_file(run_dir), json.dumps(held, indent=1) + "\n")
+        replace_text(members_file(run_dir), json.dumps(asdict(self), indent=1) + "\n")
 
 
 def members_file(run_dir: Path) -> Path:
-    """The file that :class:`Members` is in."""
+    """Return the file of :class:`Members`."""
     return run_dir / MEMBERS
 
 
 def events_file(run_dir: Path) -> Path:
-    """The file with a line of JSON for each event."""
+    """Return the file with a line of JSON for each event."""
     return run_dir / EVENTS
 
 
 def log_file(run_dir: Path, role: str) -> Path:
-    """The file that the process ``role`` writes its output to. Restarts append."""
+    """Return the file of the output of the process ``role``. Restarts append."""
     return run_dir / "logs" / f"{role}.log"
 
 

@@ -1,4 +1,4 @@
-"""Which processes a run has, what each of them takes, and on which nodes they fit."""
+"""The processes of a run, the resources that each takes, and the nodes on which they fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = Literal["rank", "engine", "worker"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One process of the run. ``pool`` is that of an engine. ``must`` tells if the run waits for it at the start.
+    """One process of the run. ``pool`` is that of an engine. ``must``: the run waits for it at the start.
 
     Example: ``Role("engine-main-0", "engine", {"CPU": 1, "GPU": 1}, pool="main")``
     """
@@ -26,7 +26,7 @@ class Role:
 
     @property
     def number(self) -> int:
-        """Its place among the processes of its kind, or of its pool."""
+        """Its index among the processes of its kind, or of its pool."""
         return int(self.name.rpartition("-")[2])
 
 
@@ -68,7 +68,11 @@ def fit(roles: Sequence[Role], nodes: Sequence[Node]) -> dict[str, str]:
     placed: dict[str, str] = {}
     ordered = sorted(roles, key=lambda role: (not role.must, [-role.resources.get(n, 0) for n in ("GPU", "CPU")]))
     for role in ordered:
-        chosen = next((name for name, has in free.items() if _holds(has, role.resources)), None)
+        chosen = next(
+            (name for name, has in free.items()
+             if all(has.get(kind, 0.0) >= amount - 1e-9 for kind, amount in role.resources.items())),
+            None,
+        )  # fmt: skip
         if chosen is not None:
             placed[role.name] = chosen
             for name, amount in role.resources.items():
@@ -78,33 +82,27 @@ def fit(roles: Sequence[Role], nodes: Sequence[Node]) -> dict[str, str]:
     return placed
 
 
-def _holds(has: Mapping[str, float], takes: Mapping[str, float]) -> bool:
-    return all(has.get(name, 0.0) >= amount - 1e-9 for name, amount in takes.items())
-
-
 def shortage(roles: Iterable[Role], nodes: Sequence[Node], first: Role | None = None, *, free: bool = False) -> str:
-    """Say what the roles that must be there ask for, what the cluster has (or has ``free``), and what is short."""
+    """Describe what the required roles ask for, what the cluster has (or has ``free``), and what is missing."""
     asked: dict[str, float] = {}
     must = [role for role in roles if role.must]
     for role in must:
         for name, amount in role.resources.items():
             asked[name] = asked.get(name, 0.0) + amount
-    held = {node.name: node.free if free else node.has for node in nodes}
-    has = {name: sum(each.get(name, 0.0) for each in held.values()) for name in asked}
+    offered = {node.name: node.free if free else node.has for node in nodes}
+    has = {name: sum(each.get(name, 0.0) for each in offered.values()) for name in asked}
     short = [f"{name} (asked {asked[name]:g}, {has[name]:g} there)" for name in asked if has[name] < asked[name] - 1e-9]
     if not short:  # enough in all, but not on one node
         one = first or max(must, key=lambda role: max(role.resources.values(), default=0.0))
         need = ", ".join(f"{amount:g} {name}" for name, amount in one.resources.items())
         short = [f"one node with {need} for {one.name}, beside the others"]
-    of_nodes = "; ".join(f"{name} has {_amounts(each, asked)}" for name, each in held.items())
+    of_nodes = "; ".join(
+        f"{node} has {', '.join(f'{each.get(name, 0.0):g} {name}' for name in asked)}" for node, each in offered.items()
+    )
     return (
         f"no room for {_summary(must)}. Missing: {', '.join(short)}. The nodes{' have free' if free else ''}: "
         f"{of_nodes or 'there are none'}"
     )
-
-
-def _amounts(has: Mapping[str, float], names: Iterable[str]) -> str:
-    return ", ".join(f"{has.get(name, 0.0):g} {name}" for name in names)
 
 
 def _summary(roles: Sequence[Role]) -> str:
@@ -112,21 +110,21 @@ def _summary(roles: Sequence[Role]) -> str:
     for role in roles:
         key = (role.kind, role.pool, tuple(role.resources.items()))
         kinds[key] = kinds.get(key, 0) + 1
-    told = []
+    parts = []
     for (kind, pool, takes), count in kinds.items():
         of = f" of pool {pool}" if pool else ""
         each = ", ".join(f"{amount:g} {name}" for name, amount in takes if amount)
-        told.append(f"{count} {kind}{'s' if count > 1 else ''}{of} ({each or 'nothing'} each)")
-    return ", ".join(told)
+        parts.append(f"{count} {kind}{'s' if count > 1 else ''}{of} ({each or 'nothing'} each)")
+    return ", ".join(parts)
 
 
 def describe(
     roles: Sequence[Role], placed: Mapping[str, str], memory: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yield one line for each role: where it is to run, what it takes, and its ``memory`` by pool or kind."""
+    """Yield one line for each role: its node, its resources, and its ``memory`` by pool or kind."""
     width = max(len(role.name) for role in roles)
     for role in roles:
         takes = ", ".join(f"{amount:g} {name}" for name, amount in role.resources.items() if amount)
         node = placed.get(role.name, "no room now; joins when there is")
-        held = (memory or {}).get(role.pool or role.kind)
-        yield f"{role.name:{width}}  {node}  ({takes or 'nothing'}{f'; {held}' if held else ''})"
+        size = (memory or {}).get(role.pool or role.kind)
+        yield f"{role.name:{width}}  {node}  ({takes or 'nothing'}{f'; {size}' if size else ''})"

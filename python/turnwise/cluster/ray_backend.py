@@ -1,4 +1,4 @@
-"""A Ray cluster as the place of a run's processes. Ray finds room, starts hosts and tells which of them are gone.
+"""A Ray cluster for a run's processes. Ray finds room, starts hosts and detects dead ones.
 
 No token and no weight passes through Ray: a host starts one ordinary process, and answers the supervisor's questions.
 """
@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from turnwise.cluster.backend import ClusterLost, HostLost
-from turnwise.cluster.host import Command, Ended, ProcessHost
+from turnwise.cluster.host import ClusterLost, Ended, HostLost, ProcessCommand, ProcessHost
 from turnwise.cluster.placement import Node, NoRoom, Role, shortage
 from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.toml import ConfigError
@@ -34,7 +33,7 @@ KNOCK = 2.0
 
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 _SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-"""Ray's defaults tell its makers of each cluster, hide repeated lines, and start workers with uv's other Python."""
+"""Ray's defaults report usage to its developers, hide repeated lines, and start workers with uv's other Python."""
 
 
 class RayBackend:
@@ -68,24 +67,24 @@ class RayBackend:
         ray.shutdown()
 
     def nodes(self) -> list[Node]:
-        """The nodes that are alive."""
+        """Return the nodes that are alive."""
         import ray
         from ray._private.state import available_resources_per_node
 
-        free, alive = available_resources_per_node(), [found for found in ray.nodes() if found["Alive"]]
-        names = Counter(found["NodeName"] for found in alive)
+        free, alive = available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
+        names = Counter(node["NodeName"] for node in alive)
         return [
             Node(
-                found["NodeName"] if names[found["NodeName"]] == 1 else f"{found['NodeName']}/{found['NodeID'][:6]}",
-                found["NodeManagerAddress"],
-                found["Resources"],
-                free.get(found["NodeID"], {}),
+                node["NodeName"] if names[node["NodeName"]] == 1 else f"{node['NodeName']}/{node['NodeID'][:6]}",
+                node["NodeManagerAddress"],
+                node["Resources"],
+                free.get(node["NodeID"], {}),
             )
-            for found in alive
+            for node in alive
         ]
 
     def place(self, roles: Sequence[Role], wait: float) -> None:
-        """Keep room for the roles that must be there. The others get theirs when their host is asked for.
+        """Reserve room for the required roles. The others get theirs when their host is asked for.
 
         Raises :class:`NoRoom` after ``wait`` seconds, with what is missing.
         """
@@ -93,22 +92,29 @@ class RayBackend:
 
         must = [role for role in roles if role.must]
         self._bundles = {role.name: i for i, role in enumerate(must)}
-        self._group = placement_group([_bundle(role) for role in must], strategy="PACK")
+        self._group = placement_group(
+            [
+                # A bundle may not be empty.
+                {name: amount for name, amount in role.resources.items() if amount} or {"CPU": 0.001}
+                for role in must
+            ],
+            strategy="PACK",
+        )
         if not self._group.wait(wait):
-            found = self.nodes()
+            nodes = self.nodes()
             remove_placement_group(self._group)
-            raise NoRoom(f"after cluster.wait = {wait:g} s: {shortage(must, found, free=True)}")
+            raise NoRoom(f"after cluster.wait = {wait:g} s: {shortage(must, nodes, free=True)}")
 
     def host(self, role: Role) -> RayHost:
-        """Ask for a host of ``role``: at its place, or wherever there is room. It may take time to come."""
+        """Ask for a host of ``role``: in its reserved room, or on any node with room. It may take time to be ready."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        how: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
+        options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
         if role.name in self._bundles:
-            how["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, self._bundles[role.name])
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, self._bundles[role.name])
         takes = dict(role.resources)
         actor = self._host.options(
-            num_cpus=takes.pop("CPU", 0.0), num_gpus=takes.pop("GPU", 0.0), resources=takes, **how
+            num_cpus=takes.pop("CPU", 0.0), num_gpus=takes.pop("GPU", 0.0), resources=takes, **options
         ).remote()
         return RayHost(role.name, actor, LOOPBACK if self._settings.address == "local" else None)
 
@@ -129,8 +135,8 @@ class RayBackend:
         if open_to_all and not self._settings.trust_network:
             raise ConfigError(
                 f"config key 'cluster.address' = {self._settings.address!r}: the Ray of {', '.join(open_to_all)} "
-                "checks no token, so whoever reaches its ports runs code as you. Start it with RAY_AUTH_MODE=token "
-                "on every node, or set cluster.trust_network = true if nobody else is in that network"
+                "checks no token, so anyone who reaches its ports runs code as you. Start it with RAY_AUTH_MODE=token "
+                "on every node, or set cluster.trust_network = true if you trust that network"
             )
 
 
@@ -141,11 +147,11 @@ class RayHost:
         self._role, self._actor, self._address = role, actor, address
         self._asked: tuple[Any, float] | None = None
         self._gone = False
-        self._came = actor.facts.remote()
+        self._facts = actor.facts.remote()
 
-    def came(self) -> dict[str, Any] | None:
-        """Return what the host says of its node once it is there, ``None`` until then. Raises :class:`HostLost`."""
-        facts = self._answer(self._came)
+    def facts(self) -> dict[str, Any] | None:
+        """Return the facts of the host's node once it is ready, ``None`` until then. Raises :class:`HostLost`."""
+        facts = self._answer(self._facts)
         return facts if facts is None or self._address is None else {**facts, "address": self._address}
 
     def poll(self, dead_after: float) -> Ended | None:
@@ -165,10 +171,10 @@ class RayHost:
         return ended
 
     def free_port(self, address: str) -> int:
-        """A port of ``address`` that is free on the host's node."""
+        """Return a port of ``address`` that is free on the host's node."""
         return self._ask("free_port", address)
 
-    def start(self, command: Command) -> int:
+    def start(self, command: ProcessCommand) -> int:
         """Start the host's process, and return its id on the node."""
         return self._ask("start", command)
 
@@ -214,11 +220,6 @@ def _ready(question: Any) -> bool:
     import ray
 
     return bool(ray.wait([question], timeout=0)[0])
-
-
-def _bundle(role: Role) -> dict[str, float]:
-    # A bundle may not be empty.
-    return {name: amount for name, amount in role.resources.items() if amount} or {"CPU": 0.001}
 
 
 def _ray(settings: ClusterConfig) -> Any:

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.cluster.backend import Backend, ClusterLost, Host, HostLost
-from turnwise.cluster.host import Command, Ended
+from turnwise.cluster.host import Backend, ClusterLost, Ended, Host, HostLost, ProcessCommand
 from turnwise.cluster.members import FOLDER, Members, log_file, record
 from turnwise.cluster.placement import Kind, NoRoom, Role, shortage
 from turnwise.cluster.versions import compare
@@ -29,10 +28,10 @@ FIRST_PAUSE = 1.0
 """Seconds until a dead process starts again, doubled each time that it dies within :data:`EARLY_EXIT_SECONDS`."""
 
 EARLY_EXIT_SECONDS = 10.0
-"""Seconds after its start in which a death is one of the start. A later one waits :data:`FIRST_PAUSE`."""
+"""Seconds after its start in which a death lengthens the pause. A later death waits :data:`FIRST_PAUSE`."""
 
 RETRY = 5.0
-"""Seconds after which a host that was lost before it came is asked for again."""
+"""Seconds after which the supervisor asks again for a host that was lost before it was ready."""
 
 PATIENCE = 30.0
 """Seconds that a process has to end by itself."""
@@ -43,22 +42,22 @@ EXIT_GRACE_SECONDS = 20.0
 LONGEST_PAUSE = 30.0
 """The most seconds of such a pause."""
 
-WRONG = 2
-"""Exit code of a process that was given wrong settings: starting it again would not help."""
+WRONG_SETTINGS = 2
+"""Exit code of a process with wrong settings, for which a restart would not help."""
 
-FINAL = (0, WRONG, 130)
+FINAL = (0, WRONG_SETTINGS, 130)
 """Exit codes of the first rank that end the run: it is done, its settings are wrong, or it was interrupted."""
 
-Commands = Callable[["Place"], Command]
+Commands = Callable[["Place"], ProcessCommand]
 
 
 class RunFailed(RuntimeError):
-    """Raised if a process of the run died too often, or can't start: with the end of what it wrote."""
+    """Raised if a process of the run died too often, or can't start. The message quotes the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process is to start: its role, its node's address, a free port there, and how often it was restarted."""
+    """The start of a process: its role, its node's address, a free port there, and how often it was restarted."""
 
     role: Role
     address: str
@@ -68,21 +67,25 @@ class Place:
 
 @dataclass(slots=True)
 class _Process:
-    """One process under supervision. ``facts`` are its host's, once that is there; ``pid`` once it was started."""
+    """One supervised process. Times are of ``time.monotonic``."""
 
     role: Role
     host: Host | None = None
     since: float = 0.0
+    """Time at which the host was asked for."""
     facts: dict[str, Any] | None = None
+    """Facts of the host, once it is ready."""
     pid: int | None = None
+    """Id of the process on its node, once it has started."""
     port: int = 0
     deaths: int = 0
     started: float = 0.0
     pause: float = 0.0
-    again: float = 0.0
+    """Seconds between the latest death and the restart."""
+    restart_at: float = 0.0
     ended: Ended | None = None
-    last: str = ""
     code: int | None = None
+    """Exit code of the latest death."""
 
     @property
     def address(self) -> str:
@@ -91,7 +94,7 @@ class _Process:
 
 
 class Supervisor:
-    """Looks after the processes of the run of ``config`` on ``backend``, until its first rank ends.
+    """Supervises the processes of the run of ``config`` on ``backend``, until its first rank ends.
 
     ``roles`` are those of :func:`~turnwise.cluster.placement.roles_of`. ``commands`` make the command of a process.
     """
@@ -114,7 +117,11 @@ class Supervisor:
             "engine": faults.engine_restarts,
             "worker": faults.worker_restarts,
         }
-        self._members = Members(epoch=self._last_epoch())
+        try:
+            epoch = Members.read(self.run_dir).epoch + 1
+        except (OSError, ValueError, KeyError):
+            epoch = 0
+        self._members = Members(epoch)
         self._stopping = False
         self._signals: list[float] = []
         log = log_file(self.run_dir, "rank-0")
@@ -125,14 +132,14 @@ class Supervisor:
 
         Raises :class:`~turnwise.cluster.placement.NoRoom` if the cluster can't hold the run, :class:`ConfigError` if
         its nodes differ, :class:`RunFailed` if a process died too often, and
-        :class:`~turnwise.cluster.backend.ClusterLost` if the cluster is gone, or no longer has room.
+        :class:`~turnwise.cluster.host.ClusterLost` if the cluster is gone, or no longer has room.
         """
         (self.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._interrupt) for number in heard}
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._interrupt) for number in handled}
         try:
             self.backend.place([process.role for process in self._processes.values()], self.config.cluster.wait)
-            self._first_hosts()
+            self._await_first_hosts()
             self._write_members()
             while (code := self._step()) is None:
                 time.sleep(PAUSE)
@@ -143,13 +150,13 @@ class Supervisor:
             self._end()
 
     # -- the start -----------------------------------------------------------------------------------------------------
-    def _first_hosts(self) -> None:
+    def _await_first_hosts(self) -> None:
         """Wait for the hosts that must be there, and compare their nodes."""
         deadline = time.monotonic() + self.config.cluster.wait
         for process in self._processes.values():
             self._ask_for_host(process)
         waiting = [process for process in self._processes.values() if process.role.must]
-        while waiting := [process for process in waiting if not self._came(process)]:
+        while waiting := [process for process in waiting if not self._host_is_ready(process)]:
             if time.monotonic() > deadline:
                 raise NoRoom(shortage([each.role for each in waiting], self.backend.nodes(), free=True))
             time.sleep(PAUSE)
@@ -162,13 +169,12 @@ class Supervisor:
         process.host, process.since = self.backend.host(process.role), time.monotonic()
         process.facts = process.pid = process.ended = None
 
-    def _came(self, process: _Process) -> bool:
-        """True if the host of ``process`` is there. A host that was lost on the way is asked for again."""
+    def _host_is_ready(self, process: _Process) -> bool:
+        """Return True if the host of ``process`` is ready. Asks again for a host that was lost before that."""
         if process.facts is None and process.host is not None:
             try:
-                process.facts = process.host.came()
-            except HostLost as error:
-                process.last = str(error)
+                process.facts = process.host.facts()
+            except HostLost:
                 if time.monotonic() - process.since > RETRY:
                     self._ask_for_host(process)
         return process.facts is not None
@@ -177,52 +183,52 @@ class Supervisor:
     def _step(self) -> int | None:
         """Look at every process once. Return the exit code of the run when it is over."""
         self._show()
-        if not self._stopping and (why := self.backend.lost(self.config.cluster.faults.dead_after)) is not None:
+        if not self._stopping and (reason := self.backend.lost(self.config.cluster.faults.dead_after)) is not None:
             self._save()
-            raise ClusterLost(why)
+            raise ClusterLost(reason)
         now = time.monotonic()
         for process in self._processes.values():
             if process.role.kind != "rank":
-                self._look_after(process, now)
-        return self._look_after_ranks(now)
+                self._supervise(process, now)
+        return self._supervise_ranks(now)
 
-    def _look_after(self, process: _Process, now: float) -> None:
-        """Start, or start again, an engine or an arena worker."""
+    def _supervise(self, process: _Process, now: float) -> None:
+        """Start an engine or an arena worker, or restart it after its death."""
         if process.pid is None:
-            if now < process.again:
+            if now < process.restart_at:
                 return
             if process.host is None:
                 self._ask_for_host(process)
-            if self._came(process):
+            if self._host_is_ready(process):
                 self._start(process)
             elif process.role.must and now - process.since > self.config.cluster.wait:
                 raise ClusterLost(
-                    f"{process.role.name} found no place again within cluster.wait = {self.config.cluster.wait:g} s: "
+                    f"{process.role.name} found no room again within cluster.wait = {self.config.cluster.wait:g} s: "
                     f"{shortage([process.role], self.backend.nodes(), free=True)}"
                 )
             return
-        why = self._problem(process)
-        if why is not None and not self._stopping:
-            self._died(process, why)
+        problem = self._problem(process)
+        if problem is not None and not self._stopping:
+            self._record_death(process, problem)
             self._leave(process)
-            self._spend(process.role.kind, process, why)
-            process.again = now + process.pause
+            self._count_restart(process.role.kind, process, problem)
+            process.restart_at = now + process.pause
 
-    def _look_after_ranks(self, now: float) -> int | None:
-        """Start all ranks together, and start all again if one dies. Return the exit code when the first one ends."""
+    def _supervise_ranks(self, now: float) -> int | None:
+        """Start all ranks together, and restart all if one dies. Return the exit code when the first one ends."""
         if any(rank.pid is None for rank in self._ranks):
-            if now < max(rank.again for rank in self._ranks):
+            if now < max(rank.restart_at for rank in self._ranks):
                 return None
             for rank in self._ranks:
                 if rank.host is None:
                     self._ask_for_host(rank)
-            if all([self._came(rank) for rank in self._ranks]):
+            if all([self._host_is_ready(rank) for rank in self._ranks]):
                 for rank in self._ranks:
                     self._start(rank)
             elif now - max(rank.since for rank in self._ranks) > self.config.cluster.wait:
                 missing = [rank.role for rank in self._ranks if rank.facts is None]
                 raise ClusterLost(
-                    f"{', '.join(role.name for role in missing)} found no place again within cluster.wait = "
+                    f"{', '.join(role.name for role in missing)} found no room again within cluster.wait = "
                     f"{self.config.cluster.wait:g} s: {shortage(missing, self.backend.nodes(), free=True)}"
                 )
             return None
@@ -238,19 +244,19 @@ class Supervisor:
             return None
         if self._stopping:
             return 1
-        # The peers of a dead rank raise errors of their own: give them the time, and quote the one that died first.
+        # The peers of a dead rank raise errors, too. Quote the one that was killed or lost its host, if there is one.
         culprit = min(failed, key=lambda rank: rank.ended is not None and rank.ended.code >= 0)
-        why = problems[culprit.role.name] or ""
-        quoted = self._quoted(culprit)
+        problem = problems[culprit.role.name] or ""
+        log_tail = self._log_tail(culprit)
         for rank in self._ranks:
-            self._died(rank, why if rank is culprit else f"stopped, as {culprit.role.name} {why}")
-        self._spend("rank", culprit, why, quoted)
+            self._record_death(rank, problem if rank is culprit else f"stopped, as {culprit.role.name} {problem}")
+        self._count_restart("rank", culprit, problem, log_tail)
         for rank in self._ranks:
-            rank.again = now + culprit.pause
+            rank.restart_at = now + culprit.pause
         return None
 
     def _problem(self, process: _Process) -> str | None:
-        """Return what is wrong with a process that was started, as the rest of a sentence; ``None`` if it runs."""
+        """Return why a started process no longer runs, as the predicate of a sentence; ``None`` if it runs."""
         if process.ended is not None:
             return process.ended.how
         assert process.host is not None
@@ -258,10 +264,7 @@ class Supervisor:
             process.ended = process.host.poll(self.config.cluster.faults.dead_after)
         except HostLost as error:
             return f"is gone with its host ({error})"
-        if process.ended is None:
-            return None
-        process.last = process.ended.how
-        return process.last
+        return None if process.ended is None else process.ended.how
 
     # -- starts and ends -----------------------------------------------------------------------------------------------
     def _start(self, process: _Process) -> None:
@@ -272,8 +275,7 @@ class Supervisor:
             process.port = port or process.host.free_port(process.address)
             command = self.commands[process.role.kind](Place(process.role, address, process.port, process.deaths))
             process.pid = process.host.start(command)
-        except HostLost as error:
-            process.last = str(error)
+        except HostLost:
             self._ask_for_host(process)
             return
         process.started = time.monotonic()
@@ -282,32 +284,32 @@ class Supervisor:
         if process.role.kind != "rank":
             self._join(process)
 
-    def _died(self, process: _Process, why: str) -> None:
-        """Write down the death of ``process``, and end what is left of it."""
-        process.last, process.deaths = why, process.deaths + 1
-        young = time.monotonic() - process.started < EARLY_EXIT_SECONDS
-        process.pause = min(2 * process.pause, LONGEST_PAUSE) if young and process.pause else FIRST_PAUSE
+    def _record_death(self, process: _Process, problem: str) -> None:
+        """Record the death of ``process``, and end its host."""
+        process.deaths += 1
+        early = time.monotonic() - process.started < EARLY_EXIT_SECONDS
+        process.pause = min(2 * process.pause, LONGEST_PAUSE) if early and process.pause else FIRST_PAUSE
         process.code = None if process.ended is None else process.ended.code
         node = "" if process.facts is None else process.address
-        record(self.run_dir, "died", process.role.name, node=node, pid=process.pid, detail=why)
+        record(self.run_dir, "died", process.role.name, node=node, pid=process.pid, detail=problem)
         if process.host is not None:
             process.host.stop()
         process.host = process.facts = process.pid = process.ended = None
 
-    def _spend(self, kind: Kind, process: _Process, why: str, quoted: str | None = None) -> None:
+    def _count_restart(self, kind: Kind, process: _Process, problem: str, log_tail: str | None = None) -> None:
         """Count one restart. Raises :class:`RunFailed` if none is left."""
         key = {"rank": "learner"}.get(kind, kind)
-        if process.code == WRONG:
-            raise RunFailed(f"{process.role.name} {why}{quoted or self._quoted(process)}")
+        if process.code == WRONG_SETTINGS:
+            raise RunFailed(f"{process.role.name} {problem}{log_tail or self._log_tail(process)}")
         if not self._left[kind]:
             raise RunFailed(
-                f"{process.role.name} {why}, and no restart is left (cluster.faults.{key}_restarts = "
-                f"{getattr(self.config.cluster.faults, f'{key}_restarts')}){quoted or self._quoted(process)}"
+                f"{process.role.name} {problem}, and no restart is left (cluster.faults.{key}_restarts = "
+                f"{getattr(self.config.cluster.faults, f'{key}_restarts')}){log_tail or self._log_tail(process)}"
             )
         self._left[kind] -= 1
-        self.say(f"turnwise: {process.role.name} {why}; starting it again ({self._left[kind]} restarts left)")
+        self.say(f"turnwise: {process.role.name} {problem}; starting it again ({self._left[kind]} restarts left)")
 
-    def _quoted(self, process: _Process) -> str:
+    def _log_tail(self, process: _Process) -> str:
         path = log_file(self.run_dir, process.role.name)
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
@@ -343,7 +345,7 @@ class Supervisor:
         return process.pid is not None and self._problem(process) is None
 
     def _interrupt(self, number: int, frame: object) -> None:
-        """Pass the signal on to the first rank, which saves and ends. A third one ends everything at once."""
+        """Pass the signal to the first rank, which saves and ends. A third signal ends everything at once."""
         first, now = self._ranks[0], time.monotonic()
         if self._signals and now - self._signals[-1] < TOGETHER:
             return
@@ -355,33 +357,27 @@ class Supervisor:
         self._stopping = True
         first.host.signal(number)
 
-    # -- what others see -----------------------------------------------------------------------------------------------
+    # -- members and output --------------------------------------------------------------------------------------------
     def _join(self, process: _Process) -> None:
-        role, held = process.role, self._members
-        engines = {name: dict(each) for name, each in held.engines.items()}
-        workers = dict(held.workers)
+        role, members = process.role, self._members
+        engines = {name: dict(each) for name, each in members.engines.items()}
+        workers = dict(members.workers)
         if role.kind == "engine":
             engines.setdefault(role.pool, {})[role.name] = f"http://{process.address}:{process.port}"
         else:
             workers[role.name] = f"{process.address}:{process.port}"
-        self._members = Members(held.epoch + 1, engines, workers)
+        self._members = Members(members.epoch + 1, engines, workers)
         self._write_members()
 
     def _leave(self, process: _Process) -> None:
-        held, name = self._members, process.role.name
-        engines = {pool: {n: url for n, url in each.items() if n != name} for pool, each in held.engines.items()}
-        workers = {n: address for n, address in held.workers.items() if n != name}
-        self._members = Members(held.epoch + 1, engines, workers)
+        members, name = self._members, process.role.name
+        engines = {pool: {n: url for n, url in each.items() if n != name} for pool, each in members.engines.items()}
+        workers = {n: address for n, address in members.workers.items() if n != name}
+        self._members = Members(members.epoch + 1, engines, workers)
         self._write_members()
 
     def _write_members(self) -> None:
         self._members.write(self.run_dir)
-
-    def _last_epoch(self) -> int:
-        try:
-            return Members.read(self.run_dir).epoch + 1
-        except (OSError, ValueError, KeyError):
-            return 0
 
     def _show(self) -> None:
         """Print what the first rank has written since the last time, whole lines only."""

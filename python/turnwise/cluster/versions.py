@@ -1,4 +1,4 @@
-"""Compares what the nodes of a cluster have installed. It imports none of these packages."""
+"""Compares the packages that the nodes of a cluster have installed, without importing them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def versions() -> dict[str, str]:
 
     Example: ``{"python": "3.12.4", "ray": "2.60.0", ..., "turnwise": "0.1.0, build 3f2a91c07d1e", "cuda": "12.8"}``
     """
-    found = {name: _version(*distributions) for name, distributions in PACKAGES.items()}
-    own = f"{_version('turnwise')}, build {_build()}"
-    return {"python": platform.python_version(), **found, "turnwise": own, "cuda": _cuda()}
+    packages = {name: _version(*distributions) for name, distributions in PACKAGES.items()}
+    turnwise = f"{_version('turnwise')}, build {_build()}"
+    return {"python": platform.python_version(), **packages, "turnwise": turnwise, "cuda": _cuda()}
 
 
-def compare(found: Mapping[str, Mapping[str, str]]) -> str | None:
-    """Return a table of the packages that differ between the nodes of ``found``; ``None`` if none does.
+def compare(nodes: Mapping[str, Mapping[str, str]]) -> str | None:
+    """Return a table of the packages that differ between the ``nodes``; ``None`` if none does.
 
     Nodes with equal versions share a column, the largest group first.
 
@@ -39,24 +39,20 @@ def compare(found: Mapping[str, Mapping[str, str]]) -> str | None:
              a, c    b
         ray  2.60.0  2.55.1
     """
-    names = list(dict.fromkeys(name for node in found.values() for name in node))
-    differing = [name for name in names if len({node.get(name, ABSENT) for node in found.values()}) > 1]
+    names = list(dict.fromkeys(name for node in nodes.values() for name in node))
+    differing = [name for name in names if len({node.get(name, ABSENT) for node in nodes.values()}) > 1]
     if not differing:
         return None
     groups: dict[tuple[str, ...], list[str]] = {}
-    for node, held in found.items():
-        groups.setdefault(tuple(held.get(name, ABSENT) for name in differing), []).append(node)
+    for node, packages in nodes.items():
+        groups.setdefault(tuple(packages.get(name, ABSENT) for name in differing), []).append(node)
     columns = [["", *differing]]
-    for values, nodes in sorted(groups.items(), key=lambda group: -len(group[1])):
-        columns.append([_nodes(nodes), *values])
+    for values, names_of in sorted(groups.items(), key=lambda group: -len(group[1])):
+        more = f" and {len(names_of) - _NAMED} more" if len(names_of) > _NAMED else ""
+        columns.append([", ".join(names_of[:_NAMED]) + more, *values])
     widths = [max(map(len, column)) for column in columns]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True))
     return "\n".join(lines)
-
-
-def _nodes(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _version(*distributions: str) -> str:

@@ -9,7 +9,7 @@ It needs numpy alone. Most rules need only a key per sample, see :class:`GroupCr
 
 from __future__ import annotations
 
-from turnwise.utils.packages import require
+from turnwise.utils.registry import require
 
 require("turnwise.credit", "numpy")
 

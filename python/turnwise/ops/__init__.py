@@ -6,7 +6,7 @@ May import: _C, utils.
 
 from __future__ import annotations
 
-from turnwise.utils.packages import require
+from turnwise.utils.registry import require
 
 require("turnwise.ops", "numpy", "torch")
 

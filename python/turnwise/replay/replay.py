@@ -21,8 +21,7 @@ from turnwise.arena.recording.rollouts_jsonl import Record, ReplayError, json_li
 from turnwise.arena.runtime.context import ModelCall
 from turnwise.inference.weights.load import copy_weights
 from turnwise.replay.diff import FirstDifference, first_difference
-from turnwise.replay.event_loop import DeadlockDetectingLoop
-from turnwise.replay.replayer import Replayer, replay_episode
+from turnwise.replay.replayer import DeadlockDetectingLoop, Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.state import to_python
@@ -37,7 +36,7 @@ from turnwise.train.league.pool import Snapshot, members_in
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.writers import read_lines
 from turnwise.train.model.loading import check_models
-from turnwise.train.model.policy import Policy as TrainedPolicy
+from turnwise.train.model.policy import Policy
 from turnwise.train.run_folder import foreign_episode
 from turnwise.train.validate import read_config
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
@@ -45,7 +44,7 @@ from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelRespon
 
 @dataclass(slots=True)
 class Replayed:
-    """The outcome of a replay."""
+    """The result of a replay."""
 
     record: Record
     played: int
@@ -67,8 +66,8 @@ class Replayed:
         if self.result is None:
             return "\n".join([f"{name}: stopped after {self.played} of {calls} model calls; next:", *self.waiting])
         if self.sampled:
-            told = [f"{name}: {self.played} model calls from the record, {len(self.sampled)} sampled anew:"]
-            return "\n".join([*told, *self.sampled, *_rewards(row, self.result)])
+            head = f"{name}: {self.played} model calls from the record, {len(self.sampled)} sampled again:"
+            return "\n".join([head, *self.sampled, *_rewards(row, self.result)])
         readings, nested = len(self.record.readings), len(nodes_of(row)) - 1
         return (
             f"{name}: the re-run equals the record, bit for bit: {calls} model calls, {readings} readings, "
@@ -101,7 +100,7 @@ def replay(
         return runner.run(_replay(config, record, until, parse_swaps(swap)))
 
 
-async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, Policy]) -> Replayed:
+async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, SwapPolicy]) -> Replayed:
     arena = recorded_arena(config, record)
     if record.request.episode_type not in arena.episodes:
         raise ValueError(foreign_episode(config, record.row["id"], record.request.episode_type))
@@ -110,8 +109,8 @@ async def _replay(config: TrainConfig, record: Record, until: int | None, swaps:
     if swaps:
         _fill(arena.stores, config.run_dir / "checkpoints")
     arena.stores = {name: store.frozen() for name, store in arena.stores.items()}
-    async with contextlib.AsyncExitStack() as held:
-        live = await LivePolicies.open(config, swaps, record, held) if swaps else None
+    async with contextlib.AsyncExitStack() as clients:
+        live = await LivePolicies.open(config, swaps, record, clients) if swaps else None
         sample = None if live is None else live.sample
         playback = Replayer(record, arena.plain_format(None).tokenizer, until=until, live=sample, swapped=list(swaps))
         loop = asyncio.get_running_loop()
@@ -140,9 +139,8 @@ def recorded_arena(config: TrainConfig, record: Record) -> Arena:
 
 def _fill(stores: Mapping[str, ArtifactStore], checkpoints: Path) -> None:
     """Load in-memory stores from the newest checkpoint, for swapped actors that sample from them."""
-    found = list_checkpoints(checkpoints)
-    if found:
-        saved = json.loads((found[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]["arena"]["stores"]
+    if saved_steps := list_checkpoints(checkpoints):
+        saved = json.loads((saved_steps[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]["arena"]["stores"]
         for name, store in stores.items():
             if store.path is None and name in saved:
                 store.load_state_dict(saved[name])
@@ -168,31 +166,31 @@ class RecordedClient:
 # ---------------------------------------------------------------------------------------------------------------------
 def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[str, Any]:
     """Return the newest line of ``rollouts.jsonl`` of that step that is or contains that episode; ``None``: any."""
-    found, known = None, []
+    newest, names = None, []
     for _, row in read_lines(path):
         ids = [node["id"] for node in nodes_of(row)]
         if (step is None or row["step"] == step) and (episode is None or episode in ids):
-            found = row
-        known.append(f"{row['id']} (step {row['step']})")
-    if found is None:
-        shown = ", ".join(known[-20:]) or "none"
+            newest = row
+        names.append(f"{row['id']} (step {row['step']})")
+    if newest is None:
+        shown = ", ".join(names[-20:]) or "none"
         raise ValueError(f"episode={episode!r}, step={step!r}: not in {path}, which has {shown}")
-    return found
+    return newest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Policies that play on
 # ---------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SwapPolicy:
     """A policy of the run at a checkpoint. ``None`` is the newest checkpoint, or the start of a run without one."""
 
     name: str
     checkpoint: str | None = None
 
 
-def parse_swaps(words: Sequence[str]) -> dict[str, Policy]:
-    """Parse swaps: ``["player1=default@best"]`` gives ``{"player1": Policy("default", "best")}``."""
+def parse_swaps(words: Sequence[str]) -> dict[str, SwapPolicy]:
+    """Parse swaps: ``["player1=default@best"]`` gives ``{"player1": SwapPolicy("default", "best")}``."""
     swaps = {}
     for word in words:
         actor, equals, policy = word.partition("=")
@@ -203,24 +201,24 @@ def parse_swaps(words: Sequence[str]) -> dict[str, Policy]:
             )
         if actor in swaps:
             raise ValueError(f"swap={word!r}: actor {actor!r} is swapped twice")
-        swaps[actor] = Policy(name, checkpoint or None)
+        swaps[actor] = SwapPolicy(name, checkpoint or None)
     return swaps
 
 
 class LivePolicies:
     """Samples swapped actors from their policies, and the others at the first swap's checkpoint."""
 
-    def __init__(self, swaps: Mapping[str, Policy], runs: Mapping[str | None, Run]) -> None:
+    def __init__(self, swaps: Mapping[str, SwapPolicy], runs: Mapping[str | None, Run]) -> None:
         self.swaps, self.runs = swaps, runs
         self.said: list[str] = []
 
     @classmethod
     async def open(
-        cls, config: TrainConfig, swaps: Mapping[str, Policy], record: Record, held: contextlib.AsyncExitStack
+        cls, config: TrainConfig, swaps: Mapping[str, SwapPolicy], record: Record, clients: contextlib.AsyncExitStack
     ) -> LivePolicies:
         """Load one set of weights for each checkpoint that ``swaps`` names.
 
-        The first set also gets the past policies that the recorded episode played against. ``held`` closes the clients.
+        The first set also gets the past policies that the recorded episode played against. ``clients`` closes theirs.
         """
         runs: dict[str | None, Run] = {}
         for swap in swaps.values():
@@ -228,7 +226,7 @@ class LivePolicies:
                 run = runs[swap.checkpoint]
             else:
                 run = runs[swap.checkpoint] = load_run(config, swap.checkpoint)
-                held.push_async_callback(run.arena.client.close)
+                clients.push_async_callback(run.arena.client.close)
                 await run.trainer.sync_weights()
             if swap.name not in run.trainer.policies:
                 raise ValueError(f"swap: no policy {swap.name!r}, expected one of {sorted(run.trainer.policies)}")
@@ -241,8 +239,7 @@ class LivePolicies:
         first = next(iter(self.swaps.values()))
         policy = self.swaps.get(str(call.actor_id), replace(first, name=request.policy))
         run = self.runs[policy.checkpoint]
-        asked = replace(request, policy=policy.name)
-        response = await run.arena.generate(asked)
+        response = await run.arena.generate(replace(request, policy=policy.name))
         text = response.text or run.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
         self.said.append(f"  turn {call.turn}, actor {call.actor_id!r}, policy {policy.name!r} ({call.key}): {text!r}")
         return response
@@ -264,14 +261,14 @@ def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
     return run
 
 
-def _load_into(policies: Mapping[str, TrainedPolicy], root: Path, checkpoint: str) -> None:
+def _load_into(policies: Mapping[str, Policy], root: Path, checkpoint: str) -> None:
     chosen = find_checkpoint(root, checkpoint)
     snapshot: Mapping[str, Path] = {}
     if not chosen.is_dir():
         trained = [name for name, policy in policies.items() if policy.trainable]
         members = members_in(root.parent / FOLDER, trained)
         snapshot = {checkpoint_at(root, step).name: files for step, files in members.items()}.get(checkpoint, {})
-    # frozen weights, such as base models, are the same in all checkpoints
+    # Frozen weights, such as base models, are the same in all checkpoints.
     load_weights(find_checkpoint(root, "newest") if snapshot else chosen, policies)
     for name, file in snapshot.items():
         copy_weights(policies[name].model, read_tensors(file).items(), name)
@@ -285,19 +282,19 @@ def seat_past(run: Run, record: Record, swapped: Collection[str]) -> None:
     if MARK not in record.request.meta:
         return
     step, folder = record.request.meta[MARK]["member"], run.config.run_dir
-    places = [folder / FOLDER, *reversed(list_checkpoints(folder / "checkpoints"))]
+    folders = [folder / FOLDER, *reversed(list_checkpoints(folder / "checkpoints"))]
     for actor, slot in record.request.policies.items():
         if actor in swapped:
             continue
         policy = run.arena.actors[actor].policy
-        files = [place / Snapshot(step, {}).file(policy) for place in places]
-        found = next((file for file in files if file.is_file()), None)
-        if found is None:
+        files = [each / Snapshot(step, {}).file(policy) for each in folders]
+        weights = next((file for file in files if file.is_file()), None)
+        if weights is None:
             raise ValueError(
                 f"swap: actor {actor!r} was played by the league's snapshot of step {step}, which is gone (league.size "
                 f"= {run.config.league.size} stay): swap {actor!r} too"
             )
-        run.arena.client.load_weights(slot, read_tensors(found).items(), record.versions[slot])
+        run.arena.client.load_weights(slot, read_tensors(weights).items(), record.versions[slot])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import selectors
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from turnwise.arena.arena import Arena
 from turnwise.arena.recording.lossless_json import UnserializableValueError, UntrustedValueError
@@ -135,12 +137,12 @@ class Replayer:
             yield None
 
     def finish_episode(self, context: EpisodeContext) -> None:
-        drawn, place = context.lazy_rng.state_marker(), context.record_key
-        recorded = self.record.draws.get(place, drawn)
+        drawn, key = context.lazy_rng.state_marker(), context.record_key
+        recorded = self.record.draws.get(key, drawn)
         if drawn != recorded and self.live is None:
             numbers = repr(recorded), repr(drawn)
-            self._diverge(FirstDifference("the next random number of the episode", f"the end of {place}", *numbers))
-        self._note(ENDED, place)
+            self._diverge(FirstDifference("the next random number of the episode", f"the end of {key}", *numbers))
+        self._note(ENDED, key)
 
     # -- the order of the record ---------------------------------------------------------------------------------------
     async def _turn_of(self, key: str) -> bool:
@@ -199,7 +201,10 @@ class Replayer:
         if self.loose:
             return  # new samples may come from threads that the loop can't see
         if self._at < len(self.record.events) and self.record.events[self._at][0] == ANSWER:
-            self.left = self.left or self._unanswered()
+            unanswered = [
+                pair for key, pair in self.calls.items() if key in self._waiting and not self._waiting[key].done()
+            ]
+            self.left = self.left or unanswered
             self.over.set()
             return
         rest = self.record.events[self._at :]
@@ -282,10 +287,6 @@ class Replayer:
         assert self.live is not None
         self.sampled += 1
         return await self.live(call)
-
-    def _unanswered(self) -> list[tuple[EpisodeContext, ModelCall]]:
-        """Return the calls without an answer, each with the context of its episode or branch."""
-        return [pair for key, pair in self.calls.items() if key in self._waiting and not self._waiting[key].done()]
 
 
 _NEXT = {
@@ -381,3 +382,48 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
         for task in (playing, over):
             stop(task)
         await asyncio.gather(playing, over, return_exceptions=True)
+
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+GRACE = 0.2
+"""Seconds to wait for unknown threads before the loop counts as idle."""
+
+
+class DeadlockDetectingLoop(asyncio.SelectorEventLoop):
+    """Calls ``on_idle()`` when all tasks wait: no timer, no open socket, no running thread of the loop.
+
+    ``on_idle`` must wake a waiting task or end the program; otherwise the loop calls it again.
+    """
+
+    def __init__(self) -> None:
+        self.on_idle: Callable[[], None] = lambda: None
+        self.in_threads = 0
+        super().__init__(_WatchingSelector(self))
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        future = super().run_in_executor(executor, func, *args)
+        self.in_threads += 1
+        future.add_done_callback(self._out_of_thread)
+        return future
+
+    def _out_of_thread(self, future: asyncio.Future[Any]) -> None:
+        self.in_threads -= 1
+
+
+class _WatchingSelector(selectors.DefaultSelector):
+    def __init__(self, loop: DeadlockDetectingLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        # One open file is the loop's own, through which threads wake it.
+        if timeout is not None or self._loop.in_threads or len(self.get_map()) > 1:
+            return super().select(timeout)
+        ready = super().select(GRACE)
+        if not ready:
+            self._loop.on_idle()
+        return ready

@@ -1,10 +1,9 @@
-"""Writes a run as one HTML file (curves, config, episodes, processes), and tells its status.
+"""Writes a run as one HTML file (curves, config, episodes, processes), and reads its status.
 
-Read in this order: page, read, cluster, status, credit.
+Read in this order: read, cluster, status, credit.
 May import: types, utils, samples, credit, train, train.log, train.checkpoint.
 """
 
-from turnwise.report.page import write_report
-from turnwise.report.read import Limits, read_run
+from turnwise.report.read import ReportLimits, read_run, write_report
 
-__all__ = ["Limits", "read_run", "write_report"]
+__all__ = ["ReportLimits", "read_run", "write_report"]

@@ -1,4 +1,4 @@
-"""Reads what happened to the processes of a run on a cluster, and when its steps took place.
+"""Reads the events of a run's processes on a cluster, and the times of its steps.
 
 The supervisor writes ``cluster/events.jsonl`` and ``cluster/members.json``, and the training loop ``metrics.jsonl``.
 """
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.train.log.metrics import TIME
-from turnwise.utils.files import parse_json_line
-from turnwise.utils.shared_names import EVENTS, MEMBERS
+from turnwise.utils.files import EVENTS, MEMBERS, parse_json_line
 
 BEGINS = ("started", "restarted")
 """Events after which a process runs."""
@@ -25,7 +24,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the events of the run in ``folder``, in order of time; none without a cluster.
 
     Each has ``time`` (Unix seconds), ``event`` and ``role``, and may have ``node``, ``pid`` and ``detail``. An
-    unfinished last line is left out. Raises ``ValueError`` naming any other bad line.
+    unfinished last line is omitted. Raises ``ValueError`` naming any other bad line.
     """
     path = folder / EVENTS
     if not path.is_file():
@@ -64,14 +63,14 @@ def parts_of_step(row: Mapping[str, float]) -> dict[str, float]:
     ``seconds_update`` includes the sync, which runs on a cluster log by itself.
     """
     parts = {"rollout": row.get("seconds_rollout"), "update": row.get("seconds_update")}
-    found = {name: float(value) for name, value in parts.items() if value is not None}
-    if "update" in found and (sync := row.get("cluster/sync_seconds")) is not None:
-        found |= {"update": max(found["update"] - sync, 0.0), "sync": float(sync)}
-    return found
+    seconds = {name: float(value) for name, value in parts.items() if value is not None}
+    if "update" in seconds and (sync := row.get("cluster/sync_seconds")) is not None:
+        seconds |= {"update": max(seconds["update"] - sync, 0.0), "sync": float(sync)}
+    return seconds
 
 
 def lanes(folder: Path, rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any] | None:
-    """Return the data of the swim-lanes; ``None`` for a run without events or without steps that tell their time.
+    """Return the data of the swim-lanes; ``None`` for a run without events.
 
     ``start`` and ``end`` are in Unix seconds, all other times in seconds since the start. ``steps`` has the newest
     ``points`` steps, each as ``[step, begin, rollout, update, sync]``; ``left_out`` counts the others. ``roles`` have

@@ -27,7 +27,7 @@ from turnwise.utils.registry import import_by_name, option_types
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ComparedCall:
     """One model call: its place in the run, and its advantage as recorded and by the other rule."""
 
     step: int
@@ -48,7 +48,7 @@ class Comparison:
 
     rule: str
     own_rule: str | None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ComparedCall] = field(default_factory=list)
     own_exact: int | None = None
     incomplete: dict[int, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class ActorDifference:
     zero: tuple[float, float]
     sign_changes: float
     correlation: float | None
-    biggest: list[Call]
+    biggest: list[ComparedCall]
 
 
 def compare_credit(
@@ -95,26 +95,26 @@ def compare_credit(
     other = build_rule(name, chosen, "rule", "options", methods=["compute"])
     own = None if own_name is None else build_rule(own_name, own_options, methods=["compute"])
     # Credit every step, because rules may have a state; keep the chosen ones.
-    found = Comparison(name, own_name, own_exact=None if own is None else 0)
+    comparison = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
         calls, exact = _compare_step(number, results, other, own)
         if step is None or step == number:
-            _take_step(found, number, results, calls, exact, episodes.get(number, 0))
-    if not found.calls:
+            _take_step(comparison, number, results, calls, exact, episodes.get(number, 0))
+    if not comparison.calls:
         where = "no step" if step is None else f"step={step!r}: no step of this number"
         raise ValueError(f"{where} of {folder / 'rollouts.jsonl'} holds a call with an advantage")
     kl = config.get("loss", {}).get("kl", {})
     if kl.get("coef", 0) and kl.get("apply_to") == "reward":
-        found.notes.append("the run took a KL penalty from its rewards, which the record does not hold")
-    return found
+        comparison.notes.append("the run took a KL penalty from its rewards, which the record does not hold")
+    return comparison
 
 
-def differences(found: Comparison, biggest: int = 3) -> list[ActorDifference]:
-    """Summarize ``found`` by actor, in order of appearance, each with its ``biggest`` largest changes."""
+def differences(comparison: Comparison, biggest: int = 3) -> list[ActorDifference]:
+    """Summarize ``comparison`` by actor, in order of appearance, each with its ``biggest`` largest changes."""
     rows = []
-    for actor in dict.fromkeys(call.actor for call in found.calls):
-        calls = [call for call in found.calls if call.actor == actor]
+    for actor in dict.fromkeys(call.actor for call in comparison.calls):
+        calls = [call for call in comparison.calls if call.actor == actor]
         before, after = (np.array([getattr(call, side) for call in calls]) for side in ("before", "after"))
         varies = before.std() > 0 and after.std() > 0
         changed = sorted(calls, key=lambda call: -abs(call.after - call.before))[:biggest]
@@ -133,25 +133,26 @@ def differences(found: Comparison, biggest: int = 3) -> list[ActorDifference]:
     return rows
 
 
-def render(found: Comparison) -> str:
+def render(comparison: Comparison) -> str:
     """Format the comparison as text: its basis, a line per actor, and each actor's biggest changes."""
     # The basis of the comparison, with notes on missing records.
-    lines = [f"{len(found.calls)} model calls of {len({call.step for call in found.calls})} steps, rule {found.rule!r}"]
-    if found.own_exact is not None:
-        lines.append(f"the run's own rule {found.own_rule!r} gives {found.own_exact} of them back exactly")
-    if found.incomplete:
-        held, whole = (sum(counts) for counts in zip(*found.incomplete.values(), strict=True))
+    calls, steps = comparison.calls, {call.step for call in comparison.calls}
+    lines = [f"{len(calls)} model calls of {len(steps)} steps, rule {comparison.rule!r}"]
+    if comparison.own_exact is not None:
+        lines.append(f"the run's own rule {comparison.own_rule!r} gives {comparison.own_exact} of them back exactly")
+    if comparison.incomplete:
+        held, whole = (sum(counts) for counts in zip(*comparison.incomplete.values(), strict=True))
         lines.append(
-            f"note: {len(found.incomplete)} steps hold {held} of {whole} episodes (log.rollouts_per_step): groups and "
-            "baselines lack the others"
+            f"note: {len(comparison.incomplete)} steps hold {held} of {whole} episodes (log.rollouts_per_step): groups "
+            "and baselines lack the others"
         )
-    lines += [f"note: {note}" for note in found.notes]
+    lines += [f"note: {note}" for note in comparison.notes]
     # One line per actor.
     lines += [
         "",
         f"{'actor':<16}{'calls':>7}{'mean':>18}{'std':>18}{'zero':>16}{'sign changed':>14}{'correlation':>13}",
     ]
-    rows = differences(found)
+    rows = differences(comparison)
     for row in rows:
         lines.append(
             f"{row.actor:<16}{row.calls:>7}{_pair(row.mean, '.3f'):>18}{_pair(row.std, '.3f'):>18}"
@@ -179,10 +180,6 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
     """Convert a line of ``rollouts.jsonl`` into a result, with all parts that credit rules use."""
-    if "group_id" not in row:
-        raise ValueError(
-            f"episode {row.get('id')!r} was recorded without its question (`group_id`), by an older version"
-        )
     rollout = Rollout(
         row["id"],
         row["episode_type"],
@@ -225,13 +222,13 @@ def _compare_step(
     results: Sequence[GenerateResult],
     other: CreditAssigner,
     own: CreditAssigner | None,
-) -> tuple[list[Call], int]:
+) -> tuple[list[ComparedCall], int]:
     """Return the calls of one step, and the number of calls whose advantage the run's own rule reproduces."""
     samples = collect_samples(results)
     after = advantages_of(samples, other, results).tolist()
     again = advantages_of(samples, own, results).tolist() if own is not None else after
     rows = [
-        (Call(number, s.rollout_id, s.step_index, s.actor, s.advantage, new), old == s.advantage)
+        (ComparedCall(number, s.rollout_id, s.step_index, s.actor, s.advantage, new), old == s.advantage)
         for s, new, old in zip(samples, after, again, strict=True)
         if s.advantage is not None
     ]
@@ -239,14 +236,19 @@ def _compare_step(
 
 
 def _take_step(
-    found: Comparison, number: int, results: Sequence[GenerateResult], calls: list[Call], exact: int, episodes: int
+    comparison: Comparison,
+    number: int,
+    results: Sequence[GenerateResult],
+    calls: list[ComparedCall],
+    exact: int,
+    episodes: int,
 ) -> None:
-    found.calls += calls
-    if found.own_exact is not None:
-        found.own_exact += exact
+    comparison.calls += calls
+    if comparison.own_exact is not None:
+        comparison.own_exact += exact
     held = sum(1 for top in results for _ in top.walk())
     if held < episodes:
-        found.incomplete[number] = (held, episodes)
+        comparison.incomplete[number] = (held, episodes)
 
 
 def _pair(values: tuple[float, float], how: str) -> str:

@@ -1,15 +1,17 @@
-"""Reads a run folder into the data of its report: plain values, few enough for one page.
-
-It changes nothing and also works during a run: unfinished last lines are left out.
-"""
+"""Reads a run and writes its report: one HTML file with its style, scripts and data inside, which needs no network."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,13 @@ from turnwise.report.cluster import lanes
 from turnwise.train.log.metrics import TIME
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import parse_line
+from turnwise.utils.files import replace_text
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReportLimits:
     """Limits of a page: points per curve, episodes, and bytes of their lines in ``rollouts.jsonl``.
 
     A third of the episodes are the newest; the rest are spread evenly over the run.
@@ -38,14 +41,14 @@ class Limits:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a count >= 1")
 
 
-def read_run(folder: Path, limits: Limits | None = None) -> dict[str, Any]:
+def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]:
     """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``contributions``, ``warnings``,
     ``actors``, ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all recorded episodes.
     ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`), ``None`` for others.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
-    limits = limits or Limits()
+    limits = limits or ReportLimits()
     files = [folder / name for name in ("metrics.jsonl", "rollouts.jsonl", "config.toml")]
     if not any(path.is_file() for path in files):
         raise ValueError(
@@ -158,7 +161,7 @@ def spread(count: int, wanted: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Episodes
 # ---------------------------------------------------------------------------------------------------------------------
-def read_episodes(path: Path, limits: Limits) -> tuple[int, list[dict[str, Any]]]:
+def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, list[dict[str, Any]]]:
     """Return the number of episodes in ``rollouts.jsonl``, and the chosen ones. Other lines are never parsed."""
     if not path.is_file():
         return 0, []
@@ -178,7 +181,7 @@ def read_episodes(path: Path, limits: Limits) -> tuple[int, list[dict[str, Any]]
     return len(places), lines
 
 
-def choose(lengths: Sequence[int], limits: Limits) -> list[int]:
+def choose(lengths: Sequence[int], limits: ReportLimits) -> list[int]:
     """Return the indices of at most ``limits.episodes`` lines, fewer if they are long; at least the newest line."""
     wanted = limits.episodes
     while True:
@@ -248,3 +251,54 @@ def plain(value: Any) -> Any:
     if isinstance(value, int) and abs(value) > _EXACT:
         return str(value)
     return value
+
+
+SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "lanes.js", "main.js")
+"""Scripts in page order: each uses those before it."""
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None, limits: ReportLimits | None = None) -> Path:
+    """Write the report of ``run_dir`` to ``out`` (default: ``run_dir/report.html``) and return its path.
+
+    It also works during the run, and shows the steps so far. Raises ``ValueError`` for a folder without a run. Missing
+    parent folders of ``out`` are created; if writing fails, they are removed, and no partial file stays.
+    """
+    folder = Path(run_dir)
+    path = Path(out) if out is not None else folder / "report.html"
+    if path.is_dir():
+        raise ValueError(f"out={str(path)!r}: expected the name of a file to write, got a folder")
+    page = render(read_run(folder, limits))
+    made = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, page)
+    except BaseException:
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+    return path
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """Build the page for ``data``, a result of :func:`~turnwise.report.read.read_run`."""
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    parts = {
+        "title": html.escape(f"{data['name']} · turnwise"),
+        "style": asset("style.css"),
+        "script": "\n".join(asset(name) for name in SCRIPTS),
+        "data": embed({**data, "written": written, "version": metadata.version("turnwise")}),
+    }
+    # Replace all parts in one pass, because the run's own text may contain the name of a part.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("page.html"))
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """Return JSON for a ``<script>`` element, without any ``<``, so it can't end the element or open a comment."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Half of a surrogate pair has no UTF-8 encoding; a completion cut in the middle of a character may contain one.
+    return text.replace("<", "\\u003c").encode("utf-8", "replace").decode("utf-8")
+
+
+def asset(name: str) -> str:
+    return (resources.files("turnwise.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tells how a run is doing, from the files in its folder alone."""
+"""Reads the status of a run from the files in its folder alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from turnwise.train.run_folder import lock_holder
 State = Literal["not started", "running", "killed", "stopped", "finished"]
 
 RECENT = 20
-"""Newest steps from which the usual time of a step is taken."""
+"""Number of the newest steps whose median is the usual time of a step."""
 
 LATE = 5.0
-"""Times the usual time of a step after which a step is late."""
+"""A step is late after this many times the usual time."""
 
 SHORTEST = 60.0
 """Seconds below which no step is late."""
@@ -39,10 +39,10 @@ _LONGEST = 200
 
 
 @dataclass(slots=True)
-class Role:
+class ProcessStatus:
     """One process of a cluster. Ages are in seconds; ``log_age`` is that of the last line that it wrote.
 
-    ``state`` is ``running``, ``died`` or ``ended``, by the last event that says so.
+    ``state`` is ``running``, ``died`` or ``ended``, by the last event.
     """
 
     name: str
@@ -77,7 +77,8 @@ class Status:
     checkpoint_age: float | None
     epoch: int | None
     versions: dict[str, tuple[int, int]]
-    roles: list[Role]
+    """Oldest and newest version that engines serve, by policy."""
+    roles: list[ProcessStatus]
     warnings: list[str]
 
     def to_json(self) -> str:
@@ -107,6 +108,7 @@ def read_status(folder: Path, now: float | None = None) -> Status:
     newest = rows[-1] if rows else {}
     holder = lock_holder(folder)
     state = _state(holder, step, planned, begun=bool(rows or events))
+    start = "cluster/version_min/"
     status = Status(
         run=folder.resolve().name,
         state=state,
@@ -119,7 +121,10 @@ def read_status(folder: Path, now: float | None = None) -> Status:
         checkpoint=int(checkpoints[-1].name.rpartition("_")[2]) if checkpoints else None,
         checkpoint_age=now - (checkpoints[-1] / "manifest.json").stat().st_mtime if checkpoints else None,
         epoch=(members := read_members(folder)).get("epoch"),
-        versions=_served(newest),
+        versions={
+            name: (int(newest[start + name]), int(newest[f"cluster/version_max/{name}"]))
+            for name in (key.removeprefix(start) for key in newest if key.startswith(start))
+        },
         roles=_roles(folder, events, members, newest, now),
         warnings=[],
     )
@@ -173,68 +178,60 @@ def _state(holder: Mapping[str, Any] | None, step: int, planned: int | None, *, 
     return "running"
 
 
-def _served(row: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-    """Return the oldest and the newest version that engines serve, by policy."""
-    start = "cluster/version_min/"
-    policies = [name.removeprefix(start) for name in row if name.startswith(start)]
-    return {name: (int(row[start + name]), int(row[f"cluster/version_max/{name}"])) for name in policies}
-
-
 def _roles(
     folder: Path,
     events: Sequence[Mapping[str, Any]],
     members: Mapping[str, Any],
     newest: Mapping[str, float],
     now: float,
-) -> list[Role]:
-    roles: dict[str, Role] = {}
+) -> list[ProcessStatus]:
+    roles: dict[str, ProcessStatus] = {}
     for event in events:
-        role = roles.setdefault(event["role"], Role(event["role"]))
+        role = roles.setdefault(event["role"], ProcessStatus(event["role"]))
         role.state = "running" if event["event"] in BEGINS else event["event"]
         role.restarts += event["event"] == "restarted"
         role.node, role.pid = event.get("node") or role.node, event.get("pid") or role.pid
         role.last_event, role.event_age, role.detail = event["event"], now - event["time"], event.get("detail") or None
     pools = [*members.get("engines", {}).values(), members.get("workers", {})]
     for name, address in ((name, address) for pool in pools for name, address in pool.items()):
-        roles.setdefault(name, Role(name)).address = address
+        roles.setdefault(name, ProcessStatus(name)).address = address
     for name, role in roles.items():
         log = folder / "logs" / f"{name}.log"
         role.log_age = now - log.stat().st_mtime if log.is_file() else None
         start = f"cluster/version/{name}/"
         role.versions = {key.removeprefix(start): int(v) for key, v in newest.items() if key.startswith(start)}
-    return sorted(roles.values(), key=lambda role: _by_number(role.name))
 
+    def by_number(role: ProcessStatus) -> tuple[str, int]:
+        kind, _, number = role.name.rpartition("-")
+        return (kind, int(number)) if number.isdecimal() else (role.name, -1)
 
-def _by_number(name: str) -> tuple[str, int]:
-    kind, _, number = name.rpartition("-")
-    return (kind, int(number)) if number.isdecimal() else (name, -1)
+    return sorted(roles.values(), key=by_number)
 
 
 def _warnings(status: Status, folder: Path) -> list[str]:
-    """Say what looks wrong."""
-    found = []
+    """Return one line for each problem of the run."""
+    lines = []
     if status.state == "killed":
-        found.append(f"{status.process}, is gone without having said that it ended: start the run again to resume it")
+        lines.append(f"{status.process}, was killed: start the run again to resume it")
     usual, age = status.seconds_per_step, status.step_age
     if status.state == "running" and usual is not None and age is not None and age > max(LATE * usual, SHORTEST):
-        found.append(f"no step for {duration(age)}, {age / max(usual, 1e-9):.0f} x the usual {duration(usual)}")
+        lines.append(f"no step for {duration(age)}, {age / max(usual, 1e-9):.0f} x the usual {duration(usual)}")
     for role in status.roles:
         if role.state == "died" and status.state in ("running", "killed"):
-            why = f" ({first_line(role.detail)})" if role.detail else ""
-            found.append(f"{role.name} died {duration(role.event_age or 0.0)} ago and did not come back{why}")
+            reason = f" ({first_line(role.detail)})" if role.detail else ""
+            lines.append(f"{role.name} died {duration(role.event_age or 0.0)} ago and did not restart{reason}")
         for policy, version in role.versions.items() if status.state == "running" else ():
             latest = status.versions.get(policy, (version, version))[1]
             if version < latest - 1:
-                found.append(f"{role.name} serves version {version} of {policy}, others {latest}")
-    told = _newest(folder / "warnings.jsonl")
-    if told:
-        text = first_line(str(told[-1]["warning"]))
-        found.append(f"step {told[-1]['step']}: {text} (the newest of {len(told)} in warnings.jsonl)")
-    return found
+                lines.append(f"{role.name} serves version {version} of {policy}, others {latest}")
+    if warnings := _newest(folder / "warnings.jsonl"):
+        text = first_line(str(warnings[-1]["warning"]))
+        lines.append(f"step {warnings[-1]['step']}: {text} (the newest of {len(warnings)} in warnings.jsonl)")
+    return lines
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a process's own words, short, and without what a terminal would obey."""
+    """Return the first line of ``text``, cut to a length, without the control characters of a terminal."""
     first = next(iter(text.strip().splitlines()), "")
     shown = "".join(char for char in first if char.isprintable())
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"

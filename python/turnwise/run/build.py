@@ -25,12 +25,11 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
+from turnwise.run.parts import build_callbacks
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
-from turnwise.run.selfplay import build_callbacks
 from turnwise.run.start import run_warm_start, starting_questions
-from turnwise.run.tinker.build import build_remote, export_adapters
-from turnwise.run.tinker.checks import is_remote
+from turnwise.run.tinker import build_remote, export_adapters, is_remote
 from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
@@ -96,7 +95,7 @@ class Run:
     def train(self) -> RunProgress:
         """Train, and export each policy into a folder under ``run_dir/policies`` (``train.model.export``).
 
-        A run that begins is refused if its policy never succeeds (``train.health.start``).
+        A new run is rejected if its policy never succeeds (``train.health.start``).
         """
         with self.trainer.lock:
             check_questions(self.config, self.task)
@@ -138,13 +137,14 @@ class Run:
 
     def close(self) -> None:
         """Free the client's resources, such as its engines. Nothing can be sampled or trained afterwards."""
-        run_to_end(self._close())
-        self.trainer.learner.stop()
 
-    async def _close(self) -> None:
-        if self.arena.workers is not None:
-            await self.arena.workers.close()
-        await self.arena.client.close()
+        async def close() -> None:
+            if self.arena.workers is not None:
+                await self.arena.workers.close()
+            await self.arena.client.close()
+
+        run_to_end(close())
+        self.trainer.learner.stop()
 
 
 def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
@@ -155,12 +155,12 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
     :func:`follow_config`.
     """
     lock = RunLock(config.run_dir)
-    with lock if config.run_dir.is_dir() else nullcontext():  # refuse a folder in use before loading any model
+    with lock if config.run_dir.is_dir() else nullcontext():  # reject a folder in use before loading any model
         check_records(config)
         run = build_run(config, mesh=mesh)
         run.trainer.lock = lock
         config, log = run.config, run.trainer.log
-        # Refuse settings that train nothing; a run without any steps is built but not trained.
+        # Reject settings that train nothing; a run without any steps is built but not trained.
         if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
             raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
         if config.steps == 0 and config.warm_start.steps == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,14 @@ from turnwise.arena import Episode
 from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.setup import mix_of, reward_problems
 from turnwise.credit import build_rule
-from turnwise.run.ablations import ablations_of
 from turnwise.run.clients import check_client
-from turnwise.run.clusters.settings import cluster_problems
-from turnwise.run.models.ask import describe_models
+from turnwise.run.models import describe_models
+from turnwise.run.parts import Measure, ablations_of, check_selfplay, sampler_of, tree_problem
 from turnwise.run.policy_sharing import resolve_policies
-from turnwise.run.selfplay import Measure, check_selfplay
-from turnwise.run.tinker.checks import check_tinker, is_remote
-from turnwise.run.tree_settings import sampler_of, tree_problem
+from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
+from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
@@ -29,6 +27,7 @@ from turnwise.train.loop import EvalSet
 from turnwise.train.model.loading import (
     check_models,
     find_device,
+    sharing,
 )
 from turnwise.train.update.sft_data import RowReader, SFTRow, SFTRows
 from turnwise.train.validate import contradictions
@@ -91,11 +90,11 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
         with problems.gathered():
             check_solvable(config, task)
     # A token limit that every actor overrides would have no effect.
-    limit, own = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
-    if limit != RolloutConfig.model_fields["max_tokens"].default and not own & {None, limit}:
+    limit, limits = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
+    if limit != RolloutConfig.model_fields["max_tokens"].default and not limits & {None, limit}:
         problems.lines.append(
             f"config key 'rollout.max_tokens' = {limit}: has no effect, as the actors of task {task.name!r} have "
-            f"limits of their own ({', '.join(map(str, sorted(filter(None, own))))}): see its task_options"
+            f"their own limits ({', '.join(map(str, sorted(filter(None, limits))))}): see its task_options"
         )
     return resolved, actors
 
@@ -103,15 +102,15 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
 def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     """Describe a run of ``config`` as TOML, with its models and the policy of each actor.
 
-    It reads the configs of models on this machine, and tries small ones (:func:`~turnwise.run.models.ask.ask_models`).
+    It reads the configs of models on this machine, and tries small ones (:func:`~turnwise.run.models.ask_models`).
 
     The function imports user code that ``config`` names. Without ``import_code`` it returns such a config with a
     comment, and checks no more than its keys. Raises :class:`ConfigError` with a line for each problem.
     """
     if not import_code and (named := list(code_in(config.model_dump()))):
-        told = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
-        told += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
-        return "".join(told) + to_toml(config)
+        lines = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
+        lines += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
+        return "".join(lines) + to_toml(config)
     problems = Problems()
     task = task_of(config)
     resolved, actors = resolve_config(config, task, problems)
@@ -121,12 +120,12 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     with problems.gathered():
         models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
     problems.raise_any()
-    told = [f"# {line}\n" for line in models]
-    told += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
+    lines = [f"# {line}\n" for line in models]
+    lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
     for name, episode in episodes_of(config, task).items():
         mix = mix_of(episode, config.reward.of_mix())
-        told.append(f"# rewards of episode {name!r}: {mix}\n")
-    return "".join(told) + to_toml(resolved)
+        lines.append(f"# rewards of episode {name!r}: {mix}\n")
+    return "".join(lines) + to_toml(resolved)
 
 
 def task_of(config: TrainConfig) -> Task:
@@ -200,7 +199,9 @@ def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
 def check_reward(config: TrainConfig, episodes: Mapping[str, Episode]) -> None:
     """Raise :class:`ConfigError` for keys of ``[reward]`` that no episode serves, or that don't fit together."""
     reward = config.reward.of_mix()
-    lines = [f"config key 'reward.{key}' = {reward[key]!r}: {why}" for key, why in reward_problems(episodes, reward)]
+    lines = [
+        f"config key 'reward.{key}' = {reward[key]!r}: {reason}" for key, reason in reward_problems(episodes, reward)
+    ]
     for episode in episodes.values() if not lines else ():
         try:
             mix_of(episode, reward)
@@ -212,12 +213,12 @@ def check_reward(config: TrainConfig, episodes: Mapping[str, Episode]) -> None:
 
 def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> list[Actor]:
     """Return the actors with the limits of ``rollout.max_concurrency_per_actor``, which override their own."""
-    quotas, known = config.rollout.max_concurrency_per_actor, [actor.id for actor in actors]
-    if unknown := [name for name in quotas if name not in known]:
+    quotas, names = config.rollout.max_concurrency_per_actor, [actor.id for actor in actors]
+    if unknown := [name for name in quotas if name not in names]:
         raise ConfigError(
             "\n".join(
                 f"config key 'rollout.max_concurrency_per_actor.{name}' = {quotas[name]}: "
-                f"task {task.name!r} has no such actor; {did_you_mean(name, known)}"
+                f"task {task.name!r} has no such actor; {did_you_mean(name, names)}"
                 for name in unknown
             )
         )
@@ -281,3 +282,50 @@ def warm_start_rows(config: TrainConfig, task: Task) -> SFTRows:
     shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
     rows = [SFTRow(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
     return SFTRows(rows, f"{len(rows)} demonstrations of task {task.name!r}")
+
+
+def cluster_problems(config: TrainConfig) -> list[str]:
+    """Return one line for each setting of ``[cluster]`` that does not fit the others."""
+    cluster, default = config.cluster, ClusterConfig()
+    lines: list[str] = []
+    if cluster.backend == "embedded":
+        changed = sorted(cluster.model_dump(exclude_defaults=True))
+        return [
+            f"config section 'cluster.{name}': has no effect with cluster.backend = 'embedded': expected 'ray'"
+            for name in changed
+        ]
+    if cluster.backend == "static":
+        for name in ("learner", "engines", "address", "trust_network"):
+            if getattr(cluster, name) != getattr(default, name):
+                lines.append(
+                    f"config key 'cluster.{name}': has no effect with cluster.backend = 'static', which takes the "
+                    "processes that you started: name engines in rollout.server.url, start ranks with torchrun"
+                )
+        return lines
+    if config.learner.type != "local":
+        lines.append(
+            f"config key 'learner.type' = {config.learner.type!r}: expected 'local' with cluster.backend = 'ray'"
+        )
+    if cluster.arena.addresses:
+        lines.append("config key 'cluster.arena.addresses': is for cluster.backend = 'static'; Ray starts the workers")
+    if cluster.engines and config.rollout.client != "transformers":
+        lines.append(
+            f"config key 'rollout.client' = {config.rollout.client!r}: has no effect beside cluster.engines, which "
+            "sample: expected no setting here"
+        )
+    if cluster.arena.count and not cluster.engines:
+        lines.append("config key 'cluster.arena.count': workers need engines to sample from: set cluster.engines")
+    lines += _problems_of_pools(config)
+    return lines
+
+
+def _problems_of_pools(config: TrainConfig) -> Iterator[str]:
+    """Yield a line for each pool whose policies have several bases. The client's check finds other mistakes."""
+    groups = sharing(config.policies)
+    for name, pool in config.cluster.engines.items():
+        policies = set(pool.policies or config.policies)
+        if policies <= config.policies.keys() and not any(policies <= set(group) for group in groups):
+            yield (
+                f"config key 'cluster.engines.{name}.policies' = {sorted(policies)}: an engine serves one base: "
+                f"expected policies of one of {groups}"
+            )

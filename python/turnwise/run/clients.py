@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +28,13 @@ from turnwise.inference.server.client import transfer_to
 from turnwise.inference.server.server import ServerFailed, is_healthy
 from turnwise.inference.vllm.worker import vllm_or_raise
 from turnwise.inference.weights.sync import SharedTransfer
-from turnwise.run.tinker.checks import check_server
-from turnwise.train.config.cluster import EnginesConfig
+from turnwise.run.tinker import check_server
 from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import find_device
 from turnwise.types import InferenceClient, ModelError
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 
 LOGS = "servers"
 """Folder of the logs of the servers that a run starts, inside the run folder."""
@@ -54,7 +54,11 @@ def check_client(config: TrainConfig) -> None:
         KINDS[config.rollout.client].check(config)
         return
     _pools(config, config.policies)
-    batched = [name for name, pool in config.cluster.engines.items() if not _is_exact(pool)]
+    batched = [
+        name
+        for name, pool in config.cluster.engines.items()
+        if pool.engine != "transformers" or pool.options.get("max_batch_rows") != 1
+    ]
     if config.loop.deterministic and batched:
         raise ConfigError(
             f"config key 'loop.deterministic' = True: answers of the engines {batched[0]!r} depend on their batch; use "
@@ -72,12 +76,17 @@ def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Mo
 
 
 def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    how: dict[str, Any] = {"max_batch_rows": config.rollout.max_batch_rows, "in_flight": config.loop.in_flight_updates}
-    return TransformersClient(models, tokenizer, device=find_device(config.device), **how)
+    return TransformersClient(
+        models,
+        tokenizer,
+        device=find_device(config.device),
+        max_batch_rows=config.rollout.max_batch_rows,
+        in_flight=config.loop.in_flight_updates,
+    )
 
 
 def _check_vllm(config: TrainConfig) -> None:
-    """Wait until one server of each group is well; the others of a group may come later. Without any, look for vLLM."""
+    """Wait until one server of each group is healthy; its others may start later. Without servers, look for vLLM."""
     server = config.rollout.server
     if server.url is None:
         vllm_or_raise()
@@ -89,12 +98,12 @@ def _check_vllm(config: TrainConfig) -> None:
         except (ValueError, OSError) as error:
             raise ConfigError(f"config key 'rollout.server': {error}") from error
         if not _await_first({url: url for url in urls}.copy, server.wait):
-            told = f", for {server.wait:g} seconds" if server.wait else "; is it started, and is this its address?"
-            raise ConfigError(f"config key 'rollout.server': {' and '.join(urls)} can't be reached{told}")
+            hint = f", for {server.wait:g} seconds" if server.wait else "; is it started, and is this its address?"
+            raise ConfigError(f"config key 'rollout.server': {' and '.join(urls)} can't be reached{hint}")
 
 
 def _await_first(read: Callable[[], Mapping[str, str]], seconds: float) -> dict[str, str]:
-    """Return those of the engines (addresses by name) that are well, once one is; none if none is in ``seconds``."""
+    """Wait until an engine is healthy, up to ``seconds``; return the addresses of all healthy engines by name."""
     deadline = time.monotonic() + seconds
     while not (well := {name: url for name, url in read().items() if is_healthy(url, 2.0)}):
         if time.monotonic() > deadline:
@@ -131,15 +140,15 @@ def _addresses(config: TrainConfig, names: Iterable[str]) -> dict[tuple[str, ...
 
     Raises ``ConfigError`` if a server is in two groups.
     """
-    given: Any = config.rollout.server.url
-    by_policy = given if isinstance(given, dict) else dict.fromkeys(names, given)
+    url: Any = config.rollout.server.url
+    by_policy = url if isinstance(url, dict) else dict.fromkeys(names, url)
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, urls in by_policy.items():
         groups.setdefault((urls,) if isinstance(urls, str) else tuple(urls), []).append(name)
-    repeated = [url for url, count in Counter(url for urls in groups for url in urls).items() if count > 1]
+    repeated = [address for address, count in Counter(itertools.chain(*groups)).items() if count > 1]
     if repeated:
         raise ConfigError(
-            f"config key 'rollout.server.url' = {given!r}: expected each server once, or in equal lists of several "
+            f"config key 'rollout.server.url' = {url!r}: expected each server once, or in equal lists of several "
             f"policies, got {repeated[0]!r} again"
         )
     return groups
@@ -232,7 +241,7 @@ class Engines:
 def _cluster(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
     """Build the clients of the cluster's pools, which follow the members of the run.
 
-    Raises ``ModelError`` if no engine of a pool is well within ``cluster.wait`` seconds.
+    Raises ``ModelError`` if no engine of a pool is healthy within ``cluster.wait`` seconds.
     """
     clients: dict[str, InferenceClient] = {}
     deadline = time.monotonic() + config.cluster.wait
@@ -249,7 +258,7 @@ def _cluster(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module
 def _followed(
     pool: str, config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module], deadline: float
 ) -> PoolClient:
-    """Build the client of a pool from its first engine that is well. The others join as the run's members say."""
+    """Build the client of a pool from its first healthy engine. The others join when the run's members list them."""
     cluster, server = config.cluster, config.rollout.server
     keyed = partial(Endpoint, api_key_env=KEY_VARIABLE, timeout=server.timeout)
     # On other hosts, engines read adapters from the run's folder, which all of them see.
@@ -259,7 +268,7 @@ def _followed(
     read = partial(_members, config.run_dir, pool)
     if not (well := _await_first(lambda: read()[1], deadline - time.monotonic())):
         raise ModelError(
-            f"no engine of pool {pool!r} was well within cluster.wait = {cluster.wait:g} seconds; "
+            f"no engine of pool {pool!r} was healthy within cluster.wait = {cluster.wait:g} seconds; "
             f"{members_file(config.run_dir)} lists {dict(read()[1]) or 'none'}"
         )
     client = engines.pool({name: engines.connect(url) for name, url in well.items()}, cluster.faults.dead_after)
@@ -288,11 +297,6 @@ def _pools(config: TrainConfig, names: Iterable[str]) -> dict[str, list[str]]:
                 f"expected each policy of the run, which are {names}, in one pool"
             )
     return served
-
-
-def _is_exact(pool: EnginesConfig) -> bool:
-    """True if an answer of the pool's engines doesn't depend on its batch."""
-    return pool.engine == "transformers" and pool.options.get("max_batch_rows") == 1
 
 
 def _reject_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:

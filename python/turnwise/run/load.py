@@ -6,7 +6,7 @@ from pathlib import Path
 
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of
-from turnwise.run.tinker.checks import is_remote
+from turnwise.run.tinker import is_remote
 from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
 from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.checkpoint.progress import START, find_checkpoint

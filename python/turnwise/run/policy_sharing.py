@@ -46,18 +46,10 @@ def own_bases(config: TrainConfig) -> bool:
     return config.warm_start.steps > 0 or TINY in [each.path for each in config.policies.values() if each.lora]
 
 
-def _adapter(settings: PolicyConfig) -> PolicyConfig:
-    return settings if settings.lora else settings.model_copy(update={"lora": LoraConfig()})
-
-
-def _full(settings: PolicyConfig) -> PolicyConfig:
-    return settings.model_copy(update={"lora": None})
-
-
 _DERIVED: dict[str, Callable[[PolicyConfig], PolicyConfig] | None] = {
     "shared": None,
-    "lora_per_actor": _adapter,
-    "model_per_actor": _full,
+    "lora_per_actor": lambda policy: policy if policy.lora else policy.model_copy(update={"lora": LoraConfig()}),
+    "model_per_actor": lambda policy: policy.model_copy(update={"lora": None}),
 }
 
 
@@ -69,8 +61,8 @@ def _derived(
     policies = dict(config.policies)
     for name in ids:
         if name not in config.actors:
-            own = config.policies.get(name)
-            changes = {} if own is None else {key: getattr(own, key) for key in own.model_fields_set}
+            section = config.policies.get(name)
+            changes = {} if section is None else {key: getattr(section, key) for key in section.model_fields_set}
             policies[name] = derive(template.model_copy(update=changes))
     return policies
 
@@ -94,9 +86,9 @@ def _misfits(config: TrainConfig, chosen: dict[str, str], policies: dict[str, Po
         f"config key 'policies.{name}': no actor of task {task!r} plays with it: {played}"
         for name in sorted(set(policies) - set(chosen.values()) - template)
     ]
-    for place, phase in enumerate(config.phases):
+    for index, phase in enumerate(config.phases):
         for name in phase.train:
-            key = f"config key 'phases.{place}.train' = {phase.train!r}"
+            key = f"config key 'phases.{index}.train' = {phase.train!r}"
             if name not in chosen.values():
                 problems.append(f"{key}: no actor plays with a policy {name!r}; {did_you_mean(name, chosen.values())}")
             elif name in policies and not policies[name].trainable:

@@ -101,9 +101,9 @@ def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any
     settings = config.sharding
     dtype = None if settings.compute_dtype is None else getattr(torch, settings.compute_dtype)
     torch.manual_seed(config.seed + mesh.get_rank())  # each rank drops out other units
-    how: dict[str, Any] = {"param_dtype": dtype, "offload": settings.offload}
+    options: dict[str, Any] = {"param_dtype": dtype, "offload": settings.offload}
     if not settings.parallel:
-        return ShardedLearner(policies, config, mesh, **how)
+        return ShardedLearner(policies, config, mesh, **options)
     from torch.distributed.device_mesh import init_device_mesh
 
     from turnwise.train.learner.sharded import ParallelLearner, weight_groups
@@ -116,22 +116,22 @@ def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any
         )
     shape = (len(groups), size // len(groups))
     parallel = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("groups", "shards"))
-    return ParallelLearner(policies, config, parallel, groups, **how)
+    return ParallelLearner(policies, config, parallel, groups, **options)
 
 
 def announcer(mesh: Any) -> Callable[[T | None], T | None]:
     """Return a function that returns rank 0's argument on every rank of ``mesh``; the others call it with ``None``.
 
-    They wait for rank 0, for days if need be. Every rank calls this once, at the same time.
+    They wait for rank 0, up to :data:`_PATIENCE`. Every rank calls this once, at the same time.
     """
     import torch.distributed as dist
 
     group = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_PATIENCE, backend="gloo")
 
     def announce(value: T | None) -> T | None:
-        held = [value]
-        dist.broadcast_object_list(held, group_src=0, group=group)
-        return held[0]
+        values = [value]
+        dist.broadcast_object_list(values, group_src=0, group=group)
+        return values[0]
 
     return announce
 

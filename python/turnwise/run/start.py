@@ -20,16 +20,16 @@ from turnwise.types import Actor, EpisodeRequest
 def starting_questions(config: TrainConfig, task: Task) -> list[EpisodeRequest]:
     """Return the training questions of the check before the first step; none if ``health.start_questions`` is 0.
 
-    Training draws its questions for step 1 and later, so those of step 0 are a draw of their own.
+    Training draws its questions for step 1 and later, so those of step 0 are separate.
     """
     count = config.health.start_questions
     if not count:
         return []
     try:
-        asked = task.requests(0, count, 1)
-    except ValueError:  # the task has fewer questions; a step's number it must have
-        asked = task.requests(0, min(count, config.rollout.prompts_per_step), 1)
-    return [replace(request, timeout=config.rollout.timeout) for request in asked]
+        questions = task.requests(0, count, 1)
+    except ValueError:  # the task has fewer questions, but at least those of one step
+        questions = task.requests(0, min(count, config.rollout.prompts_per_step), 1)
+    return [replace(request, timeout=config.rollout.timeout) for request in questions]
 
 
 def run_warm_start(
@@ -48,14 +48,14 @@ def run_warm_start(
         if not any(config.policies[name].trainable for name in names):
             continue
         warmed = f"policy {names[0]!r}" if len(names) == 1 else f"the base of policies {', '.join(map(repr, names))}"
-        own = [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
-        if not own:
-            log.note(f"warm start of {warmed}: no row is of its actors, so it starts as it is")
+        kept = [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
+        if not kept:
+            log.note(f"warm start of {warmed}: no row is of its actors, so nothing is trained")
             continue
         model = models[names[0]]
-        fit = fitting(tokenizer, own, context_length(model.config), log.note, actors)
-        shown = _Shown(log, config.warm_start.steps, names, records)
-        done = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=shown.step, on_check=shown.check)
+        fit = fitting(tokenizer, kept, context_length(model.config), log.note, actors)
+        notes = _WarmStartNotes(log, config.warm_start.steps, names, records)
+        done = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=notes.step, on_check=notes.check)
         log.note(f"warm start of {warmed}: {describe(done)}")
 
 
@@ -63,8 +63,8 @@ def describe(done: WarmStart) -> str:
     """Return a line such as ``260 steps, last loss 0.083; warm_start.target_reproduced = 0.8 is reached``, and then the
     measurement of the held-out prompts."""
     loss = f", last loss {done.loss:.3f}" if done.steps else ""
-    held = f"; {done.prompts} held-out prompts: {_measured(done.checks[-1])}" if done.checks else ""
-    return f"{done.steps} steps{loss}; {done.ended}{held}"
+    held_out = f"; {done.prompts} held-out prompts: {_measured(done.checks[-1])}" if done.checks else ""
+    return f"{done.steps} steps{loss}; {done.ended}{held_out}"
 
 
 def _measured(check: HeldOutCheck) -> str:
@@ -75,7 +75,7 @@ def _measured(check: HeldOutCheck) -> str:
 
 
 @dataclass(slots=True)
-class _Shown:
+class _WarmStartNotes:
     """Notes about eight steps of a warm start of the policies ``names``, and records its checks."""
 
     log: RunLog
@@ -86,8 +86,8 @@ class _Shown:
 
     def step(self, step: int, loss: float) -> None:
         if step % max(1, self.steps // 8) == 0 and step < self.steps:
-            held = "" if self.latest is None else f"; held out at step {self.latest.step}: {_measured(self.latest)}"
-            self.log.note(f"  step {step} of at most {self.steps}, loss {loss:.3f}{held}")
+            check = "" if self.latest is None else f"; held out at step {self.latest.step}: {_measured(self.latest)}"
+            self.log.note(f"  step {step} of at most {self.steps}, loss {loss:.3f}{check}")
 
     def check(self, check: HeldOutCheck) -> None:
         self.latest = check

@@ -26,7 +26,7 @@ from typing import IO, Any
 from turnwise import _C
 from turnwise._C import CheckpointError, OpaqueError, State
 from turnwise.state.leaves import dump_leaves, first_unpicklable, freeze_leaves, load_leaves
-from turnwise.utils.copies import is_made_anew, refusal
+from turnwise.utils.copies import is_rebuilt, refusal
 from turnwise.utils.files import replacing, sync_folder
 
 MAGIC = b"\x89TWSTATE"
@@ -239,7 +239,7 @@ def _save_state(self: State, path: str | os.PathLike[str]) -> None:
 def _reduce(self: State, protocol: Any) -> tuple[Any, ...]:
     """Pickle the State with its Store and policies; protocol 5 passes the structure and arrays out of band."""
     structure, leaves, versions = self.store._archive([self])
-    for kind in filter(is_made_anew, set(map(type, leaves))):
+    for kind in filter(is_rebuilt, set(map(type, leaves))):
         raise refusal(kind)
     return _unpickle, (self.store, pickle.PickleBuffer(structure) if protocol >= 5 else structure, leaves, versions)
 

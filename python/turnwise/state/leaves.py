@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from turnwise._C import CheckpointError
-from turnwise.utils.copies import Pickler
+from turnwise.utils.copies import CheckedPickler
 
 _NUMPY_CORE = ("numpy._core", "numpy.core")  # numpy 2 and later, earlier versions
 HARMLESS: dict[str, frozenset[str]] = {
@@ -55,7 +55,7 @@ def _torch_generator(device: str, state: bytes) -> Any:
     return generator
 
 
-class _LeafPickler(Pickler):
+class _LeafPickler(CheckedPickler):
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Generator:

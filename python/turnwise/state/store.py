@@ -161,7 +161,7 @@ class Store(_C.StoreBase):
         if not isinstance(policy, str | Policy):
             raise TypeError(f"policy={policy!r}: expected one of {sorted(NAMED)}, or a Policy")
         copies_itself = policy == "copy" and hasattr(type_, "__deepcopy__")
-        if policy in ("copy", "pickle") and copies.is_made_anew(type_) and not copies_itself:
+        if policy in ("copy", "pickle") and copies.is_rebuilt(type_) and not copies_itself:
             raise ValueError(f"policy={policy!r}: {copies.refusal(type_)}")
         self._registered[type_] = NAMED[policy] if isinstance(policy, str) else policy
         self._policies.clear()

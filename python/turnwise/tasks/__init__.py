@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from turnwise.utils.packages import require
+from turnwise.utils.registry import require
 
 require("turnwise.tasks", "numpy", "pydantic")
 

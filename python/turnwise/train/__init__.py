@@ -4,7 +4,7 @@ Read in this order: loop, rollout_queue, callbacks, validate, run_folder.
 May import: types, utils, samples, credit, arena, train.
 """
 
-from turnwise.utils.packages import require
+from turnwise.utils.registry import require
 
 require("turnwise.train", "numpy", "torch", "transformers", "tokenizers", "safetensors", "pydantic", "rich")
 

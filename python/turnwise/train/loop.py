@@ -58,7 +58,7 @@ from turnwise.train.update.kl import KLPenalty
 from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
-from turnwise.utils.heap import frozen_heap
+from turnwise.utils.memory import frozen_heap
 from turnwise.utils.registry import name_of, numbered
 from turnwise.utils.signals import SavedNote, after, contained
 from turnwise.utils.threads import begin

@@ -2,7 +2,7 @@
 
 Some classes pass to pickle, and so to :func:`copy.deepcopy`, only a part of their objects. EzPickle, a base of many
 Gymnasium and PettingZoo environments, stores only the constructor's arguments: a copy is a new game without the moves
-so far. The functions here refuse such objects. Other classes with pickling hooks may omit parts on purpose, for example
+so far. The functions here reject such objects. Other classes with pickling hooks may omit parts on purpose, for example
 a cache. If a copy visibly differs from its original, they warn once per class.
 """
 
@@ -24,7 +24,7 @@ _LOOKED_AT = "(turnwise: originals that were looked at)"
 """Memo key: the number of originals that :func:`check_copies` has seen. All other keys are ids."""
 
 _faithful: set[type] = {list, dict, tuple}
-_made_anew: dict[type, bool] = {}
+_rebuilt: dict[type, bool] = {}
 _warned: set[type] = set()
 
 
@@ -53,7 +53,7 @@ def check_copies(memo: dict[Any, Any]) -> None:
         made = memo.get(id(original), original)
         if made is original:
             continue
-        if is_made_anew(kind):
+        if is_rebuilt(kind):
             raise refusal(kind)
         _warn_of_loss(original, made)
 
@@ -61,29 +61,26 @@ def check_copies(memo: dict[Any, Any]) -> None:
 def dumps(value: Any) -> bytes:
     """Return the pickle of ``value``. Raises ``TypeError`` for an object that unpickling would create as a new one."""
     stream = io.BytesIO()
-    Pickler(stream, protocol=5).dump(value)
+    CheckedPickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
-class Pickler(pickle.Pickler):
+class CheckedPickler(pickle.Pickler):
     """Raises ``TypeError`` for an object that unpickling would create as a new one."""
 
     def reducer_override(self, value: Any) -> Any:
-        if is_made_anew(type(value)):
+        if is_rebuilt(type(value)):
             raise refusal(type(value))
         return NotImplemented
 
 
-def is_made_anew(kind: type) -> bool:
+def is_rebuilt(kind: type) -> bool:
     """True if pickle calls the constructor to copy objects of ``kind``: an EzPickle without hooks of its own."""
-    known = _made_anew.get(kind)
-    if known is None:
-        known = _made_anew[kind] = _calls_constructor(kind)
-    return known
-
-
-def _calls_constructor(kind: type) -> bool:
-    return is_ez_pickle(kind) and {_definer(kind, name) for name in ("__reduce__", "__reduce_ex__")} == {object}
+    rebuilt = _rebuilt.get(kind)
+    if rebuilt is None:
+        definers = {_definer(kind, name) for name in ("__reduce__", "__reduce_ex__")}
+        rebuilt = _rebuilt[kind] = is_ez_pickle(kind) and definers == {object}
+    return rebuilt
 
 
 def is_ez_pickle(kind: type) -> bool:
@@ -96,9 +93,9 @@ def refusal(kind: type) -> TypeError:
     """Return the error that explains why objects of ``kind`` are not copied, and the remedy."""
     name = kind.__name__
     return TypeError(
-        f"{name} is an EzPickle: a copy is made anew by its constructor, without the moves that were made. Make its "
-        f"copies forks, class Forkable{name}(ForkableMixin, {name}), or keep its seed and the actions in place of it, "
-        "and replay them"
+        f"{name} is an EzPickle: its constructor makes each copy, without the moves so far. Make its "
+        f"copies forks, class Forkable{name}(ForkableMixin, {name}), or keep its seed and the actions "
+        "instead, and replay them"
     )
 
 
@@ -122,8 +119,8 @@ def _warn_of_loss(original: Any, made: Any) -> None:
         _warned.add(kind)
         warnings.warn(
             f"copies of {kind.__qualname__} differ from the original in {', '.join(names)}: its pickling hooks leave "
-            "that out, or make it anew. If the game needs it, write a __deepcopy__ that keeps it; one that leaves it "
-            "out on purpose ends this warning",
+            "that out, or create it again. If the game needs it, write a __deepcopy__ that keeps it; one that leaves "
+            "it out on purpose ends this warning",
             RuntimeWarning,
             stacklevel=2,
         )

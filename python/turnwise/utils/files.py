@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, links to files that never change, and reads JSON Lines."""
+"""Writes files whole or not at all, links to files that never change, reads JSON Lines, and names shared files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
+
+MEMBERS = Path("cluster") / "members.json"
+"""File of a run folder with the addresses of the run's processes. Its supervisor replaces it whole."""
+
+EVENTS = Path("cluster") / "events.jsonl"
+"""File of a run folder in which the supervisor records the events of each process."""
+
+KEY_VARIABLE = "TURNWISE_CLUSTER_KEY"
+"""Environment variable with the secret of a run, with which its processes authenticate each other."""
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
 import os
@@ -82,7 +83,7 @@ def import_class(registry: Mapping[str, Any], name: str, key: str, *, methods: I
 
 
 def defines(kind: type, method: str) -> bool:
-    """Tell whether objects of class ``kind`` have ``method``. (``hasattr`` finds ``__call__`` on every class.)"""
+    """Return whether objects of class ``kind`` have ``method``. (``hasattr`` finds ``__call__`` on every class.)"""
     return any(callable(vars(base).get(method)) for base in kind.__mro__)
 
 
@@ -114,7 +115,7 @@ def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:
 
 
 def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> Any:
-    """Return ``factory(**options)``; option names are checked against its signature, private ones (``_x``) are refused.
+    """Return ``factory(**options)``. Names that its signature lacks are rejected, and private ones (``_x``).
 
     ``key`` is the configuration key of ``options``. Raises ``ValueError`` that names it.
     """
@@ -180,3 +181,11 @@ def option_types(factory: Any) -> dict[str, Any]:
         return Any if isinstance(annotation, str) else annotation
 
     return {name: read(parameter.annotation) for name, parameter in inspect.signature(factory).parameters.items()}
+
+
+def require(room: str, *modules: str) -> None:
+    """Raise ``ImportError`` if ``room`` lacks one of ``modules``."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise ImportError(f"{room} needs {names}: pip install {' '.join(missing)}", name=missing[0])

@@ -1,6 +1,6 @@
-"""How a process ends: by Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal, or by an error with notes.
+"""The end of a process: by Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal, or by an error with notes.
 
-:func:`contained` makes an error of an exit for no such reason.
+:func:`contained` turns any other exit into an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SavedNote(str):
 
 @contextmanager
 def after(error: BaseException, what: str) -> Iterator[None]:
-    """In the handling of ``error``, keep it the one that is raised: an error of ``what`` becomes a note of it."""
+    """While ``error`` is handled, add an error of ``what`` to it as a note instead of raising that one."""
     try:
         yield
     except BaseException as second:
@@ -62,7 +62,7 @@ class UserCodeError(RuntimeError):
 
 @contextmanager
 def contained(what: str) -> Iterator[None]:
-    """Raise ``UserCodeError`` for ``exit()``, and for a ``KeyboardInterrupt`` or cancellation that nobody asked for.
+    """Raise ``UserCodeError`` for ``exit()``, and for a ``KeyboardInterrupt`` or cancellation from within.
 
     Example: ``with contained("callback 'plot'"): await callback.after_step(trainer, results)``
     """
@@ -83,7 +83,7 @@ def exited(what: str, error: BaseException) -> UserCodeError:
 
 
 def asked_for(error: BaseException) -> bool:
-    """Tell whether ``error`` came from outside: a cancellation of this task, or a signal to the process."""
+    """Return whether ``error`` came from outside: a cancellation of this task, or a signal to the process."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0

@@ -78,22 +78,20 @@ class DaemonThreads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 _busy.add(threading.current_thread())
                 try:
-                    found = call()
-                except StopIteration as error:  # which no future of asyncio takes, and its caller would wait for ever
-                    future.set_exception(_chained(RuntimeError(f"raised {error!r}"), error))
+                    result = call()
+                except StopIteration as error:  # asyncio's futures reject it, and the caller would wait forever
+                    replaced = RuntimeError(f"raised {error!r}")
+                    replaced.__cause__ = error
+                    future.set_exception(replaced)
+                    del replaced
                 except BaseException as error:  # the caller of the future gets it
                     future.set_exception(error)
                 else:
-                    future.set_result(found)
-                    del found
+                    future.set_result(result)
+                    del result
                 _busy.discard(threading.current_thread())
             del future, call
             self._idle.append(inbox)
-
-
-def _chained(error: Exception, cause: BaseException) -> Exception:
-    error.__cause__ = cause
-    return error
 
 
 def end_process(code: int) -> NoReturn:
@@ -159,7 +157,7 @@ async def to_thread(function: Callable[P, T], /, *arguments: P.args, **options: 
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that user code can't end: it goes on after ``loop.stop()``, and after an exit in a callback."""
+    """An event loop that user code can't end: it continues after ``loop.stop()``, and after an exit in a callback."""
 
     def run_until_complete(self, future: Any) -> Any:
         task = asyncio.ensure_future(future, loop=self)
@@ -169,18 +167,20 @@ class _Loop(asyncio.SelectorEventLoop):
             except (SystemExit, KeyboardInterrupt) as error:
                 if task.done() or asked_for(error):
                     raise
-                told = f"a callback raised {error_text(error)}"
+                problem = f"a callback raised {error_text(error)}"
             except RuntimeError as error:
                 if task.done() or self.is_closed() or self.is_running():
                     raise
-                told = str(error)
-            warnings.warn(f"{told}: user code can't end the event loop, which goes on", RuntimeWarning, stacklevel=2)
+                problem = str(error)
+            warnings.warn(
+                f"{problem}: user code can't end the event loop, which continues", RuntimeWarning, stacklevel=2
+            )
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` in a new event loop, as ``asyncio.run`` does, and return its result.
 
-    It ends within seconds whatever tasks and threads do: those that go on are left behind, with a warning.
+    It ends within seconds: tasks and threads that still run are left behind, with a warning.
     """
     runner = asyncio.Runner(loop_factory=_Loop)
     loop = runner.get_loop()
@@ -196,7 +196,7 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
             if left:
                 names = ", ".join(sorted({task.get_name() for task in left}))
-                warnings.warn(f"{names}: cancelled, but goes on, and is left behind", stacklevel=2)
+                warnings.warn(f"{names}: cancelled, but still runs, and is left behind", stacklevel=2)
         else:
             left = set()
         loop.run_until_complete(loop.shutdown_asyncgens())

@@ -1,4 +1,4 @@
-"""The engines of a run: what the loop's process tells about them, and a worker's client that only samples."""
+"""The engines of a run: their description by the loop's process, and a worker's client, which only samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _pool(client: InferenceClient, policies: tuple[str, ...]) -> EnginePool:
 
 
 class WorkerClient:
-    """Samples from the engines of ``engines``, and takes no weights; :meth:`follow` takes the news about them.
+    """Samples from the engines of ``engines``, and takes no weights. :meth:`follow` updates their labels.
 
     ``endpoint`` makes the endpoint of a URL, with its key. ``attempts`` is the most times that a request is sent.
     """
@@ -62,8 +62,8 @@ class WorkerClient:
         clients: dict[str, InferenceClient] = {}
         for pool in engines:
             readers = {url: self._reader(url, served, pool) for url, served in pool.engines.items()}
-            how: dict[str, Any] = {"timeout": pool.timeout, "dead_after": pool.dead_after, "wait": pool.timeout}
-            joined = PoolClient(dict(readers), **how, attempts=attempts, seed=seed)
+            limits: dict[str, Any] = {"timeout": pool.timeout, "dead_after": pool.dead_after, "wait": pool.timeout}
+            joined = PoolClient(dict(readers), **limits, attempts=attempts, seed=seed)
             self._readers.append(readers)
             self._pools.append(joined)
             clients |= dict.fromkeys(pool.policies, joined)
@@ -73,16 +73,16 @@ class WorkerClient:
         return VLLMServerReader(self._endpoint(url), self._tokenizer, served, wait=pool.timeout, seed=self._seed)
 
     def follow(self, engines: Engines) -> None:
-        """Take new labels of engines, engines that joined, and leave those that are gone."""
-        for known, pool, news in zip(self._readers, self._pools, engines, strict=True):
-            for url, served in news.engines.items():
-                if url in known:
-                    known[url].follow(served)
+        """Take new labels, join new engines, and leave those that are gone."""
+        for readers, pool, update in zip(self._readers, self._pools, engines, strict=True):
+            for url, served in update.engines.items():
+                if url in readers:
+                    readers[url].follow(served)
                 else:
-                    known[url] = self._reader(url, served, news)
-                    pool.join(url, known[url])
-            for url in [url for url in known if url not in news.engines]:
-                del known[url]
+                    readers[url] = self._reader(url, served, update)
+                    pool.join(url, readers[url])
+            for url in [url for url in readers if url not in update.engines]:
+                del readers[url]
                 self._leaving.add(task := asyncio.ensure_future(pool.leave(url)))
                 task.add_done_callback(self._leaving.discard)
 

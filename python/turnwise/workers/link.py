@@ -1,15 +1,18 @@
-"""The connection to one worker, and the groups of episodes that it plays."""
+"""The addresses of a run's workers, the connection to each, and the groups of episodes that it plays."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from turnwise.workers.members import parse_address
 from turnwise.workers.messages import (
     ALIVE,
     ENGINES,
@@ -21,21 +24,21 @@ from turnwise.workers.messages import (
     SETUP,
     STORES,
     Engines,
-    Outcome,
+    JobResult,
     Setup,
 )
 from turnwise.workers.wire import Channel, KeyRefused, connect
 
 LOOK_SECONDS = 0.2
-"""Seconds between two looks at the members and at the labels of the engines."""
+"""Seconds between two checks of the members and of the engines' labels."""
 
 SETUP_SECONDS = 120.0
 """The most seconds that a worker may take to build its arena."""
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """One call of ``generate_rollouts``: its limits, and the episodes that run now."""
+class EpisodeBatch:
+    """The episodes of one call of ``generate_rollouts``: their limits, and how many run now."""
 
     most_episodes: float
     """Most episodes at once, over all workers."""
@@ -46,17 +49,19 @@ class Call:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """The episodes of one question; ``places`` are their indices in the call's requests."""
+class EpisodeGroup:
+    """The episodes of one question."""
 
-    call: Call
+    batch: EpisodeBatch
     number: int
     home: int
-    places: list[int]
+    """Index of its worker, modulo the number of workers."""
+    indices: list[int]
+    """Indices of its episodes in the batch's requests."""
     job: bytes
     first: str
-    """Id of the first episode, for messages."""
-    outcome: Future[Outcome] = field(default_factory=Future)
+    """Id of its first episode, for messages."""
+    outcome: Future[JobResult] = field(default_factory=Future)
     link: Link | None = None
     sent_as: int = -1
     """Number of the latest message with this group. Answers to earlier ones don't count."""
@@ -68,7 +73,7 @@ class Group:
 
 
 class Owner(Protocol):
-    """What a link needs of the workers that it belongs to."""
+    """The workers that a link belongs to."""
 
     key: str
     setup: Setup
@@ -82,26 +87,26 @@ class Owner(Protocol):
         """Send waiting groups, as this worker is ready."""
         ...
 
-    def answered(self, link: Link, number: int) -> Group | None:
-        """Return the group of message ``number``, which is done; ``None`` if it was taken away meanwhile."""
+    def answered(self, link: Link, number: int) -> EpisodeGroup | None:
+        """Return the group of message ``number``, which is done; ``None`` if it was released before."""
         ...
 
     def lost(self, link: Link) -> None:
-        """Give the groups of ``link`` to others."""
+        """Give the groups of ``link`` to other workers."""
         ...
 
 
 class Link:
-    """The connection to one worker, which is made again when it ends."""
+    """The connection to one worker. It reconnects when the connection ends."""
 
     def __init__(self, workers: Owner, name: str, address: str) -> None:
         self.workers, self.name, self.address = workers, name, address
         self.ready = self.refused = False
         self.error = "it has not answered yet"
         self.engines: Engines | None = None
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, EpisodeGroup] = {}
         self.running = 0
-        """Episodes that it has."""
+        """Number of its episodes."""
         self._snapshots: set[int] = set()
         self._channel: Channel | None = None
         self._lock = asyncio.Lock()
@@ -135,12 +140,11 @@ class Link:
         self._channel = await connect(*parse_address(self.address), workers.key)
         self.engines = workers.engines()
         self._snapshots = set()
-        setup = Setup(**{**_fields(workers.setup), "engines": self.engines})
-        await self._channel.send(SETUP, setup)
+        await self._channel.send(SETUP, replace(workers.setup, engines=self.engines))
         async with asyncio.timeout(SETUP_SECONDS):
-            kind, *told = await self._channel.receive()
+            kind, *content = await self._channel.receive()
         if kind == REFUSED:
-            raise _Refused(told[0])
+            raise _Refused(content[0])
         if kind != READY:
             raise ConnectionError(f"it answered {kind!r} to the setup")
         self.ready, self.refused = True, False
@@ -163,7 +167,7 @@ class Link:
                 fail(group, _error(self.name, *content[1:]))
 
     def _drop(self) -> None:
-        """End the connection. What it had goes to others."""
+        """End the connection. Its groups go to other workers."""
         self.ready = False
         if self._channel is not None:
             self._channel.close()
@@ -171,21 +175,21 @@ class Link:
         self.workers.lost(self)
 
     # -- groups --------------------------------------------------------------------------------------------------------
-    def take(self, group: Group, number: int) -> None:
+    def take(self, group: EpisodeGroup, number: int) -> None:
         group.link, group.sent_as = self, number
-        group.call.running += len(group.places)
-        self.running += len(group.places)
+        group.batch.running += len(group.indices)
+        self.running += len(group.indices)
         self.groups[number] = group
 
-    def release(self, group: Group) -> None:
+    def release(self, group: EpisodeGroup) -> None:
         del self.groups[group.sent_as]
         group.link = None
-        group.call.running -= len(group.places)
-        self.running -= len(group.places)
+        group.batch.running -= len(group.indices)
+        self.running -= len(group.indices)
 
-    async def send_group(self, group: Group, engines: Engines) -> None:
-        """Send a group, after what it needs: the engines' present labels, and the stores of its batch."""
-        number, content = group.call.stores
+    async def send_group(self, group: EpisodeGroup, engines: Engines) -> None:
+        """Send a group, after the engines' present labels and the stores of its batch."""
+        number, content = group.batch.stores
         async with self._lock:
             if self.engines != engines:
                 self.engines = engines
@@ -208,7 +212,7 @@ class Link:
 
     async def _send(self, *message: Any) -> None:
         if self._channel is not None:
-            with suppress(ConnectionError):  # the receiving side notices it too
+            with suppress(ConnectionError):  # the receiving side raises it, too
                 await self._channel.send(*message)
 
 
@@ -216,11 +220,7 @@ class _Refused(Exception):
     """The worker refused the setup."""
 
 
-def _fields(setup: Setup) -> dict[str, Any]:
-    return {name: getattr(setup, name) for name in Setup.__dataclass_fields__}
-
-
-def fail(group: Group, error: BaseException) -> None:
+def fail(group: EpisodeGroup, error: BaseException) -> None:
     with suppress(InvalidStateError):  # its call has ended
         group.outcome.set_exception(error)
 
@@ -233,3 +233,56 @@ def _error(worker: str, content: bytes | None, text: str) -> Exception:
         error = RuntimeError(text)
     error.add_note(f"raised in {worker}")
     return error
+
+
+Members = Callable[[], Mapping[str, str]]
+"""Returns the workers' present addresses by name: ``{"worker-0": "10.0.0.2:40001"}``."""
+
+
+def fixed_members(addresses: Sequence[str]) -> Members:
+    """Return workers at fixed ``addresses``. Raises ``ValueError`` for one that is not ``host:port``."""
+    for address in addresses:
+        parse_address(address)
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(f"addresses={list(addresses)!r}: expected each worker once")
+    named = {f"worker-{index}": address for index, address in enumerate(addresses)}
+    return lambda: named
+
+
+class WatchedMembers:
+    """The workers in the file at ``path``, which is replaced as a whole when one joins, leaves or restarts.
+
+    The file is JSON, ``{"workers": {"worker-0": "10.0.0.2:40001"}}``; other keys are ignored. Before it exists there
+    are no workers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._workers: dict[str, str] = {}
+
+    def __call__(self) -> Mapping[str, str]:
+        try:
+            workers = json.loads(self.path.read_text(encoding="utf-8")).get("workers", {})
+            addresses = {str(name): str(address) for name, address in workers.items()}
+            for address in addresses.values():
+                parse_address(address)
+            self._workers = addresses
+        except FileNotFoundError:
+            self._workers = {}
+        except (OSError, ValueError, AttributeError):  # a shared folder may show a file before its content
+            pass
+        return self._workers
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port`` or ``[IPv6]:port``. Raises ``ValueError``."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\s\[\]]+)):(\d+)", address)
+    if match is None or not 0 < int(match[3]) < 2**16:
+        raise ValueError(f"address={address!r}: expected host:port, such as '10.0.0.2:40001'")
+    return match[1] or match[2], int(match[3])
+
+
+def by_number(name: str) -> tuple[str, int, str]:
+    """Sort key of names: ``worker-2`` comes before ``worker-10``."""
+    number = re.search(r"(\d+)$", name)
+    return (name[: number.start()], int(number[0]), name) if number else (name, -1, name)

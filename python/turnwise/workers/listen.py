@@ -1,4 +1,4 @@
-"""The worker's process: it listens for the loop's process, checks it, and plays the jobs that it sends.
+"""The worker's process: listens for the loop's process, checks it, and plays the jobs that it sends.
 
 Connections run in a thread with its own event loop, so a worker gives signs of life while the code of an episode
 computes. Episodes run in the main thread's loop.
@@ -7,15 +7,23 @@ computes. Episodes run in the main thread's loop.
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from turnwise.arena import Arena, ArtifactStore
+from turnwise.arena.rewards.group_rewards import score_groups, scored_groups
+from turnwise.arena.runner import run_episode
+from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel, run_limited
 from turnwise.inference.common.http import LoopThread
+from turnwise.types import GenerateResult
+from turnwise.utils.copies import dumps
 from turnwise.utils.threads import to_thread
 from turnwise.workers.engines import WorkerClient
 from turnwise.workers.messages import (
@@ -31,11 +39,11 @@ from turnwise.workers.messages import (
     STORES,
     Engines,
     Job,
-    Outcome,
+    JobResult,
     Setup,
+    StoreWrite,
 )
-from turnwise.workers.play import play
-from turnwise.workers.stores import read_snapshots
+from turnwise.workers.stores import BatchStore, dumps_pending, read_snapshots
 from turnwise.workers.wire import Channel, KeyRefused, accept
 
 MOST_SNAPSHOTS = 16
@@ -43,7 +51,7 @@ MOST_SNAPSHOTS = 16
 
 
 class Plays(Protocol):
-    """What a worker needs to know of the run."""
+    """The parts of the run that a worker needs."""
 
     def sub_teams(self, actors: tuple[str, ...]) -> Mapping[str, Any]:
         """Return the episodes that some of the task's actors play, by type."""
@@ -59,21 +67,21 @@ class Plays(Protocol):
 
 
 @dataclass(slots=True)
-class _Session:
+class _Connection:
     """One connection of the loop's process, after its setup."""
 
     channel: Channel
     arena: Arena
     client: WorkerClient
     stores: dict[int, dict[str, ArtifactStore]] = field(default_factory=dict)
-    jobs: dict[int, Future[Outcome]] = field(default_factory=dict)
+    jobs: dict[int, Future[JobResult]] = field(default_factory=dict)
     answers: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class Listener:
     """Listens on ``host`` and ``port`` (0: a free one) for a process that has the run's ``key``.
 
-    A new connection takes the place of the one before, as after a restart of the loop's process.
+    A new connection replaces the earlier one, as after a restart of the loop's process.
 
     Example: ``await Listener(run, "127.0.0.1", 0, key, announce=print, say=print).serve()``
     """
@@ -83,7 +91,7 @@ class Listener:
     ) -> None:
         self._run, self._host, self._port, self._key = run, host, port, key
         self._announce, self._say = announce, say
-        self._session: _Session | None = None
+        self._session: _Connection | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
@@ -141,22 +149,24 @@ class Listener:
             if session is not None:
                 await session.client.close()
 
-    async def _set_up(self, channel: Channel, setup: Setup) -> _Session | None:
-        """Build client and arena, in the main thread. Tell the peer if that fails."""
+    async def _set_up(self, channel: Channel, setup: Setup) -> _Connection | None:
+        """Build client and arena, in the main thread. If that fails, send the reason."""
         client = self._run.client(setup.engines)
+
+        async def build() -> Arena:
+            return self._run.arena(setup, client.client)
+
         try:
-            arena = await asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(_called(lambda: self._run.arena(setup, client.client)), self._main)
-            )
+            arena = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(build(), self._main))
         except Exception as error:
             await client.close()
             await channel.send(REFUSED, f"{error}")
             self._say(f"refused the run: {error}")
             return None
         await channel.send(READY)
-        return _Session(channel, arena, client)
+        return _Connection(channel, arena, client)
 
-    def _take(self, session: _Session, kind: str, *content: Any) -> None:
+    def _take(self, session: _Connection, kind: str, *content: Any) -> None:
         if kind == PLAY:
             number, stores, job = content
             future = asyncio.run_coroutine_threadsafe(self._play(session, session.stores[stores], job), self._main)
@@ -176,11 +186,10 @@ class Listener:
         elif kind != ALIVE:
             raise ConnectionError(f"a message is {kind!r}, which this worker does not know")
 
-    async def _play(self, session: _Session, stores: dict[str, ArtifactStore], job: bytes) -> Outcome:
-        asked: Job = pickle.loads(job)
-        return await play(session.arena, asked, stores, self._run.sub_teams)
+    async def _play(self, session: _Connection, stores: dict[str, ArtifactStore], job: bytes) -> JobResult:
+        return await play(session.arena, pickle.loads(job), stores, self._run.sub_teams)
 
-    async def _answer(self, session: _Session, number: int, future: Future[Outcome]) -> None:
+    async def _answer(self, session: _Connection, number: int, future: Future[JobResult]) -> None:
         try:
             outcome = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -193,10 +202,6 @@ class Listener:
             session.jobs.pop(number, None)
 
 
-async def _called(function: Callable[[], Any]) -> Any:
-    return function()
-
-
 async def _stay_alive(channel: Channel, every: float) -> None:
     with suppress(ConnectionError):
         while True:
@@ -205,7 +210,7 @@ async def _stay_alive(channel: Channel, every: float) -> None:
 
 
 async def _send_quietly(channel: Channel, *message: Any) -> None:
-    with suppress(ConnectionError):  # nobody waits for the answer any more
+    with suppress(ConnectionError):  # the connection ended, so no call waits for the answer
         await channel.send(*message)
 
 
@@ -218,3 +223,62 @@ def _portable(error: Exception) -> tuple[bytes | None, str]:
     except Exception:
         return None, text
     return content, text
+
+
+EpisodesOf = Callable[[tuple[str, ...]], Mapping[str, Any]]
+"""Returns the episodes that some of a task's actors play, by type."""
+
+
+async def play(arena: Arena, job: Job, stores: Mapping[str, ArtifactStore], sub_teams: EpisodesOf) -> JobResult:
+    """Play the episodes of ``job`` as ``arena`` would among all others of their batch.
+
+    An episode that fails becomes a result with ``error``. Raises ``LeakError`` as an arena does, and ``TypeError`` for
+    results that can't be pickled.
+    """
+    view = arena.evaluation(job.evaluation_sampling) if job.is_evaluation else copy.copy(arena)
+    view.sampling, view.started, view.batches = job.sampling, job.started, job.batches
+    view.stores = dict(stores)
+    if job.sub_team is not None:
+        view.actors = {actor: arena.actors[actor] for actor in job.sub_team}
+        view.episodes = dict(sub_teams(job.sub_team))
+    arena.budget.limit = job.calls
+    roots = [context.root for context in job.contexts]
+    batch_stores = [store for store in stores.values() if isinstance(store, BatchStore)]
+    for store in batch_stores:
+        store.begin(roots)
+    # Time limits begin here, by the clock of this process.
+    now = asyncio.get_running_loop().time()
+    for request, context in zip(job.requests, job.contexts, strict=True):
+        context.deadline = None if request.timeout is None else now + request.timeout
+    # The loop's process decides if too many episodes of the batch have failed.
+    failures = FailureBudget(len(job.requests), threshold=1.0)
+    pairs = zip(job.requests, job.contexts, strict=True)
+    running = run_limited([partial(run_episode, view, *pair, failures) for pair in pairs], job.episodes)
+    results = await gather_or_cancel(running)
+    groups = frozenset(scored_groups(view, results))
+    await score_groups(view, results, job.contexts, None, failures)
+    writes: list[StoreWrite] = []
+    reads: set[tuple[int, str, str]] = set()
+    for store in batch_stores:
+        new_writes, new_reads = store.take(roots)
+        writes, reads = writes + new_writes, reads | new_reads
+    return JobResult(
+        _dumps(results, pending=bool(writes)),
+        failures.failed,
+        failures.first,
+        failures.total - len(job.requests),
+        groups,
+        writes,
+        frozenset(reads),
+    )
+
+
+def _dumps(results: list[GenerateResult], *, pending: bool) -> bytes:
+    try:
+        return dumps_pending(results) if pending else dumps(results)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        kinds = Counter(result.rollout.episode_type for result in results)
+        raise TypeError(
+            f"results of the episode {next(iter(kinds))!r} can't be sent from the worker that played it: {error}; "
+            "what episodes record must be picklable"
+        ) from error

@@ -22,7 +22,7 @@ READY, REFUSED, PLAYED, FAILED = "ready", "refused", "played", "failed"
 
 @dataclass(frozen=True, slots=True)
 class EnginePool:
-    """Engines that serve the same policies: the weights that each was sent, by its URL.
+    """Engines of the same policies: the weights that each has received, by its URL.
 
     Example: ``EnginePool(("default",), {"http://10.0.0.2:8000": ServedWeights(...)}, timeout=600.0, dead_after=30.0)``
     """
@@ -40,9 +40,9 @@ Engines = tuple[EnginePool, ...]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker must know, and agree to, before it plays.
+    """The facts that a worker needs, and must agree with, before it plays.
 
-    ``versions`` are those of :data:`PROTOCOL`, Python and turnwise. ``config`` has the keys that decide an episode.
+    ``versions`` are those of :data:`PROTOCOL`, Python and turnwise. ``config`` has the keys that determine an episode.
     """
 
     versions: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One group of sibling episodes, with everything else that decides them.
+    """One group of sibling episodes, and everything else that determines them.
 
     The contexts come from the arena of the loop, so they fix ids, seeds, versions and recorders. ``sub_team`` names the
     actors of an evaluation that leaves out others. ``episodes`` and ``calls`` limit how many run at once.
@@ -88,7 +88,7 @@ class StoreWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobResult:
     """The result of a job. ``results`` is a pickle, for which the changes to stores must be applied first.
 
     ``failed`` counts failed episodes, ``first_error`` is the first one's traceback, ``continuations`` counts episodes

@@ -1,4 +1,4 @@
-"""The side of the loop: sends groups of episodes to the workers, and puts their results together.
+"""The loop's side of the workers: sends them groups of episodes, and joins the results.
 
 A group is the episodes of one question. Its worker is the group's index modulo the number of workers. If a worker dies,
 its unfinished groups are played again from the same contexts, on the others or on the same one once it is back.
@@ -21,23 +21,22 @@ from turnwise.arena.runtime.context import EpisodeContext
 from turnwise.inference.common.http import LoopThread
 from turnwise.types import EpisodeRequest, GenerateResult
 from turnwise.utils.threads import to_thread
-from turnwise.workers.link import LOOK_SECONDS, Call, Group, Link, fail
-from turnwise.workers.members import Members, by_number
+from turnwise.workers.link import LOOK_SECONDS, EpisodeBatch, EpisodeGroup, Link, Members, by_number, fail
 from turnwise.workers.messages import (
     CANCEL,
     Engines,
     Job,
-    Outcome,
+    JobResult,
     Setup,
 )
 from turnwise.workers.stores import apply_outcomes, share_artifacts, snapshots
 
 MOST_DEATHS = 5
-"""Workers that may die while they play one group, before the group counts as the reason."""
+"""Workers that may die while they play one group, before the group counts as the cause."""
 
 
 class WorkersLostError(RuntimeError):
-    """No worker is left to play episodes, or a group of episodes ends every worker that plays it."""
+    """Raised if no worker is left to play episodes, or if a group of episodes kills each worker that plays it."""
 
 
 class RemoteWorkers:
@@ -68,7 +67,7 @@ class RemoteWorkers:
         self.count, self._episodes, self._wait, self.dead_after = count, episodes, wait, dead_after
         self._own_episodes = dict(own_episodes)
         self._links: dict[str, Link] = {}
-        self._pending: list[Group] = []
+        self._pending: list[EpisodeGroup] = []
         self._numbers, self._messages, self._snapshots = itertools.count(), itertools.count(), itertools.count()
         self._alone_since = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
@@ -110,9 +109,9 @@ class RemoteWorkers:
         results: dict[int, GenerateResult] = {}
         stores = {} if arena.is_evaluation else arena.stores
         for group, played in zip(groups, apply_outcomes(stores, outcomes, declared), strict=True):
-            results |= zip(group.places, played, strict=True)
+            results |= zip(group.indices, played, strict=True)
         share_artifacts(stores, results.values())
-        return [results[place] for place in range(len(requests))]
+        return [results[index] for index in range(len(requests))]
 
     def _groups(
         self,
@@ -120,31 +119,33 @@ class RemoteWorkers:
         requests: Sequence[EpisodeRequest],
         contexts: Sequence[EpisodeContext],
         concurrency: int | None,
-    ) -> list[Group]:
+    ) -> list[EpisodeGroup]:
         """Divide the episodes into the groups of one question, and pickle what decides each."""
-        places: dict[Hashable, list[int]] = {}
-        for place, context in enumerate(contexts):
-            places.setdefault(context.group_id, []).append(place)
+        indices_of: dict[Hashable, list[int]] = {}
+        for index, context in enumerate(contexts):
+            indices_of.setdefault(context.group_id, []).append(index)
         # A call that may make fewer model calls at once than there are workers uses only as many workers.
         workers = max(1, min(self.count, arena.budget.limit))
         stores = (next(self._snapshots), snapshots(arena.stores, evaluation=arena.is_evaluation))
-        call = Call(float("inf") if concurrency is None else concurrency, workers, stores)
-        sub_team = None if _same(arena.episodes, self._own_episodes) else tuple(arena.actors)
+        batch = EpisodeBatch(float("inf") if concurrency is None else concurrency, workers, stores)
+        own = self._own_episodes
+        whole = arena.episodes.keys() == own.keys() and all(arena.episodes[name] is own[name] for name in own)
+        sub_team = None if whole else tuple(arena.actors)
         groups = []
-        for home, own in enumerate(places.values()):
+        for home, indices in enumerate(indices_of.values()):
             job = Job(
-                [requests[place] for place in own],
-                [contexts[place] for place in own],
+                [requests[index] for index in indices],
+                [contexts[index] for index in indices],
                 sub_team,
                 arena.is_evaluation,
                 arena._evaluation_sampling,
                 arena.sampling,
                 arena.started,
                 arena.batches,
-                episodes=int(min(call.most_episodes, self._episodes)),
+                episodes=int(min(batch.most_episodes, self._episodes)),
                 calls=max(1, arena.budget.limit // workers),
             )
-            first = contexts[own[0]].rollout
+            first = contexts[indices[0]].rollout
             try:
                 content = pickle.dumps(job, protocol=5)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -152,7 +153,7 @@ class RemoteWorkers:
                     f"request {first.id!r} of episode {first.episode_type!r} can't be sent to a worker: {error}; "
                     "artifacts and meta must be picklable"
                 ) from error
-            groups.append(Group(call, next(self._numbers), home, own, content, first.id))
+            groups.append(EpisodeGroup(batch, next(self._numbers), home, indices, content, first.id))
         return groups
 
     async def close(self) -> None:
@@ -163,20 +164,20 @@ class RemoteWorkers:
             await to_thread(self._thread.stop)
 
     def playing(self) -> list[str]:
-        """The names of the workers that can play now."""
+        """Return the names of the workers that can play now."""
         return [name for name, link in list(self._links.items()) if link.ready]
 
     # -- in the thread of the connections ------------------------------------------------------------------------------
     def _begin(self) -> None:
         self._looking = asyncio.ensure_future(self._look())
 
-    def _submit(self, groups: Iterable[Group]) -> None:
+    def _submit(self, groups: Iterable[EpisodeGroup]) -> None:
         if not self._pending:  # the wait for a worker begins with the first group that needs one
             self._alone_since = time.monotonic()
         self._pending += groups
         self.dispatch()
 
-    def _forget(self, groups: Iterable[Group]) -> None:
+    def _forget(self, groups: Iterable[EpisodeGroup]) -> None:
         """Drop groups whose call has ended, and cancel those that run."""
         gone = set(groups)
         self._pending = [group for group in self._pending if group not in gone]
@@ -188,13 +189,13 @@ class RemoteWorkers:
         self.dispatch()
 
     async def _look(self) -> None:
-        """Follow members and engines for good, and end calls for which no worker is left."""
+        """Follow members and engines until the end, and fail calls for which no worker is left."""
         while True:
             error: Exception | None
             try:
                 self._follow()
                 error = self._lost() if self._pending else None
-            except Exception as failed:  # of the members or the client: whoever waits must hear of it
+            except Exception as failed:  # of the members or the client: waiting calls raise it
                 error = failed
             if error is not None:
                 waiting, self._pending = self._pending, []
@@ -206,7 +207,7 @@ class RemoteWorkers:
         members = dict(self._members())
         for name, link in list(self._links.items()):
             if members.get(name) != link.address:
-                link.end("it left, or it is at another address")
+                link.end("it left, or its address changed")
                 del self._links[name]
         for name, address in members.items():
             if name not in self._links:
@@ -220,7 +221,7 @@ class RemoteWorkers:
         self.dispatch()
 
     def _lost(self) -> WorkersLostError | None:
-        """Return the error of calls that no worker can play, or ``None`` while there is hope."""
+        """Return the error of calls that no worker can play, or ``None`` if one may still come."""
         links = list(self._links.values())
         if any(link.ready for link in links):
             return None
@@ -228,33 +229,33 @@ class RemoteWorkers:
         alone = time.monotonic() - self._alone_since
         if not refused and alone < self._wait:
             return None
-        said = "; ".join(f"{link.name} at {link.address}: {link.error}" for link in links) or "none has an address"
+        reasons = "; ".join(f"{link.name} at {link.address}: {link.error}" for link in links) or "none has an address"
         return WorkersLostError(
-            f"no worker can play this run: {said}" if refused else f"no worker for {alone:.0f} seconds: {said}"
+            f"no worker can play this run: {reasons}" if refused else f"no worker for {alone:.0f} seconds: {reasons}"
         )
 
     def dispatch(self) -> None:
         """Send waiting groups, in order, to workers that have room."""
         names = sorted(self._links, key=by_number)
         ready = [self._links[name] for name in names if self._links[name].ready]
-        left = []
+        waiting = []
         for index, group in enumerate(self._pending):
             if not any(link.running < self._episodes for link in ready):
-                left += self._pending[index:]
+                waiting += self._pending[index:]
                 break
-            size = len(group.places)
-            home = self._links[names[group.home % min(len(names), group.call.most_workers)]]
+            size = len(group.indices)
+            home = self._links[names[group.home % min(len(names), group.batch.most_workers)]]
             link = home if home.ready else min(ready, key=lambda link: link.running)
             # A group whose workers died twice plays alone, so that others don't die with it.
             shares = not group.is_suspect and not any(other.is_suspect for other in link.groups.values())
             fits = not link.running or (shares and link.running + size <= self._episodes)
-            allowed = not group.call.running or group.call.running + size <= group.call.most_episodes
+            allowed = not group.batch.running or group.batch.running + size <= group.batch.most_episodes
             if not (fits and allowed):
-                left.append(group)
+                waiting.append(group)
                 continue
             link.take(group, next(self._messages))
             self._start(link.send_group(group, self.engines()))
-        self._pending = left
+        self._pending = waiting
 
     def lost(self, link: Link) -> None:
         """Play the unfinished groups of a worker that died again."""
@@ -266,14 +267,14 @@ class RemoteWorkers:
             link.release(group)
             group.deaths.append(f"{link.name}: {link.error}")
             if len(group.deaths) >= MOST_DEATHS:
-                said = "; ".join(group.deaths)
-                fail(group, WorkersLostError(f"{MOST_DEATHS} workers died while they played {group.first}: {said}"))
+                deaths = "; ".join(group.deaths)
+                fail(group, WorkersLostError(f"{MOST_DEATHS} workers died while they played {group.first}: {deaths}"))
             else:
                 bisect.insort(self._pending, group, key=lambda group: group.number)
         self.dispatch()
 
-    def answered(self, link: Link, number: int) -> Group | None:
-        """Take the group that message ``number`` sent off its worker; ``None`` if nobody waits for it any more."""
+    def answered(self, link: Link, number: int) -> EpisodeGroup | None:
+        """Release the group of message ``number`` from its worker; ``None`` if no call waits for it."""
         group = link.groups.get(number)
         if group is not None:
             link.release(group)
@@ -296,7 +297,9 @@ class RemoteWorkers:
             fail(group, RuntimeError("the workers' connections were closed before this call was done"))
 
 
-async def _all_outcomes(groups: Sequence[Group], failures: FailureBudget, ended: Callable[[], None]) -> list[Outcome]:
+async def _all_outcomes(
+    groups: Sequence[EpisodeGroup], failures: FailureBudget, ended: Callable[[], None]
+) -> list[JobResult]:
     """Wait for all groups, and count their failures. Raises the first error."""
     waiting = {asyncio.wrap_future(group.outcome): group for group in groups}
     try:
@@ -307,7 +310,7 @@ async def _all_outcomes(groups: Sequence[Group], failures: FailureBudget, ended:
                 failures.total += outcome.continuations
                 for _ in range(outcome.failed):
                     failures.add(outcome.first_error)
-                for _ in group.places:
+                for _ in group.indices:
                     ended()
     finally:
         for future in waiting:
@@ -315,7 +318,7 @@ async def _all_outcomes(groups: Sequence[Group], failures: FailureBudget, ended:
     return [group.outcome.result() for group in groups]
 
 
-def _reject_divided(outcomes: Sequence[Outcome]) -> None:
+def _reject_divided(outcomes: Sequence[JobResult]) -> None:
     """Raise ``RuntimeError`` if group functions saw parts of one group on several workers, through continuations."""
     seen: set[Hashable] = set()
     for outcome in outcomes:
@@ -328,7 +331,3 @@ def _reject_divided(outcomes: Sequence[Outcome]) -> None:
                 "group_id, or play in the process of the loop (cluster.arena.count = 0)"
             )
         seen |= outcome.scored_groups
-
-
-def _same(episodes: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    return episodes.keys() == own.keys() and all(episodes[name] is own[name] for name in own)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 
 _SECRET = re.compile(
     r"(AWS|AZURE|GOOGLE|GCP|CLOUDSDK|OCI|RAY|WANDB|HF|HUGGING_?FACE|HUGGINGFACEHUB|OPENAI|ANTHROPIC|KUBE|VAULT)_.*|"
@@ -65,7 +65,7 @@ def key_names(config: Path, overrides: Mapping[str, str]) -> list[str]:
     """Return the environment variables whose keys a worker of the config file needs: the run's, and the engines'.
 
     It reads the file, and those that it extends, without importing what a config needs. A broken file names no further
-    key; whoever reads the config reports it.
+    key; the process that reads the config reports it.
     """
     named: Any = overrides.get("rollout.server.api_key_env")
     with suppress(OSError, ValueError, AttributeError):

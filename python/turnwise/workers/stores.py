@@ -21,8 +21,8 @@ from turnwise.arena.runtime.context import current_context
 from turnwise.arena.stores.holdout import HashSplit
 from turnwise.arena.stores.store import FrozenStore
 from turnwise.types import Artifact, GenerateResult
-from turnwise.utils.copies import Pickler
-from turnwise.workers.messages import Outcome, StoreWrite
+from turnwise.utils.copies import CheckedPickler
+from turnwise.workers.messages import JobResult, StoreWrite
 
 _REMEDY = (
     "If the episode uses only what earlier batches left there, set reads_earlier_batches = True on its class; else "
@@ -31,7 +31,7 @@ _REMEDY = (
 
 
 class PendingId(str):
-    """The id of an artifact that the loop's process has not added yet. Its text never becomes an id."""
+    """The id of an artifact that the loop's process has not added yet. Its text is never an id."""
 
     __slots__ = ("key",)
     key: tuple[str, int, int]
@@ -52,7 +52,7 @@ class PendingId(str):
         raise TypeError(f"{self}: the store has not given this artifact an id yet")
 
 
-class _PendingPickler(Pickler):
+class _PendingPickler(CheckedPickler):
     def persistent_id(self, value: Any) -> tuple[str, int, int] | None:
         return value.key if type(value) is PendingId else None
 
@@ -88,7 +88,7 @@ class BatchStore(FrozenStore):
         self._made: Counter[int] = Counter()
 
     def begin(self, roots: Iterable[int]) -> None:
-        """Forget what these top episodes did before, in an attempt that was lost."""
+        """Forget the changes and reads of these top episodes, which were of a lost attempt."""
         gone = set(roots)
         for root in gone:
             self._layers.pop(root, None)
@@ -98,10 +98,10 @@ class BatchStore(FrozenStore):
 
     def take(self, roots: Iterable[int]) -> tuple[list[StoreWrite], set[tuple[int, str, str]]]:
         """Return the changes and reads of these top episodes, and forget them."""
-        own = set(roots)
-        writes = [write for write in self.writes if write.root in own]
-        reads = {read for read in self.reads if read[0] in own}
-        self.begin(own)
+        taken = set(roots)
+        writes = [write for write in self.writes if write.root in taken]
+        reads = {read for read in self.reads if read[0] in taken}
+        self.begin(taken)
         return writes, reads
 
     # -- changes -------------------------------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ class BatchStore(FrozenStore):
 
     def record(self, id: str, reward: float | None = None, **options: Any) -> Any:
         self._catch_up()  # the statistics count the attempts of all episodes
-        told = super().record(id, reward, **options)
+        statistics = super().record(id, reward, **options)
         self._keep("record", id, reward, options)
-        return told
+        return statistics
 
     def split(self, side: str, **options: Any) -> Any:
         made = super().split(side, **options)
@@ -184,11 +184,11 @@ def read_snapshots(content: bytes) -> dict[str, ArtifactStore]:
 # In the process of the loop
 # ---------------------------------------------------------------------------------------------------------------------
 def apply_outcomes(
-    stores: Mapping[str, ArtifactStore], outcomes: Sequence[Outcome], reads_earlier_batches: Mapping[str, bool]
+    stores: Mapping[str, ArtifactStore], outcomes: Sequence[JobResult], reads_earlier_batches: Mapping[str, bool]
 ) -> list[list[Any]]:
     """Apply the changes of a batch to ``stores`` in the order of its requests, and return the unpickled results.
 
-    ``reads_earlier_batches`` tells for each episode type if other episodes of its batch don't matter to what it reads.
+    ``reads_earlier_batches`` has the episode types that read only what earlier batches left.
     Raises ``RuntimeError`` that names the store if one arena might have had another result.
     """
     writes = sorted((write for outcome in outcomes for write in outcome.writes), key=lambda write: write.root)
@@ -224,13 +224,13 @@ def share_artifacts(stores: Mapping[str, ArtifactStore], results: Iterable[Gener
 def _own(stores: Mapping[str, ArtifactStore], artifact: Artifact) -> Artifact:
     """Return the artifact of which ``artifact`` is a copy, if a store still has it."""
     for store in stores.values():
-        held = store._contents.artifacts.get(artifact.id)
-        if held is not None and (held.source, held.run) == (artifact.source, artifact.run):
-            return held
+        stored = store._contents.artifacts.get(artifact.id)
+        if stored is not None and (stored.source, stored.run) == (artifact.source, artifact.run):
+            return stored
     return artifact
 
 
-def _reject_reads(outcomes: Sequence[Outcome], writes: Sequence[StoreWrite], declared: Mapping[str, bool]) -> None:
+def _reject_reads(outcomes: Sequence[JobResult], writes: Sequence[StoreWrite], declared: Mapping[str, bool]) -> None:
     writers: dict[str, set[int]] = {}
     for write in writes:
         writers.setdefault(write.store, set()).add(write.root)
@@ -288,5 +288,5 @@ def _add(store: ArtifactStore, artifact: Artifact, ids: dict[tuple[str, int, int
             f"refuses, so its result would depend on which is first. {_REMEDY}"
         )
     if pending is not None:  # what was added before is the artifact of both
-        held = store._contents
-        ids[pending.key] = held._id_of[held.key(artifact)] if made is None else made.id
+        contents = store._contents
+        ids[pending.key] = contents._id_of[contents.key(artifact)] if made is None else made.id

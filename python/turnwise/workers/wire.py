@@ -2,7 +2,7 @@
 
 Both sides prove that they have the key by an HMAC-SHA256 over two fresh random numbers, and never send the key itself.
 Every message carries an HMAC under a key of this connection, over its direction and number. So a message can't be
-forged, changed, repeated or dropped by who lacks the key. Nothing is encrypted.
+forged, changed, repeated or dropped without the key. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADER = struct.Struct("!Q32s")
 
 
 class KeyRefused(PermissionError):
-    """The two sides don't have the same key."""
+    """Raised if the two sides don't have the same key."""
 
 
 class Channel:
@@ -51,7 +51,7 @@ class Channel:
         await self._writer.drain()
 
     async def receive(self) -> tuple[Any, ...]:
-        """Return the next message. Raises ``ConnectionError`` if the connection has ended, or it is not the peer's."""
+        """Return the next message. Raises ``ConnectionError`` if the connection has ended or the signature is wrong."""
         try:
             length, signature = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
             payload = await self._reader.readexactly(length)

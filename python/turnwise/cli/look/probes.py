@@ -23,10 +23,10 @@ Status = Literal["ok", "missing", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorRow:
     """One row. ``broken`` is a required part that does not work; ``missing`` an optional part that can't be used.
 
-    Example: ``Check("peft", "missing", "not installed", remedy="pip install 'turnwise[peft]'")``
+    Example: ``DoctorRow("peft", "missing", "not installed", remedy="pip install 'turnwise[peft]'")``
     """
 
     name: str
@@ -38,7 +38,7 @@ class Check:
 # ---------------------------------------------------------------------------------------------------------------------
 # torch, and turnwise's own ops
 # ---------------------------------------------------------------------------------------------------------------------
-def use_torch() -> list[Check]:
+def use_torch() -> list[DoctorRow]:
     """Compute a gradient on the CPU, and multiply matrices on every GPU."""
     import torch
 
@@ -46,25 +46,25 @@ def use_torch() -> list[Check]:
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [[4.0, 4.0], [4.0, 4.0]], f"wrong gradient {x.grad}"
-    checks = [Check("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads, a gradient")]
+    checks = [DoctorRow("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads, a gradient")]
     if not torch.cuda.is_available():
         reason = "torch sees no GPU" if torch.version.cuda else "torch is a CPU build"
         remedy = "install a CUDA build of torch on a machine with a GPU"
-        return [*checks, Check("torch.cuda", "missing", reason, remedy)]
+        return [*checks, DoctorRow("torch.cuda", "missing", reason, remedy)]
     for index in range(torch.cuda.device_count()):
         assert (torch.ones(64, 64, device=f"cuda:{index}") @ torch.ones(64, 64, device=f"cuda:{index}")).sum() == 64**3
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return [*checks, Check("torch.cuda", "ok", f"a matrix product on {', '.join(names)}")]
+    return [*checks, DoctorRow("torch.cuda", "ok", f"a matrix product on {', '.join(names)}")]
 
 
-def use_ops() -> list[Check]:
+def use_ops() -> list[DoctorRow]:
     """Run one op with every backend, on the CPU and on every GPU, and compare the results with plain PyTorch."""
     checks = []
     try:
         extension = importlib.import_module("turnwise._C")
     except ImportError as error:
         remedy = "reinstall turnwise (from source it needs a C++17 compiler); until then the ops run on plain PyTorch"
-        checks.append(Check("turnwise._C", "broken", f"does not load: {error}", remedy))
+        checks.append(DoctorRow("turnwise._C", "broken", f"does not load: {error}", remedy))
         extension = None
     import torch
 
@@ -81,33 +81,33 @@ def use_ops() -> list[Check]:
     # Check each backend; a failed comparison raises.
     if extension is not None:
         run_op("native", "cpu")
-        checks.append(Check("turnwise._C", "ok", f"group_advantage on the CPU, instruction set {extension.isa()}"))
+        checks.append(DoctorRow("turnwise._C", "ok", f"group_advantage on the CPU, instruction set {extension.isa()}"))
         checks.append(check_cuda(extension, lambda index: run_op("native", f"cuda:{index}")))
     run_op("torch", "cpu")
-    checks.append(Check("ops: torch", "ok", "group_advantage on the CPU"))
+    checks.append(DoctorRow("ops: torch", "ok", "group_advantage on the CPU"))
     # Triton is optional: run it on every GPU, or on the CPU if there is none.
     state = ops.available_backends()["triton"]
     if not state.startswith("available"):
-        return [*checks, Check("ops: triton", "missing", state.removeprefix("unavailable: "))]
+        return [*checks, DoctorRow("ops: triton", "missing", state.removeprefix("unavailable: "))]
     for device in [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]:
         run_op("triton", device)
-    return [*checks, Check("ops: triton", "ok", f"group_advantage; {state}")]
+    return [*checks, DoctorRow("ops: triton", "ok", f"group_advantage; {state}")]
 
 
-def check_cuda(extension: ModuleType, launch: Callable[[int], None]) -> Check:
+def check_cuda(extension: ModuleType, launch: Callable[[int], None]) -> DoctorRow:
     """Describe the CUDA part of the compiled module, and ``launch`` an op on every device that it finds."""
     if not extension.with_cuda:
         remedy = "build turnwise where nvcc is, with -C cmake.define.TURNWISE_CUDA=ON"
-        return Check("turnwise CUDA", "missing", "this build has CPU kernels only", remedy)
+        return DoctorRow("turnwise CUDA", "missing", "this build has CPU kernels only", remedy)
     runtime = ".".join(map(str, extension.cuda_runtime_version()))
     built = f"runtime {runtime}, architectures {extension.cuda_architectures()}"
     driver = "install a current NVIDIA driver if there is a GPU"
     try:
         count = extension.cuda_device_count()
     except RuntimeError as error:  # no driver, or one that is too old
-        return Check("turnwise CUDA", "missing", f"{built}; {error}", driver)
+        return DoctorRow("turnwise CUDA", "missing", f"{built}; {error}", driver)
     if not count:
-        return Check("turnwise CUDA", "missing", f"{built}; no device", driver)
+        return DoctorRow("turnwise CUDA", "missing", f"{built}; no device", driver)
 
     # Launch the op on every device, and describe each device or its problem.
     names, problems = [], 0
@@ -124,7 +124,7 @@ def check_cuda(extension: ModuleType, launch: Callable[[int], None]) -> Check:
         names.append(f"{name}: {problem or 'group_advantage'}")
     remedy = "install a current NVIDIA driver, or build turnwise for these devices; the ops use Triton or PyTorch there"
     status: Status = "missing" if problems else "ok"
-    return Check("turnwise CUDA", status, f"{built}; {', '.join(names)}", remedy if problems else "")
+    return DoctorRow("turnwise CUDA", status, f"{built}; {', '.join(names)}", remedy if problems else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

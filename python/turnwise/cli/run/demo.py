@@ -2,7 +2,7 @@
 
 First ``split_clues``, where each agent sees half of the question, beside one agent that sees half of it. Then 4x4
 sudoku, where a proposer and a reviser see the same. Each part is a warm start on imperfect demonstrations, held-out
-success, reinforcement learning, and held-out success again. Its settings stand in ``demo_<task>.toml`` beside this
+success, reinforcement learning, and held-out success again. Its settings are in ``demo_<task>.toml`` beside this
 file. Under torchrun the models that learn by reinforcement are sharded, and rank 0 does the rest.
 """
 
@@ -48,7 +48,7 @@ Announce = Callable[[TrainConfig | None], TrainConfig | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DemoPart:
     """One task of the demo. ``alone`` are the task options of one agent that trains with GRPO for comparison.
 
     ``always``: the agent also trains without ``--compare``.
@@ -62,14 +62,14 @@ class Part:
 
 
 PARTS = (
-    Part(
+    DemoPart(
         "split_clues",
         "two agents see one row of digits each; one sends three digits, the other answers the larger of each pair",
         "one agent that sees half",
         {"actors": ["writer"]},
         always=True,
     ),
-    Part(
+    DemoPart(
         "sudoku",
         "a proposer fills in a 4x4 sudoku, a reviser fixes it, for two rounds",
         "one agent with four tries",  # as many calls as the team has
@@ -115,7 +115,7 @@ def build_sharded(mesh: Any, announce: Announce, config: TrainConfig) -> Run:
 
 
 def follow_demo(mesh: Any, announce: Announce) -> int:
-    """Train every run of the demo with rank 0, which does all the rest."""
+    """Train every run of the demo with rank 0."""
     while (config := announce(None)) is not None:
         follow_config(config, mesh)
     leave_ranks()
@@ -158,7 +158,9 @@ def run_demo(
     return summary
 
 
-def run_part(part: Part, config: TrainConfig, compare: bool, console: Console, build: Build) -> dict[str, Any] | None:
+def run_part(
+    part: DemoPart, config: TrainConfig, compare: bool, console: Console, build: Build
+) -> dict[str, Any] | None:
     """Warm start and train the team of ``part``, then one agent with ``compare``; print and return what they reach.
 
     Returns ``None`` after Ctrl-C.
@@ -235,17 +237,17 @@ def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> N
     """
     marker = out / "demo.json"
     if out.is_dir() and any(out.iterdir()) and not marker.exists():
-        raise ValueError(f"out={str(out)!r}: this folder holds other things; name a new one")
+        raise ValueError(f"out={str(out)!r}: this folder holds other files; name a new one")
     wanted = json.dumps(demo)
     if marker.exists() and (marker.read_text() != wanted or (out / "summary.json").exists()):
         check_not_running(out)
-        say(f"{out}: the demo that was there is deleted; --out names another folder")
+        say(f"{out}: the earlier demo there is deleted; --out names another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     marker.write_text(wanted)
 
 
-def demo_config(part: Part, run_dir: Path, seed: int, client: str = "transformers") -> TrainConfig:
+def demo_config(part: DemoPart, run_dir: Path, seed: int, client: str = "transformers") -> TrainConfig:
     """Load the settings of ``part`` with a run folder, a seed and a client."""
     with resources.as_file(resources.files("turnwise.cli.run") / f"demo_{part.task}.toml") as path:
         return load_config(path, {"run_dir": str(run_dir), "seed": seed, "rollout.client": client})
@@ -272,7 +274,7 @@ def warm_started(config: TrainConfig, folder: Path, console: Console) -> tuple[T
     return changed, json.loads(done.read_text())
 
 
-def single_agent(part: Part, warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> TrainConfig:
+def single_agent(part: DemoPart, warm: TrainConfig, run_dir: Path, sampled_tokens: int) -> TrainConfig:
     """Return the config of one agent with GRPO, whose groups have as many episodes as the team's have."""
     rollout = warm.rollout.model_dump(exclude={"tree"})
     return variant(
@@ -304,7 +306,7 @@ def comparison(title: str, rows: list[Contender]) -> Table:
 
 
 def closing_words(summary: Mapping[str, Any], out: Path, curve: str, reports: Sequence[Path]) -> str:
-    """Return the last message of the demo: its results, and the files to look at."""
+    """Return the last message of the demo: its results, and its files."""
     lines = []
     for task, part in summary["parts"].items():
         before, after = part["held_out"][UNTRAINED], part["held_out"][TEAM]
@@ -314,20 +316,20 @@ def closing_words(summary: Mapping[str, Any], out: Path, curve: str, reports: Se
             f"to {after['success']:.1%} ({after['low']:.1%} – {after['high']:.1%}): {part['steps']} steps of AT-GRPO, "
             f"{part['sampled_tokens']:,} sampled tokens, {minutes:.1f} minutes with the warm start."
         )
-    told = "\n                       ".join(str(report) for report in reports)
+    paths = "\n                       ".join(str(report) for report in reports)
     last = out / PARTS[-1].task / "team"
     return "\n".join(lines) + (
         "\nLook next at\n"
         f"  the learning curves  {curve}\n"
-        f"  what the teams said  {told}\n"
+        f"  what the teams wrote  {paths}\n"
         f"                       or `turnwise view {last}`\n"
         f"  the figures          {out / 'summary.json'}\n"
-        "  a run of your own    docs/training.md, and `turnwise train --help`"
+        "  your own run         docs/training.md, and `turnwise train --help`"
     )
 
 
 def plot(curves: Mapping[str, Mapping[str, Path]], path: Path) -> str:
-    """Plot each part's validation success over sampled tokens in one PNG; return its path, or why there is none."""
+    """Plot each part's validation success over sampled tokens in one PNG; return its path, or the reason for none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from turnwise.arena.answers import Contribution
 from turnwise.cli.options import EXIT_OK
-from turnwise.run.ablations import ablations_of
 from turnwise.run.checks import task_of
 from turnwise.run.load import load_run
+from turnwise.run.parts import ablations_of
 from turnwise.tasks import task_type
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, raw_settings
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def measure_remotely(options: argparse.Namespace) -> Measured:
+def measure_remotely(options: argparse.Namespace) -> MeasuredCheckpoint:
     """Play the agent of ``--task gateway:...`` with the models of another server."""
     from turnwise.integrations.gateway.remote import RemoteGateway, evaluate_remotely
     from turnwise.integrations.gateway.task import GatewayTask
@@ -70,8 +70,8 @@ def measure_remotely(options: argparse.Namespace) -> Measured:
     if options.model is None:
         raise ValueError("--base-url: expected --model with the model's name there")
     gateway = RemoteGateway(options.base_url, options.model, key_variable=options.api_key_env)
-    found = evaluate_remotely(task, gateway, questions=config.eval.num_prompts, samples=options.samples)
-    return Measured(f"{options.model} at {options.base_url}", found)
+    evaluation = evaluate_remotely(task, gateway, questions=config.eval.num_prompts, samples=options.samples)
+    return MeasuredCheckpoint(f"{options.model} at {options.base_url}", evaluation)
 
 
 def evaluate_from_config(
@@ -89,8 +89,7 @@ def evaluate_from_config(
     several use ``rollout.temperature``. Raises ``ValueError`` for several greedy samples, which would be equal. With
     ``verbose`` the log shows the result in a line; otherwise notes go to stderr.
     """
-    found = _evaluated(config, checkpoint, samples=samples, temperature=temperature, verbose=verbose)
-    return found.evaluation
+    return _evaluated(config, checkpoint, samples=samples, temperature=temperature, verbose=verbose).evaluation
 
 
 def _evaluated(
@@ -101,13 +100,13 @@ def _evaluated(
     temperature: float | None,
     ablate: Sequence[str] = (),
     verbose: bool = False,
-) -> Measured:
+) -> MeasuredCheckpoint:
     """Evaluate one checkpoint, and what the actors named in ``ablate`` add."""
     if temperature is None:
         temperature = config.rollout.temperature if samples > 1 else 0.0
     if samples > 1 and not temperature > 0:
         raise ValueError(
-            f"samples={samples!r}, temperature={temperature!r}: greedy samples are all alike. Set a temperature > 0"
+            f"samples={samples!r}, temperature={temperature!r}: greedy samples are all equal. Set a temperature > 0"
         )
     try:
         ablations = ablations_of(task_of(config), ablate) if ablate else []
@@ -122,11 +121,11 @@ def _evaluated(
     name = "starting weights" if chosen is None else str(chosen)
     if verbose:
         run.trainer.log.note(f"{name}: {describe(result)}")
-    return Measured(name, result, additions)
+    return MeasuredCheckpoint(name, result, additions)
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCheckpoint:
     """A checkpoint's evaluation, and success without the ablated actors (``additions``).
 
     In a comparison also the other checkpoint's evaluation, and the paired difference.
@@ -148,7 +147,7 @@ def measure(
     ablate: Sequence[str] = (),
     samples: int = 1,
     temperature: float | None = None,
-) -> Measured:
+) -> MeasuredCheckpoint:
     """Evaluate ``checkpoint``; also ``against``, or the team without each actor of ``ablate`` (``"all"``: of all).
 
     All of them play the same questions with the same seeds.
@@ -170,17 +169,17 @@ def measure(
 # ---------------------------------------------------------------------------------------------------------------------
 # Output
 # ---------------------------------------------------------------------------------------------------------------------
-def render(measured: Measured) -> str:
+def render(measured: MeasuredCheckpoint) -> str:
     """Show each checkpoint with its pass@k, metrics, rewards and contributions; then the difference of two."""
     lines = _lines(measured.checkpoint, measured.evaluation)
     lines += contribution_table(measured.evaluation, measured.additions)
     if measured.other is not None and measured.difference is not None:
-        found = measured.difference
+        paired = measured.difference
         lines += _lines(str(measured.against), measured.other)
         lines.append(
-            f"{measured.checkpoint} against {measured.against}: success {found.difference.mean:+.1%} "
-            f"({_interval(found.difference, percent=True)}, {found.difference.method}; "
-            f"p = {found.p:.3g}, {found.test}; better in {found.better}, worse in {found.worse} groups)"
+            f"{measured.checkpoint} against {measured.against}: success {paired.difference.mean:+.1%} "
+            f"({_interval(paired.difference, percent=True)}, {paired.difference.method}; "
+            f"p = {paired.p:.3g}, {paired.test}; better in {paired.better}, worse in {paired.worse} groups)"
         )
     return "\n".join(lines)
 
@@ -194,7 +193,7 @@ def _lines(name: str, result: Evaluation) -> list[str]:
 
 
 def contribution_table(team: Evaluation, additions: Sequence[Addition]) -> list[str]:
-    """Return lines with a row per actor: what it did to the answers that it was handed, and success without it."""
+    """Return lines with a row per actor: what it did to the answers that it received, and success without it."""
     if not additions and not team.contributions:
         return []
     measured = {addition.actor: addition for addition in additions}
@@ -228,7 +227,7 @@ def _interval(at: Estimate, *, percent: bool = False) -> str:
     return f"95% interval {form.format(at.low)} to {form.format(at.high)}"
 
 
-def to_json(measured: Measured) -> dict[str, Any]:
+def to_json(measured: MeasuredCheckpoint) -> dict[str, Any]:
     """Convert to plain JSON data; an infinite bound becomes ``None``."""
     plain: dict[str, Any] = {"checkpoint": measured.checkpoint, **_evaluation_to_json(measured.evaluation)}
     if measured.additions:

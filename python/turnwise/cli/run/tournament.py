@@ -72,7 +72,7 @@ class Participant:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a round robin; ``payoffs`` has the record of each pair by their names."""
+    """The result of a round robin; ``payoffs`` has the record of each pair by their names."""
 
     task: str
     games: int
@@ -82,7 +82,7 @@ class Result:
 
     def ranking(self) -> list[int]:
         """Return the indices of ``participants``, best first."""
-        return [int(place) for place in np.argsort(-self.ratings.elo, kind="stable")]
+        return [int(index) for index in np.argsort(-self.ratings.elo, kind="stable")]
 
 
 def play_tournament(
@@ -144,9 +144,9 @@ async def _matches(arena: Arena, task: Task, seats: Sequence[str], games: int) -
             sides.append(seat)
     results = await arena.evaluation(sampling=arena.sampling).generate_rollouts(requests)
     matches: list[list[GameResult]] = [[] for _ in range(0, len(requests), len(seats))]
-    for place, (result, seat) in enumerate(zip(results, sides, strict=True)):
+    for index, (result, seat) in enumerate(zip(results, sides, strict=True)):
         if result.rollout.error is None:
-            matches[place // len(seats)].append(game_of(result.rollout, [seat], seats))
+            matches[index // len(seats)].append(game_of(result.rollout, [seat], seats))
     return [match for match in matches if match]
 
 
@@ -161,28 +161,28 @@ def _config_of(folder: Path) -> TrainConfig:
     check_episode_types(config, task_of(config).episodes())
     rollout = config.rollout.model_copy(update={"client": "transformers", "branches": 1, "tree": TreeConfig()})
     sections = {"rollout": rollout, "loop": LoopConfig(), "filter": FilterConfig(), "log": LogConfig(progress=False)}
-    places = {"league": LeagueConfig(share=1.0, opponents_per_step=2), "health": HealthConfig()}
-    return config.model_copy(update={**sections, **places, "resume": False})
+    slots = {"league": LeagueConfig(share=1.0, opponents_per_step=2), "health": HealthConfig()}
+    return config.model_copy(update={**sections, **slots, "resume": False})
 
 
 def _task_for(configs: Sequence[TrainConfig], name: str | None) -> Task:
     names = {config.task for config in configs}
     if name is None and len(names) > 1:
         raise ValueError(f"the runs trained on {', '.join(map(repr, sorted(names)))}: name one with task=...")
-    own = next((config for config in configs if name in (None, config.task)), None)
-    task = build_task(str(name)) if own is None else task_of(own)
+    trained = next((config for config in configs if name in (None, config.task)), None)
+    task = build_task(str(name)) if trained is None else task_of(trained)
     if len(capabilities_of(task, TaskCapabilities).seats) < 2 or not isinstance(task, MatchTask):
         raise ValueError(f"task={task.name!r}: expected a task with seats that play against each other")
     return task
 
 
 def _chosen_players(task: Task, chosen: Sequence[str] | None) -> list[str]:
-    known = list(task.players) if isinstance(task, ScriptedTask) else []
+    players = list(task.players) if isinstance(task, ScriptedTask) else []
     if chosen is None:
-        return known
-    if unknown := [name for name in chosen if name not in known]:
+        return players
+    if unknown := [name for name in chosen if name not in players]:
         raise ValueError(
-            f"baselines={list(chosen)!r}: task {task.name!r} has no {unknown[0]!r}; {did_you_mean(unknown[0], known)}"
+            f"baselines={list(chosen)!r}: task {task.name!r} has no {unknown[0]!r}; {did_you_mean(unknown[0], players)}"
         )
     return list(chosen)
 
@@ -192,20 +192,20 @@ def _checkpointed(
 ) -> list[Participant]:
     names = [folder.name for folder in folders]
     titles = [str(folder) if names.count(folder.name) > 1 else folder.name for folder in folders]
-    found: dict[Path, Participant] = {}
+    participants: dict[Path, Participant] = {}
     for run, (folder, title) in enumerate(zip(folders, titles, strict=True)):
         root = folder / "checkpoints"
         for which in checkpoints:
             chosen = list_checkpoints(root) if which == ALL else [find_checkpoint(root, which)]
             for path in chosen:
-                found.setdefault(path.resolve(), Participant(f"{title}/{path.name}", run, path))
+                participants.setdefault(path.resolve(), Participant(f"{title}/{path.name}", run, path))
         if ALL in checkpoints:
-            known = {path.name for path in found}
+            saved = {path.name for path in participants}
             trained = [name for name, settings in configs[run].policies.items() if settings.trainable]
             for step, files in sorted(members_in(folder / FOLDER, trained).items()):
-                if (name := f"step_{step:08d}") not in known:
-                    found[folder / FOLDER / name] = Participant(f"{title}/{name}", run, files=files)
-    return sorted(found.values(), key=lambda participant: (participant.run or 0, participant.name))
+                if (name := f"step_{step:08d}") not in saved:
+                    participants[folder / FOLDER / name] = Participant(f"{title}/{name}", run, files=files)
+    return sorted(participants.values(), key=lambda participant: (participant.run or 0, participant.name))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,22 +267,17 @@ class MatchClient:
     async def _answer(self, request: ModelRequest) -> ModelResponse:
         side, _, seat = request.policy.partition("/")
         participant = self.sides[int(side)]
-        assert participant is not None, "both sides have an participant before a game"
+        assert participant is not None, "both sides have a participant before a game"
         if participant.run is None:
-            return self._say(request, self._player(participant, request)(seat, request.messages or []))
+            player: Player = self.task.players[participant.name](Random(request.sampling.seed))  # type: ignore[attr-defined]
+            text = player(seat, request.messages or [])
+            ids = [*self._format.encode(text), *self._format.end_token_ids]
+            return ModelResponse(text, ids, [0.0] * len(ids), "stop", [(len(ids), 0)], trainable=False)
         run = self.runs[participant.run]
         policy = run.arena.actors[seat].policy if seat in run.arena.actors else next(iter(run.trainer.policies))
         name = slot_name(policy, int(side)) if run.trainer.policies[policy].trainable else policy
         [response] = await run.arena.client.generate([replace(request, policy=name)])
         return response
-
-    def _player(self, participant: Participant, request: ModelRequest) -> Player:
-        """Build a scripted player with the seed of this call."""
-        return self.task.players[participant.name](Random(request.sampling.seed))  # type: ignore[attr-defined]
-
-    def _say(self, request: ModelRequest, text: str) -> ModelResponse:
-        ids = [*self._format.encode(text), *self._format.end_token_ids]
-        return ModelResponse(text, ids, [0.0] * len(ids), "stop", [(len(ids), 0)], trainable=False)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         raise ModelError("load_weights is not for tournaments: call seat(participant, side)")
@@ -319,9 +314,9 @@ def to_json(result: Result) -> dict[str, Any]:
                     }
                 )  # fmt: skip
     ratings = [
-        {"player": result.participants[place], "elo": float(result.ratings.elo[place]),
-         "interval": [float(result.ratings.low[place]), float(result.ratings.high[place])]}
-        for place in result.ranking()
+        {"player": result.participants[index], "elo": float(result.ratings.elo[index]),
+         "interval": [float(result.ratings.low[index]), float(result.ratings.high[index])]}
+        for index in result.ranking()
     ]  # fmt: skip
     return {"task": result.task, "games_per_pair": result.games, "ratings": ratings, "pairs": pairs}
 
@@ -329,7 +324,7 @@ def to_json(result: Result) -> dict[str, Any]:
 def render(result: Result) -> str:
     """Show the ratings, best first, and the mean payoff of each row against each column, with 95% intervals."""
     order = result.ranking()
-    names = [result.participants[place] for place in order]
+    names = [result.participants[index] for index in order]
     width = max(map(len, names))
     lines = [
         f"{result.task}: {len(names)} participants, {result.games} games per pair, each question from every seat",
@@ -337,9 +332,9 @@ def render(result: Result) -> str:
     ]
     lines.append(f"{'':4}{'':{width}}  {'Elo':>6}  95% interval")
     ratings = result.ratings
-    for rank, place in enumerate(order, start=1):
-        elo, low, high = (float(values[place]) for values in (ratings.elo, ratings.low, ratings.high))
-        lines.append(f"{rank:>3} {result.participants[place]:{width}}  {elo:>6.0f}  {low:.0f} to {high:.0f}")
+    for rank, index in enumerate(order, start=1):
+        elo, low, high = (float(values[index]) for values in (ratings.elo, ratings.low, ratings.high))
+        lines.append(f"{rank:>3} {result.participants[index]:{width}}  {elo:>6.0f}  {low:.0f} to {high:.0f}")
     lines += ["", "mean payoff per game of the row against the column:"]
     lines.append(f"{'':4}{'':{width}}" + "".join(f"{column:>15}" for column in range(1, len(names) + 1)))
     for rank, player in enumerate(names, start=1):

@@ -8,7 +8,7 @@ from turnwise.cli.options import EXIT_OK
 from turnwise.report import write_report
 from turnwise.run.build import follow_config, train_from_config
 from turnwise.run.checks import dry_run
-from turnwise.run.clusters.start import is_supervised, placement_lines, train_on_cluster
+from turnwise.run.cluster import is_supervised, placement_lines, train_on_cluster
 from turnwise.run.ranks import join_ranks, leave_ranks
 from turnwise.tasks import task_type
 from turnwise.train.config.toml import raw_settings

@@ -73,7 +73,9 @@ def serve_run(options: argparse.Namespace) -> int:
     """Serve the actors of a run, sampled by the client in its config, until Ctrl-C (which raises) or SIGTERM."""
     for name, default in OF_MODEL.items():
         if getattr(options, name) != default:
-            raise ValueError(f"--{name.replace('_', '-')}: is of a model's server; a run is served as its config says")
+            raise ValueError(
+                f"--{name.replace('_', '-')}: is an option of a model's server; a run has it in its config"
+            )
     key = secrets.token_urlsafe(32) if options.api_key_env is None else key_from_environment(options.api_key_env)
     folder = Path(options.model)
     announce_code(raw_settings(folder / CONFIG_FILE, {}))

@@ -12,7 +12,7 @@ import os
 import sys
 
 from turnwise.cli.options import EXIT_OK
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 from turnwise.workers.secrets import key_names, read_keys, restart_without_secrets
 
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from turnwise.inference.weights.weight_block import TransferError
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 

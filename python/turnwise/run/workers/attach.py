@@ -1,4 +1,4 @@
-"""Give a run's arena its workers, and refuse settings under which they could not give the same results."""
+"""Attaches workers to a run's arena, and rejects settings under which they could not give the same results."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from turnwise.inference.common.http import checked_key
 from turnwise.tasks import Task
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.utils.shared_names import KEY_VARIABLE, MEMBERS
+from turnwise.utils.files import KEY_VARIABLE, MEMBERS
 from turnwise.workers.engines import engines_of
-from turnwise.workers.members import Members, WatchedMembers, fixed_members
+from turnwise.workers.link import Members, WatchedMembers, fixed_members
 from turnwise.workers.messages import PROTOCOL, Setup
 from turnwise.workers.remote import RemoteWorkers
 
-DECIDES = ("task", "task_options", "gateway", "seed", "policy_sharing", "actors", "policies", "reward", "filter")
-"""Sections and keys of a config that decide an episode, besides those of :data:`ROLLOUT`."""
+EPISODE_KEYS = ("task", "task_options", "gateway", "seed", "policy_sharing", "actors", "policies", "reward", "filter")
+"""Sections and keys of a config that determine an episode, in addition to :data:`ROLLOUT_KEYS`."""
 
-ROLLOUT = ("branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private")
-"""Keys of ``[rollout]`` that decide an episode."""
+ROLLOUT_KEYS = ("branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private")
+"""Keys of ``[rollout]`` that determine an episode."""
 
 
 def worker_count(config: TrainConfig) -> int:
@@ -35,12 +35,12 @@ def worker_count(config: TrainConfig) -> int:
 
 def check_workers(config: TrainConfig, task: Task, arena: Arena) -> list[str]:
     """Return one line for each setting of the run that its workers can't serve."""
-    count, told = worker_count(config), "workers that play episodes"
+    count, workers = worker_count(config), "workers that play episodes"
     lines = []
     if config.checkpoint.save_running_episodes:
         lines.append(
-            f"config key 'checkpoint.save_running_episodes' = true: expected false with {told}, as only the process of "
-            "the loop writes into the run folder. A worker that dies plays its episodes again from their start"
+            f"config key 'checkpoint.save_running_episodes' = true: expected false with {workers}, as only the process "
+            "of the loop writes into the run folder. A worker that dies plays its episodes again from their start"
         )
     limits = {"rollout.max_concurrency": config.rollout.max_concurrency}
     limits |= {
@@ -49,20 +49,20 @@ def check_workers(config: TrainConfig, task: Task, arena: Arena) -> list[str]:
         if actor.max_concurrency is not None
     }
     lines += [
-        f"config key {key!r} = {limit}: expected at least {count}, as each of the {told} gets an equal part"
+        f"config key {key!r} = {limit}: expected at least {count}, as each of the {workers} gets an equal part"
         for key, limit in limits.items()
         if limit < count
     ]
     if config.loop.deterministic and config.loop.max_staleness and arena.stores:
         lines.append(
-            f"config key 'loop.max_staleness' = {config.loop.max_staleness}: expected 0 with {told} and "
+            f"config key 'loop.max_staleness' = {config.loop.max_staleness}: expected 0 with {workers} and "
             f"loop.deterministic, as batches under way change the store {next(iter(arena.stores))!r} when they end"
         )
     owners: dict[str, Any] = {f"episode {name!r}": episode for name, episode in arena.episodes.items()}
     for owner, holder in {**owners, f"task {task.name!r}": task}.items():
         lines += [
             f"store {value.name!r}: {owner} holds it in its attribute {name!r}, which would be another store in each "
-            f"worker: expected arena.stores[{value.name!r}] with {told}"
+            f"worker: expected arena.stores[{value.name!r}] with {workers}"
             for name, value in getattr(holder, "__dict__", {}).items()
             if isinstance(value, ArtifactStore)
         ]
@@ -94,7 +94,7 @@ def attach_workers(config: TrainConfig, task: Task, arena: Arena) -> None:
     faults = config.cluster.faults
     setup = Setup(
         versions_here(),
-        deciding(config),
+        episode_settings(config),
         arena.max_context,
         {actor: quota.limit // count for actor, quota in arena.quotas.items()},
         alive_every=faults.dead_after / 4,
@@ -130,10 +130,12 @@ def versions_here() -> dict[str, Any]:
     }
 
 
-def deciding(config: TrainConfig) -> dict[str, Any]:
-    """Return the keys of ``config`` that decide an episode, as plain data."""
+def episode_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings of ``config`` that determine an episode, as plain data."""
     plain = config.model_dump(mode="json")
-    return {name: plain[name] for name in DECIDES} | {f"rollout.{name}": plain["rollout"][name] for name in ROLLOUT}
+    return {name: plain[name] for name in EPISODE_KEYS} | {
+        f"rollout.{name}": plain["rollout"][name] for name in ROLLOUT_KEYS
+    }
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -12,15 +12,15 @@ from typing import Any
 from turnwise.arena import Arena, Episode
 from turnwise.arena.runtime.concurrency import PrioritySemaphore
 from turnwise.inference.common.http import Endpoint
-from turnwise.run.ablations import ablations_of
 from turnwise.run.build import TaskArena, arena_for_client
 from turnwise.run.checks import resolve_config, task_of, tiny_model
-from turnwise.run.workers.attach import deciding, differences, versions_here
+from turnwise.run.parts import ablations_of
+from turnwise.run.workers.attach import differences, episode_settings, versions_here
 from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import Problems
 from turnwise.train.model.loading import check_models
-from turnwise.utils.shared_names import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE
 from turnwise.utils.threads import run_to_end
 from turnwise.workers.engines import WorkerClient
 from turnwise.workers.listen import Listener
@@ -60,9 +60,11 @@ class WorkerRun:
 
     def arena(self, setup: Setup, client: Any) -> Arena:
         """Return the arena. Raises ``ValueError`` for a run with other versions, or another config."""
-        unlike = differences(versions_here(), setup.versions) or differences(deciding(self._config), setup.config)
-        if unlike:
-            raise ValueError(f"the worker differs from the run: {'; '.join(unlike)}")
+        differing = differences(versions_here(), setup.versions) or differences(
+            episode_settings(self._config), setup.config
+        )
+        if differing:
+            raise ValueError(f"the worker differs from the run: {'; '.join(differing)}")
         arena = arena_for_client(
             client, self._config, self._task, self._actors, self._tokenizer, setup.max_context, kind=WorkerArena
         )

@@ -16,8 +16,7 @@ from torch import Tensor
 from turnwise.arena import Episode
 from turnwise.train.config.schema import TrainConfig
 from turnwise.types import GenerateResult, MeasuredClient, PooledClient, RoutedClient, TrainingBatch
-from turnwise.utils.files import parse_json_line
-from turnwise.utils.shared_names import EVENTS
+from turnwise.utils.files import EVENTS, parse_json_line
 
 
 def summarize(

@@ -1,4 +1,4 @@
-"""Runs a config on a cluster: checks it, prepares what engines start from, and supervises the processes."""
+"""Runs a config on a cluster: prepares the files that engines start from, and supervises the processes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.cluster.backend import ClusterLost
 from turnwise.cluster.commands import ROLE, commands_of
+from turnwise.cluster.host import ClusterLost
 from turnwise.cluster.members import FOLDER
 from turnwise.cluster.placement import describe, fit, roles_of
 from turnwise.cluster.ray_backend import RayBackend
 from turnwise.cluster.supervisor import Supervisor
 from turnwise.run.checks import check_config, resolve_config, task_of, tiny_model
-from turnwise.run.models.size import model_of
+from turnwise.run.models import model_of
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.league.build import groups_of
 from turnwise.train.model.loading import TINY, check_models
 
 EXIT_LATER = 75
-"""Exit code of a run that lost its cluster, and can go on on another: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a run that lost its cluster, and can continue on another: EX_TEMPFAIL of sysexits.h."""
 
 
 def is_supervised(config: TrainConfig) -> bool:
-    """True if this process is to start the run's processes, and is none of them."""
+    """Return True if this process starts the run's processes, and is none of them."""
     return config.cluster.backend == "ray" and ROLE not in os.environ
 
 
