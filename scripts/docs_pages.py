@@ -35,6 +35,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
                           "linear_logprob", "policy_loss", "grouped_policy_loss", "linear_policy_loss", "value_loss")),
     ("Options, masks and parallel ops", "ops", ()),
     ("Forkable state", "state", ()),
+    ("Untrusted programs", "sandbox", ()),
     ("Reports", "report", ()),
 )  # fmt: skip
 """Heading, room, and its names under this heading; without names, those that no other heading has."""

@@ -84,7 +84,7 @@ class SandboxRun:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """SandboxLimits of one run. ``cpu_seconds`` is an integer and includes start-up (some hundredths).
+    """Limits of one run. ``cpu_seconds`` is an integer and includes start-up (some hundredths).
 
     ``memory_mb`` is address space. ``output_bytes`` bounds what a program prints, and what it returns, each.
     ``wall_seconds`` ends a program that waits and never computes. It is long: a busy machine must not decide a reward.
