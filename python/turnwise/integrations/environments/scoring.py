@@ -16,7 +16,7 @@ from turnwise.sandbox import SandboxLimits
 from turnwise.sandbox.sandbox import find_filter
 
 LIMITS = SandboxLimits(cpu_seconds=2, wall_seconds=30.0, memory_mb=512)
-"""SandboxLimits of one answer; the memory is beyond what the process has at its start."""
+"""Limits of one answer; the memory is beyond what the process has at its start."""
 
 
 class AnswerScorer(Protocol):
