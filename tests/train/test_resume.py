@@ -343,7 +343,7 @@ async def test_what_others_did_meanwhile_is_told(tmp_path):
     other.close()
     second = made(tmp_path / "run", "store", checkpoint={"minutes": 0})
     early(second)
-    told = r"1 changes by other runs .*; delete .*stores.json to begin with the store as"
+    told = r"1 changes by other runs .*; delete .*stores.json to begin with the store's present state"
     with pytest.raises(ValueError, match=told):
         await second.run()
     (second.config.run_dir / "stores.json").unlink()
