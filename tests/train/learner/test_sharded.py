@@ -358,8 +358,8 @@ def die(mesh: Any) -> None:
     """The second rank is gone before the second step."""
     learner = ShardedLearner({"default": make_policy(CASES[0])}, CONFIG, mesh)
     if learner.rank:
-        update = learner._update
-        learner._update = lambda *arguments: (update(*arguments), os._exit(3))
+        train = learner._train
+        learner._train = lambda *arguments: (train(*arguments), os._exit(3))
         learner.follow()
     step(learner, 1)
     step(learner, 2)
