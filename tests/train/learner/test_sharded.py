@@ -358,8 +358,8 @@ def die(mesh: Any) -> None:
     """The second rank is gone before the second step."""
     learner = ShardedLearner({"default": make_policy(CASES[0])}, CONFIG, mesh)
     if learner.rank:
-        train = learner._train
-        learner._train = lambda *arguments: (train(*arguments), os._exit(3))
+        train_once = learner._train
+        learner._train = lambda *arguments: (train_once(*arguments), os._exit(3))
         learner.follow()
     step(learner, 1)
     step(learner, 2)
