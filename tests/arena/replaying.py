@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from turnwise.arena.recording.rollouts_jsonl import Record, json_line, plain_result
+from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, json_line, plain_result
 from turnwise.replay.diff import first_difference
 from turnwise.replay.replayer import DeadlockDetectingLoop, Replayer, replay_episode
 
@@ -26,7 +26,7 @@ def play(arena, row, **options):
     """``(result or None, the first difference or None, the playback)`` of a re-run in ``arena``."""
 
     async def main():
-        playback = Replayer(Record(row), arena.tokenizer, **options)
+        playback = Replayer(EpisodeRecord(row), arena.tokenizer, **options)
         asyncio.get_running_loop().on_idle = playback.idle
         return await replay_episode(arena, playback), playback
 

@@ -18,7 +18,7 @@ from turnwise.arena import (
     TreeSampler,
     record_input,
 )
-from turnwise.arena.recording.rollouts_jsonl import Record, ReplayError
+from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordError
 from turnwise.replay.replayer import DeadlockDetectingLoop
 from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
 
@@ -393,7 +393,7 @@ def test_stores_answer_as_they_did_though_others_filled_them(make_arena):
 
 
 def test_until_stops_after_so_many_calls_with_the_state_of_each_branch(make_arena, tree_row):
-    calls = len(Record(tree_row).calls)
+    calls = len(EpisodeRecord(tree_row).calls)
     for until in (0, 1, 3, 4, calls - 1):
         result, divergence, playback = play(silenced(board(make_arena)), tree_row, until=until)
         assert (result, divergence) == (None, None)
@@ -428,17 +428,17 @@ def test_a_swapped_actor_is_sampled_anew_and_the_others_once_their_prompts_diffe
 
 def test_lines_without_a_tape_or_of_another_format_are_refused(tree_row):
     without = {name: value for name, value in tree_row.items() if name != "replay"}
-    with pytest.raises(ReplayError, match=r"'e0' was written without what a replay needs: see log.record_for_replay"):
-        Record(without)
-    with pytest.raises(ReplayError, match=r"format 99, this version plays"):
-        Record({**tree_row, "replay": {**tree_row["replay"], "format": 99}})
+    with pytest.raises(RecordError, match=r"'e0' was written without what a replay needs: see log.record_for_replay"):
+        EpisodeRecord(without)
+    with pytest.raises(RecordError, match=r"format 99, this version plays"):
+        EpisodeRecord({**tree_row, "replay": {**tree_row["replay"], "format": 99}})
     lost = copy.deepcopy(tree_row)
     lost["replay"]["request"]["artifact"] = {"$lost": "<a lock>"}
-    with pytest.raises(ReplayError, match=r"<a lock> could not be recorded"):
-        Record(lost)
+    with pytest.raises(RecordError, match=r"<a lock> could not be recorded"):
+        EpisodeRecord(lost)
     lost["replay"]["request"]["artifact"] = {"$dataclass": ["subprocess:Popen", {"args": ["true"]}]}
-    with pytest.raises(ReplayError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
-        Record(lost)
+    with pytest.raises(RecordError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
+        EpisodeRecord(lost)
 
 
 # -- the loop that tells of whoever waits for ever --------------------------------------------------------------------

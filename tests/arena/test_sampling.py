@@ -14,7 +14,7 @@ from turnwise.arena.stores.sampling import (
     AttemptStats,
     Learnability,
     PrioritizedLevelReplay,
-    Uniform,
+    UniformSampling,
     Weighted,
     WeightedPool,
     find_rule,
@@ -42,7 +42,7 @@ def test_means_over_all_attempts_and_over_a_window():
 
 
 def test_uniform_and_weighted():
-    assert weights_of(Uniform(), [AttemptStats()] * 3) is None
+    assert weights_of(UniformSampling(), [AttemptStats()] * 3) is None
     assert weights_of(Weighted(), [AttemptStats()] * 3) == [0.0, 1.0, 2.0]
 
 

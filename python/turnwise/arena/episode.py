@@ -72,7 +72,7 @@ class Episode(ABC):
     blocking: bool = False
     """True if plain hooks wait or compute for long: they then run in threads, and hold up no other episode."""
     on_context: Any = "end"
-    """What happens when an actor's next prompt leaves no room in the context.
+    """Reaction to an actor's next prompt that leaves no room in the context.
 
     ``"end"``: the episode ends there, with ``rollout.meta["ended"] = "context"``. Its answers are scored and train.
     ``"fail"``: the episode fails. A method ``on_context(state, arena, artifact, messages)``, sync or async, returns a

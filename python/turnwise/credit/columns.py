@@ -37,7 +37,7 @@ def credit_columns(
     - ``questions``: the question's id; the attempts at one question share it.
     - ``actors``: the agent that made the call. By default one agent, ``"actor"``.
     - ``turns``: the number of the agent's call in its trajectory, from 0. By default all 0.
-    - ``trajectories``: the attempt's id. By default each row is an attempt of its own.
+    - ``trajectories``: the attempt's id. By default each row is one attempt.
     - ``nodes``: the tree node that the call and its siblings branch from; ``None`` outside a tree.
     - ``trajectory_rewards``: the attempt's reward for this actor, for rules that compare whole attempts (``"rae"``,
       ``"hierarchy"``, ``"episodic"``). By default ``rewards``.

@@ -17,7 +17,7 @@ from pprint import pformat
 from typing import Any
 
 from turnwise.arena import Arena, ArtifactStore
-from turnwise.arena.recording.rollouts_jsonl import Record, ReplayError, json_line, nodes_of, plain_result
+from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordError, json_line, nodes_of, plain_result
 from turnwise.arena.runtime.context import ModelCall
 from turnwise.inference.weights.load import copy_weights
 from turnwise.replay.diff import FirstDifference, first_difference
@@ -46,7 +46,7 @@ from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelRespon
 class Replayed:
     """The result of a replay."""
 
-    record: Record
+    record: EpisodeRecord
     played: int
     """Number of model calls answered from the record."""
     result: GenerateResult | None = None
@@ -95,12 +95,14 @@ def replay(
         raise ValueError(f"until={until!r}: expected a number of model calls >= 0")
     config = read_config(run_dir / CONFIG_FILE).model_copy(update={"run_dir": run_dir})
     task_of(config)  # imports the task's modules: the record names their data classes, and its reader never imports
-    record = Record(find_episode(run_dir / "rollouts.jsonl", episode, step), allow_pickle=allow_pickle)
+    record = EpisodeRecord(find_episode(run_dir / "rollouts.jsonl", episode, step), allow_pickle=allow_pickle)
     with asyncio.Runner(loop_factory=DeadlockDetectingLoop) as runner:
         return runner.run(_replay(config, record, until, parse_swaps(swap)))
 
 
-async def _replay(config: TrainConfig, record: Record, until: int | None, swaps: Mapping[str, SwapPolicy]) -> Replayed:
+async def _replay(
+    config: TrainConfig, record: EpisodeRecord, until: int | None, swaps: Mapping[str, SwapPolicy]
+) -> Replayed:
     arena = recorded_arena(config, record)
     if record.request.episode_type not in arena.episodes:
         raise ValueError(foreign_episode(config, record.row["id"], record.request.episode_type))
@@ -126,7 +128,7 @@ async def _replay(config: TrainConfig, record: Record, until: int | None, swaps:
     return Replayed(record, playback.played, result, playback.divergence, waiting, sampled)
 
 
-def recorded_arena(config: TrainConfig, record: Record) -> Arena:
+def recorded_arena(config: TrainConfig, record: EpisodeRecord) -> Arena:
     """Build the run's arena without models, so that it can't sample."""
     problems = Problems()
     task = task_of(config)
@@ -154,7 +156,7 @@ class RecordedClient:
 
     def version(self, policy: str) -> int:
         if policy not in self._versions:
-            raise ReplayError(f"policy {policy!r} was not there when the episode was recorded")
+            raise RecordError(f"policy {policy!r} was not there when the episode was recorded")
         return self._versions[policy]
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
@@ -214,7 +216,11 @@ class LivePolicies:
 
     @classmethod
     async def open(
-        cls, config: TrainConfig, swaps: Mapping[str, SwapPolicy], record: Record, clients: contextlib.AsyncExitStack
+        cls,
+        config: TrainConfig,
+        swaps: Mapping[str, SwapPolicy],
+        record: EpisodeRecord,
+        clients: contextlib.AsyncExitStack,
     ) -> LivePolicies:
         """Load one set of weights for each checkpoint that ``swaps`` names.
 
@@ -274,7 +280,7 @@ def _load_into(policies: Mapping[str, Policy], root: Path, checkpoint: str) -> N
         copy_weights(policies[name].model, read_tensors(file).items(), name)
 
 
-def seat_past(run: Run, record: Record, swapped: Collection[str]) -> None:
+def seat_past(run: Run, record: EpisodeRecord, swapped: Collection[str]) -> None:
     """Load the league snapshot that the recorded episode played against.
 
     Raises ``ValueError`` if its weights are gone, unless its seats are ``swapped``.
@@ -300,7 +306,7 @@ def seat_past(run: Run, record: Record, swapped: Collection[str]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Output
 # ---------------------------------------------------------------------------------------------------------------------
-def _shown(context: Any, call: ModelCall, record: Record) -> str:
+def _shown(context: Any, call: ModelCall, record: EpisodeRecord) -> str:
     number = record.calls[call.key].number if call.key in record.calls else "?"
     data = pformat(to_python(context.state.data), width=100, compact=True)
     prompt = "\n".join(f"{message['role']}: {message['content']}" for message in call.messages)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 from turnwise.arena.arena import Arena
 from turnwise.arena.recording.lossless_json import UnserializableValueError, UntrustedValueError
 from turnwise.arena.recording.recorder import ANSWER, ASK, ENDED, EXPIRED, READ, comparable, unique_key
-from turnwise.arena.recording.rollouts_jsonl import Record, RecordedCall, ReplayError, nodes_of
+from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordedCall, RecordError, nodes_of
 from turnwise.arena.rewards.group_rewards import apply_group_scores, with_continuations
 from turnwise.arena.rewards.mix import TURN_FACTOR
 from turnwise.arena.runner import create_context, run_episode
@@ -57,7 +57,7 @@ class Replayer:
 
     def __init__(
         self,
-        record: Record,
+        record: EpisodeRecord,
         tokenizer: Tokenizer,
         *,
         until: int | None = None,
@@ -351,7 +351,7 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
     record = playback.record
     number = str(record.row["id"])
     if not number[1:].isdigit():
-        raise ReplayError(f"episode {number!r} is no top episode: expected an id such as 'e5'")
+        raise RecordError(f"episode {number!r} is no top episode: expected an id such as 'e5'")
     # Give the arena and the episode the recorded counters, settings and seed.
     arena.started, arena.seed, arena.retries = int(number[1:]), record.arena["seed"], record.arena["retries"]
     arena.max_context, arena.record_episodes = record.arena["max_context"], False

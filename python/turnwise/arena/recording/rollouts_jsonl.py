@@ -67,7 +67,7 @@ def _json_default(value: Any) -> Any:
     return str(value)
 
 
-class ReplayError(ValueError):
+class RecordError(ValueError):
     """A line of ``rollouts.jsonl`` that can't be replayed."""
 
 
@@ -83,8 +83,8 @@ class RecordedCall:
     """True for a step of the episode, False for one of a failed attempt or an unrecorded call."""
 
 
-class Record:
-    """One line of ``rollouts.jsonl``, parsed. Raises :class:`ReplayError` if it holds no recording.
+class EpisodeRecord:
+    """One line of ``rollouts.jsonl``, parsed. Raises :class:`RecordError` if it holds no recording.
 
     ``allow_pickle`` creates objects of any class, which can run code.
     """
@@ -92,11 +92,11 @@ class Record:
     def __init__(self, row: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
         recording = row.get("replay")
         if recording is None:
-            raise ReplayError(
+            raise RecordError(
                 f"episode {row.get('id')!r} was written without what a replay needs: see log.record_for_replay"
             )
         if recording["format"] != FORMAT:
-            raise ReplayError(f"episode {row['id']!r} has format {recording['format']}, this version plays {FORMAT}")
+            raise RecordError(f"episode {row['id']!r} has format {recording['format']}, this version plays {FORMAT}")
         self.decode = partial(decode, allow_pickle=allow_pickle)
         self.row, self.seed, self.arena = row, int(recording["seed"]), dict(recording["arena"])
         self.events: list[tuple[str, str]] = []
@@ -107,7 +107,7 @@ class Record:
             self.request = EpisodeRequest(**{name: self.decode(value) for name, value in recording["request"].items()})
             self._take(recording["events"])
         except (UnserializableValueError, UntrustedValueError) as error:
-            raise ReplayError(f"episode {row['id']!r} can't be played again: {error}{_way_out(error)}") from error
+            raise RecordError(f"episode {row['id']!r} can't be played again: {error}{_way_out(error)}") from error
         self.happened = set(self.events)
 
     def _take(self, events: Sequence[Sequence[Any]]) -> None:
@@ -142,5 +142,5 @@ def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _way_out(error: ValueError) -> str:
-    trust = "; if you trust the record: Record(row, allow_pickle=True), or `turnwise replay --allow-pickle`"
+    trust = "; if you trust the record: EpisodeRecord(row, allow_pickle=True), or `turnwise replay --allow-pickle`"
     return trust if isinstance(error, UntrustedValueError) else ""

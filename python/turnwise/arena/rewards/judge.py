@@ -97,7 +97,7 @@ class Judge:
         **sampling: Any,
     ) -> None:
         if read is not None and (low, high) != (None, None):
-            raise ValueError(f"low={low!r}, high={high!r}: expected None with a read of your own")
+            raise ValueError(f"low={low!r}, high={high!r}: expected None if read is given")
         if low is not None and high is not None and not low < high:
             raise ValueError(f"low={low!r}, high={high!r}: expected low < high")
         self.read, self.low, self.high = read, low, high

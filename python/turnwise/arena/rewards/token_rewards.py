@@ -127,5 +127,5 @@ def check_rewarded(rollout: Rollout) -> None:
         if step.trainable and step.reward is None and step.actor_id not in rollout.rewards_of(step):
             raise ValueError(
                 f"actor {step.actor_id!r} of episode {rollout.episode_type!r} acted and has no reward: the rubric "
-                f"rewards {sorted(rollout.rewards_of(step))}, and the step has no reward of its own"
+                f"rewards {sorted(rollout.rewards_of(step))}, and the step has no reward"
             )

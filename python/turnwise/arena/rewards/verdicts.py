@@ -56,7 +56,7 @@ _GOES_ON = re.compile(
     rf"|[ \t]*(?:,|and|&)[ \t]*{_NUMBER}[ \t]*(?:[.;\n]|$)",
     re.IGNORECASE,
 )
-"""What follows the first number of a range, a sum or a list."""
+"""Continuations of a first number: a range, a sum or a list."""
 
 _BOUNDED = re.compile(
     r"(?:(?<![-=])[<>]|[≤≥~±^+×]|\b(?:at\s+(?:least|most)|(?:less|more|lower|higher|fewer|greater|better|worse)\s+than|under"

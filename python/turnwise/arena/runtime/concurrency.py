@@ -21,10 +21,10 @@ from turnwise.types import ModelError
 T = TypeVar("T")
 Order = tuple[int, ...]
 _NO_CONTEXT = contextvars.Context()
-"""Of timers, which would otherwise keep the episode alive that set them."""
+"""Context of timers, which would otherwise keep their episode alive."""
 
 LEAVE = 60.0
-"""Seconds that cancelled episodes get to end and to close what they opened."""
+"""Seconds in which cancelled episodes may end and close what they opened."""
 
 
 class BatchFailedError(RuntimeError):
@@ -253,9 +253,7 @@ async def _stop_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # asyncio warns of unread ones
     if left:
-        warnings.warn(
-            f"{len(left)} cancelled tasks go on all the same, and are left behind", RuntimeWarning, stacklevel=2
-        )
+        warnings.warn(f"{len(left)} cancelled tasks still run, and are left behind", RuntimeWarning, stacklevel=2)
 
 
 def run_limited(

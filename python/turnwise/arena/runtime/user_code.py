@@ -45,7 +45,7 @@ from turnwise.utils.threads import DaemonThreads
 THREADS = {"agent": 512, "tool": 64, "reward": 32, "hook": 64}
 """Concurrent calls in threads, by kind. Abandoned calls don't count."""
 THREADS_OF_EPISODE = 8
-"""Of these, concurrent calls of one episode."""
+"""Concurrent calls of one episode among them."""
 MOST_HANGING = 100
 """Abandoned calls of one function that still run. Further calls fail at once, until some of these end."""
 GRACE = 5.0
@@ -333,7 +333,7 @@ async def _end(task: asyncio.Task[Any], what: str) -> None:
     await asyncio.wait({task}, timeout=GRACE)
     if not task.done():
         count_in_process("user_code/abandoned")
-        warn_once(("cancelled", what), f"{what} was cancelled and goes on all the same: its result counts no more")
+        warn_once(("cancelled", what), f"{what} was cancelled and still runs: its result is ignored")
         _runaways.add(task)
         task.add_done_callback(_runaways.discard)
 

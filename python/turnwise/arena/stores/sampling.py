@@ -66,7 +66,7 @@ class SamplingRule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
+class UniformSampling:
     """Draws all artifacts with equal probability."""
 
     def weights(
@@ -144,7 +144,7 @@ class Learnability:
 
 
 RULES: dict[str, Callable[[], SamplingRule]] = {
-    "uniform": Uniform,
+    "uniform": UniformSampling,
     "weighted": Weighted,
     "prioritized": PrioritizedLevelReplay,
     "learnability": Learnability,

@@ -324,7 +324,7 @@ class SqliteStore:
         if others and not self.shared:
             raise ValueError(
                 f"{where}: {others} changes by other runs came after it and would be lost: "
-                "give each run a file of its own, or open the store with shared=True, which leaves them"
+                "give each run its own file, or open the store with shared=True, which leaves them"
             )
         return int(others)
 
