@@ -274,12 +274,7 @@ def random_tree(rng, depth, tags, room):
 
 def request_of(tree, batch):
     return EpisodeRequest(
-        tree["type"],
-        tree,
-        group_id=0,
-        timeout=tree["timeout"],
-        priority=tree["priority"],
-        meta={"batch": batch},
+        tree["type"], tree, group_id=0, timeout=tree["timeout"], priority=tree["priority"], meta={"batch": batch}
     )
 
 

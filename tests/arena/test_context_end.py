@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.arena import (
-    Arena,
-    BatchFailedError,
-    Episode,
-    MultiTurnEpisode,
-    Rubric,
-    SingleTurnEpisode,
-    TreeSampler,
-)
+from turnwise.arena import Arena, BatchFailedError, Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.credit import ATGRPOCredit, GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.types import Actor, ContextLengthError, EpisodeRequest, GenerateResult

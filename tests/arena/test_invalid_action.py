@@ -6,15 +6,7 @@ import json
 
 import pytest
 
-from turnwise.arena import (
-    Arena,
-    InvalidActionError,
-    MultiTurnEpisode,
-    Rubric,
-    SingleTurnEpisode,
-    TreeSampler,
-    parsing,
-)
+from turnwise.arena import Arena, InvalidActionError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, parsing
 from turnwise.arena.episode import Episode
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.samples.collect import collect_samples

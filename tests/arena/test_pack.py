@@ -200,9 +200,7 @@ def test_each_call_trains_or_is_counted_once():
         rng = random.Random(seed)
         results = random_results(rng)
         filters = Filters(
-            drop_truncated=rng.random() < 0.5,
-            drop_zero_advantage=rng.random() < 0.5,
-            max_length=rng.choice((None, 4)),
+            drop_truncated=rng.random() < 0.5, drop_zero_advantage=rng.random() < 0.5, max_length=rng.choice((None, 4))
         )
         causes = filters.causes(collect_samples(results))
         samples, drops = training_samples(results, filters)

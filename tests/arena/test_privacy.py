@@ -260,11 +260,7 @@ FOUND = [
         for thought in ("<think>fold</think>", "<think>the king, maybe</think>", "<plan a=1>k</plan>")
     ),
     (Repeated(("ann", "bob", "cat"), rounds=1), thoughts, "actor 'cat' holds what is private to 'ann', 'bob'"),
-    (
-        Thief(rounds=1),
-        thoughts,
-        r"step 1 of rollout 'e0'.*: the completion of actor 'ann' was not sampled for it",
-    ),
+    (Thief(rounds=1), thoughts, r"step 1 of rollout 'e0'.*: the completion of actor 'ann' was not sampled for it"),
 ]
 
 

@@ -16,13 +16,7 @@ from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.rewards.group_rewards import score_groups
 from turnwise.arena.rewards.mix import shape_turns
 from turnwise.arena.runner import check_requests, create_context, run_episode
-from turnwise.arena.runtime.concurrency import (
-    ClientCall,
-    EpisodeCounter,
-    FailureBudget,
-    gather_or_cancel,
-    run_limited,
-)
+from turnwise.arena.runtime.concurrency import ClientCall, EpisodeCounter, FailureBudget, gather_or_cancel, run_limited
 from turnwise.arena.runtime.context import EpisodeContext, current_context
 from turnwise.arena.runtime.hashing import derive_seed, rng_state, set_rng_state
 from turnwise.arena.runtime.model_call import (

@@ -17,14 +17,7 @@ from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
 from turnwise.arena.runtime.user_code import close_episode, in_own_task, own_cancellation_contained
-from turnwise.types import (
-    ContextLengthError,
-    EpisodeRequest,
-    EpisodeState,
-    GenerateResult,
-    ModelError,
-    Rollout,
-)
+from turnwise.types import ContextLengthError, EpisodeRequest, EpisodeState, GenerateResult, ModelError, Rollout
 from turnwise.types.protocols import ArenaRuntime
 from turnwise.utils.signals import contained
 

@@ -12,16 +12,7 @@ from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.chat import ChatFormat
 from turnwise.chat.messages import SYSTEM_ROLES, well_formed_texts
 from turnwise.state import to_python
-from turnwise.types import (
-    Actor,
-    ContextLengthError,
-    Messages,
-    ModelError,
-    ModelRequest,
-    ModelResponse,
-    Sampling,
-    Step,
-)
+from turnwise.types import Actor, ContextLengthError, Messages, ModelError, ModelRequest, ModelResponse, Sampling, Step
 
 FINISH_REASONS = ("stop", "length", "abort")
 
