@@ -296,7 +296,6 @@ async def play_one(seed):
         await asyncio.sleep(rng.randrange(32) / 4)
         playing.cancel()
     [results] = await asyncio.gather(playing, return_exceptions=True)
-    await asyncio.sleep(0.1)  # a task that was cancelled twice in one turn of the loop ends in the next ones
     assert client.peak <= limit and (quota is None or client.helper_peak <= quota)
     assert client.asked == client.answered + client.failed + client.cancelled, "each call ended once"
     slots = [arena.budget.in_use, *(budget.in_use for budget in arena.quotas.values())]
