@@ -272,7 +272,7 @@ async def test_what_swallows_its_cancellation_is_no_success(monkeypatch: pytest.
         return "success"
 
     with (
-        pytest.warns(RuntimeWarning, match="agent 'stubborn' was cancelled and goes on"),
+        pytest.warns(RuntimeWarning, match="agent 'stubborn' was cancelled and still runs"),
         pytest.raises(CallTimeoutError),
     ):
         await call("agent", stubborn, limit=0.05)
