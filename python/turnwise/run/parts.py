@@ -61,13 +61,12 @@ def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:
             f"config key 'credit.rule' = {rule!r}: the rule needs one end for each episode: expected "
             "rollout.tree.beam_width = 1, and rollout.tree.select other than 'none'"
         )
-    values = getattr(credit, "values_of_states", False)
-    if values and branches == 1 and not tree.playouts:
+    if can.values_of_states and branches == 1 and not tree.playouts:
         return (
             f"config key 'credit.rule' = {rule!r}: the rule takes the values of states from the branches of a tree or "
             "from playouts: expected rollout.branches > 1, or rollout.tree.playouts > 0"
         )
-    if tree.playouts and not values and rule in registry and tree.score_by != "value":
+    if tree.playouts and not can.values_of_states and rule in registry and tree.score_by != "value":
         return (
             f"config key 'rollout.tree.playouts' = {tree.playouts}: has no effect: expected credit.rule = "
             f"'vine', not {rule!r}, or rollout.tree.score_by = 'value'"
