@@ -327,15 +327,23 @@ async def ended_within(
 
 
 async def _end(task: asyncio.Task[Any], what: str) -> None:
-    """Cancel ``task``. One that doesn't end is abandoned."""
+    """Cancel ``task``. One that doesn't end is abandoned. A further cancellation is raised once it has ended."""
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # asyncio warns of unread errors
-    await asyncio.wait({task}, timeout=GRACE)
+    now = asyncio.get_running_loop().time
+    again, end = None, now() + GRACE
+    while not task.done() and (left := end - now()) > 0:
+        try:
+            await asyncio.wait({task}, timeout=left)
+        except asyncio.CancelledError as error:
+            again = error
     if not task.done():
         count_in_process("user_code/abandoned")
         warn_once(("cancelled", what), f"{what} was cancelled and still runs: its result is ignored")
         _runaways.add(task)
         task.add_done_callback(_runaways.discard)
+    if again is not None:
+        raise again
 
 
 class _ThreadSlots:
