@@ -191,7 +191,7 @@ $(VENV)/.tools: $(VENV)/.python constraints.txt
 build: $(VENV)/.installed  ## build and install into .venv
 
 # ---- run -----------------------------------------------------------------------------------------------------------
-demo: $(VENV)/.installed  ## train the sudoku team on this machine and print what it learned
+demo: $(VENV)/.installed  ## train two teams of two on this machine and print what they learned
 	@$(BIN)/turnwise demo
 
 demo-compare: $(VENV)/.installed  ## the demo beside a single agent and an untrained team, at equal sampled tokens
