@@ -89,9 +89,8 @@ def test_generated_pages_are_current() -> None:
     old = [path.name for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     assert old == [], "run `PYTHONPATH=python python scripts/docs_pages.py` with the Python of the tests, and commit"
     assert all(f"\n## {section}\n" in pages[ROOT / "docs" / "configuration.md"] for section in SECTIONS)
-    rooms = [
-        path.parent.name for path in Path(turnwise.__file__).parent.glob("*/__init__.py") if "\n__all__" in CODE[path]
-    ]
+    package = ROOT / "python" / "turnwise"
+    rooms = [path.parent.name for path in package.glob("*/__init__.py") if "\n__all__" in CODE[path]]
     assert all(f"\n`turnwise.{room}`\n" in pages[ROOT / "docs" / "api.md"] for room in rooms), "GROUPS lacks a room"
 
 

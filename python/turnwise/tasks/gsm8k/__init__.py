@@ -6,7 +6,14 @@ May import: types, utils, arena, tasks.
 
 from __future__ import annotations
 
-from turnwise.tasks.gsm8k.reader import GSM8KQuestion, answers_match, extract_answer, read_dataset, read_questions
+from turnwise.tasks.gsm8k.reader import (
+    GSM8KQuestion,
+    answers_match,
+    extract_answer,
+    read_dataset,
+    read_questions,
+    without_thoughts,
+)
 from turnwise.tasks.gsm8k.task import GSM8KEpisode, GSM8KOptions, GSM8KTask, QuestionOptions, QuestionTask
 
 __all__ = [
@@ -20,4 +27,5 @@ __all__ = [
     "extract_answer",
     "read_dataset",
     "read_questions",
+    "without_thoughts",
 ]
