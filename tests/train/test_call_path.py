@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 import turnwise
+from turnwise.inference import VLLMServerClient
+from turnwise.inference.common.http import Endpoint
+from turnwise.inference.scripted import ByteTokenizer
+
+from ..inference.fake_server import faking
+from ..inference.test_vllm_server import Pretend
 
 PACKAGE = Path(turnwise.__file__).parent
 
@@ -17,7 +23,7 @@ class CallPaths:
     """An asyncio task factory that keeps the stack in which each task was created."""
 
     def __init__(self) -> None:
-        self.created: dict[asyncio.Task, list[str]] = {}
+        self.created: dict[asyncio.Task | None, list[str]] = {}
 
     def __call__(self, loop, coroutine, **options):
         task = asyncio.Task(coroutine, loop=loop, **options)
@@ -58,3 +64,43 @@ async def test_one_action_reaches_the_client_in_few_calls(make_trainer, sampler,
     assert longest[0] == "train/loop.py run" and longest[-2:] == ["arena/arena.py call_model", own]
     assert ("arena/trees/search.py expand_once" in longest) == (sampler == "tree")
     assert len(longest) <= most_calls and len(files) <= most_files, "\n".join(longest)
+
+
+async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatch):
+    """From ``Trainer.run`` to the HTTP request: the calls in the client's own thread count, too."""
+    trainer = make_trainer(steps=1)
+    trainer.validation, trainer.arena.episodes["letters"].sampler = None, None
+    paths, seen, generate = CallPaths(), [], trainer.arena.client.generate
+    asyncio.get_running_loop().set_task_factory(paths)
+    submit, open_session = asyncio.run_coroutine_threadsafe, Endpoint._open_session
+
+    def submit_and_keep(work, loop):
+        began = paths.here()
+
+        async def run():
+            paths.created[asyncio.current_task()] = began
+            return await work
+
+        loop.set_task_factory(paths)
+        return submit(run(), loop)
+
+    def open_and_look(endpoint):
+        seen.append(paths.here())
+        return open_session(endpoint)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit_and_keep)
+    monkeypatch.setattr(Endpoint, "_open_session", open_and_look)
+    with faking(Pretend().script) as server:
+        async with VLLMServerClient(server.url, ByteTokenizer()) as client:
+
+            async def ask_both(requests):
+                await client.generate(requests)
+                return await generate(requests)
+
+            trainer.arena.client.generate = ask_both
+            await trainer.run()
+    asked = [path for path in seen if path[-2] == "inference/server/client.py _one"]  # the first call also connects
+    longest = max(asked, key=len)
+    files = {call.partition(" ")[0] for call in longest}
+    assert longest[0] == "train/loop.py run" and "arena/arena.py call_model" in longest
+    assert len(longest) <= 22 and len(files) <= 10, "\n".join(longest)
