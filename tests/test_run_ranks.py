@@ -135,16 +135,17 @@ except RuntimeError as error:
 malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
 malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 free(malloc(24 << 20))
-flags = ctypes.c_size_t.from_address(malloc(24 << 20) - ctypes.sizeof(ctypes.c_size_t)).value
+last = [malloc(3 << 19) for _ in range(64)][-1]
+flags = ctypes.c_size_t.from_address(last - ctypes.sizeof(ctypes.c_size_t)).value
 print("mapped" if flags & 2 else "in the heap")
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep no large blocks")
 def test_a_rank_on_the_cpu_gives_each_freed_mebibyte_back(warm_python: str) -> None:
-    """The second block is mapped again, so it goes back when it is freed; glibc alone would then use its heap.
+    """Blocks of 1.5 MiB are mapped after a larger one was freed; glibc alone would then take them from its heap.
 
-    It is larger than what a start leaves free at the heap's top, and smaller than the 32 MiB that glibc always maps.
+    There are more of them than a start leaves room for at the heap's top.
     """
     variables = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ran = subprocess.run(
