@@ -35,10 +35,10 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Disorder:
-    """Whatever the formula leaves out: calls of different lengths, and GPUs that die.
+class Perturbations:
+    """Effects that the formula leaves out: calls of different lengths, and GPUs that die.
 
-    Example: ``Disorder(length_sigma=0.5, mtbf_hours=50_000)``
+    Example: ``Perturbations(length_sigma=0.5, mtbf_hours=50_000)``
     """
 
     length_sigma: float = 0.0
@@ -89,7 +89,7 @@ def simulate_cluster(
     split: Split,
     gpu: GPU,
     constants: Constants,
-    disorder: Disorder | None = None,
+    perturbations: Perturbations | None = None,
     *,
     rounds: int = 3,
     skipped_rounds: int = 3,
@@ -123,7 +123,7 @@ def simulate_cluster(
             split,
             predict(workload, split, gpu, constants),
             engine_speed(workload, split.tensor_parallel, gpu, constants),
-            disorder or Disorder(),
+            perturbations or Perturbations(),
             config,
             PrefixRouter() if router is None else router,
         )
@@ -231,9 +231,9 @@ class _ClusterClient:
     """The pool of engines: each request's rows go to the engines that the router chooses."""
 
     def __init__(
-        self, split: Split, speed: EngineSpeed, workload: Workload, disorder: Disorder, router: Router
+        self, split: Split, speed: EngineSpeed, workload: Workload, perturbations: Perturbations, router: Router
     ) -> None:
-        self.split, self.speed, self.workload, self.disorder = split, speed, workload, disorder
+        self.split, self.speed, self.workload, self.perturbations = split, speed, workload, perturbations
         self.router = router
         self.newest = 0
         self.engines: dict[str, _Engine] = {}
@@ -263,12 +263,12 @@ class _ClusterClient:
         return ModelResponse(str(sum(row.tokens for row in pending.rows)), [97] * count, [-1.0] * count, "stop", runs)
 
     def _lengths(self, seed: int | None) -> list[int]:
-        mean, sigma = self.workload.response, self.disorder.length_sigma
+        mean, sigma = self.workload.response, self.perturbations.length_sigma
         if not sigma:
             return [max(1, round(mean))] * self.workload.group_size
         draw = random.Random(seed)
         drawn = (mean * draw.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(self.workload.group_size))
-        return [max(1, round(min(length, mean * self.disorder.longest))) for length in drawn]
+        return [max(1, round(min(length, mean * self.perturbations.longest))) for length in drawn]
 
     def _place(self, row: _Row) -> None:
         if not self.outstanding:
@@ -291,7 +291,7 @@ class _ClusterClient:
         self.repeated += len(lost)
         for row in lost:
             self._place(row)
-        await asyncio.sleep(self.disorder.engine_restart)
+        await asyncio.sleep(self.perturbations.engine_restart)
         engine.alive, self.outstanding[engine.name] = True, 0
         homeless, self.homeless = self.homeless, []
         for row in homeless:
@@ -313,8 +313,8 @@ class _ClusterClient:
 class _Ranks:
     """The ranks: they train together, and if one dies, all load the last checkpoint and repeat the updates since."""
 
-    def __init__(self, seconds_per_token: float, disorder: Disorder) -> None:
-        self.seconds_per_token, self.disorder = seconds_per_token, disorder
+    def __init__(self, seconds_per_token: float, perturbations: Perturbations) -> None:
+        self.seconds_per_token, self.perturbations = seconds_per_token, perturbations
         self.ready = self.busy_seconds = 0.0
         self.since_checkpoint: list[float] = []
         self.died = asyncio.Event()
@@ -322,7 +322,7 @@ class _Ranks:
     def die(self) -> None:
         """Lose everything since the last checkpoint."""
         now = asyncio.get_running_loop().time()
-        self.ready = now + self.disorder.training_restart + sum(self.since_checkpoint)
+        self.ready = now + self.perturbations.training_restart + sum(self.since_checkpoint)
         self.died.set()
 
     async def train(self, tokens: float, step: int) -> None:
@@ -338,7 +338,9 @@ class _Ranks:
             except TimeoutError:
                 break
         self.busy_seconds += seconds
-        self.since_checkpoint = [] if step % self.disorder.checkpoint_every == 0 else [*self.since_checkpoint, seconds]
+        self.since_checkpoint = (
+            [] if step % self.perturbations.checkpoint_every == 0 else [*self.since_checkpoint, seconds]
+        )
 
 
 class _ClusterTrainer(SimulatedTrainer):
@@ -350,15 +352,15 @@ class _ClusterTrainer(SimulatedTrainer):
         split: Split,
         predicted: Prediction,
         speed: EngineSpeed,
-        disorder: Disorder,
+        perturbations: Perturbations,
         config: TrainConfig,
         router: Router,
     ) -> None:
-        self.workload, self.split, self.predicted, self.disorder = workload, split, predicted, disorder
+        self.workload, self.split, self.predicted, self.perturbations = workload, split, predicted, perturbations
         calls = round(workload.calls)
         if calls != workload.calls:
             raise ValueError(f"calls={workload.calls!r}: expected a whole number, as each episode makes as many")
-        self.cluster = _ClusterClient(split, speed, workload, disorder, router)
+        self.cluster = _ClusterClient(split, speed, workload, perturbations, router)
         latency = LatencyModel(max_tokens=workload.group_size)
         super().__init__(
             latency,
@@ -404,7 +406,7 @@ class _ClusterTrainer(SimulatedTrainer):
         self.cluster.start()
         self.row_seconds: list[float] = []
         self.busy: list[float] = []
-        self.ranks = _Ranks(self.predicted.training / self.workload.trained_tokens, self.disorder)
+        self.ranks = _Ranks(self.predicted.training / self.workload.trained_tokens, self.perturbations)
         self.deaths = Counter({"engine": 0, "rank": 0})
         killer = asyncio.create_task(self._kill())
         try:
@@ -429,12 +431,12 @@ class _ClusterTrainer(SimulatedTrainer):
 
     async def _kill(self) -> None:
         """Let one GPU after the other die; the GPUs of a process that is down can't."""
-        if math.isinf(self.disorder.mtbf_hours):
+        if math.isinf(self.perturbations.mtbf_hours):
             return
         draw = random.Random(f"{self.config.seed} deaths")
         sampling, restarts = self.split.engines * self.split.tensor_parallel, set()
         while True:
-            await asyncio.sleep(draw.expovariate(self.split.gpus / (self.disorder.mtbf_hours * HOUR)))
+            await asyncio.sleep(draw.expovariate(self.split.gpus / (self.perturbations.mtbf_hours * HOUR)))
             gpu = draw.randrange(self.split.gpus)
             if gpu >= sampling:
                 if self.ranks.ready <= asyncio.get_running_loop().time():

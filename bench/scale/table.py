@@ -24,7 +24,7 @@ BENCH = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(BENCH)]
 
 from common import RESULTS, environment, table
-from scale.cluster import Disorder, simulate_cluster
+from scale.cluster import Perturbations, simulate_cluster
 from scale.constants import DESIGN, GPUS, Constants
 from scale.formula import Split, one_by_one_seconds, predict, sync_seconds
 from scale.search import NothingFits, search
@@ -97,7 +97,7 @@ def scaling_rows(sizes: tuple[int, ...]) -> Iterator[Row]:
     equal = replace(constants, tail=constants.tail.measured(1.0, "calls of equal length"))
     for model in MODELS:
         same_length, base = work_of(model), None
-        work = replace(same_length, longest=Disorder().longest * same_length.response)
+        work = replace(same_length, longest=Perturbations().longest * same_length.response)
         for gpus in sizes:
             try:
                 split = search(work, gpus, GPU, constants, staleness=[AHEAD], best=1)[0].split
@@ -110,7 +110,7 @@ def scaling_rows(sizes: tuple[int, ...]) -> Iterator[Row]:
             began = time.process_time()
             same = simulate_cluster(same_length, split, GPU, constants, rounds=1, skipped_rounds=2)
             seconds = time.process_time() - began
-            spread = simulate_cluster(work, split, GPU, constants, Disorder(SIGMA), rounds=1, skipped_rounds=2)
+            spread = simulate_cluster(work, split, GPU, constants, Perturbations(SIGMA), rounds=1, skipped_rounds=2)
             found = predict(work, split, GPU, constants)
             found_same = predict(same_length, split, GPU, equal)
             late = predict(work, split, GPU, alone)
@@ -146,10 +146,10 @@ def death_rows() -> Iterator[Row]:
     for model, engines in (("7B", 512), ("70B", 128)):
         work = replace(work_of(model), groups=64)
         split = Split(engines, 512 // engines, 512, 128, AHEAD)
-        disorder = Disorder(mtbf_hours=MTBF / OFTEN)
+        perturbations = Perturbations(mtbf_hours=MTBF / OFTEN)
         calm, met = (
             simulate_cluster(work, split, GPU, Constants(), each, rounds=120, skipped_rounds=1)
-            for each in (Disorder(), disorder)
+            for each in (Perturbations(), perturbations)
         )
         lost = met.ends[-1] / calm.ends[-1] - 1
         yield {
@@ -187,7 +187,7 @@ def page(rows: list[Row]) -> str:
     machine = environment(1)
     ratios = [row["simulated / formula"] for row in of["scaling"]]
     uneven = [row["simulated  / formula"] for row in of["scaling"]]
-    first, work, disorder, seconds = rows[0], work_of("7B"), Disorder(), "CPU s of the simulation"
+    first, work, assumed, seconds = rows[0], work_of("7B"), Perturbations(), "CPU s of the simulation"
     longest = max(of["scaling"], key=lambda row: row[seconds])
     lost = max(row[f"lost at MTBF {MTBF:,} h"] for row in of["deaths"])
     return f"""# Modelled: a step on up to 1,024 GPUs, {first["time"][:10]}
@@ -215,7 +215,7 @@ python bench/scale/table.py
 
 Each row is the best split of `bench/scale/plan.py` with `max_staleness` {AHEAD}. "Efficiency" is sampled tokens per
 second and GPU over those of the first row of the model, with log-normal lengths. Their spread is {SIGMA}, and the
-longest is {disorder.longest:g} times the mean. "One by one" is a sender that serves one GPU of the engines after the
+longest is {assumed.longest:g} times the mean. "One by one" is a sender that serves one GPU of the engines after the
 other.
 
 {shown("scaling")}
@@ -237,8 +237,8 @@ batches ahead don't fill them. Calls have equal lengths here.
 ## Deaths
 
 64 prompts x 16 completions of equal length. GPUs die {OFTEN} times as often as every {MTBF:,} hours; the last column
-divides by that. An engine restarts in {disorder.engine_restart:g} s, the ranks in {disorder.training_restart:g} s. The
-ranks repeat the updates since a checkpoint of each {disorder.checkpoint_every} steps. These seconds are assumed.
+divides by that. An engine restarts in {assumed.engine_restart:g} s, the ranks in {assumed.training_restart:g} s. The
+ranks repeat the updates since a checkpoint of each {assumed.checkpoint_every} steps. These seconds are assumed.
 
 {shown("deaths")}
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from scale.cluster import Disorder, _ClusterClient, simulate_cluster
+from scale.cluster import Perturbations, _ClusterClient, simulate_cluster
 from scale.constants import GPUS, Constants
 from scale.formula import Split, engine_speed, predict
 from scale.workload import ModelSize, Workload
@@ -50,9 +50,9 @@ def test_equal_calls_take_the_seconds_of_the_formula(model, groups, split, bottl
 @pytest.mark.parametrize("split", [Split(32, 1, 32, 128, 0), Split(32, 1, 32, 128, 1), Split(32, 1, 32, 128, 3)])
 def test_the_longest_call_takes_about_as_long_as_the_formula_says(split):
     """About: in the simulation fewer and fewer rows run beside the longest one."""
-    disorder = Disorder(length_sigma=0.5, longest=3)
+    perturbations = Perturbations(length_sigma=0.5, longest=3)
     found = predict(workload(longest=3 * 4096), split, H100, CONSTANTS)
-    result = simulate_cluster(workload(), split, H100, CONSTANTS, disorder, rounds=2, skipped_rounds=2)
+    result = simulate_cluster(workload(), split, H100, CONSTANTS, perturbations, rounds=2, skipped_rounds=2)
     assert found.bottleneck == "latency of a batch"
     assert result.step == pytest.approx(found.step, rel=0.2)
 
@@ -72,7 +72,7 @@ def test_a_worked_example():
 def test_an_engine_is_faster_once_short_calls_have_ended():
     """The rows of one prompt start together, so the time is that of the tokens with 4, 3, 2 and 1 rows left."""
     work, split = workload(groups=1, group_size=4, response=1000), Split(1, 1, 1, 8, 0)
-    disorder = Disorder(length_sigma=1.0)
+    perturbations = Perturbations(length_sigma=1.0)
     seen = []
 
     class Router:
@@ -80,8 +80,8 @@ def test_an_engine_is_faster_once_short_calls_have_ended():
             seen.append(request.sampling.seed)
             return next(iter(outstanding))
 
-    result = simulate_cluster(work, split, H100, CONSTANTS, disorder, rounds=1, skipped_rounds=1, router=Router())
-    lengths = sorted(_ClusterClient(split, None, work, disorder, None)._lengths(seen[-1]))
+    result = simulate_cluster(work, split, H100, CONSTANTS, perturbations, rounds=1, skipped_rounds=1, router=Router())
+    lengths = sorted(_ClusterClient(split, None, work, perturbations, None)._lengths(seen[-1]))
     assert len(set(lengths)) > 1 and max(lengths) <= 4000
     speed, before, seconds = engine_speed(work, 1, H100, CONSTANTS), 0, 0.0
     for left, length in zip((4, 3, 2, 1), lengths, strict=True):
@@ -94,8 +94,8 @@ def test_an_engine_is_faster_once_short_calls_have_ended():
 
 
 def test_lengths_keep_their_mean():
-    work, disorder = workload(group_size=4000), Disorder(length_sigma=0.5, longest=100)
-    lengths = _ClusterClient(Split(1, 1, 1), None, work, disorder, None)._lengths(7)
+    work, perturbations = workload(group_size=4000), Perturbations(length_sigma=0.5, longest=100)
+    lengths = _ClusterClient(Split(1, 1, 1), None, work, perturbations, None)._lengths(7)
     logs = [math.log(length) for length in lengths]
     middle = sum(logs) / len(logs)
     spread = math.sqrt(sum((value - middle) ** 2 for value in logs) / len(logs))
@@ -104,9 +104,9 @@ def test_lengths_keep_their_mean():
 
 
 def test_equal_seeds_give_equal_results():
-    split, disorder = Split(8, 1, 8, 32, 1), Disorder(length_sigma=0.7, mtbf_hours=5)
+    split, perturbations = Split(8, 1, 8, 32, 1), Perturbations(length_sigma=0.7, mtbf_hours=5)
     first, again, other = (
-        simulate_cluster(workload(groups=24), split, H100, CONSTANTS, disorder, rounds=3, seed=seed)
+        simulate_cluster(workload(groups=24), split, H100, CONSTANTS, perturbations, rounds=3, seed=seed)
         for seed in (3, 3, 4)
     )
     assert first == again and first.ends != other.ends
@@ -115,8 +115,8 @@ def test_equal_seeds_give_equal_results():
 
 def test_a_dead_engine_loses_no_call():
     """Three of four engines are down nearly always; all calls are still answered, by those that are left."""
-    disorder = Disorder(mtbf_hours=0.02, engine_restart=200, training_restart=0)
-    result = simulate_cluster(workload(groups=8), Split(4, 1, 1, 64, 0), H100, CONSTANTS, disorder, rounds=4)
+    perturbations = Perturbations(mtbf_hours=0.02, engine_restart=200, training_restart=0)
+    result = simulate_cluster(workload(groups=8), Split(4, 1, 1, 64, 0), H100, CONSTANTS, perturbations, rounds=4)
     assert result.deaths["engine"] > 5 and result.repeated_rows > 0
     calm = simulate_cluster(workload(groups=8), Split(4, 1, 1, 64, 0), H100, CONSTANTS, rounds=4)
     assert result.step > calm.step
@@ -128,7 +128,12 @@ def test_the_ranks_repeat_the_updates_since_their_checkpoint():
     how = {"rounds": 25, "seed": 2}
     steps = {
         every: simulate_cluster(
-            work, split, H100, CONSTANTS, Disorder(mtbf_hours=4, training_restart=60, checkpoint_every=every), **how
+            work,
+            split,
+            H100,
+            CONSTANTS,
+            Perturbations(mtbf_hours=4, training_restart=60, checkpoint_every=every),
+            **how,
         ).ends[-1]
         for every in (1, 1000)
     }
@@ -151,4 +156,4 @@ def test_impossible_simulations_are_rejected(change, message):
         if change.keys() <= given.keys() | {"rounds"}:
             simulate_cluster(**{**given, **change})
         else:
-            Disorder(**change)
+            Perturbations(**change)
