@@ -1,4 +1,4 @@
-"""Sandbox for untrusted Python programs, such as a model writes: each runs in a process that may only compute.
+"""Sandbox for untrusted Python programs, such as a model's: each runs in a process that may only compute.
 
 Read in this order: sandbox, child, seccomp.
 May import: the standard library.

@@ -2,8 +2,8 @@
 
 It reads a job from standard input (``marshal``, from a parent that it trusts), gives up its rights, and only then
 compiles the program. Each line that it writes to standard output is JSON. The first line is ``{"locked": true}`` or
-``{"refused": "why"}``; no program has run by then, so none can have written it. Then follows ``{"value": ...}`` or
-``{"error": ...}`` for each input in order.
+``{"refused": "why"}``; no program has run by then, so none can have written it. ``{"value": ...}`` or
+``{"error": ...}`` follows for each input in order.
 """
 
 from __future__ import annotations

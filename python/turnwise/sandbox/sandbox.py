@@ -1,4 +1,4 @@
-"""Run untrusted programs, such as a model writes, each in its own process that may only compute.
+"""Run untrusted programs, such as a model's, each in its own process that may only compute.
 
 On Linux (x86-64 and aarch64, kernel 4.14 or newer; also in containers, without privileges, and binding root too):
 
@@ -86,7 +86,7 @@ class SandboxRun:
 class SandboxLimits:
     """Limits of one run. ``cpu_seconds`` is an integer and includes start-up (some hundredths).
 
-    ``memory_mb`` is address space. ``output_bytes`` bounds what a program prints, and what it returns, each.
+    ``memory_mb`` is address space. ``output_bytes`` limits the printed text and the results of a program separately.
     ``wall_seconds`` ends a program that waits and never computes. It is long: a busy machine must not decide a reward.
     """
 
@@ -103,7 +103,7 @@ class SandboxLimits:
             raise ValueError(f"cpu_seconds={self.cpu_seconds!r}: expected whole seconds")
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
-        """``(soft, hard)`` by the name in :mod:`resource`. One CPU second after its signal the kernel kills."""
+        """``(soft, hard)`` by the name in :mod:`resource`. The kernel kills one CPU second after its signal."""
         memory = self.memory_mb * 2**20
         return {
             "RLIMIT_CPU": (self.cpu_seconds, self.cpu_seconds + 1),

@@ -88,13 +88,13 @@ class Task(Protocol):
 
 @runtime_checkable
 class SplittableTask(Protocol):
-    """A task that some of its actors can play, which ``turnwise eval --ablate`` measures."""
+    """A task that a part of its team can play. ``turnwise eval --ablate`` measures such parts."""
 
     def with_actors(self, actors: Sequence[str]) -> Task:
         """Return the task for ``actors``, in their acting order.
 
-        Its episodes play the same requests without the others, and its success metric is of one of ``actors``. Raises
-        ``ValueError`` if they can't play alone.
+        Its episodes play the same requests without the other actors. Its success metric belongs to one of ``actors``.
+        Raises ``ValueError`` if they can't play alone.
         """
         ...
 
@@ -114,7 +114,7 @@ class ScriptedTask(Protocol):
 
     @property
     def players(self) -> Mapping[str, Callable[[Random], Player]]:
-        """The players by name, each made with a generator."""
+        """The functions that make the players, by name. Each takes a random generator."""
         ...
 
 
@@ -184,7 +184,7 @@ def held_out(task: Task, split: Split, n: int | None) -> list[EpisodeRequest]:
 
 
 def with_team(task: T, actors: Sequence[str], *, needed: str) -> T:
-    """A copy of ``task`` whose ``team`` is ``actors``. Raises ``ValueError`` without the actor that is ``needed``."""
+    """Copy ``task`` with ``actors`` as its ``team``. Raises ``ValueError`` if the actor ``needed`` is missing."""
     if needed not in actors:
         raise ValueError(f"actors={tuple(actors)!r}: expected {needed!r} among them")
     made: Any = copy.copy(task)
@@ -197,8 +197,8 @@ def task_problems(
 ) -> list[str]:
     """List the problems that would stop ``requests`` in play: names of actors and episodes that don't fit together.
 
-    If the requests are ``measured``, the task's metric is one that their rubric makes. The actor that the metric names
-    is not checked, as it appears only in play. A rubric with its own ``score`` passes, as it may make any metric.
+    If the requests are ``measured``, their rubric must also make the task's metric. The actor that the metric names is
+    not checked, as it appears only in play. A rubric with its own ``score`` passes, as it may make any metric.
     """
     problems: list[str] = []
     actors: list[str] = []

@@ -90,8 +90,8 @@ def draw_distinct(
 ) -> list[Q]:
     """Call ``draw`` until it has given ``n`` different questions of ``split``; ``None`` stands for no question.
 
-    A longer list begins with the shorter one. After ``patience`` draws in a row without a new question all count as
-    found, and a ``ValueError`` names how many of ``what`` there are. With ``repeats`` a question may come again.
+    A longer list begins with the shorter one. After ``patience`` draws in a row without a new question, all count as
+    found: a ``ValueError`` gives the number of ``what``. With ``repeats`` a question may be drawn again.
     """
     check_split(split)
     if n < 0:

@@ -48,7 +48,7 @@ LOOK_UP: dict[str, Any] = {
 class LookupQuestion:
     """A question about table ``table``: how many ``fruit`` has ``name``, or the friend of ``name`` after two ``hops``.
 
-    Example: ``Question(5813, "Ben", "pears", 2)``; its key is ``"5813/Ben/pears/2"``.
+    Example: ``LookupQuestion(5813, "Ben", "pears", 2)``; its key is ``"5813/Ben/pears/2"``.
     """
 
     table: int
@@ -75,7 +75,7 @@ class LookupQuestion:
 class LookupTable:
     """The rows of one table: for each name a number of each fruit from 0 to 99, and a friend.
 
-    Example: ``Table(5813).look_up("Ben", "pears")``
+    Example: ``LookupTable(5813).look_up("Ben", "pears")``
     """
 
     def __init__(self, number: int) -> None:
@@ -128,10 +128,11 @@ def with_result(messages: Messages, name: str, column: str, result: str) -> Mess
 
 
 def demonstrations(keys: Sequence[str], seed: int | str, quality: float) -> list[Demonstration]:
-    """Make one ``(actor id, messages, completion)`` per question, in turns of each of its answers.
+    """Make one ``(actor id, messages, completion)`` per question: in turn the first call, any second call, the answer.
 
-    ``quality`` in [0, 1] is the chance that a call has the right arguments. The result is copied, also a wrong one. So
-    the model learns to write calls and to answer what they return, and reinforcement learning finds what to ask.
+    ``quality`` in [0, 1] is the chance that a call has the right arguments. The last reply copies a result even if it
+    is wrong. So the model learns to write calls and to answer with their results. Reinforcement learning finds the
+    right calls.
     """
     check_demonstrations((SOLVER,), quality)
     rng = Random(f"lookup-demonstrations/{seed}")
@@ -269,7 +270,7 @@ class LookupTask(GeneratedTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """A player that looks up anything, and answers what it gets."""
+        """A player that looks up a random value and answers with it."""
         rng = Random(f"lookup-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

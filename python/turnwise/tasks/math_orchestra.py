@@ -1,4 +1,4 @@
-"""The math orchestra (Dr. MAS): a solver answers, a verifier approves or sends back, for up to ``max_loops`` loops."""
+"""The math orchestra (Dr. MAS): a solver answers, a verifier approves or rejects, for up to ``max_loops`` loops."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def parse_verdict(text: str) -> bool | None:
 class MathOrchestraEpisode(MultiTurnEpisode):
     """One question: solver, verifier, solver, … until the verifier approves or ``max_loops`` loops are over.
 
-    The artifact is ``{"question": ..., "answer": ...}``. A verdict that can't be read approves, so a verifier that
-    babbles can't keep a problem in the loop. Without a verifier the first answer stands. The team's part is the final
-    outcome: 1 if the solver's last answer is right. A solver's own part is 1 if its answer is right, a verifier's if
-    the verdict agrees with that. By default both actors earn the outcome. A tree sampler must score each action before
-    the end is known, so there an action earns its own part. No actor sees another one's ``<think>`` text.
+    The artifact is ``{"question": ..., "answer": ...}``. An unreadable verdict counts as approval, so a verifier that
+    babbles can't keep a problem in the loop. Without a verifier the first answer is final. The team's part is the final
+    outcome: 1 if the solver's last answer is right. A solver's own part is 1 if its answer is right. A verifier's own
+    part is 1 if its verdict agrees with that. By default both actors earn the outcome. A tree sampler must score each
+    action before the end is known, so there an action earns its own part. No actor sees another one's ``<think>`` text.
 
     Example: ``MathOrchestraEpisode(max_loops=2)``
     """
@@ -122,14 +122,14 @@ class MathOrchestraEpisode(MultiTurnEpisode):
         return RewardParts(float(data["right"]), data["own"][state.current_actor], read is not None)
 
     def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        """1 if the present answer is right. A verifier's action leaves it unchanged."""
+        """1 if the current answer is right. A verifier's action leaves it unchanged."""
         return float(state.data["right"])
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return VERIFIER not in self.actors or (state.current_actor == VERIFIER and state.data["approved"])
 
     def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str | None, bool] | None:
-        """The solver's answer. The verifier hands none on."""
+        """The solver's answer; ``None`` for the verifier."""
         if state.current_actor == VERIFIER or state.data["solution"] is None:
             return None
         return extract_answer(state.data["solution"]), state.data["right"]
@@ -192,7 +192,7 @@ class MathOrchestraTask(QuestionTask):
         self.options = options
 
     def with_actors(self, actors: Sequence[str]) -> MathOrchestraTask:
-        """The task for the solver alone, whose first answer stands."""
+        """Return the task for the solver alone. Its first answer is final."""
         return with_team(self, actors, needed=SOLVER)
 
     @property
@@ -225,7 +225,7 @@ class MathOrchestraTask(QuestionTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """A player that answers a random number from 0 to 99, and gives a random verdict."""
+        """A player that answers with a random number from 0 to 99, and gives a random verdict."""
         rng = Random(f"math-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

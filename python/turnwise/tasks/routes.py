@@ -56,7 +56,7 @@ def parse_route(text: str) -> str | None:
 
 
 def describe_failure(outcome: Mapping[str, Any]) -> str:
-    """Describe how far a failed route came, and the move that stopped it.
+    """Describe how far a failed route went, and the move that stopped it.
 
     Example: ``"3 moves, then R is blocked"``, ``"4 moves"`` or ``"no moves read"``
     """
@@ -84,7 +84,7 @@ def board_message(board: str, route: str | None = None, note: str = "", check: s
     """Write the failure of the last round (``note``), the suggested ``route`` with its ``check``, and the board.
 
     The board comes last. Each of its cells is then a fixed number of tokens before the reply, in the prompts of all
-    actors and rounds, so a tiny model learns only once to read it.
+    actors and rounds, so a tiny model learns to read it only once.
     """
     lines = [note] if note else []
     lines += [_SUGGESTION + format_route(route)] if route else []
@@ -143,10 +143,10 @@ class RouteScoring:
     action that leaves the distance unchanged earns 0. Moves have no price. In a group where no board is solved, a small
     price alone would decide, and dividing by the group's deviation would make it as large as success. ``gained`` is
     above -1, so by default a readable route never earns less than an unreadable one.
-    ``mix`` weighs them where no arena does, in an environment's own rewards. Raises ``ValueError`` for a negative
+    ``mix`` weighs the parts in an environment's own rewards, where no arena does. Raises ``ValueError`` for a negative
     ``shaping``.
 
-    Example: ``RouteScoring(shaping=0.5)`` pays a solution of value 1 that gains 0.25 of closeness 1.125.
+    Example: ``RouteScoring(shaping=0.5)`` pays 1.125 for a solution of value 1 that gains 0.25 of closeness.
     """
 
     shaping: float = 1.0
@@ -327,8 +327,8 @@ class RouteOptions(TeamOptions):
     """Options of every game of routes; ``actors = ["solver"]`` with ``max_turns = 1`` is the single agent.
 
     ``shaping`` rewards an action for leading closer to the end by the true distance, see :class:`RouteScoring`.
-    ``answers`` is the number of demonstrations of each prompt. The first ``clean`` of the demonstrations, a share, have
-    quality 1: with ``warm_start.shuffle = false`` a model first learns to play, then the faults.
+    ``answers`` is the number of demonstrations of each prompt. The first demonstrations, a share ``clean`` of them,
+    have quality 1: with ``warm_start.shuffle = false`` a model first learns to play, then the faults.
     """
 
     actors: tuple[Role, ...] = Field(default=TEAM, min_length=1)
@@ -361,10 +361,10 @@ UNREAD = 0.1  # share of the replies before a demonstration that could not be re
 class RouteGame(NamedTuple):
     """The functions with which a game demonstrates its routes; ``board`` is its maze or level.
 
-    ``messages(actor, board, route=, note=, check=)`` is the prompt, ``preview(board, route)`` a route's outcome,
-    ``suggest(board, quality, rng, blocked)`` a route, ``decide(board, suggestion, quality, rng, blocked)`` the
-    planner's, and ``failed_round(board, rng)`` the board after a round that failed, with the outcomes of its walk and
-    of its suggestion.
+    ``messages(actor, board, route=, note=, check=)`` builds the prompt. ``preview(board, route)`` returns a route's
+    outcome. ``suggest(board, quality, rng, blocked)`` makes a route. ``decide(board, suggestion, quality, rng,
+    blocked)`` makes the planner's route. ``failed_round(board, rng)`` returns the board after a failed round, with the
+    outcomes of its walk and of its suggestion.
     """
 
     messages: Callable[..., Messages]
@@ -384,9 +384,9 @@ def demonstrate_routes(
     answers: int = 1,
     clean: float = 0.0,
 ) -> list[Demonstration]:
-    """Make ``answers`` demonstrations per board, the actors taking turns. Some show a later round than the first.
+    """Make ``answers`` demonstrations per board. The actors take turns. Some demonstrations show a later round.
 
-    The first ``clean`` of them, a share, have quality 1.
+    The first demonstrations, a share ``clean`` of them, have quality 1.
 
     The answers to one prompt follow one another, so that a trie computes the prompt once for all of them.
     """

@@ -126,10 +126,10 @@ def demonstrations(
 ) -> list[Demonstration]:
     """Make one ``(actor id, messages, completion)`` per question. The actors take turns.
 
-    ``quality`` in [0, 1] is the chance of each digit to be right. The reader otherwise sends 0; writer and solver
-    otherwise repeat the digit of the row in front of them. Below one half this habit is the likeliest answer, so a
-    model that has learnt the demonstrations well fails when greedy and sometimes succeeds when sampled.
-    Reinforcement learning starts from there.
+    ``quality`` in [0, 1] is the chance that a digit is right. Otherwise the reader sends 0, and writer and solver
+    repeat the digit of the row in front of them. Below one half this wrong digit is the likeliest answer. A model that
+    has learnt the demonstrations well then fails when greedy and sometimes succeeds when sampled. Reinforcement
+    learning starts from there.
     """
     check_demonstrations(actors, quality)
     rng = Random(f"split-clues-demonstrations/{seed}")
@@ -167,9 +167,10 @@ class SplitCluesEpisode(TeamEpisode):
     """One question, played once by ``actors`` in order; the last actor's digits are the answer.
 
     The artifact is ``{"rows": "195/278"}``. The reader sees the first row, the writer the second one and what the
-    reader sent, the solver both. A reply without that many digits sends nothing. ``rubric`` pays every actor the mix of
-    the outcome and the share of right digits. No step has a reward of its own, as the answer alone shows what a message
-    was worth. In a tree the answer earns that reward, and a message 0: estimate its value by ``rollout.tree.playouts``.
+    reader sent, the solver both rows. A reply without a whole row of digits sends nothing. ``rubric`` pays every actor
+    the mix of the outcome and the share of right digits. No step has its own reward, as only the answer shows the value
+    of a message. In a tree the answer earns that reward, and a message 0: estimate its value by
+    ``rollout.tree.playouts``.
 
     Example: ``SplitCluesEpisode()`` for the team, ``SplitCluesEpisode(actors=("writer",))`` for half the view, and
     ``SplitCluesEpisode(actors=("solver",))`` for one agent that sees everything.
@@ -201,11 +202,11 @@ class SplitCluesEpisode(TeamEpisode):
         return RewardParts(float(right == 1.0), right)
 
     def team_value(self, state: EpisodeState, arena: Any, artifact: Any) -> float:
-        """The share of right digits, if what was said last were the answer."""
+        """The share of right digits if the digits sent last were the answer."""
         return self._right(state)
 
     def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str, list[bool]] | None:
-        """The digits that were said last, each right or wrong as an answer."""
+        """The digits sent last, each right or wrong as a part of the answer."""
         said, answer = state.data["said"], parse_question(state.data["rows"]).answer
         return None if said is None else (said, list(map(str.__eq__, said, answer)))
 

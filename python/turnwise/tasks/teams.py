@@ -77,7 +77,7 @@ class TeamEpisode(MultiTurnEpisode):
 class ActingEpisode(TeamEpisode):
     """A team episode that keeps every action in ``state.data["acts"]``, by actor.
 
-    An action is a dict with ``valid``, whether the reply could be read, and ``own``, the actor's own part.
+    An action is a dict. ``valid`` is True if the reply could be read, and ``own`` is the actor's own part.
     """
 
     @abstractmethod
@@ -128,7 +128,7 @@ class TeamTask(GeneratedTask):
         return {self.name: self.episode(tree)}
 
     def with_actors(self, actors: Sequence[str]) -> Self:
-        """This task with ``actors`` in its options. Raises ``ValueError`` if its options don't take them."""
+        """Return this task with ``actors`` in its options. Raises ``ValueError`` if its options don't take them."""
         given = self.options.model_dump(exclude_unset=True)
         try:
             return type(self)(self.options_type(**{**given, "actors": tuple(actors)}))

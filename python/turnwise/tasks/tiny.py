@@ -43,8 +43,8 @@ CHAT_TEMPLATE = (
 def build_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on ``texts``. Equal texts give equal tokenizers.
 
-    Each digit, newline and punctuation mark is a token of its own, so a grid or a number never merges with its
-    surroundings. The vocabulary holds the five special tokens, the 256 bytes and then merges, ``vocab_size`` at most
+    Each digit, newline and punctuation mark is its own token, so a grid or a number never merges with its
+    surroundings. The vocabulary holds the five special tokens, the 256 bytes and then merges, at most ``vocab_size``
     (fewer for small texts). The end of a turn is the end-of-sequence token; padding is on the left. A chat with an
     unknown role raises.
     """

@@ -1,4 +1,4 @@
-"""Scores answers in a process of its own: reasoning-gym evaluates some of them as Python.
+"""Scores answers in its own process: reasoning-gym evaluates some of them as Python.
 
 ``scoring.py`` starts this file as a script and writes one JSON line per request. Each answer is scored in a fork that
 may only compute, within the limits of :mod:`turnwise.sandbox.sandbox`. A fork that breaks a limit dies alone.

@@ -36,7 +36,7 @@ class OpenEnvOptions(ForeignOptions):
 
 
 class OpenEnvPlay(Play):
-    """One session on the server. A fork is a session of its own, so the server must allow several."""
+    """One session on the server. A fork is another session, so the server must allow several."""
 
     def __init__(self, game: OpenEnvGame, seed: int) -> None:
         self.game = game
@@ -70,7 +70,7 @@ class OpenEnvPlay(Play):
 class OpenEnvGame(ForeignGame):
     """An environment behind a URL, with one player. An action that the server refuses ends the play and costs 1.
 
-    Forks are replays, each in a session of its own. They are proved before a run with a tree: two replays must agree.
+    Forks are replays, each in its own session. They are proved before a run with a tree: two replays must agree.
     """
 
     options: OpenEnvOptions

@@ -109,7 +109,7 @@ class PettingZooGame(ForeignGame):
     """An environment with several agents, each an actor.
 
     PettingZoo pays an illegal move -1 and the others 0. Here the mask is checked first: such a move never reaches the
-    environment. It costs its actor 1.5, which the others share, so a zero-sum game stays one. A copy of most
+    environment. It costs its actor 1.5, which the others share, so a zero-sum game stays zero-sum. A copy of most
     environments is a new game without the moves, so forks are replays.
     """
 

@@ -1,4 +1,4 @@
-"""Scores of answers by a dataset of reasoning-gym, in a process of its own or in this one."""
+"""Scores of answers by a dataset of reasoning-gym, in a separate process or in this one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AnswerScorer(Protocol):
     """Scores the answers of one dataset."""
 
     def score(self, index: int, answer: str | None) -> tuple[float, str]:
-        """Return the dataset's score of ``answer``, and why it failed, ``""`` if it didn't.
+        """Return the dataset's score of ``answer``, and the reason if it failed, else ``""``.
 
         A failed answer has the score of a missing one.
         """
@@ -45,7 +45,7 @@ class PlainScorer:
 
 
 class LockedScorer:
-    """Scores in a worker process, each answer in a fork that may only compute. Linux alone has such forks.
+    """Scores in a worker process, each answer in a fork that may only compute. Only Linux has such forks.
 
     The worker starts on the first answer and ends with this object. Raises ``SandboxError`` on another system.
 

@@ -62,7 +62,7 @@ class OwnRandom:
 
 
 class TextArenaPlay(Play):
-    """One play. Any text is a move; the game judges it, and mostly allows one error."""
+    """One play. Any text is a move; the game judges it, and usually allows one error."""
 
     def __init__(self, game: TextArenaGame, seed: int) -> None:
         self.game, self.random = game, OwnRandom(seed)

@@ -87,7 +87,7 @@ class AgentEpisode(GatewayEpisode):
     """Played by ``agent(question, models)``, a function or its name ``"module:function"``; it imports no turnwise.
 
     An ``async def`` runs in the arena's event loop. A ``def`` runs in a thread. Past its timeout an agent is abandoned:
-    its result counts no more, and its calls are refused.
+    its result no longer counts, and its calls are refused.
 
     Example::
 

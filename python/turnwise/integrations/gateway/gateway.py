@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from turnwise.integrations.gateway.server import GatewayServer
 
 REMEMBERED = 1000
-"""Number of ended sessions whose late calls get the reason as their answer."""
+"""Number of ended sessions that are remembered. Their late calls get the reason of the end as the answer."""
 
 SessionT = TypeVar("SessionT", bound=GatewaySession)
 
@@ -63,7 +63,7 @@ class Gateway:
     async def session(self, actors: Sequence[str], arena: ArenaForHooks) -> AsyncIterator[GatewaySession]:
         """Open a session for the running episode. It ends with the block, and then takes no more calls.
 
-        Raises the error of the model or of turnwise that a call met, whatever the agent made of it.
+        Raises the error of the model or of turnwise in a call, even if the agent caught it.
         """
         async with self.serve(GatewaySession(actors, arena, self.settings)) as session:
             yield session

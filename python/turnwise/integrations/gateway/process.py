@@ -23,7 +23,7 @@ from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.session import GatewaySession
 
 OUTPUT_BYTES = 64 * 1024
-"""Bytes of a process's output that are kept, the latest."""
+"""Number of the latest bytes of a process's output that are kept."""
 SHOWN_LINES = 50
 """Last lines of its output in the error of a failed process."""
 ORPHAN_ROUNDS = 100
@@ -31,19 +31,19 @@ ORPHAN_ROUNDS = 100
 
 
 class AgentProcessError(RuntimeError):
-    """A command that failed: it exited with another code than 0, was killed, or left no result."""
+    """A command that failed: it exited with a code other than 0, was killed, or left no result."""
 
 
 class ProcessEpisode(GatewayEpisode):
-    """Played by ``command``, a list of arguments that runs once for each episode, in an empty folder of its own.
+    """Played by ``command``, a list of arguments that runs once for each episode, in its own empty folder.
 
     The process finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``, the
     question in the JSON file ``TURNWISE_QUESTION``, and all models in ``TURNWISE_MODELS``. It writes its result as JSON
     into ``TURNWISE_RESULT``: a number, a number by actor, or anything that the rubric scores. With several actors,
     the model's name selects the actor.
 
-    ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there; nothing else of the
-    trainer's environment is passed on but ``PATH``. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds
+    ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there. Of the
+    trainer's environment only ``PATH`` is passed on. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds
     later everything that it started is killed. At most ``processes`` run at once, by default two for each core.
 
     Example: ``ProcessEpisode(["python", "agent.py"], Gateway(), files={"agent.py": Path("agent.py")})``

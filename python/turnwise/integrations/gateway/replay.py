@@ -22,7 +22,7 @@ from turnwise.utils.registry import name_of
 
 
 class AgentReplayError(RuntimeError):
-    """An agent made other calls when it ran again, so it can't be branched: it is no function of its answers alone."""
+    """An agent made other calls when it ran again. It can't be branched, as its calls don't depend on answers alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class ReplayedEpisode(MultiTurnEpisode):
 
     Each model call is an action. After it the agent runs again from the start; the record answers the calls that it
     made before, and each must be equal to the recorded one. So the agent runs as often as it makes calls: it must not
-    draw random numbers, read clocks or change anything outside of itself. An episode whose agent does fails with
+    draw random numbers, read clocks or change anything outside of itself. If an agent does, its episode fails with
     :class:`AgentReplayError`.
     """
 

@@ -62,7 +62,7 @@ KEEP_ALIVE = 10.0
 class GatewayServer:
     """Serves the sessions that ``sessions`` holds. ``ended`` has the keys of ended ones, and the reason.
 
-    Those of ``roots`` without a session's id serve ``sessions[""]``.
+    URLs under ``roots`` that have no session's id serve ``sessions[""]``.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ def _resend(request: web.Request, dialect: ModuleType, body: Mapping[str, Any]) 
 class OneCallSessions(Mapping[str, GatewaySession]):
     """Makes a session for each request that asks for one; all take the same key.
 
-    A request's sampling counts as the client sent it. Without a seed, each request draws its own.
+    A request's sampling settings apply as the client sent them. Without a seed, each request draws its own.
     """
 
     def __init__(self, arena: Arena, settings: GatewaySettings, key: str) -> None:

@@ -22,7 +22,7 @@ from turnwise.types import ContextLengthError, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
-"""Key of ``step.info``: a later prompt of the session went on from this answer."""
+"""Key of ``step.info``: a later prompt of the session continues this answer."""
 END_GRACE = 5.0
 """Seconds that running calls get when a session ends."""
 ALWAYS = (
@@ -49,7 +49,7 @@ class Model:
 
 @dataclass(eq=False, slots=True)
 class GatewayCall:
-    """One request of an agent, from its arrival. ``turn`` is the actor's own number of the call, from 0."""
+    """One request of an agent, from its arrival. ``turn`` numbers the actor's calls, from 0."""
 
     actor: str
     turn: int
@@ -91,7 +91,7 @@ class Seat:
     running: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     own_seconds: float = 0.0
-    """Time in which the gateway itself worked for this actor; no metric of the episode, as a replay repeats those."""
+    """Seconds that the gateway itself worked for this actor. No episode metric, as a replay must repeat those."""
     resends: dict[Hashable, GatewayCall] = field(default_factory=dict)
     """The latest call with each body, which a repeated request joins."""
 
@@ -139,7 +139,7 @@ class GatewaySession:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
     def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> GatewayCall:
-        """Start a call, or return the one that this request repeats. Raises :class:`WireError` if there is no more."""
+        """Start a call, or return the one that this request repeats. Raises :class:`WireError` if no more are taken."""
         repeated = None if resend is None else seat.resends.get(resend)
         if repeated is not None and not (is_retry or repeated.undelivered):
             repeated = None

@@ -1,4 +1,4 @@
-"""Runs one command, and ends with it everything that it started. A program of its own: it imports no turnwise.
+"""Runs one command, and ends with it everything that it started. It is a separate program that imports no turnwise.
 
     python supervisor.py GRACE COMMAND ARGUMENT...
 
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def start(command: list[str]) -> None:
-    """Become the command, in a session of its own. Exits with 127 if it can't be started."""
+    """Become the command, in its own session. Exits with 127 if it can't be started."""
     try:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -79,7 +79,7 @@ def end_descendants(deadline: float) -> None:
 
 
 def children_of(parent: int) -> list[int]:
-    """Return the direct children of a process; a killed one leaves its own to the subreaper."""
+    """Return the direct children of a process. The children of a killed process pass to the subreaper."""
     try:
         with open(f"/proc/{parent}/task/{parent}/children") as file:
             return [int(word) for word in file.read().split()]

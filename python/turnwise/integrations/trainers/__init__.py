@@ -3,7 +3,7 @@
 Read in this order: rllm, skyrl, prime_rl.
 May import: utils, ops, credit.
 
-The functions below are what the adapters share.
+The adapters share the functions below.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ LOSSES: dict[str, Callable[[Any], ops.Variant]] = {
 def register_loss(loss: str | ops.Variant, name: str | None = None) -> str:
     """Register a policy loss with SkyRL and return its name there, by default ``turnwise_<loss>``.
 
-    ``loss`` is a name in :data:`LOSSES`, which reads SkyRL's settings, or a variant of ``turnwise.ops`` with settings
-    of its own. Use the result as ``trainer.algorithm.policy_loss_type``, but not in fully async training, which has no
+    ``loss`` is a name in :data:`LOSSES`, which reads SkyRL's settings, or a variant of ``turnwise.ops`` with its own
+    settings. Use the result as ``trainer.algorithm.policy_loss_type``, but not in fully async training, which has no
     old log-probabilities: SkyRL checks that only for its own losses.
 
     Raises ``ModuleNotFoundError`` without SkyRL, and ``ValueError`` for a name that is unknown or taken, for

@@ -40,7 +40,7 @@ def unsupported_reason(trainer: Any, inputs: dict[str, Any]) -> str:
 
 
 class LossInputs(NamedTuple):
-    """The inputs of one loss. ``mask [B, C]`` marks the ``N`` tokens of the others; ``old`` has no gradient.
+    """The inputs of one loss. ``mask [B, C]`` marks the ``N`` tokens of the other fields; ``old`` has no gradient.
 
     ``advantages`` are ``[B, 1]`` or ``[B, C]``, ``weights`` the factors of the policy term ``[B, C]``, or ``None``.
     ``cu_seqlens`` cuts the tokens by row, without the rows that have none: so advantages of ``N`` tokens are never as
@@ -207,7 +207,7 @@ class MetricsLog:
         return self.accelerator.gather(mean)
 
     def clip(self, ratio: Tensor, low: float, high: float) -> None:
-        """The shares of clipped tokens, in TRL's order, as every process must gather in the same one."""
+        """The shares of clipped tokens, in TRL's order, as all processes must gather in the same order."""
         advantages = self.s.advantages if ratio.dim() > 1 else self.s.packed(self.s.advantages)
         below = ((ratio < 1 - low) & (advantages < 0)).float()
         above = ((ratio > 1 + high) & (advantages > 0)).float()

@@ -41,7 +41,7 @@ class TurnwiseGRPOMixin(Base):
     - ``credit``: a rule of :mod:`turnwise.credit`, or its name. It replaces TRL's advantages in training. It reads the
       columns ``question``, ``agent``, ``turn``, ``trajectory``, ``node`` and ``state``, as far as the dataset has them.
 
-    What turnwise can't compute as TRL does falls back to TRL's own code, with one ``RuntimeWarning`` per cause. Raises
+    Where turnwise can't compute the same as TRL, TRL's own code runs, with one ``RuntimeWarning`` per cause. Raises
     ``ValueError`` for an unknown layout or rule.
 
     Example: ``class Mine(TurnwiseGRPOMixin, MyGRPOTrainer): ...``

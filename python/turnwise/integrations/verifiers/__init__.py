@@ -1,4 +1,4 @@
-"""verifiers, both ways: its v1 environments as tasks, and turnwise's tasks as environments that others train.
+"""verifiers, both ways: its v1 environments as tasks, and turnwise's tasks as environments for other trainers.
 
 Read in this order: client, episode, task, players, export.
 May import: types, utils, state, chat, arena, inference, tasks, integrations.gateway.

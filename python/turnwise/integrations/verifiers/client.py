@@ -21,11 +21,11 @@ from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, 
 from turnwise.integrations.gateway.wire.ask import WireError
 
 HERE = vf.TrainClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="TURNWISE_NO_KEY")
-"""Stands for the arena's model in verifiers' configs. Nothing connects to its URL. verifiers streams an answer of a
+"""Represents the arena's model in verifiers' configs. Nothing connects to its URL. verifiers streams an answer of a
 client for training only after the answer is complete, so the class matters."""
 
 CONTEXT = vf.ModelContext(model="turnwise", client=HERE)
-"""Context of every episode: an agent that pins no client of its own asks the arena's model."""
+"""Context of every episode: an agent whose config sets no client asks the arena's model."""
 
 DIALECTS: dict[type[Dialect], ModuleType] = {
     ChatDialect: openai_chat,
@@ -111,7 +111,7 @@ class ArenaInterception(Interception):
 class Serving:
     """Runs an environment's servers while episodes play. Each event loop has its own.
 
-    A task of its own starts and stops them, as some servers must stop in the task that started them.
+    A separate asyncio task starts and stops them, as some servers must stop in the task that started them.
     """
 
     def __init__(self, env: vf.Env) -> None:

@@ -25,7 +25,7 @@ REPEATS = 50
 
 
 class EpisodeData(vf.TaskData):
-    """A request of a turnwise task as it crosses processes."""
+    """A request of a turnwise task, as it is sent between processes."""
 
     episode_type: str
     artifact: Any
@@ -50,7 +50,7 @@ def export_task(
 
     Each actor is an agent of the environment. A call that continues the actor's earlier chat is a turn of the same
     trace, any other call begins a new one. The reward of a trace is the actor's reward in its episode, and its metrics
-    are the episode's. Write a module of this, whose name is the taskset's id::
+    are the episode's. Write a module like this one; its name is the taskset's id::
 
         from turnwise.integrations.verifiers import export_task
 
@@ -107,7 +107,7 @@ class EpisodeTaskset(vf.Taskset[EpisodeTask, EpisodesConfig]):
 
 
 class PlaysEpisodes:
-    """Addition of an exported environment to verifiers' ``Env``: one episode of turnwise, played by the agents."""
+    """Mixin for verifiers' ``Env`` of an exported environment: the agents play one episode of turnwise."""
 
     made: Task
     started: Iterator[int]

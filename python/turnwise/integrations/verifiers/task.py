@@ -19,7 +19,7 @@ NEEDED = "expected verifiers 0.4: pip install 'turnwise[verifiers]', in an envir
 
 
 def check_version() -> None:
-    """Raise ``ImportError`` unless verifiers 0.4 is installed. Its API v1 is new, and older ones are another API."""
+    """Raise ``ImportError`` unless verifiers 0.4 is installed. Its API v1 is new, and older versions lack it."""
     try:
         version = metadata.version("verifiers")
     except metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ class VerifiersOptions(OwnOptions):
 
 
 class VerifiersTask(OwnTask):
-    """Trains the agents of a verifiers v1 environment; an agent whose config pins a client is asked there instead.
+    """Trains the agents of a verifiers v1 environment. An agent whose config sets a client uses that one instead.
 
     The default credit gives each actor one advantage per attempt: two attempts at one task needn't make the same
     calls.

@@ -3,7 +3,7 @@
 Read in this order: calls, estimators, losses, logprobs, trainers, plugin.
 May import: ops, credit.
 
-verl finds ``plugin`` through the entry point group ``verl.plugins`` and imports it with itself. Only ``logprobs``,
+verl finds ``plugin`` through the entry point group ``verl.plugins``. Importing verl imports it too. Only ``logprobs``,
 ``trainers`` and ``plugin`` need verl.
 """
 

@@ -35,8 +35,8 @@ def make_estimator(name: str) -> Estimator:
     ``config`` (``algorithm`` of its configuration). A row's reward is the sum of its tokens' rewards. The estimator
     returns advantages and returns ``[B, T]``, both the rule's advantage of the row, and 0 where the mask is 0.
 
-    Agents, turns, sessions and nodes come from the trainers of ``trainers``. Under verl's own trainers each row is an
-    attempt of its own by one agent; a rule that distinguishes agents then warns.
+    Agents, turns, sessions and nodes come from the trainers of ``trainers``. Under verl's own trainers each row is a
+    separate attempt by one agent; a rule that distinguishes agents then warns.
 
     Options of the rule are the keys of ``algorithm.turnwise``, for example ``+algorithm.turnwise.eps=1e-8``.
     ``algorithm.norm_adv_by_std_in_grpo=False`` sets ``scale="none"`` in a rule that has this option.

@@ -1,8 +1,8 @@
 """Compute the log-probabilities in verl's FSDP engine with ``turnwise.ops.logprob``.
 
 verl imports this module if ``actor_rollout_ref.model.external_lib=turnwise.integrations.verl.logprobs``. The import
-replaces the function by which the engine takes log-probabilities from logits. verl's own loops over the tokens in
-Python where flash-attn is missing. The engine does not call it with ``use_fused_kernels=True``.
+replaces the function by which the engine takes log-probabilities from logits. verl's own function loops over the tokens
+in Python where flash-attn is missing. The engine does not call it with ``use_fused_kernels=True``.
 """
 
 from __future__ import annotations

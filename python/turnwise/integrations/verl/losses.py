@@ -66,7 +66,7 @@ MODES: dict[str, Callable[[Any], Variant]] = {
 """The losses of verl that ``policy_loss`` has, by verl's ``loss_mode``: ``ActorConfig -> Variant``."""
 
 ONE_AGGREGATION = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
-"""Losses that verl aggregates in one way, whatever ``loss_agg_mode`` says."""
+"""Losses that verl aggregates in one way, regardless of ``loss_agg_mode``."""
 
 
 def batch_normalizer(mode: str, info: Mapping[str, Any], mask: Tensor) -> tuple[str, Tensor | float | None]:
@@ -107,7 +107,7 @@ def make_loss(mode: str) -> Loss:
     Differences from verl's own: a batch without trained tokens has loss 0 instead of NaN, and ``geo_mean`` divides by
     the rows of the whole optimizer step, so that micro-batches and ranks add up to the mean of the step.
 
-    Raises ``ValueError`` for ``kl_cov`` with ``rollout_is_weights``, and for a clip range that makes no sense.
+    Raises ``ValueError`` for ``kl_cov`` with ``rollout_is_weights``, and for an invalid clip range.
     """
     make_variant = MODES[mode]
 

@@ -1,4 +1,4 @@
-"""Register turnwise with verl. verl imports this module with itself, in every process (``verl.plugins``)."""
+"""Register turnwise with verl. Importing verl imports this module too, in every process (``verl.plugins``)."""
 
 from __future__ import annotations
 

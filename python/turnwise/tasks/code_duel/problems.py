@@ -39,7 +39,8 @@ class Fragment(NamedTuple):
 class Problem(NamedTuple):
     """A problem, its program, and ``wrong`` programs, each of which returns something else for some hidden input.
 
-    The first of them ends with the first part of the last place, as if the statement did, unless that is no fault.
+    The first wrong program takes the first choice at the last place, whatever the statement says. It is left out if
+    that program is right.
 
     ``hidden`` holds tuples of arguments, and ``expected`` the program's result for each.
     """

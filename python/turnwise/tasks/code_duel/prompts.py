@@ -86,10 +86,10 @@ def demonstrations(
 
     ``quality`` in [0, 1] is the chance that a program is right, and that a test case expects the right result.
     Otherwise the program is the problem's first wrong one, and the expected result comes from any wrong one, which
-    differs in one part. The first wrong program is a habit, which a model learns as easily as the right one. If
-    ``quality`` is below one half, it writes the wrong one when greedy. Reinforcement learning starts from there. The
-    first ``clean`` of the demonstrations, a share, have right programs and cases. With more than one of ``rounds`` a
-    team's coder is also shown fixing a program.
+    differs in one part. A model learns the first wrong program as easily as the right one. If ``quality`` is below one
+    half, a greedy model writes the wrong one. Reinforcement learning starts from there. The first demonstrations, a
+    share ``clean`` of them, have right programs and cases. With ``rounds`` above 1 some demonstrations show a team's
+    coder fixing a program.
     """
     check_demonstrations(actors, quality)
     rng = Random(f"code-duel-demonstrations/{seed}")
@@ -104,7 +104,7 @@ def demonstrations(
 
 
 def write_cases(problem: Problem, count: int, quality: float, rng: Random) -> list[Case]:
-    """Write ``count`` cases of different arguments. Each expects the right result with chance ``quality``."""
+    """Write ``count`` cases with different arguments. Each expects the right result with chance ``quality``."""
     draw = find_family(problem.statement).draw
     written: dict[str, Case] = {}
     while len(written) < count:

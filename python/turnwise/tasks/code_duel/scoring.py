@@ -48,7 +48,7 @@ def parse_program(text: str) -> str | None:
 
 
 def parse_cases(text: str, limit: int) -> list[Case]:
-    """Parse the first ``limit`` test cases in ``text``, one a line. Skips other lines and repeated arguments.
+    """Parse the first ``limit`` test cases in ``text``, one per line. Skips other lines and repeated arguments.
 
     Example: ``parse_cases("Edge:\\nassert f([]) == 0", 4) == [Case(([],), 0)]``
     """

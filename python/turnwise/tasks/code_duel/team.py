@@ -65,12 +65,12 @@ class CodeDuelEpisode(ActingEpisode):
     """One problem, played by ``actors`` in order for up to ``max_turns`` rounds, until program and test cases agree.
 
     The artifact is ``{"problem": "Return the sum of ..."}``. The coder's program runs in ``sandbox``. The tester sees
-    it, and the first ``max_cases`` of its test cases run on it. The coder sees the failed ones next. An unreadable
-    reply leaves program and report unchanged and has its cost. The team's part of a step is 1 if the current program
-    passes all hidden tests. The coder's own part is the share that it passes, which is also the team's value; the
-    tester's is how well its cases tell right programs from wrong ones
-    (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric`` has the same parts for the whole episode: the
-    outcome for every actor, and the own part of its last action. No actor sees another one's ``<think>`` text.
+    the program, and the first ``max_cases`` of its test cases run on it. The coder sees the failed cases next. An
+    unreadable reply leaves program and report unchanged and has a cost. The team's part of a step is 1 if the current
+    program passes all hidden tests. The coder's own part is the share that it passes, which is also the team's value.
+    The tester's own part is the score of its cases (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric``
+    has the same parts for the whole episode: the outcome for every actor, and the own part of its last action. No actor
+    sees another one's ``<think>`` text.
 
     Example: ``CodeDuelEpisode(Sandbox(), sampler=TreeSampler(branches=8))`` for the team,
     ``CodeDuelEpisode(Sandbox(), actors=("coder",), max_turns=1)`` for one agent.
@@ -139,7 +139,7 @@ class CodeDuelEpisode(ActingEpisode):
         return state.data["agreed"]
 
     def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[str, bool] | None:
-        """The program, right if it passes all hidden tests. The tester hands none on."""
+        """The program, right if it passes all hidden tests; ``None`` for the tester."""
         program = state.data["program"] if state.current_actor == "coder" else None
         return None if program is None else (program, self.is_solved(state))
 
@@ -162,9 +162,9 @@ class CodeDuelOptions(TeamOptions):
     """Options of the task ``code_duel``. ``actors = ["coder"]`` with ``max_turns = 1`` is the single agent.
 
     ``families`` are the kinds of problems, ``demonstrated`` those of the demonstrations, by default the same. The first
-    ``max_cases`` test cases of a reply count. ``quality`` is the chance that a demonstrated program or case is right;
-    the first ``clean`` of the demonstrations, a share, have quality 1. ``cpu_seconds`` limits a program over all inputs
-    together.
+    ``max_cases`` test cases of a reply count. ``quality`` is the chance that a demonstrated program or case is right.
+    The first demonstrations, a share ``clean`` of them, have quality 1. ``cpu_seconds`` limits a program over all
+    inputs together.
     ``strict = false`` runs programs even if they can't be locked in: see :mod:`turnwise.sandbox.sandbox`.
     """
 

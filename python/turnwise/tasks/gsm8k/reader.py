@@ -29,7 +29,7 @@ _CALCULATION = re.compile(r"<<[^<>]*>>")
 class GSM8KQuestion(NamedTuple):
     """A question, its worked solution without calculator marks and without the answer line, and the answer.
 
-    Example: ``Question("2 apples at $3 each cost?", "2 * 3 = 6", "6")``
+    Example: ``GSM8KQuestion("2 apples at $3 each cost?", "2 * 3 = 6", "6")``
     """
 
     question: str

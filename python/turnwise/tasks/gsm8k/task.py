@@ -215,6 +215,6 @@ class GSM8KTask(QuestionTask):
         return lambda actor_id, messages: f"{MARK} {gold[messages[-1]['content']]}"
 
     def random_player(self, seed: int) -> Player:
-        """A player that answers a random number from 0 to 99."""
+        """A player that answers with a random number from 0 to 99."""
         rng = Random(f"gsm8k-random/{seed}")
         return lambda actor_id, messages: f"{MARK} {rng.randrange(100)}"

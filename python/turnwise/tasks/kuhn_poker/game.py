@@ -86,7 +86,7 @@ class KuhnRules(Rules):
         return won, -won
 
     def score(self, payoffs: tuple[float, float], seat: int) -> float:
-        """Scale the chips to 0 (2 lost) to 1 (2 won). The share of pots won would punish a player for good folds."""
+        """Scale chips to a score from 0 (2 lost) to 1 (2 won). The share of pots won would punish good folds."""
         return min(max((payoffs[seat] + 2) / 4, 0.0), 1.0)
 
     def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class NegotiationRules(Rules):
         return f"Pool: {listed(game['pool'])}.\n{values}\n{said or 'Nothing was said.'}\nAnswers left: {left}."
 
     def parse(self, text: str) -> str | None:
-        """The last ``[accept]``, ``[reject]``, ``[walk]`` or ``[keep ...]`` in the text; no count has ten digits."""
+        """The last ``[accept]``, ``[reject]``, ``[walk]`` or ``[keep ...]`` in the text. No count has ten digits."""
         actions = re.findall(r"\[\s*(accept|reject|walk|keep(?:\s+\d{1,9})+)\s*\]", text.casefold())
         return " ".join(actions[-1].split()) if actions else None
 
@@ -109,11 +109,11 @@ class NegotiationRules(Rules):
         return (-self.invalid_cost, 0.0) if seat == 0 else (0.0, -self.invalid_cost)
 
     def score(self, payoffs: tuple[float, float], seat: int) -> float:
-        """With zero sums as in chess; with general sums the seat's own utility, 0 for an invalid end."""
+        """With zero sums, score as in chess. With general sums, return the seat's utility, 0 for an invalid end."""
         return super().score(payoffs, seat) if self.payoff == "zero_sum" else max(payoffs[seat], 0.0)
 
     def describe(self, game: Mapping[str, Any]) -> dict[str, Any]:
-        """``deal`` what seat 0 gets (``None``: none), both ``utilities``, and their product over the best there is."""
+        """``deal`` (seat 0's share, or ``None``), both ``utilities``, and their product divided by the best one."""
         first, second = utilities(game)
         _, best = nash_solution(game)
         deal = None if game["deal"] is None else list(game["deal"])
@@ -136,7 +136,7 @@ def rest(pool: Sequence[int], kept: Sequence[int]) -> list[int]:
 
 
 def utility(values: Sequence[int], share: Sequence[int]) -> float:
-    """Return the utility of a share; the whole pool is 1."""
+    """Return the utility of a share; the whole pool has utility 1."""
     return sum(value * count for value, count in zip(values, share, strict=True)) / WORTH
 
 
@@ -164,7 +164,7 @@ def nash_solution(question: Mapping[str, Any]) -> tuple[Division, float]:
     """Return seat 0's part of the division with the largest product of utilities, and that product (J. F. Nash, "The
     Bargaining Problem", 1950). It is the bargain of a player that knows both seats' values. Ties go to the first.
 
-    Example: one wood and one gold, each seat valuing another one at 10: each gets what it values, and the product is 1.
+    Example: seat 0 values one wood at 10, and seat 1 one gold. Each gets what it values, and the product is 1.
     """
     first, second = question["values"]
     pool = question["pool"]

@@ -67,7 +67,7 @@ class NegotiationTask(TwoPlayerTask):
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
         """Yield different questions for which some division gives both seats a positive utility.
 
-        Once ``train`` has no others, its questions come again. Raises ``ValueError`` if another split has too few.
+        Once ``train`` has no more, its questions repeat. Raises ``ValueError`` if another split has too few.
         """
         check_split(split)
         rng = Random(f"negotiation/{split}/{seed}")

@@ -1,4 +1,4 @@
-"""The Plan-Path environment: a walker in a maze, and the value of each action. It knows nothing of agents."""
+"""The Plan-Path environment: a walker in a maze, and the value of each action. It is independent of agents."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def format_maze(maze: Maze, position: int | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_maze(text: str) -> Maze:
-    """Parse a maze that :func:`format_maze` wrote. Raises ``ValueError`` that says what is wrong with other text."""
+    """Parse a maze that :func:`format_maze` wrote. Raises ``ValueError`` with the fault of any other text."""
     rows = text.split("\n")
     cells = "".join(rows)
     where = f"maze={text!r}: expected"

@@ -130,7 +130,7 @@ def preview(maze: Maze, route: str) -> RouteOutcome:
 
 
 def failed_round(maze: Maze, rng: Random) -> tuple[Maze, RouteOutcome, RouteOutcome]:
-    """Play a round by habit. Returns the maze from the walk's end, and the outcomes of the walk and the suggestion."""
+    """Play a faulty round. Returns the maze that starts at the walk's end, and both outcomes: walk and suggestion."""
     env = PlanPathEnv(maze)
 
     def short_of_goal() -> str:

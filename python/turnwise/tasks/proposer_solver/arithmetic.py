@@ -35,12 +35,12 @@ class Size(NamedTuple):
 
 
 def value_of(problem: str) -> int:
-    """Return the value of a problem in the spelling of :func:`read_problem`."""
+    """Return the value of a problem in the normal form of :func:`read_problem`."""
     return _value(ast.parse(problem, mode="eval").body)
 
 
 def read_problem(text: str, size: Size) -> str | None:
-    """Parse the last problem in ``text`` into its one spelling; ``None`` without one.
+    """Parse the last problem in ``text`` into its normal form; ``None`` without one.
 
     A problem is on one line. Blanks, needless brackets, ``=``, ``?`` and a label before it are ignored; ``×`` is ``*``.
     A problem that is larger than ``size`` does not count.

@@ -118,7 +118,7 @@ class ProposerSolverTask(GeneratedTask):
         return play
 
     def random_player(self, seed: int) -> Player:
-        """A player that proposes random problems, and answers a random number from 0 to 99."""
+        """A player that proposes random problems, and answers with a random number from 0 to 99."""
         rng = Random(f"proposer-solver-random/{seed}")
 
         def play(actor_id: str, messages: Messages) -> str:

@@ -142,7 +142,7 @@ def parse_question(text: str) -> RulesQuestion:
 
 
 def format_draft(draft: Draft) -> str:
-    """``(2, 3, 4)`` is written ``"2 3 4"``."""
+    """Write ``(2, 3, 4)`` as ``"2 3 4"``."""
     return " ".join(map(str, draft))
 
 
@@ -159,7 +159,7 @@ def parse_draft(text: str) -> Draft | None:
 
 
 def format_review(broken: frozenset[str] | Sequence[str]) -> str:
-    """``"ok"``, or ``"wrong: largest, sum"``."""
+    """Write ``"ok"`` if no rule is broken, else for example ``"wrong: largest, sum"``."""
     return "wrong: " + ", ".join(sorted(broken)) if broken else "ok"
 
 

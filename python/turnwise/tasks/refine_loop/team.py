@@ -68,7 +68,7 @@ def read_view(messages: Messages) -> RefineLoopView:
 
 
 def own_part(extras: dict[str, Any]) -> dict[str, float]:
-    """Own part of each actor's last action: the share of the rules that the draft keeps, or that it judged rightly."""
+    """Own part of each actor's last action: the share of rules that the draft keeps, or that it judged correctly."""
     return extras["own"]
 
 
@@ -84,10 +84,10 @@ class RefineLoopEpisode(ActingEpisode):
 
     The artifact is ``{"question": "Write 4 numbers from 1 to 9: sum 17, different."}``. A generator's action is a whole
     list, which becomes the draft. A critic's action names the rules that the draft breaks; the generator sees it next.
-    An unreadable reply leaves draft and review unchanged and has its cost. The team's part of a step is 1 if the draft
-    breaks no rule. The generator's own part is the share of the rules that it keeps, which is also the team's value;
-    the critic's is the share that it judges rightly. ``rubric`` has the same parts for the whole episode: the outcome
-    for every actor, and the own part of its last action.
+    An unreadable reply leaves draft and review unchanged and has a cost. The team's part of a step is 1 if the draft
+    breaks no rule. The generator's own part is the share of the rules that it keeps, which is also the team's value.
+    The critic's own part is the share that it judges correctly. ``rubric`` has the same parts for the whole episode:
+    the outcome for every actor, and the own part of its last action.
 
     Example: ``RefineLoopEpisode(sampler=TreeSampler(branches=8))`` for the team,
     ``RefineLoopEpisode(actors=("generator",), max_turns=1)`` for one agent.
@@ -141,7 +141,7 @@ class RefineLoopEpisode(ActingEpisode):
         return state.data["approved"]
 
     def team_answer(self, state: EpisodeState, arena: Any, artifact: Any) -> tuple[Draft, bool] | None:
-        """The draft, right if it breaks no rule. The critic hands none on."""
+        """The draft, right if it breaks no rule; ``None`` for the critic."""
         draft = _draft(state) if state.current_actor == GENERATOR else None
         return None if draft is None else (draft, self.is_solved(state))
 

@@ -150,7 +150,7 @@ def _names(rng: Random, count: int) -> Sequence[str]:
 # Answers
 # ---------------------------------------------------------------------------------------------------------------------
 def normalize(text: str) -> str:
-    """Make lower case, and remove punctuation, articles and extra blanks, as SQuAD does (arXiv:1606.05250).
+    """Convert to lower case, and remove punctuation, articles and extra blanks, as SQuAD does (arXiv:1606.05250).
 
     Example: ``normalize("The  river Dun.") == "river dun"``
     """
@@ -158,7 +158,7 @@ def normalize(text: str) -> str:
 
 
 def sufficient(question: SearchQuestion, found: Sequence[Passage]) -> bool:
-    """Return True if ``found`` has every supporting page; if no page is known, if it has the answer's text."""
+    """Return True if ``found`` has every supporting page, or the answer's text where no page is known."""
     if question.supports:
         return support_share(question, found) == 1.0
     return any(f" {normalize(question.answer)} " in f" {normalize(passage.text)} " for passage in found)

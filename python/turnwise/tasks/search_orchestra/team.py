@@ -1,4 +1,4 @@
-"""The search orchestra (Dr. MAS): a verifier routes to a searcher, who finds more, or to an answerer, who ends it."""
+"""The search orchestra (Dr. MAS): a verifier routes to a searcher for more pages, or to an answerer for the end."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     goes to the answerer, so a verifier that babbles can't keep a question in the loop. An unreadable query finds
     nothing. Without a verifier in ``actors`` the searcher asks all its queries; without a searcher nothing is found.
     The team's part is the outcome: 1 if the answer is right, compared as SQuAD does. A verifier's own part is 1 if the
-    route was right (to the answerer once everything needed is found), a searcher's the share of the needed pages found
-    so far, and an answerer's the outcome. By default all three earn the outcome. A tree sampler must score each action
-    before the end is known, so there an action earns its own part. No actor sees another one's ``<think>`` text.
+    route was right (to the answerer once everything needed is found). A searcher's own part is the share of the needed
+    pages found so far. An answerer's own part is the outcome. By default all three earn the outcome. A tree sampler
+    must score each action before the end is known, so there an action earns its own part. No actor sees another one's
+    ``<think>`` text.
 
     Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
     """
@@ -237,7 +238,7 @@ class SearchOrchestraTask(GeneratedTask):
         return self.team
 
     def with_actors(self, actors: Sequence[str]) -> SearchOrchestraTask:
-        """The task for some of its actors, with the answerer."""
+        """Return the task for some of its actors. The answerer must be one of them."""
         return with_team(self, actors, needed=ANSWERER)
 
     @cached_property

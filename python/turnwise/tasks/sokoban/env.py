@@ -1,4 +1,4 @@
-"""The Sokoban environment: a player who pushes boxes, and the value of each action. It knows nothing of agents."""
+"""The Sokoban environment: a player who pushes boxes, and the value of each action. It is independent of agents."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def walk(level: Level, state: State, route: str) -> tuple[State, ...]:
 
 
 def distances(level: Level) -> dict[State, int]:
-    """Map every state that has a solution to its fewest moves. States that are missing are lost for good.
+    """Map every state that has a solution to its fewest moves. A missing state has no solution.
 
     The search plays backwards from the solved states, breadth first. Each step back may also pull the box that the step
     forward would have pushed. It reaches exactly the states that can be solved. The level's start does not matter.
@@ -179,7 +179,7 @@ def draw_levels(
     Each level has a solution, as its start comes from a search backwards from its goals. Equal arguments give equal
     levels, and a longer list begins with the shorter one. Only walls and goals decide the split. So a level that starts
     from any state met in training still belongs to training. Raises ``ValueError`` if the split holds too few; with
-    ``repeats`` levels may come again, so only an empty split is too small.
+    ``repeats`` levels may be drawn again, so only an empty split is too small.
     """
     check_difficulty(difficulty)
     rng = Random(f"sokoban/{split}/{seed}/{'/'.join(map(str, difficulty))}")
@@ -247,7 +247,7 @@ def format_level(level: Level, state: State | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_level(text: str) -> Level:
-    """Parse a level that :func:`format_level` wrote. Raises ``ValueError`` that says what is wrong with other text."""
+    """Parse a level that :func:`format_level` wrote. Raises ``ValueError`` with the fault of any other text."""
     rows = text.split("\n")
     cells = "".join(rows)
     where = f"level={text!r}: expected"

@@ -62,9 +62,9 @@ def demonstrations(
     """Make ``answers`` tuples ``(actor id, messages, completion)`` per level. The actors take turns.
 
     ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route usually (``HABIT``) runs
-    straight at the box and on to the goal, whatever that pushes where; the others have one wrong move, and random moves
-    after it. A planner keeps a suggestion that solves the level, and suggests another route for any other. Some
-    demonstrations belong to a later one of the ``rounds``; they don't repeat the move that the prompt calls blocked.
+    straight at the box and on to the goal, whatever it pushes. Other faulty routes have one wrong move, and random
+    moves after it. A planner keeps a suggestion that solves the level, and replaces any other. Some demonstrations
+    belong to a later one of the ``rounds``; they don't repeat the move that the prompt calls blocked.
 
     If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
     then fails most levels when greedy and solves some when sampled. Reinforcement learning starts from there.
@@ -92,7 +92,7 @@ def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str
 
 
 def blind_route(level: Level) -> str:
-    """Run straight at each box and on to a goal, first up or down, then left or right, through walls and all.
+    """Run straight at each box and on to a goal, first up or down, then left or right, ignoring walls.
 
     Example: in ``##### / #A..# / #.BG# / #...# / #####`` the route is ``"DR" + "R"``.
     """
@@ -105,7 +105,7 @@ def blind_route(level: Level) -> str:
 
 
 def decide(level: Level, suggestion: str, quality: float, rng: Random, blocked: str = "") -> str:
-    """Keep ``suggestion`` if it solves the level. Else suggest another route, as good as any."""
+    """Keep ``suggestion`` if it solves the level. Else return a route of :func:`suggest`."""
     return suggestion if preview(level, suggestion).goal else suggest(level, quality, rng, blocked)
 
 

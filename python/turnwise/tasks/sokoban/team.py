@@ -96,7 +96,7 @@ class SokobanTask(TeamTask):
         return [format_level(level) for level in draw_levels(split, n, seed, self.options.difficulty)]
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """Demonstrate on training levels. A level may come again, with another answer."""
+        """Demonstrate on training levels. A level may repeat, with another answer."""
         options = self.options
         levels = self._levels(-(-n // options.answers), f"{seed}")
         return demonstrations(
@@ -109,7 +109,7 @@ class SokobanTask(TeamTask):
         return texts_of(shown)
 
     def oracle(self) -> Player:
-        """A player that makes the shortest solution, or the move ``U`` if none is left."""
+        """A player that plays the shortest solution, or the move ``U`` if none is left."""
 
         def play(actor_id: str, messages: Messages) -> str:
             level, _ = read_messages(messages)

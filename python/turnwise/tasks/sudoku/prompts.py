@@ -84,7 +84,7 @@ def demonstrations(
     The answers to one prompt follow one another, so that a trie computes the prompt once for all of them.
 
     ``quality`` in [0, 1] is the chance that a row is right. A faulty row that is filled still holds each digit once:
-    usually (``HABIT``) its missing digits are in ascending order, whatever the columns and boxes say. If there is a
+    usually (``HABIT``) its missing digits are in ascending order, regardless of columns and boxes. If there is a
     draft, an actor usually keeps its faulty rows; this includes the later ``rounds``.
 
     If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
@@ -109,7 +109,7 @@ def demonstrations(
 def fill(puzzle: Puzzle, quality: float, rng: Random) -> str:
     """Fill the grid and keep the givens. Each row is right with chance ``quality``, else filled by habit or at random.
 
-    Example: at quality 0 the row ``_2_3`` becomes ``1243`` by habit, whatever the columns say.
+    Example: at quality 0 the row ``_2_3`` becomes ``1243`` by habit, regardless of the columns.
     """
     rows = []
     for row in ROWS:

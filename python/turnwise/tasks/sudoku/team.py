@@ -38,9 +38,9 @@ class SudokuEpisode(TeamEpisode):
     """One puzzle, played by ``actors`` in order for up to ``max_turns`` rounds, until the grid is solved.
 
     The artifact is ``{"puzzle": "1_3_..."}``, 16 characters. Each action is a whole grid. It becomes the draft that the
-    next actor sees, together with its wrong units. An unreadable action leaves the draft unchanged and has its cost,
-    and the actor's next prompt says so. The team's part of a step is whether the grid after it is solved, the own part
-    the satisfied share of its 12 units, which is also the team's value. ``rubric`` has the same two parts for the whole
+    next actor sees, together with its wrong units. An unreadable action leaves the draft unchanged and has a cost, and
+    the actor's next prompt says so. The team's part of a step is 1 if the grid after it is solved. The own part is the
+    satisfied share of its 12 units, which is also the team's value. ``rubric`` has the same two parts for the whole
     episode: the outcome for every actor, and the share after its last action.
 
     Example: ``SudokuEpisode(sampler=TreeSampler(branches=8))`` for the team,

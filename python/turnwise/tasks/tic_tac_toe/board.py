@@ -105,7 +105,7 @@ def check_board(board: Any) -> str:
 
 
 def format_board(board: str) -> str:
-    """Three rows; free cells are shown by their numbers.
+    """Write three rows. Free cells are shown by their numbers.
 
     Example: ``"X...O..X."`` is ``"X 1 2\\n3 O 5\\n6 X 8"``.
     """

@@ -130,7 +130,7 @@ def readable(extras: dict[str, Any]) -> dict[str, float]:
 
 
 def legal(extras: dict[str, Any]) -> dict[str, float]:
-    """The share of each seat's completions that named an action which was allowed."""
+    """The share of each seat's completions that named a legal action."""
     return _share(extras, ("legal",))
 
 

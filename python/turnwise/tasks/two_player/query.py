@@ -2,7 +2,7 @@
 
 There are two ways. Both use the arena's client, with each actor's system prompt, weights and sampling settings.
 
-- :func:`sample_policy` asks at each decision many times and counts the answers. It works with any model and client, and
+- :func:`sample_policy` asks many times at each decision and counts the answers. It works with any model and client, and
   reads answers as the game does, so a model may reason first. With ``n`` samples a probability is off by about
   ``sqrt(p (1 - p) / n)``. A best response fits that noise, so the exploitability of a sampled table is too high on
   average. :func:`interval` gives a confidence interval.

@@ -22,7 +22,7 @@ class TwoPlayerOptions(TaskOptions):
     """Common options of games for two.
 
     ``opponent`` plays the other seat in evaluations. ``quality`` is the chance that a demonstrated action is the
-    oracle's; the others are random ones. ``invalid_cost``, each game's own, is what an invalid action costs.
+    oracle's; the others are random ones. ``invalid_cost``, which each game defines, is the cost of an invalid action.
     """
 
     opponent: Literal["random", "oracle"] = "random"
@@ -64,7 +64,7 @@ class TwoPlayerTask(ABC):
 
     @abstractmethod
     def questions(self, split: Split, n: int, seed: int | str) -> Iterator[Mapping[str, Any]]:
-        """Yield ``n`` questions of a split. A question is how a game begins."""
+        """Yield ``n`` questions of a split. A question describes the start of a game."""
 
     # -- the protocol of tasks -----------------------------------------------------------------------------------------
     @property

@@ -22,14 +22,14 @@ ILLEGAL = "illegal_move"
 
 
 class ForeignEpisode(MultiTurnEpisode):
-    """Actors act as the environment says, until it ends, cuts off, or a move is illegal.
+    """Actors act as the environment says, until it ends or is cut off, or a move is illegal.
 
     The artifact is ``{"seed": 7}``. With ``{"seed": 7, "model": "player1"}`` a random player has the other seats. Each
     prompt is the acting actor's own observation, so no actor sees another's observations or completions.
 
     Rewards are the sums that the environment pays each actor. An illegal move ends the play: its actor loses
-    ``game.invalid_cost``, and in a competitive game the others share it. Under a tree an action earns what its actor
-    got from it at once.
+    ``game.invalid_cost``, and in a competitive game the others share it. In a tree an action earns its actor's
+    immediate reward.
 
     Example: ``ForeignEpisode(OpenSpielGame(options))`` with ``EpisodeRequest("openspiel:kuhn_poker", {"seed": 7})``
     """

@@ -64,7 +64,7 @@ class PlayView:
     rewards: tuple[tuple[str, float], ...]
     """Sum of the rewards so far, by actor."""
     terminated: bool = False
-    """The environment reached an end of its own."""
+    """The environment reached its own end."""
     truncated: bool = False
     """The environment cut the play off."""
 

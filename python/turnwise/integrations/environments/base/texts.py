@@ -10,7 +10,7 @@ LEGAL = "Legal moves:"
 """Begins the last line of a prompt whose moves are listed."""
 
 MOST_VALUES = 4096
-"""Numbers in an observation that is shown without a ``render`` function; a picture has more."""
+"""Most numbers in an observation that is shown without a ``render`` function; a picture has more."""
 
 
 def quoted(move: str) -> str:

@@ -50,7 +50,7 @@ def invalid(param: str | None, problem: str) -> WireError:
 
 
 def unauthorized() -> WireError:
-    """Return the one answer to a wrong key and to an unknown session, so that neither can be told from the other."""
+    """Return the same error for a wrong key and an unknown session, so that a client can't distinguish them."""
     return WireError(401, "invalid_api_key", "wrong API key, or no such session")
 
 
