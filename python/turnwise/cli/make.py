@@ -51,7 +51,7 @@ def find_examples() -> Path:
 def copy_example(source: Path, target: Path, *, flat: bool) -> list[Path]:
     """Copy a file, or the files of a folder, into ``target``; with ``flat`` without the folder itself.
 
-    Returns the new files. Raises ``FileExistsError`` that names files that are already there, before it writes any.
+    Returns the new files. Raises ``FileExistsError`` naming the files that exist already, before it writes any.
     """
     sources = sorted(path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     files = {target / path.relative_to(source if flat else source.parent): path for path in sources or [source]}

@@ -282,7 +282,7 @@ def arena_for_client(
     max_context: int | None,
     kind: type[TaskArena] = TaskArena,
 ) -> Arena:
-    """Build an arena as :func:`build_arena` does, with ``client`` for models of ``max_context`` tokens of context."""
+    """Build an arena as :func:`build_arena` does, with ``client`` and a context of ``max_context`` tokens."""
     # The task's arena with the settings of the config, then the task's actors and episodes.
     rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
     arena = kind(

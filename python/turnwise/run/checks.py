@@ -178,7 +178,7 @@ def exploitability_of(task: Task) -> Measure | None:
 
 
 def check_solvable(config: TrainConfig, task: Any) -> None:
-    """Raise :class:`ConfigError` if the game of ``task`` is too large, or not of a kind that is solved."""
+    """Raise :class:`ConfigError` if the game of ``task`` is too large, or not of a kind that can be solved."""
     try:
         task.decisions()
     except ValueError as error:
@@ -197,7 +197,7 @@ def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
 
 
 def check_reward(config: TrainConfig, episodes: Mapping[str, Episode]) -> None:
-    """Raise :class:`ConfigError` for keys of ``[reward]`` that no episode serves, or that don't fit together."""
+    """Raise :class:`ConfigError` for keys of ``[reward]`` that no episode supports, or that don't fit together."""
     reward = config.reward.of_mix()
     lines = [
         f"config key 'reward.{key}' = {reward[key]!r}: {reason}" for key, reason in reward_problems(episodes, reward)

@@ -184,10 +184,11 @@ def _group(urls: Sequence[str], config: TrainConfig, tokenizer: Any, models: Map
 
 # -- pools of engines --------------------------------------------------------------------------------------------------
 class Engines:
-    """Connects to the engines of one pool, which get the same weights by one transfer. ``folder`` may hold them.
+    """Connects to the engines of one pool, which get the same weights by one transfer.
 
+    ``folder`` is where transfers through files write them.
     ``others`` are addresses of engines that may connect later. An engine that stays ``alone`` takes weights from the
-    trainer's own tensors; else the pool copies them, and its engines share a transfer that knows equal tensors.
+    trainer's own tensors; else the pool copies them, and its engines share a transfer that recognizes equal tensors.
     """
 
     def __init__(

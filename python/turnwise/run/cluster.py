@@ -27,7 +27,7 @@ EXIT_LATER = 75
 
 
 def is_supervised(config: TrainConfig) -> bool:
-    """Return True if this process starts the run's processes, and is none of them."""
+    """Return True if this process starts the run's processes, and isn't one of them."""
     return config.cluster.backend == "ray" and ROLE not in os.environ
 
 
@@ -47,7 +47,7 @@ def train_on_cluster(config: TrainConfig) -> int:
 
 
 def placement_lines(config: TrainConfig) -> Iterator[str]:
-    """Yield one line for each process of the run, with its node and its bytes on each GPU, or in memory without one.
+    """Yield one line for each process of the run, with its node and its bytes on each GPU, or in memory if it has none.
 
     Raises :class:`~turnwise.cluster.placement.NoRoom` if the cluster can't hold them.
     """

@@ -1,4 +1,4 @@
-"""Exports the policies of a checkpoint from its files alone, and pushes one to the Hub, or where ``HF_ENDPOINT`` says.
+"""Exports the policies of a checkpoint from its files alone, and pushes one to the Hub, or to ``HF_ENDPOINT``.
 
 It builds no run, no client and no optimizer.
 """
@@ -199,7 +199,7 @@ def on_the_hub(path: str) -> bool:
 
 
 def check_push(config: TrainConfig, policy: str, *, merge: bool) -> None:
-    """Raise ``ValueError`` for a push without a token, and for an adapter whose base nobody else has."""
+    """Raise ``ValueError`` for a push without a token, and for an adapter whose base is not on the Hub."""
     if not os.environ.get("HF_TOKEN"):
         raise ValueError("HF_TOKEN: expected the environment variable with your token of the Hub, with write access")
     settings = config.policies[policy]
@@ -213,10 +213,10 @@ def check_push(config: TrainConfig, policy: str, *, merge: bool) -> None:
 def push(folder: Path, repo: str, *, private: bool = False, revision: str | None = None) -> str:
     """Upload the files of ``folder`` to the model repository ``repo`` (``"owner/name"``), and return its address.
 
-    The server is ``HF_ENDPOINT``, the token ``HF_TOKEN``. Without a ``revision`` the repository must be new. A
-    ``revision`` is a branch of a new or existing one, which is made if it is missing. Raises ``ValueError`` for a
-    repository that exists or that is public in spite of ``private``, ``PermissionError`` if the server refuses the
-    token, and ``ConnectionError`` if it can't be reached or fails.
+    The server is ``HF_ENDPOINT``, the token ``HF_TOKEN``. Without a ``revision`` the repository must be new. With one,
+    it may exist; the branch ``revision`` is created if it is missing. Raises ``ValueError`` for a repository that
+    exists or that is public in spite of ``private``, ``PermissionError`` if the server refuses the token, and
+    ``ConnectionError`` if it can't be reached or fails.
     """
     from huggingface_hub import HfApi
 

@@ -1,4 +1,4 @@
-"""Builds a run with the weights of one of its checkpoints, for what only reads them."""
+"""Builds a run with the weights of one of its checkpoints, for code that only reads them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     """Return the run with the weights of ``checkpoint``, and its folder: ``None`` for the starting weights.
 
     ``checkpoint`` is ``"newest"``, ``"best"`` (of the validations so far), ``"start"``, the name of a checkpoint of the
-    run, or a folder; by default the newest, else the starting weights, for which the warm start runs. Raises
-    :class:`CheckpointError` if there is no such checkpoint, or it is of a run that played other episodes.
+    run, or a folder. The default is the newest, else the starting weights, for which the warm start runs. Raises
+    :class:`CheckpointError` if there is no such checkpoint, or if its run played other episodes.
     """
     chosen = _chosen_checkpoint(config, checkpoint)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":

@@ -1,4 +1,4 @@
-"""The models of a config before its run: their sizes and memory, what they take, and what they can't do."""
+"""Checks the models of a config before its run: their sizes, their memory, and the settings that they don't support."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targ
 from turnwise.train.model.support import ModelFacts, facts_of
 
 TRIED = 50_000_000
-"""Most weights of a model that a check runs; a larger one is tried when its run starts."""
+"""Largest number of weights of a model that a check runs; a larger model is tried when its run starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
     """The facts of the model that ``policies`` share.
 
-    ``tried``: it was read and run. ``why_uncached``: the reason why the embedded client keeps no cache of its tokens.
+    ``tried``: the check read and ran it. ``why_uncached``: the reason why the embedded client keeps no cache of its
+    tokens.
     """
 
     policies: tuple[str, ...]

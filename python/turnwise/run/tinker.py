@@ -151,7 +151,7 @@ def connect(config: TrainConfig) -> TinkerServer:
 
 
 class Remote(NamedTuple):
-    """What a run with a server has instead of models."""
+    """The parts of a run with a server that replace its models."""
 
     learner: TinkerLearner
     client: InferenceClient

@@ -51,8 +51,9 @@ class TrainerView(Protocol):
 class Callback:
     """Base class: override the methods you need. All run in the event loop's thread, while no policy is updated.
 
-    ``name`` is that of the class by default; of two with one name, the second is ``plot_2``. Every checkpoint holds
-    :meth:`state_dict`, which must be JSON-serialisable, and :meth:`files`, so that a resumed run restores the callback.
+    ``name`` is that of the class by default; the second callback with the name ``plot`` is ``plot_2``. Every
+    checkpoint holds :meth:`state_dict`, which must be JSON-serialisable, and :meth:`files`, so that a resumed run
+    restores the callback.
     """
 
     name: str

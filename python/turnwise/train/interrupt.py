@@ -74,7 +74,7 @@ class StopRequest:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Let the block end by itself, also after the patience, unless a third signal comes."""
+        """Let the block end by itself, also after :data:`PATIENCE`, unless a third signal comes."""
         self._undisturbed += 1
         try:
             yield
@@ -150,7 +150,7 @@ class StopRequest:
 
 
 async def leave(tasks: list[asyncio.Future[Any]]) -> None:
-    """Cancel ``tasks`` and wait until they have ended, at most :data:`LEAVE` seconds."""
+    """Cancel ``tasks``, and wait at most :data:`LEAVE` seconds until they have ended."""
     for task in tasks:
         task.cancel()
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # asyncio warns of unread errors

@@ -366,7 +366,7 @@ class Trainer:
         return {"validation": score.success, **{f"validation/{name}": value for name, value in added}}
 
     async def validate_missing(self) -> None:
-        """Make and log the validation of the present step, if it should have one: of the start, or a resumed one's.
+        """Make and log a validation that the present step should have but lacks: at the start, or after a resume.
 
         The first one is the first point of the learning curve, before any training.
         """

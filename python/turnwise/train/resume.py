@@ -1,7 +1,7 @@
 """Saves a run between two steps, and resumes it: progress, samplers, generators, callbacks, finished batches.
 
 This is the only way to save and resume a run. It collects a run's state, and so needs the loop's objects;
-``train.checkpoint``, a room below the loop, defines the files and knows only policies and plain data.
+``train.checkpoint``, a room below the loop, defines the files and handles only policies and plain data.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def begin_stores(arena: Arena, folder: Path) -> None:
 
 
 def forget_old_states(arena: Arena, oldest: Path) -> None:
-    """Prune the revisions of stores in files that only checkpoints before ``oldest``, the oldest left, would need."""
+    """Prune the revisions of stores in files that only deleted checkpoints need; ``oldest`` is the oldest one left."""
     stores = _stores_in_files(arena)
     if not stores:
         return

@@ -25,9 +25,9 @@ RECORDS = ("metrics.jsonl", "rollouts.jsonl")
 class RunLock:
     """Lock of the process that writes to ``folder``; one object may be entered several times.
 
-    The operating system releases the lock when the process ends, in any way. Entering raises ``ValueError`` naming the
-    process that holds the lock. ``note`` is then a warning if there may be another writer all the same: on a file
-    system without locks, or after a run on another host. Reading needs no lock.
+    The operating system releases the lock when the process ends, for any reason. Entering raises ``ValueError`` naming
+    the process that holds the lock. After entering, ``note`` is a warning if another process may still write there: on
+    a file system without locks, or after a run on another host. Reading needs no lock.
 
     Example::
 

@@ -75,7 +75,7 @@ class CheckedPickler(pickle.Pickler):
 
 
 def is_rebuilt(kind: type) -> bool:
-    """True if pickle calls the constructor to copy objects of ``kind``: an EzPickle without hooks of its own."""
+    """True if pickle calls the constructor to copy objects of ``kind``: an EzPickle without its own hooks."""
     rebuilt = _rebuilt.get(kind)
     if rebuilt is None:
         definers = {_definer(kind, name) for name in ("__reduce__", "__reduce_ex__")}

@@ -63,7 +63,7 @@ def sync_folder(folder: Path) -> None:
 def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
     """Yield each line of a JSON Lines file as its place, ``file:line``, and its value. Skips blank lines.
 
-    Lines end at ``\\n`` alone, whatever else a text holds, and a byte order mark is no part of them.
+    Only ``\\n`` ends a line, not the other line separators in a text. A byte order mark is not part of a line.
     Raises ``OSError`` for a file that can't be read, and ``ValueError`` that begins with the place of a bad line.
     """
     with Path(path).open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Memory: how much a process can have, which errors say that it is used up, and what garbage collection visits."""
+"""Memory of a process: its limit, the errors that mean it is used up, and the objects garbage collection visits."""
 
 from __future__ import annotations
 

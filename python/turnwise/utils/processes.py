@@ -13,7 +13,7 @@ import time
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether ``process`` has ended, and leave it a zombie."""
+    """Return True if ``process`` has ended, and leave it a zombie."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -83,7 +83,7 @@ def import_class(registry: Mapping[str, Any], name: str, key: str, *, methods: I
 
 
 def defines(kind: type, method: str) -> bool:
-    """Return whether objects of class ``kind`` have ``method``. (``hasattr`` finds ``__call__`` on every class.)"""
+    """Return True if objects of class ``kind`` have ``method``. (``hasattr`` finds ``__call__`` on every class.)"""
     return any(callable(vars(base).get(method)) for base in kind.__mro__)
 
 
@@ -115,7 +115,7 @@ def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:
 
 
 def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> Any:
-    """Return ``factory(**options)``. Names that its signature lacks are rejected, and private ones (``_x``).
+    """Return ``factory(**options)``. Private names (``_x``) and names that its signature lacks are rejected.
 
     ``key`` is the configuration key of ``options``. Raises ``ValueError`` that names it.
     """
@@ -133,14 +133,14 @@ def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> An
 
 
 def unwrapped(function: Any) -> Any:
-    """Return what ``functools.partial`` objects wrap."""
+    """Return the function that ``functools.partial`` objects wrap."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, or of what a partial wraps; of a callable object, its class's name.
+    """Return the name of a function, of the function that a partial wraps, or of a callable object's class.
 
     Example: ``name_of(partial(contains, word="tea"))`` is ``"contains"``.
     """
@@ -154,7 +154,7 @@ def unique_names(functions: Iterable[Any], taken: Iterable[str] = ()) -> list[st
 
 
 def numbered(given: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
-    """Return the ``given`` names, with a number where one was there before, or is ``taken``: ``a``, ``a_2``."""
+    """Return the ``given`` names, with a number after each that occurs earlier or is ``taken``: ``a``, ``a_2``."""
     found, names = set(taken), []
     for base in given:
         candidates = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))

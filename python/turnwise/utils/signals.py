@@ -23,7 +23,7 @@ TOGETHER = 0.5
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise ``SystemExit(128 + number)``, so that what the process opened is closed."""
+    """Let SIGTERM and SIGHUP raise ``SystemExit(128 + number)``, so that the process closes its resources."""
 
     def end(number: int, frame: Any) -> None:
         with suppress(OSError):
@@ -57,7 +57,7 @@ def after(error: BaseException, what: str) -> Iterator[None]:
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user raised what would end the process or the task: ``exit()``, its own ``CancelledError``."""
+    """User code raised an exception that would end the process or the task: ``exit()``, its own ``CancelledError``."""
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def exited(what: str, error: BaseException) -> UserCodeError:
 
 
 def asked_for(error: BaseException) -> bool:
-    """Return whether ``error`` came from outside: a cancellation of this task, or a signal to the process."""
+    """Return True if ``error`` came from outside: a cancellation of this task, or a signal to the process."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0

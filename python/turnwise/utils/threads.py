@@ -34,10 +34,10 @@ _Work = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Runs each call in an idle thread, or else in a new one. So a call that hangs holds up no other.
+    """Runs each call in an idle thread, or else in a new one. So a call that hangs delays no other.
 
-    Its base has a fixed number of threads, and Python waits for them all before it ends. An event loop takes nothing
-    else as its own executor.
+    Its base class has a fixed number of threads, and Python waits for them all before it ends. An event loop accepts
+    only subclasses of it as its default executor.
 
     Example: ``await asyncio.get_running_loop().run_in_executor(DaemonThreads("tools"), work)``
     """
@@ -63,7 +63,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing: idle threads end by themselves, and others hold up nothing."""
+        """Do nothing: idle threads end by themselves, and busy ones delay nothing."""
 
     def _work(self, inbox: queue.SimpleQueue[_Work]) -> None:
         while True:
@@ -95,9 +95,9 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process with exit code ``code``, whatever threads and processes of user code still run.
+    """End the process with exit code ``code``, even if threads and processes of user code still run.
 
-    What doesn't end within :data:`END_SECONDS` is left behind, and one line on stderr names it.
+    Threads and processes that don't end within :data:`END_SECONDS` are left behind; one line on stderr names them.
     """
 
     def end() -> NoReturn:
@@ -142,16 +142,16 @@ _own = DaemonThreads("own")
 
 
 def begin(function: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> asyncio.Future[T]:
-    """Begin ``function(*arguments, **options)`` in a thread that no code of users can take."""
+    """Begin ``function(*arguments, **options)`` in a thread that user code can't occupy."""
     context = contextvars.copy_context()
     call: Callable[[], T] = lambda: context.run(function, *arguments, **options)  # noqa: E731
     return asyncio.get_running_loop().run_in_executor(_own, call)
 
 
 async def to_thread(function: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> T:
-    """Return ``function(*arguments, **options)``, computed in a thread that no code of users can take.
+    """Return ``function(*arguments, **options)``, computed in a thread that user code can't occupy.
 
-    Like ``asyncio.to_thread``, whose threads are few, and shared with all that runs in the event loop.
+    The threads of ``asyncio.to_thread`` are few, and shared with everything else that runs in the event loop.
     """
     return await begin(function, *arguments, **options)
 

@@ -1,7 +1,7 @@
 """``turnwise doctor``: check which parts of turnwise work on this machine, and how to repair the others.
 
-``ok`` means used: a probe (:mod:`turnwise.cli.look.probes`) imports each part and calls it once, in its own process.
-All of them together have a time limit.
+``ok`` means that a probe (:mod:`turnwise.cli.look.probes`) has imported the part and called it once, in its own
+process. All probes together have a time limit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fai
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package that turnwise can use: its module, the extra that brings it (``None``: required), and its purpose.
+    """A package that turnwise can use: its module, the extra that installs it (``None``: required), and its purpose.
 
-    ``source`` is where to get a package that no extra brings.
+    ``source`` is where to get a package that no extra installs.
     """
 
     module: str
@@ -140,7 +140,7 @@ def check_group(name: str, remedy: str, deadline: float) -> list[DoctorRow]:
 
 
 def check_package(package: Package, deadline: float) -> list[DoctorRow]:
-    """Use a package once. A missing one names the extra that brings it."""
+    """Use a package once. The row of a missing one names the extra that installs it."""
     name = f"turnwise[{package.extra}]" if package.extra else package.module
     remedy = (package.source or f"pip install '{name}'") + f" for {package.purpose}"
     absent: Status = "missing" if package.extra or package.source else "broken"
@@ -157,7 +157,7 @@ def check_package(package: Package, deadline: float) -> list[DoctorRow]:
 
 
 def check_versions_with_torch() -> list[DoctorRow]:
-    """Return a row for each installed package, such as triton, of another version than the installed torch requires."""
+    """Return a row for each installed package, such as triton, whose version the installed torch doesn't accept."""
     from packaging.requirements import Requirement
 
     rows = []
@@ -192,7 +192,7 @@ def check_beside_torch(module: str, deadline: float) -> list[DoctorRow]:
 
 
 def run_command(words: Sequence[str], deadline: float) -> tuple[str, str]:
-    """Run Python with ``words`` until ``deadline``; returns the last line of its output, and the problem or ``""``."""
+    """Run Python with ``words`` until ``deadline``; return the last line of its output, and the problem or ``""``."""
     seconds = max(deadline - time.monotonic(), 0.0)
     if not seconds:
         return "", "was not checked: the time limit was over. Raise --seconds"

@@ -1,9 +1,10 @@
 """``turnwise demo``: teams of two agents learn on this machine, from random weights, without a download.
 
-First ``split_clues``, where each agent sees half of the question, beside one agent that sees half of it. Then 4x4
-sudoku, where a proposer and a reviser see the same. Each part is a warm start on imperfect demonstrations, held-out
-success, reinforcement learning, and held-out success again. Its settings are in ``demo_<task>.toml`` beside this
-file. Under torchrun the models that learn by reinforcement are sharded, and rank 0 does the rest.
+The first part is ``split_clues``: each agent of the team sees half of the question, as does one agent that trains for
+comparison. The second part is 4x4 sudoku: a proposer and a reviser see the same question. Each part makes a warm start
+on imperfect demonstrations, measures held-out success, trains by reinforcement learning, and measures again. Its
+settings are in ``demo_<task>.toml`` in the folder of this file. Under torchrun the models that learn by reinforcement
+are sharded, and rank 0 does the rest.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def run_demo(
 def run_part(
     part: DemoPart, config: TrainConfig, compare: bool, console: Console, build: Build
 ) -> dict[str, Any] | None:
-    """Warm start and train the team of ``part``, then one agent with ``compare``; print and return what they reach.
+    """Warm start and train the team of ``part``, then one agent with ``compare``; print and return their results.
 
     Returns ``None`` after Ctrl-C.
     """
@@ -254,10 +255,9 @@ def demo_config(part: DemoPart, run_dir: Path, seed: int, client: str = "transfo
 
 
 def warm_started(config: TrainConfig, folder: Path, console: Console) -> tuple[TrainConfig, float]:
-    """Train the tiny model on demonstrations, save it in ``folder``, and return the config that starts there, and
-    seconds.
+    """Train the tiny model on demonstrations, save it in ``folder``, and return the config that starts from it.
 
-    A finished warm start in ``folder`` is used as it is.
+    Also returns the seconds that the warm start took. A finished warm start in ``folder`` is used as it is.
     """
     done = folder / "seconds.json"
     if not done.exists():
@@ -329,7 +329,7 @@ def closing_words(summary: Mapping[str, Any], out: Path, curve: str, reports: Se
 
 
 def plot(curves: Mapping[str, Mapping[str, Path]], path: Path) -> str:
-    """Plot each part's validation success over sampled tokens in one PNG; return its path, or the reason for none."""
+    """Plot each part's validation success over sampled tokens in one PNG; return its path, or why there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -128,7 +128,7 @@ def _evaluated(
 class MeasuredCheckpoint:
     """A checkpoint's evaluation, and success without the ablated actors (``additions``).
 
-    In a comparison also the other checkpoint's evaluation, and the paired difference.
+    A comparison also has the other checkpoint's evaluation, and the paired difference.
     """
 
     checkpoint: str

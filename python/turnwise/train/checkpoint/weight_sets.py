@@ -26,7 +26,7 @@ class WeightSet:
     masters: MasterWeights | None = None
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield ``(name, tensor)`` in the dtype that trains; :meth:`loaded` follows a change of them."""
+        """Yield ``(name, tensor)`` in the dtype that trains; call :meth:`loaded` after changing them."""
         return named_weights(self.model, self.masters)
 
     def loaded(self) -> None:

@@ -32,7 +32,7 @@ class Estimate:
 
 
 def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Return Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927); of none, 0 to 1."""
+    """Return Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927); 0 to 1 for none."""
     if not n:
         return 0.0, 1.0
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -47,9 +47,8 @@ def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None
 
     Zeros and ones get Wilson's interval if each cluster has one value, or if all are equal (with the clusters as
     trials). Other values get the percentile bootstrap over clusters (B. Efron and R. Tibshirani, An Introduction to the
-    Bootstrap, 1993, chapter 13). A single cluster of values in 0 to 1 counts as one trial of Wilson's interval, as no
-    distribution there varies more; of other values its bounds are infinite. Raises ``ValueError`` for no
-    values.
+    Bootstrap, 1993, chapter 13). A single cluster of values in 0 to 1 counts as one trial of Wilson's interval, because
+    no distribution there varies more; for other values the bounds are infinite. Raises ``ValueError`` for no values.
     """
     if not len(values):
         raise ValueError("values is empty: expected at least one")
@@ -107,10 +106,9 @@ def paired_difference(
     """Compare two measurements of the same questions, value by value.
 
     The interval is a paired bootstrap, which draws whole clusters of differences; for a single cluster see
-    :func:`estimate`. The test is McNemar's exact one if
-    all values are 0 or 1, one per cluster (Q. McNemar, Psychometrika 12, 1947); else a permutation test that flips the
-    sign of whole clusters (R. A. Fisher, The Design of Experiments, 1935, section 21). Raises ``ValueError`` for
-    unequal lengths or no values.
+    :func:`estimate`. The test is McNemar's exact one if all values are 0 or 1, one per cluster (Q. McNemar,
+    Psychometrika 12, 1947). Otherwise it is a permutation test that flips the sign of whole clusters (R. A. Fisher,
+    The Design of Experiments, 1935, section 21). Raises ``ValueError`` for unequal lengths or no values.
     """
     if len(first) != len(second) or not len(first):
         raise ValueError(f"first has {len(first)} values, second {len(second)}: expected as many, and at least one")

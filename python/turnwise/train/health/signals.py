@@ -47,7 +47,7 @@ class Signal(ABC):
 
     @abstractmethod
     def judge(self, window: Sums, first: Sums) -> str | None:
-        """Describe the problem of the last ``window``, or return ``None``. ``first`` is the run's first window."""
+        """Describe the problem of the last ``window``, or return ``None``. ``first`` is the first full window."""
 
 
 class SeatSkew(Signal):

@@ -1,4 +1,4 @@
-"""Rejects a starting policy that never succeeds: there is nothing to reinforce."""
+"""Rejects a starting policy that never succeeds, because RL then has nothing to reinforce."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
 
 PATIENCE = 5
-"""Steps in a row after which an actor is reported that has no training sample, or nearly all completions cut off."""
+"""Steps in a row without a training sample, or with nearly all completions cut off, until an actor is reported."""
 
 MOST_TRUNCATED = 0.9
 """Largest share of an actor's completions that may reach their token limit."""
@@ -58,7 +58,7 @@ RELAY = (
 
 
 class Watch:
-    """Checks each step's samples and updates, and warns once per problem, again after a resume."""
+    """Checks each step's samples and updates, and warns once per problem, and once more after a resume."""
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer

@@ -67,7 +67,7 @@ class League(Callback):
         return metrics
 
     def snapshot(self, step: int, learner: Learner) -> None:
-        """Add the present policies to the pool, with their games since the newest member; not if nothing trained."""
+        """Add the present policies to the pool, with their games since the newest member, unless nothing trained."""
         versions = {name: learner.policies[name].version for name in self.slots.policies}
         newest = self.pool.members[-1] if self.pool.members else None
         if newest and newest.versions == versions:

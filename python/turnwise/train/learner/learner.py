@@ -19,7 +19,7 @@ Weights = Iterable[tuple[str, Any]]
 """Names and whole tensors, tied ones once. A learner whose server has the tensors names them instead."""
 
 Show = Callable[[int, int], None]
-"""Is called after each update with the number of updates so far, and of all."""
+"""Function that a learner calls after each update, with the number of updates so far and in total."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,16 +78,16 @@ RATES = {
     "prefix_cache_hit_rate": ("cached_tokens", "prompt_tokens"),
     "decoded_share": ("decoded_tokens", "generated_tokens"),
 }
-"""From a metric to two totals: the metric is the growth of the first divided by the growth of the second."""
+"""Maps a metric to two totals: the metric is the growth of the first divided by the growth of the second."""
 
 GROWTH = ("preemptions", "sync_seconds", "restarts", "retries")
 """Totals whose growth since the last step is a metric."""
 
 ENGINES = "engines/"
-"""Start of the names that a pool gives to totals and peaks of single engines. All of them are metrics."""
+"""Prefix of the names that a pool gives to totals and peaks of single engines. All of them are metrics."""
 
 PEAKS = {"running": "running", "queue": "waiting", "kv_cache_use": "kv_cache_use"}
-"""From a metric to the client's name of that peak."""
+"""Maps a metric to the client's name for that peak."""
 
 
 class ClientMetrics:
@@ -126,10 +126,10 @@ TIME = "cluster/time"
 
 
 class ClusterMetrics:
-    """Measures the steps of ``config``'s run, which samples with ``client``. On the ``embedded`` backend all is empty.
+    """Measures the steps of ``config``'s run, which samples with ``client``.
 
-    The loop calls :meth:`begin` and :meth:`take` in each step, and sends weights inside :meth:`syncing`, through
-    :meth:`count_bytes`.
+    The ``embedded`` backend has none of these metrics. The loop calls :meth:`begin` and :meth:`take` in each step, and
+    sends weights inside :meth:`syncing`, through :meth:`count_bytes`.
     """
 
     def __init__(self, config: TrainConfig, client: Any) -> None:

@@ -74,7 +74,7 @@ class ProgressBars:
 
 
 def summary(metrics: Mapping[str, float]) -> str:
-    """Return a line such as ``success 0.5  reward 1.25  tok/s 812``, of the metrics that are there."""
+    """Return a line such as ``success 0.5  reward 1.25  tok/s 812``, of the metrics that are present."""
     return "  ".join(f"{label} {metrics[name]:.3g}" for name, label in SHOWN.items() if name in metrics)
 
 

@@ -18,7 +18,7 @@ Labels = tuple[tuple[str, str], ...]
 """Names and values of labels, in order."""
 
 Families = dict[str, tuple[str, str, dict[Labels, float]]]
-"""From the name of a family to its kind, its help, and its samples."""
+"""Maps the name of a family to its kind, its help, and its samples."""
 
 COUNTED = {
     *("episodes", "episodes/failed", "episodes/retried", "samples", "sampled_tokens"),
@@ -27,7 +27,7 @@ COUNTED = {
     *(f"inference/{name}" for name in GROWTH),
     *(f"inference/engines/{name}" for name in ("requests", "retries", "deaths")),
 }
-"""Metrics whose values add up over steps, without their labels. They are counters, all others are gauges."""
+"""Metrics whose values add up over steps, without their labels. They are counters; all others are gauges."""
 
 DERIVED = {"total_sampled_tokens", "cluster/time"}
 """Metrics that the counters and ``turnwise_last_step_timestamp_seconds`` already cover."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class MetricWriter(Protocol):
     """A destination of metrics. The trainer calls ``rewind`` before the first ``log``.
 
-    A method ``add(step, metrics)`` gets the metrics that a step is given later; without it :meth:`log` does.
+    A method ``add(step, metrics)`` gets metrics of a step that is already logged; without it :meth:`log` gets them.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -75,7 +75,7 @@ class JsonLines:
 class TensorBoard:
     """Writes event files under ``folder``, one scalar per metric. View them with ``tensorboard --logdir RUN_DIR``.
 
-    A resumed run writes a new file, with which TensorBoard drops the repeated steps (``purge_step``).
+    A resumed run writes a new file, which makes TensorBoard drop the repeated steps (``purge_step``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -181,8 +181,8 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield each line of ``path``, as bytes and parsed; nothing if there is no file.
 
-    An incomplete last line, as a kill leaves, is omitted. Raises ``ValueError`` naming the file and the line for any
-    other line that is not a JSON object with a step.
+    An incomplete last line, which a kill may leave, is omitted. Raises ``ValueError`` naming the file and the line
+    for any other line that is not a JSON object with a step.
     """
     if not path.exists():
         return

@@ -68,7 +68,7 @@ class Forward:
     be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
     ``"turnwise_tree"``, which equals SDPA outside of a stream, and keeps any other attention.
 
-    ``layout`` is one of ``LAYOUTS``; ``dropout`` says that updates run in training mode. Raises ``ValueError`` for a
+    ``layout`` is one of ``LAYOUTS``; ``dropout`` means that updates run in training mode. Raises ``ValueError`` for a
     required layout, or a training mode, that the model doesn't support. A model on the meta device can't be tested; it
     needs the :meth:`findings` of another process.
     """

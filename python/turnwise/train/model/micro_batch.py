@@ -31,7 +31,7 @@ class MicroBatch:
 
     ``token_ids_T`` and ``position_ids_T`` (int64) are the stream, ``lengths`` the tokens of each row. Rows follow one
     another, or with a ``tree`` form its branches, so that a shared prefix is in the stream once.
-    For each of the ``N`` packed completion tokens, ``source_N`` is the stream's place of the token before it, whose
+    For each of the ``N`` packed completion tokens, ``source_N`` is the stream's position of the token before it, whose
     hidden state predicts it. ``row_N`` is its row here, ``token_N`` its place in the batch's own stream.
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
     temperatures_B, actor_ids_B`` are per row.
@@ -114,8 +114,9 @@ def _families(batch: TrainingBatch, rows: np.ndarray) -> list[np.ndarray]:
 def micro_batches(
     batch: TrainingBatch, rows: np.ndarray, max_tokens: int, *, trie_share: float = 0.0, blocks: bool = False
 ) -> list[MicroBatch]:
-    """Cut ``rows`` into nearly equal micro-batches of at most ``max_tokens`` tokens. A longer row is one by itself.
+    """Cut ``rows`` into nearly equal micro-batches of at most ``max_tokens`` tokens.
 
+    A longer row is a micro-batch by itself.
     If a trie of the rows has at most ``trie_share`` of their tokens, the micro-batches are tries of at most
     ``max_tokens`` unique tokens, and rows that share long prefixes stay together. The tries lack the rows' last tokens.
     With ``blocks`` the rows of each micro-batch fit into one block of padded rows (:func:`like_lengths`).

@@ -36,9 +36,9 @@ class Policy:
     ``model`` is a Hugging Face causal LM or an :class:`AdaptedModel`; then only the adapter belongs to the policy, not
     the shared base. ``trainable=False`` builds no optimizer. ``reference`` is the frozen model of a KL term;
     ``with_reference`` makes one of the starting weights: for an adapter its base with adapters off.
-    ``total_steps`` is the length of the learning-rate schedule in updates; a run that sampled tokens end also calls
-    :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
-    ``turnwise.train.model.forward.LAYOUTS``). Updates run without dropout, as the sampler does, unless ``dropout``.
+    ``total_steps`` is the length of the learning-rate schedule in updates; a run that ends at a number of sampled
+    tokens also calls :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
+    ``turnwise.train.model.forward.LAYOUTS``). Updates use dropout only if ``dropout`` is set; the sampler uses none.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Policy:
     def cut(self, batch: TrainingBatch, rows: np.ndarray, max_tokens: int) -> list[MicroBatch]:
         """Cut ``rows`` of ``batch`` into micro-batches of at most ``max_tokens`` tokens, the same on every rank.
 
-        Their number is a multiple of that of the ranks, if the rows allow it.
+        Their number is a multiple of the number of ranks, if the rows allow it.
         """
         size, trie_share = self.ranks.size, self.trie_share
         # A padded block is one pass through the model, and all ranks make equally many.

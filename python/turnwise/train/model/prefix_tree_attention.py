@@ -1,7 +1,7 @@
 """Attention over a trie of tokens, each of which attends to itself and its ancestors. Shared prefixes run once.
 
 With tokens in depth-first order, a query at place ``q`` attends to a key at ``k`` if ``k <= q < subtree_end[k]``. On
-CPU a kernel of our own walks the trie depth first; on a GPU FlexAttention takes the condition as its mask.
+a CPU turnwise's kernel walks the trie depth first; on a GPU FlexAttention takes the condition as its mask.
 """
 
 from __future__ import annotations

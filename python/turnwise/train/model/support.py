@@ -56,7 +56,7 @@ class ModelFacts:
     context_length: int | None
     """Most tokens of a sequence; ``None`` without a limit."""
     vocabulary: int
-    """Tokens that it embeds."""
+    """Number of tokens that it embeds."""
     drops: Mapping[str, float]
     """Dropout in training mode (:func:`drops_out`)."""
     reason_unfused: str = ""
@@ -161,7 +161,7 @@ def linear_bytes_per_token(lm: Any) -> float:
     """Estimate the bytes of activations per token from the widths of linear layers and experts, without a pass.
 
     A layer's input and output count, and half as much for norms, activations and attention. Runs of Qwen3 kept 0.8 to
-    1.1 of it.
+    1.1 times the estimate.
     """
     width = lm.get_input_embeddings().weight.dtype.itemsize
     chosen = getattr(lm.config.get_text_config(), "num_experts_per_tok", None) or 1
@@ -189,7 +189,8 @@ def dropout_unsupported_reason(lm: Any) -> str:
 def fusing_unsupported_reason(lm: Any) -> str:
     """Return why ``hidden @ weight.T + bias`` can't give the log-probs; an empty string if it can.
 
-    The head must take the decoder's last hidden states, and give the logits, bit for bit, but for a :func:`softcap_of`.
+    The head must take the decoder's last hidden states, and give the logits bit for bit, except for the cap of
+    :func:`softcap_of`.
     """
     decoder, head = lm.get_decoder(), lm.get_output_embeddings()
     if type(head) is not nn.Linear:  # a quantized one, or one with an adapter
@@ -267,8 +268,10 @@ def stream_inputs(
 
 
 def trie_unsupported_reason(lm: Any, dropout: bool = False) -> str:
-    """Return why rows of a stream can't share prefixes; an empty string if they can. With ``dropout`` in training
-    mode, too."""
+    """Return why rows of a stream can't share prefixes; an empty string if they can.
+
+    With ``dropout`` they must also share them in training mode.
+    """
     used = lm.config._attn_implementation
     if used != ATTENTION:
         return f"its attention {used!r} doesn't support trees"

@@ -68,9 +68,9 @@ class MasterWeights:
     """The weights that an optimizer updates, one for each of a model's ``parameters``, in their order.
 
     A small update would round to nothing in bfloat16: a weight of 0.02 only moves by steps of 0.0001, and AdamW at
-    ``lr = 1e-6`` by a hundredth of that. So a parameter of less than 4 bytes has a float32 master. Each backward pass
-    adds its gradient to the master's, so micro-batches add up in float32; :meth:`write` then rounds the master into
-    the parameter. Other parameters are their own masters.
+    ``lr = 1e-6`` moves it by a hundredth of that. So a parameter of less than 4 bytes has a float32 master. Each
+    backward pass adds its gradient to the master's, so micro-batches add up in float32; :meth:`write` then rounds the
+    master into the parameter. Other parameters are their own masters.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -17,7 +17,7 @@ PROMPTS_PER_HELD_OUT = 10
 """At most one in this number of prompts is held out."""
 
 MIN_HELD_OUT = 16
-"""Fewest prompts to hold out, else none: a share of fewer says little, and training would miss them."""
+"""Fewest prompts to hold out; below this, none are. A share of fewer says little, and training would lack them."""
 
 _ANSWERS = 8  # most rows of one prompt that are measured: a small file is repeated many times
 _SHARP = 1e-4  # temperature at which the likeliest token has all the probability
@@ -47,7 +47,7 @@ def choose_held_out(prompts: Sequence[Hashable], order: Sequence[int], sizes: Se
 
     Group ``g`` has ``sizes[g]`` rows with the prompt ``prompts[g]``. A prompt is held out with all its groups. At most
     a tenth of the prompts are held out, and no more once they have ``most`` rows; none if that is fewer than
-    :data:`MIN_HELD_OUT` prompts. So the groups that come first in ``order`` train as without held-out ones.
+    :data:`MIN_HELD_OUT` prompts. So the groups that come first in ``order`` train as they would if none were held out.
 
     Example: of 200 groups of four rows with different prompts, ``most=256`` holds out the last 20.
     """

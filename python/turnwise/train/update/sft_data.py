@@ -66,7 +66,7 @@ class Demonstration:
 class RowReader:
     """Reads rows for ``actors`` from JSON lines, each of which may have one of two formats; see :meth:`read`.
 
-    ``left_out`` counts the recorded steps that are no rows, by reason.
+    ``left_out`` counts the recorded steps that are not rows, by reason.
     """
 
     actors: Collection[str]

@@ -81,7 +81,7 @@ class TinkerLearner:
     def update(
         self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
     ) -> Updated:
-        """Train as :class:`Learner` says. Raises ``FloatingPointError`` at the first number that is not finite."""
+        """Train as :class:`Learner` describes. Raises ``FloatingPointError`` at the first number that is not finite."""
         before = {name: policy.updates for name, policy in self.policies.items()}
         loss = Loss(self.config.loss, len(batch.actors))
         rates, parts = {}, {}

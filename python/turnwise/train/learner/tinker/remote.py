@@ -95,7 +95,7 @@ class RemoteAdapter:
         self._client = server.adapter(base_model, rank, seed)
 
     def forward_backward(self, rows: Sequence[WireRow], loss: ServerLoss) -> Callable[[], Passed]:
-        """Add the gradient of ``rows`` to that of earlier calls since the last update."""
+        """Add the gradient of ``rows`` to the gradients of earlier calls since the last update."""
         data = [datum(row.token_ids, {"logprobs": row.logprobs, "advantages": row.advantages}) for row in rows]
         return partial(self._passed, self._client.forward_backward(data, loss.name, loss.settings or None), rows)
 

@@ -27,7 +27,7 @@ class ServerKind:
     means: bool = False
     """It averages over a row's tokens, those of the prompt included, and then over the rows; else it sums."""
     clips: bool = False
-    """It clips the gradient's norm as the update says; else by its own settings, or never."""
+    """It clips the gradient's norm as the update sets it; else by its own settings, or never."""
     adam: bool = False
     """It takes betas, epsilon and weight decay from the update; else from its own settings."""
     reorders: bool = False
