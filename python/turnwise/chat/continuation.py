@@ -30,7 +30,7 @@ class Prompt:
     escapes: int = 0
     """Control tokens that the new messages spell, which became text."""
     continues: Any = None
-    """The ``mark`` of the call that the chat goes on from."""
+    """The ``mark`` of the call that the chat continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _SampledCall:
 class Conversations:
     """The calls of one actor in one session: finds the call that a chat continues, and extends its tokens.
 
-    A chat continues the longest earlier chat that it begins with, the answer included; of equal ones the latest.
+    A chat continues the longest earlier chat that it begins with, the answer included; among equal ones, the latest.
     An answer that comes back without its reasoning counts as the one that was returned.
 
     Example::

@@ -137,7 +137,7 @@ class KnownFormat(ChatFormat):
         return self._as_texts(ids[kept:]) if hostile else ids[kept:]
 
     def check_tools(self, tools: Sequence[Tool]) -> None:
-        """Every family has tools."""
+        """Accept all tools: every family supports them."""
 
     def parse(
         self, completion: Sequence[int], tools: Sequence[Tool] = (), prompt: Sequence[int] = ()

@@ -12,7 +12,7 @@ from turnwise.types import Message, Messages
 ROLES = ("system", "user", "assistant", "tool")
 SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that hold text, in the dialects that the gateway speaks."""
+"""Types of content parts that hold text, in the APIs that the gateway serves."""
 
 Tool = dict[str, Any]
 """A function that a model may call, as the OpenAI API writes it:
@@ -169,9 +169,9 @@ def _matched(calls: Sequence[str], results: Messages, begin: int) -> Messages:
 def fold_systems(messages: Messages, *, first: bool, later: bool, begun: bool = False) -> Messages:
     """Return ``messages`` for a template that takes a ``first`` system message, or also ``later`` ones.
 
-    Leading ones are joined to one, except in the rest of a ``begun`` chat. Those that the template doesn't take become
-    the beginning of the next user message, each as ``"system: <text>"``. Before an answer and at the end they become
-    the end of the user message before, or a user message.
+    Leading ones are joined into one, except in the rest of a ``begun`` chat. Those that the template doesn't take
+    become the beginning of the next user message, each as ``"system: <text>"``. Before an answer and at the end, they
+    become the end of the previous user message, or a new one.
     """
     roles = [message["role"] in SYSTEM_ROLES for message in messages]
     lead = 0 if begun else (*roles, False).index(False)

@@ -53,9 +53,9 @@ class ChatEncoder:
     """True if marks of reasoning, calls and results, such as ``<think>`` and ``<tool_call>``, stay text in all messages
     except the assistant's. Control tokens always stay text.
 
-    Chats with tools, and those of agents, hold the text of strangers, in which a mark could begin or end a call or a
-    result: there they stay text. The prompts of a plain chat are the program's own. It may ask for ``<think>``, and the
-    model must read the token that it is to write. Nothing is parsed from such a chat, and a mark ends no turn.
+    Chats with tools, and those of agents, hold text from others. A mark in it could begin or end a call or a result, so
+    marks stay text there. The program writes the prompts of a plain chat itself. It may ask for ``<think>``, and the
+    model must read the token that it should write. Nothing is parsed from such a chat, and a mark ends no turn.
     """
 
     def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> None:

@@ -50,7 +50,7 @@ def keep_ends(tokenizer: Any, generation_config: Any) -> None:
     """Note in ``tokenizer`` the tokens with which the model of ``generation_config`` ends a turn.
 
     They are its ``eos_token_id``, an id or a list. An id that the tokenizer doesn't have is left out, with a warning.
-    Of the ids that stem from a model's configuration alone, whose defaults fit no tokenizer, only special tokens count.
+    Ids from a model's configuration alone count only if they are special tokens, as its defaults fit no tokenizer.
     """
     eos = getattr(generation_config, "eos_token_id", None)
     given = [int(token) for token in (eos if isinstance(eos, Iterable) else [eos]) if token is not None]

@@ -1,7 +1,7 @@
 """Runs the ``turnwise`` command of the arguments, and is killed when the process that started it ends.
 
-``--secret NAME`` first reads a line of standard input into that variable. So the secret is in no list of arguments, and
-not in the environment that the system shows of a process.
+``--secret NAME`` first reads a line of standard input into that variable. So the secret is neither in the arguments
+nor in the environment that the system shows for a process.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ProcessCommand:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a process: its exit code (negative for a signal), and that in words."""
+    """The end of a process: its exit code (negative for a signal), and the same in words."""
 
     code: int
     how: str
@@ -50,7 +50,7 @@ class ProcessHost:
     """One process on this node. It ends when its host ends."""
 
     program = ("-m", "turnwise.cluster.child")
-    """What Python runs, before the arguments of the command."""
+    """Python's own arguments, before those of the command."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -32,7 +32,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a cluster: its address, all that it has, and what of that is free."""
+    """A node of a cluster: its address, all its resources, and the free ones."""
 
     name: str
     address: str
@@ -61,8 +61,8 @@ def _takes(role: RoleConfig) -> dict[str, float]:
 def fit(roles: Sequence[Role], nodes: Sequence[Node]) -> dict[str, str]:
     """Return a node for each of ``roles``, by their names: the first node with room, largest needs first.
 
-    This is a plan; Ray decides. Raises :class:`NoRoom` with what is missing if the nodes, if all of them were free,
-    could not hold the roles that must be there.
+    This is a plan; Ray decides. Raises :class:`NoRoom`, with what is missing, if even entirely free nodes could
+    not hold the required roles.
     """
     free = {node.name: dict(node.has) for node in nodes}
     placed: dict[str, str] = {}

@@ -20,7 +20,7 @@ from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.toml import ConfigError
 
 ANSWER = 30.0
-"""Seconds that a host has to answer a question, other than the regular one whether its process runs."""
+"""Seconds that a host has to answer a question, except the regular one about its process."""
 
 STOP = 5.0
 """Seconds that a host has to end its process, before it is killed itself."""
@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 """Address of all processes of a run on this machine alone."""
 
 KNOCK = 2.0
-"""Seconds between two looks at the head, and that it has to answer. Ray ends a process that misses it for 60 s."""
+"""Seconds between two checks of the head, and for its answer. Ray ends a process that misses it for 60 s."""
 
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 _SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
@@ -84,7 +84,7 @@ class RayBackend:
         ]
 
     def place(self, roles: Sequence[Role], wait: float) -> None:
-        """Reserve room for the required roles. The others get theirs when their host is asked for.
+        """Reserve room for the required roles. The others get theirs when the supervisor asks for their host.
 
         Raises :class:`NoRoom` after ``wait`` seconds, with what is missing.
         """

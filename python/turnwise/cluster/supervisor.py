@@ -1,4 +1,4 @@
-"""Starts the processes of a run on a cluster, restarts those that die, and ends them all with the first one's end."""
+"""Starts the processes of a run on a cluster, restarts those that die, and ends all when the first rank ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TAIL = 50
 """Lines of a dead process's log that an error quotes."""
 
 PAUSE = 0.2
-"""Seconds between two looks at all processes."""
+"""Seconds between two checks of all processes."""
 
 FIRST_PAUSE = 1.0
 """Seconds until a dead process starts again, doubled each time that it dies within :data:`EARLY_EXIT_SECONDS`."""
@@ -40,7 +40,7 @@ EXIT_GRACE_SECONDS = 20.0
 """Seconds that the first rank has to save when the cluster is gone. Ray's processes soon end by themselves then."""
 
 LONGEST_PAUSE = 30.0
-"""The most seconds of such a pause."""
+"""The most seconds until a dead process starts again."""
 
 WRONG_SETTINGS = 2
 """Exit code of a process with wrong settings, for which a restart would not help."""

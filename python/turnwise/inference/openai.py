@@ -1,4 +1,4 @@
-"""Ask judges and fixed opponents behind any endpoint with OpenAI's API. Their text never trains."""
+"""Ask judges and fixed opponents behind any endpoint with OpenAI's API. No policy trains on their text."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class OpenAIClient(GatedClient):
     - ``options``: further fields of every request. ``None`` leaves a field out:
       ``{"max_tokens": None, "max_completion_tokens": 2000}``.
 
-    Responses are text and never train. Their token ids come from encoding the text with ``tokenizer``. Their
-    log-probabilities, which the server doesn't report, are 0.
+    Responses are text, and no policy trains on them. Their token ids come from encoding the text with ``tokenizer``.
+    Their log-probabilities, which the server doesn't report, are 0.
 
-    Each request is sent once. A :class:`~turnwise.inference.pool.client.PoolClient` sends those again that met a busy
-    server, or one that was away.
+    Each request is sent once. A :class:`~turnwise.inference.pool.client.PoolClient` repeats requests that found the
+    server busy or unreachable.
 
     Raises ``ImportError`` if aiohttp is missing.
 

@@ -21,8 +21,8 @@ from turnwise.types import (
 class RoutingClient(ClientBase):
     """Sends each request to the client of its policy.
 
-    ``clients`` maps each policy to its client; one client may serve several. ``fixed_policies`` never train, such as a
-    judge behind an API, so a trainer needs no weights for them.
+    ``clients`` maps each policy to its client; one client may serve several. ``fixed_policies``, such as a judge behind
+    an API, never train, so a trainer needs no weights for them.
 
     Example::
 

@@ -1,6 +1,6 @@
 """Samples with a server of the Tinker API: Tinker's own service, or SkyRL.
 
-The connection goes through the SDK of Tinker. The server has the weights; only their paths come here.
+The connection goes through the SDK of Tinker. The server keeps the weights; the client gets only their paths.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ class TinkerClient(GatedClient):
     """Completes prompts with weights that a server of the Tinker API holds.
 
     ``policies`` are their names. ``load_weights`` takes the name of weights instead of the weights:
-    ``[("sampler_path", "tinker://...")]``, saved with ``save_weights_for_sampler``, or ``[("base_model", name)]``. Each
-    request samples wholly with the weights of the moment in which it is sent, and carries their version.
+    ``[("sampler_path", "tinker://...")]``, saved with ``save_weights_for_sampler``, or ``[("base_model", name)]``. All
+    tokens of a response come from the weights at the time of its request, and carry their version.
 
     The server reports log-probabilities at temperature 1 and before top-p and top-k, so other settings are refused;
     temperature 0 is greedy. Seeds are taken modulo ``2**31 - 1``. ``vocabulary`` and ``context_length`` are the base

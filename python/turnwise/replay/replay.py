@@ -167,7 +167,7 @@ class RecordedClient:
 # Which episode
 # ---------------------------------------------------------------------------------------------------------------------
 def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[str, Any]:
-    """Return the newest line of ``rollouts.jsonl`` of that step that is or contains that episode; ``None``: any."""
+    """Return the newest line of ``rollouts.jsonl`` that is or contains ``episode``, in ``step``; ``None``: any."""
     newest, names = None, []
     for _, row in read_lines(path):
         ids = [node["id"] for node in nodes_of(row)]

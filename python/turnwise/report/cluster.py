@@ -17,7 +17,7 @@ BEGINS = ("started", "restarted")
 """Events after which a process runs."""
 
 ENDS = ("died", "ended")
-"""Events after which it does not."""
+"""Events after which a process does not run."""
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class Comparison:
     """All compared ``calls``. For ``own_exact`` of them the run's own rule gives exactly the recorded advantage;
     ``None`` if that rule is unknown.
 
-    ``incomplete`` maps a step with missing records to its number of recorded episodes, and of all episodes.
+    ``incomplete`` maps a step with missing records to its numbers of recorded and of all episodes.
     """
 
     rule: str

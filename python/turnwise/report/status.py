@@ -89,7 +89,7 @@ class Status:
 def read_status(folder: Path, now: float | None = None) -> Status:
     """Read the status of the run in ``folder`` at the time ``now``, in Unix seconds. It changes nothing.
 
-    Raises ``ValueError`` for a folder without a run, and naming a bad line of its files.
+    Raises ``ValueError`` for a folder without a run, and for a bad line of its files, which it names.
     """
     now = time.time() if now is None else now
     metrics = folder / "metrics.jsonl"

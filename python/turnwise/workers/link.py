@@ -84,7 +84,7 @@ class Owner(Protocol):
         ...
 
     def dispatch(self) -> None:
-        """Send waiting groups, as this worker is ready."""
+        """Send waiting groups, because a worker is ready."""
         ...
 
     def answered(self, link: Link, number: int) -> EpisodeGroup | None:
@@ -252,7 +252,7 @@ def fixed_members(addresses: Sequence[str]) -> Members:
 class WatchedMembers:
     """The workers in the file at ``path``, which is replaced as a whole when one joins, leaves or restarts.
 
-    The file is JSON, ``{"workers": {"worker-0": "10.0.0.2:40001"}}``; other keys are ignored. Before it exists there
+    The file is JSON, ``{"workers": {"worker-0": "10.0.0.2:40001"}}``; other keys are ignored. Until it exists, there
     are no workers.
     """
 

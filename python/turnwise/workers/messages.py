@@ -50,7 +50,7 @@ class Setup:
     max_context: int | None
     """The model's context, in tokens."""
     quotas: Mapping[str | None, int]
-    """Most model calls at the same time of single actors, in this worker."""
+    """The most model calls that single actors make at the same time, in this worker."""
     alive_every: float
     """Seconds between two signs of life."""
     engines: Engines
@@ -89,11 +89,11 @@ class StoreWrite:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The result of a job. ``results`` is a pickle, for which the changes to stores must be applied first.
+    """The result of a job. ``results`` is a pickle to load after the changes to stores are applied.
 
-    ``failed`` counts failed episodes, ``first_error`` is the first one's traceback, ``continuations`` counts episodes
-    in addition to the requests. ``scored_groups`` are the groups whose group functions ran here. ``reads`` are stores
-    that episodes of a type read: ``(root, store, episode type)``.
+    ``failed`` counts failed episodes, and ``first_error`` is the first one's traceback. ``continuations`` counts
+    episodes in addition to the requests. ``scored_groups`` are the groups whose group functions ran here. ``reads`` are
+    stores that episodes of a type read: ``(root, store, episode type)``.
     """
 
     results: bytes

@@ -42,8 +42,8 @@ class WorkersLostError(RuntimeError):
 class RemoteWorkers:
     """Plays the top episodes of an arena in the processes of ``members``, as :attr:`Arena.workers`.
 
-    - ``setup``: what each worker must agree to; ``engines`` returns the present engines.
-    - ``own_episodes``: the episodes that the workers have too. Others are those of some actors of the task.
+    - ``setup``: the facts that each worker must agree with; ``engines`` returns the present engines.
+    - ``own_episodes``: the episodes that the workers have too. Other episodes are those of some actors of the task.
     - ``count``: workers that the run has in the end; limits are divided by it.
     - ``episodes``: the most episodes that one worker plays at the same time.
     - ``wait``: seconds without any worker after which waiting calls raise :class:`WorkersLostError`.

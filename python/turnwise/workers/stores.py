@@ -1,6 +1,6 @@
 """Stores in a worker: episodes see a store as their batch found it, and the loop's process applies their changes.
 
-An episode sees the store of the moment at which its batch began, and its own changes. Its changes arrive with its
+An episode sees the store as it was when its batch began, and its own changes. Its changes arrive with its
 result, and are applied in the order of the batch's requests, so they don't depend on which worker was faster. An
 artifact gets its id only then. Until then it has a :class:`PendingId`, which travels with the results and becomes the
 id when they are unpickled.
@@ -88,7 +88,7 @@ class BatchStore(FrozenStore):
         self._made: Counter[int] = Counter()
 
     def begin(self, roots: Iterable[int]) -> None:
-        """Forget the changes and reads of these top episodes, which were of a lost attempt."""
+        """Forget the changes and reads of these top episodes, which belong to a lost attempt."""
         gone = set(roots)
         for root in gone:
             self._layers.pop(root, None)
@@ -152,7 +152,7 @@ class BatchStore(FrozenStore):
 
 
 def shared_split(split: HashSplit | None) -> HashSplit | None:
-    """Return ``split`` without its function, which need not be picklable; an episode gives it again."""
+    """Return ``split`` without its function, which need not be picklable; an episode passes it again."""
     return None if split is None else HashSplit(split.share, None, any_key=True)
 
 
@@ -189,7 +189,7 @@ def apply_outcomes(
     """Apply the changes of a batch to ``stores`` in the order of its requests, and return the unpickled results.
 
     ``reads_earlier_batches`` has the episode types that read only what earlier batches left.
-    Raises ``RuntimeError`` that names the store if one arena might have had another result.
+    Raises ``RuntimeError`` that names the store if a single arena might have given another result.
     """
     writes = sorted((write for outcome in outcomes for write in outcome.writes), key=lambda write: write.root)
     _reject_reads(outcomes, writes, reads_earlier_batches)

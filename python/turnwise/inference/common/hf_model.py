@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM from outside: its sizes, layers that recompute, and its last MLP where it is read.
+"""Sizes of a Hugging Face causal LM, layers that recompute, and a last MLP that runs only at chosen positions.
 
 The gradient checkpointing of ``transformers`` only works in training mode, in which dropout is on, too. The one here
 does not depend on the mode.
@@ -23,7 +23,7 @@ _keeps: list[bool] = []  # one for each running :func:`without_recomputing`
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
 def context_length(config: Any) -> int | None:
-    """Return the most tokens of a sequence by a model's ``config``, of its text part; ``None`` if it names no limit.
+    """Return the most tokens in a sequence by a model's ``config`` (its text part); ``None`` if it names no limit.
 
     Recurrent models (Mamba) and those whose positions are slopes (Bloom) have none.
     """
@@ -91,7 +91,7 @@ def _run(layer: nn.Module, context: Callable[[], Any], /, *args: Any, **kwargs: 
 def last_mlp_at(decoder: Any, positions: Tensor) -> Iterator[None]:
     """Inside ``with``, compute the last layer's MLP only at ``positions [n]`` (int64, distinct), of ``b * T``.
 
-    The last hidden states of all other positions are then without meaning. Only calls of this thread change.
+    The last hidden states at all other positions are then meaningless. Only calls from this thread are affected.
     """
     mlp: nn.Module = decoder.layers[-1].mlp
     shape: list[int] = []

@@ -1,4 +1,4 @@
-"""Keeps requests to this machine away from HTTP proxies, which many clusters set for all others.
+"""Keeps requests to this machine away from HTTP proxies, which many clusters set for all other requests.
 
 turnwise's own clients read no proxy variable. Agents and SDKs do, so their hosts go into ``NO_PROXY``.
 """

@@ -81,14 +81,14 @@ class TransformersClient(ClientBase):
     Collects the requests of many coroutines until the event loop is idle, then runs them in one worker thread, policy
     by policy. Equal prompts are prefilled once. A request's tokens depend on its prompt, its sampling settings, its
     seed and the weights, not on the rest of the batch (up to float rounding). Log-probabilities are those of
-    ``log_softmax(logits / temperature)`` before top-p and top-k. A model whose cache fails a trial passes each whole
-    sequence through for every token, and a warning says so.
+    ``log_softmax(logits / temperature)`` before top-p and top-k. If a model's cache fails a trial, the client warns,
+    and recomputes the whole sequence for every token.
 
     - ``policies``: one model, which is then policy ``"default"``, or models by policy name. Adapters over one shared
       base use one copy of it.
     - ``max_batch_rows``, ``max_batch_tokens``: limits of a batch. The second counts prompt and new tokens with padding.
     - ``share``: uses the given modules, not copies. The caller must not train them while a batch runs;
-      ``await pause()`` waits until none does.
+      ``await pause()`` waits until none runs.
     - ``in_flight``: loads new weights between two tokens of the running batch instead of after it. The key-value cache
       stays, and ``policy_versions`` of a response has the version of each token.
     - ``seed``: source of the seeds for requests without one.
@@ -217,7 +217,7 @@ class TransformersClient(ClientBase):
 
     @property
     def capabilities(self) -> ClientCapabilities:
-        """Whether it samples with the caller's own modules (``share``)."""
+        """The weights are shared if the client samples with the caller's own modules (``share``)."""
         return ClientCapabilities(shares_weights=self._shares_weights)
 
     def stats(self) -> dict[str, float]:

@@ -266,7 +266,8 @@ def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion
 def cache_unsupported_reason(model: Any) -> str:
     """Return why ``model`` can't be decoded with a cache; an empty string if it can.
 
-    Two prompts of unequal lengths are decoded by two tokens and compared with whole passes. In between one splits.
+    The trial decodes two tokens after two prompts of unequal lengths, and splits one in between. It compares the
+    logits with those of whole passes.
     """
     if model.config.model_type in SHARED_PREFIX_MODELS:
         return ""  # the tests cover these
@@ -311,8 +312,8 @@ def completion_logprobs(
 ) -> list[list[float]]:
     """Compute the float32 log-probability of each completion token, in the order of ``rows``.
 
-    Each row must fit into the model's context. A model that can't be ``cached`` may know no padding, and takes the rows
-    one by one.
+    Each row must fit into the model's context. A model that can't be ``cached`` may not support padding, and takes the
+    rows one by one.
     """
     if not cached and len(rows) > 1:
         return [completion_logprobs(model, [row], device, cached=False)[0] for row in rows]

@@ -3,8 +3,8 @@
 A node is a distinct prefix, which one row or several continue (``decode``).
 
 ``Paths`` and ``SharedPrefix`` keep each prompt's keys and values once, however many siblings complete it. On CPUs
-``Paths`` writes new tokens behind the prompts, and each node has the places of its own ones; a kernel in C++ reads
-them there. Elsewhere ``SharedPrefix`` multiplies the queries of all siblings with their prompt's keys at once, and
+``Paths`` writes new tokens behind the prompts. Each node lists the places of its own tokens, where a C++ kernel reads
+them. Elsewhere ``SharedPrefix`` multiplies the queries of all siblings with their prompt's keys at once, and
 writes new tokens into a small buffer per row. ``Repeated`` serves all models that these were not tested on: it repeats
 the library's own cache for each row. ``Uncached`` serves those that have no such cache.
 
@@ -90,7 +90,7 @@ class Repeated:
 class Uncached:
     """Passes each whole sequence through the model for every token, for models whose cache fails a trial.
 
-    Only sequences of equal length share a pass, as such models may know no padding.
+    Only sequences of equal length share a pass, as such models may not support padding.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], index: Tensor) -> None:
@@ -127,13 +127,13 @@ class Uncached:
 class Paths:
     """Keeps the keys and values of all tokens in one matrix per layer: first the prompts', then each step's new ones.
 
-    A node attends to the places ``_begin [R]`` to ``_end [R]``, its own prompt, and to those in ``_path [R, L + S]``,
-    the first ``L`` tokens of all prompts and its new ones. So a node splits without a copy of keys. The places of nodes
-    that have ended stay in use.
+    A node attends to its own prompt, at the places ``_begin [R]`` to ``_end [R]``. It also attends to the places in
+    ``_path [R, L + S]``: the first ``L`` tokens of all prompts, and its new tokens. So a node splits without a copy of
+    keys. The places of nodes that have ended stay in use.
 
-    With the kernel a step of ``turnwise demo`` takes 11% less CPU time than with :class:`SharedPrefix`, and one of 16
-    prompts with 8 answers of 32 tokens by a model of 135M parameters 1.4% less. ``bench/bench_inference.py`` compares
-    sampling alone.
+    With the kernel a step of ``turnwise demo`` takes 11% less CPU time than with :class:`SharedPrefix`. A step of 16
+    prompts with 8 answers of 32 tokens by a model of 135M parameters takes 1.4% less. ``bench/bench_inference.py``
+    compares sampling alone.
     """
 
     def __init__(self, model: Any, cache: Any, mask: Tensor | None, index: Tensor, prefix: int = 0) -> None:

@@ -77,7 +77,7 @@ def load_models(
 ) -> dict[str, LoadedModel]:
     """Prepare ``models`` for a client, on ``device`` if given. Copies (not ``share``) record no gradients.
 
-    A trial of each model, or shared base, finds out if it can be cached. Warns about each that can't.
+    Tries to decode with a cache for each model or shared base. Warns about each that can't.
     """
     reasons: dict[int, str] = {}
     loaded = {}

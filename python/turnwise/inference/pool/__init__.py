@@ -1,4 +1,4 @@
-"""Several engines of the same policies behind one client: requests are shared out, and weights go to all of them.
+"""Several engines of the same policies behind one client: each request goes to one engine, weights to all.
 
 Read in this order: client, engine.
 May import: types, utils, inference.common, inference.weights.

@@ -47,12 +47,12 @@ class PoolClient(GatedClient):
       that coroutine. An engine that doesn't answer it for as long is lost.
     - ``wait``: seconds to wait for an engine when none is left.
     - ``attempts``: the most times that a request is sent, so that one request can't take down the whole pool.
-    - ``keeps_weights``: keeps a copy of the last weights on the CPU, for engines that join. Without it none can join,
-      an engine that lost its weights gets them by ``recover()`` of its client, and clients are given the caller's own
-      tensors, so that they must not share a :class:`SharedTransfer`.
+    - ``keeps_weights``: keeps a copy of the last weights on the CPU, for engines that join. Without it none can join.
+      An engine that lost its weights then gets them by ``recover()`` of its client. Clients then get the caller's own
+      tensors, so they must not share a :class:`SharedTransfer`.
 
     If an engine fails, the pool sends the request to another with the same seed, or after a pause to the same one if
-    that may succeed: pauses double up to :data:`LONGEST_WAIT` seconds, and the pool obeys ``Retry-After``. The failed
+    that may succeed. Pauses double up to :data:`LONGEST_WAIT` seconds, and the pool obeys ``Retry-After``. The failed
     engine serves again once it is healthy and has acknowledged all published weights. An answer counts only if its
     versions are ones that its engine acknowledged while it had the request. Engines differ by at most one version, and
     only inside :meth:`load_weights`.
@@ -133,7 +133,7 @@ class PoolClient(GatedClient):
         self._thread.submit(self._publish(new)).result()
 
     def version(self, policy: str) -> int:
-        """The version that was last published, or else that of the engines, 0 without any."""
+        """The version that was last published; else that of the engines, or 0 without engines."""
         if policy in self._published:
             return self._published[policy].version
         engines = list(self._engines.values())
@@ -159,7 +159,7 @@ class PoolClient(GatedClient):
     async def leave(self, name: str, at_once: bool = False) -> None:
         """Remove an engine: it gets no new requests, and its client is closed once it has answered the others.
 
-        With ``at_once`` other engines get those too, and no answer of the removed one counts any more.
+        With ``at_once``, other engines get those too, and answers of the removed one no longer count.
         """
         await asyncio.wrap_future(self._thread.submit(self._leave(name, at_once)))
 
@@ -364,8 +364,8 @@ class Follower:
     - ``addresses``: those of the engines that the pool has.
     - ``every``: seconds between two looks at the list.
 
-    An engine that is no longer listed, or whose address has changed, leaves at once: its answers don't count any more,
-    also those that are under way. An engine at a new address joins. Lists of an earlier epoch are ignored, as a shared
+    An engine that is no longer listed, or whose address has changed, leaves at once: its answers no longer count,
+    including those under way. An engine at a new address joins. Lists of an earlier epoch are ignored, as a shared
     folder may show them again. If reading or connecting fails, the pool stays as it is until the next look; each new
     error is a warning.
 

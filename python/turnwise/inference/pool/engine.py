@@ -1,4 +1,4 @@
-"""One engine of a pool: its requests, acknowledged weights and health. And the router, which chooses an engine."""
+"""One engine of a pool (its requests, acknowledged weights and health), and the router, which chooses an engine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ REFUSED = (400, 413, 422)
 """Statuses that any engine would answer to the same request."""
 
 BLOCK = 16
-"""Tokens by which prompts are compared, as vLLM's prefix cache does it on a GPU."""
+"""Prompts are compared in blocks of this many tokens, as in vLLM's prefix cache on a GPU."""
 
 REMEMBERED = 2**17
 """Prefixes that a router remembers: 2 million tokens of prompts."""
 
 
 class EngineFailed(Exception):
-    """Raised if an engine failed, so that another may succeed. An engine that is ``lost`` answers nothing any more.
+    """Raised if an engine failed, so that another may succeed. A ``lost`` engine no longer answers.
 
     ``passes`` is true if the same engine may succeed later, after at least ``seconds`` if it named a time.
     """
@@ -47,14 +47,14 @@ class EngineFailed(Exception):
 
     @classmethod
     def by(cls, error: Exception, lost: bool = False) -> EngineFailed:
-        """The failure that ``error`` is. What a client doesn't call final may pass."""
+        """Return the failure for ``error``. An error that the client doesn't call final may pass."""
         passes, seconds = (error.passes, error.seconds) if isinstance(error, ModelError) else (True, 0.0)
         return cls(str(error) or type(error).__name__, lost=lost, passes=passes, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Seconds: ``timeout`` of a request or an update, and ``dead_after``, without an answer until a check of health."""
+    """Seconds: ``timeout`` for a request or an update, and ``dead_after`` without an answer until a health check."""
 
     timeout: float
     dead_after: float
@@ -95,7 +95,7 @@ class Published:
 
 
 class PoolEngine:
-    """The engine ``name`` behind ``client``. It is sent requests while it is ``serving``.
+    """The engine ``name`` behind ``client``. It gets requests while it is ``serving``.
 
     ``error`` is its last failure. ``versions`` has the acknowledged versions of each policy, in order, and ``held`` the
     weights that it acknowledged last. ``refusals`` counts how often in a row it was healthy and did not get ready.
@@ -251,8 +251,9 @@ class PrefixRouter:
     """Sends a request to the engine that was last sent the longest known prefix of its prompt, in whole blocks.
 
     The prefix must be at least half of the prompt, and the engine at most ``imbalance`` requests ahead of the least
-    busy one. Else the least busy engine gets the request; of equally busy ones, the one that has got the fewest. So the
-    siblings of a group, the branches of a tree and the turns of an episode meet in one engine's prefix cache.
+    busy one. Else the least busy engine gets the request; among equally busy ones, the one that has received the
+    fewest. So the siblings of a group, the branches of a tree and the turns of an episode meet in one engine's prefix
+    cache.
 
     Example: ``PrefixRouter().choose(ModelRequest([1, 17, 9]), {"a": 3, "b": 2}) == "b"``
     """

@@ -74,15 +74,15 @@ class VLLMServerClient(GatedClient):
     - ``in_flight``: loads weights between two tokens, and ``policy_versions`` has the version of each token.
       Else weights wait until the server is idle. The server holds requests back while it loads weights.
     - ``folder``: a folder that the server sees under the same path, for adapters, which always travel as files.
-    - ``transfer``: the way weights travel. ``"auto"``: files in ``folder`` if that is given, else memory that a server
+    - ``transfer``: how weights travel. ``"auto"``: files in ``folder`` if that is given, else memory that a server
       at a loopback address reads, else ``"gloo"``. ``"gloo"`` over TCP and ``"nccl"`` between GPUs reach other hosts
       without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
       ``SharedTransfer(transfer_to(...)).lend()``.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted, and the client raises ``ModelError``: it never returns a token of other weights. It sends
-    nothing twice. A :class:`~turnwise.inference.pool.client.PoolClient` of one or more of these clients does: it lets
-    them :meth:`recover`, and sends requests again that may succeed later.
+    nothing twice. A :class:`~turnwise.inference.pool.client.PoolClient` of one or more of these clients repeats
+    requests that may succeed later, and lets the clients :meth:`recover`.
 
     Raises ``ImportError`` if aiohttp is missing.
 

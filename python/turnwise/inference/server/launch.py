@@ -56,7 +56,7 @@ MOST_BYTES = 2**20
 """The most bytes in a call of a worker's method. A weight handle is small: it locates weights, but holds none."""
 
 CPU_ARGUMENTS = ["--block-size=32", "--enforce-eager", "--no-enable-chunked-prefill"]
-"""Short blocks let short prompts share the cache. Compiling costs a minute that small models never earn back. If a
+"""Short blocks let short prompts share the cache. Compiling takes a minute, too long for small models. If a
 step can't take in a whole prompt, vLLM rewinds the request's generator, which fails on a CPU."""
 
 Scope = MutableMapping[str, Any]
@@ -127,7 +127,7 @@ class EngineLoad:
         return {"running": running, "waiting": waiting, "kv_cache_use": use, "preemptions": self.preemptions}
 
     def watch(self) -> None:
-        """See all steps of the engines that this process serves."""
+        """Count all steps of the engines that this process serves."""
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         record = PrometheusStatLogger.record
@@ -145,7 +145,7 @@ load = EngineLoad()
 class RequestGate:
     """Middleware that passes on what :class:`Admission` admits, and calls of the worker's methods in :data:`REMOTE`.
 
-    vLLM by itself asks no key on the routes that load weights.
+    vLLM itself asks for no key on the routes that load weights.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

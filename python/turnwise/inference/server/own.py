@@ -28,7 +28,7 @@ DEAD_AFTER = 30.0
 
 
 class VLLMClient(RoutingClient):
-    """Completes prompts with vLLM, in a server of its own for each base model.
+    """Completes prompts with vLLM, with one server for each base model.
 
     - ``policies``: one policy, named ``"default"``, or policies by name. A policy is a Hugging Face model, whose
       weights the client sends to a server, or an :class:`AdaptedModel`. Every full policy has its own server. Adapters
@@ -39,7 +39,7 @@ class VLLMClient(RoutingClient):
       ``policy_versions`` has the version of each token. Else weights wait until nothing runs.
     - ``timeout``, ``attempts``: seconds for an answer and for a restart of a server, and the most times that a request
       is sent, as in :class:`PoolClient`.
-    - ``transfer``: the way weights travel: ``"shared_memory"``, ``"safetensors"`` (temporary files), or ``"auto"``,
+    - ``transfer``: how weights travel: ``"shared_memory"``, ``"safetensors"`` (temporary files), or ``"auto"``,
       which takes shared memory if there is room. On GPUs also ``"ipc"``, if server and trainer share one, and
       ``"nccl"``.
     - ``engine_args``: further options of vLLM's server.
@@ -47,7 +47,7 @@ class VLLMClient(RoutingClient):
     - ``seed``: source of the seeds for requests without one. A request's draws depend only on its own seed. The last
       bits of its logits depend on the rest of the batch.
 
-    A server listens at a free port of this host's loopback, with a key of its own. If it dies or hangs, a new one gets
+    A server listens at a free port of this host's loopback, with its own key. If it dies or hangs, a new one gets
     the last weights, and lost requests are sent again with the same seeds. The servers end with :meth:`close`, and with
     this process, however it ends. Ctrl-C doesn't reach them.
 

@@ -40,7 +40,7 @@ class VLLMServerReader(VLLMServerClient):
     - ``served``: what that client has sent; :meth:`follow` takes the latest after each update.
     - ``wait``: seconds to wait for :meth:`follow` if the server has weights that the reader doesn't know.
 
-    The reader returns only tokens of weights that it knows. It waits for :meth:`follow` if an answer has others, and
+    The reader returns only tokens of weights that it knows. If an answer has others, it waits for :meth:`follow`, and
     raises ``ModelError`` if that takes too long. It takes no weights.
 
     Example::

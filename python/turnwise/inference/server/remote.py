@@ -66,7 +66,7 @@ class RemoteServer:
 
     # -- what the server is --------------------------------------------------------------------------------------------
     async def connect(self, takes_weights: bool) -> None:
-        """Read what the server serves into ``info``. Without ``takes_weights``, a plain vLLM server is enough."""
+        """Read the server's description into ``info``. Without ``takes_weights``, a plain vLLM server is enough."""
         listed = await self._endpoint.ask("GET", "/v1/models")
         try:
             served = listed["data"][0]

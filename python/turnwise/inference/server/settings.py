@@ -23,7 +23,7 @@ OF_ENGINE: dict[str, dict[str, Any]] = {
     "vllm": {"kv_cache_gb": 1.0, "max_num_seqs": 256},
     "transformers": {"max_batch_rows": 512},
 }
-"""Settings that one engine alone takes, and their defaults."""
+"""Settings that only one of the engines takes, and their defaults."""
 
 TRANSFORMERS_ARGS = ("device", "dtype")
 """Names in ``engine_args`` that the transformers engine takes."""

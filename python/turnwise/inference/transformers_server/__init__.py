@@ -1,4 +1,4 @@
-"""Serves a transformers model in a process of its own, with the routes of a vLLM server and turnwise's worker.
+"""Serves a transformers model in its own process, with the routes of a vLLM server and turnwise's worker.
 
 Read in this order: engine, routes, launch.
 May import: types, utils, inference.common, inference.weights, inference.local, inference.vllm, inference.server.

@@ -46,13 +46,13 @@ class _Loaded:
 
 
 class TransformersEngine(TransformersClient):
-    """Samples with ``model``, which it names ``name``, and with adapters over it, each a policy of its own name.
+    """Samples with ``model``, which it names ``name``, and with adapters over it, each a policy under its own name.
 
-    - ``adapter_slots``: adapters that :meth:`load_adapter` adds. One more takes the place of the one that was loaded
+    - ``adapter_slots``: adapters that :meth:`load_adapter` adds. A further one replaces the one that was loaded
       longest ago.
     - ``adapter_rank``: the largest rank of those.
 
-    A policy's version is the place of its label in ``labels``. The last one is the label of the tokens to come. Weights
+    A policy's version is the index of its label in ``labels``. The last one is the label of the next tokens. Weights
     change between two tokens, or between two batches after ``hold_back(keep=False)``. The keys and values of a running
     completion stay.
     """

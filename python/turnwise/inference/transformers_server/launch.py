@@ -18,7 +18,7 @@ from turnwise.inference.server.settings import ServeSettings
 
 
 def build_model(settings: ServeSettings) -> Any:
-    """Load the model, or build it with random weights. It gets a GPU if there is one, and the dtype of its files."""
+    """Load the model, or build it with random weights. It runs on a GPU if there is one, in the dtype of its files."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

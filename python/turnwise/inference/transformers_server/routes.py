@@ -25,7 +25,7 @@ SAMPLING = {
 """Sampling parameters that a request may have, and their types."""
 
 FIXED = {"ignore_eos": True, "logprobs": 0, "detokenize": False}
-"""Those that must have one value: the engine has no tokenizer, and reports the sampled token's log-probability."""
+"""Parameters that must have one value: the engine has no tokenizer, and reports the sampled token's logprob."""
 
 
 class Routes:

@@ -139,12 +139,12 @@ class BroadcastGroup:
         gloo: Any = distributed.ProcessGroupGloo
         settings = gloo._Options()
         settings._timeout = limit
-        # Lazy: ranks connect only along the edges of the broadcast, not each with each.
+        # Lazy: ranks connect only along the edges of the broadcast, not all with all.
         settings._devices = [gloo.create_device(hostname=host, lazy_init=True)]
         self._group = gloo(store, rank, size, settings)
 
     def rehearse(self, number: bytes | None, check: Callable[[], None]) -> bytes:
-        """Broadcast ``number`` from rank 0, which alone gives one, and return it on all ranks."""
+        """Broadcast ``number`` from rank 0, and return it on all ranks. The other ranks pass ``None``."""
         content = torch.zeros(NUMBER_BYTES, dtype=torch.uint8)
         if number is not None:
             content = torch.frombuffer(bytearray(number), dtype=torch.uint8)

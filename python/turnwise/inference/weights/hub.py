@@ -1,9 +1,9 @@
 """Serves the receivers of a collective transfer in rounds: one broadcast to all, however many there are.
 
-A receiver connects, proves that it knows the key, and asks for weights by their number. The first that asks opens a
-*round*: the sender waits for those that took the weights before, and sends to all that asked by then, in one group. A
-receiver that asks during the round gets the weights over its own connection, and so does a single receiver that asks
-later. The group of a round serves the next one too if its receivers are the same; otherwise the sender makes another,
+A receiver connects, proves that it knows the key, and asks for weights by their number. The first request opens a
+*round*: the sender waits for the receivers that took the previous weights, and sends to all that asked by then, in one
+group. A receiver that asks during the round gets the weights over its own connection. So does a single receiver that
+asks later. The next round uses the same group if its receivers are the same. Otherwise the sender makes another group,
 and the *epoch* grows by one.
 """
 
@@ -41,7 +41,7 @@ ATTEMPTS = 3
 """Groups of the same receivers that may fail until each receiver gets the weights alone."""
 
 MAX_HANDSHAKES = 64
-"""Connections at the same time that have not proved to know the key."""
+"""The most connections at the same time that have not yet proved that they know the key."""
 
 CHUNK = 2**24
 """Bytes that go to a single receiver at once."""

@@ -106,8 +106,8 @@ class SharedBase:
     def activate(self, key: str | None, training: bool) -> None:
         """Use adapter ``key`` (``None``: none) in the next forward pass, in training or evaluation mode.
 
-        This does not call peft's ``set_adapter``, which sets ``requires_grad`` of every adapter. The other policies set
-        theirs themselves.
+        This does not call peft's ``set_adapter``, which sets ``requires_grad`` of every adapter. Each policy sets that
+        of its adapter itself.
         """
         if self.model.training != training:
             self.model.train(training)

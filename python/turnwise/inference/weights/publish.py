@@ -1,8 +1,8 @@
 """The sender's side of a collective transfer. ``hub`` serves its receivers.
 
-vLLM 0.32 has a weight transfer of its own over NCCL, which is not used here. Its ranks meet in a ``TCPStore`` without a
-key and unpickle what they find there. Its broadcast has no deadline, so an engine that dies stops all others. And it
-loads bucket by bucket, before any sums are checked.
+vLLM 0.32 has its own weight transfer over NCCL, which turnwise does not use. Its ranks meet in a ``TCPStore`` without a
+key and unpickle what they find there. Its broadcast has no deadline, so an engine that dies stops all others. It
+also loads bucket by bucket, before any sums are checked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ DEADLINE = 60.0
 """Seconds that the receivers may take for one bucket; a slower one is dropped."""
 
 GATHER = 5.0
-"""Seconds that the first receiver of a round waits for those that took the weights before."""
+"""Seconds that the first receiver of a round waits for those that took the previous weights."""
 
 
 class CollectiveTransfer:
     """Sends weights to all processes that open their handle, in one broadcast by ``backend`` (``gloo`` or ``nccl``).
 
     - ``host``: the address of this machine at which receivers reach it. It listens only there.
-    - ``bucket_mib``: MiB of one broadcast; each weights' block is sent in buckets of this size.
+    - ``bucket_mib``: MiB of one broadcast; each block of weights is sent in buckets of this size.
     - ``deadline``: seconds that all receivers together may take for one bucket. One that dies or hangs delays the
       others no longer; they get the weights in another group.
-    - ``gather``: seconds that receivers wait for others that took the weights before.
+    - ``gather``: seconds that receivers wait for others that took the previous weights.
 
-    Receivers need the key: that in the environment variable ``TURNWISE_CLUSTER_KEY``, or else one that this transfer
+    Receivers need the key: the one in the environment variable ``TURNWISE_CLUSTER_KEY``, or else one that this transfer
     makes and puts into its handles. Nothing is encrypted. The last weights stay in a separate block, for ``nccl`` on
     their GPU. So training can continue, and a restarted engine gets the same weights as the others.
 
@@ -76,7 +76,7 @@ class CollectiveTransfer:
         self._end = weakref.finalize(self, self._hub.close)
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Store ``weights``, and return their handle. Receivers of the weights before must ask for these."""
+        """Store ``weights``, and return their handle. Receivers of the previous weights must ask for the new ones."""
         device = next(iter(weights.values())).device if self._backend == "nccl" else torch.device("cpu")
         if self._hub is None:
             raise TransferError("the transfer is closed")
@@ -88,7 +88,7 @@ class CollectiveTransfer:
         return {"kind": self._backend, **where, **written}
 
     def expect(self, count: int) -> None:
-        """Let the first round wait for ``count`` receivers, at most ``gather`` seconds. Later ones know theirs."""
+        """Let the first round wait for ``count`` receivers, at most ``gather`` seconds. Later rounds know theirs."""
         if self._hub is not None:
             self._hub.expect(count)
 

@@ -45,7 +45,7 @@ _HAS_MEMORY = hasattr(os, "memfd_create")
 
 
 class WeightTransfer(Protocol):
-    """The trainer's side. One sender holds one set of weights; ``send`` replaces the set before."""
+    """The trainer's side. One sender holds one set of weights; ``send`` replaces the previous set."""
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         """Store ``weights`` (any dtype, device and strides; tied ones once), and return their handle.
@@ -309,8 +309,8 @@ class SharedTransfer:
     def lend(self, joins: bool = False) -> WeightTransfer:
         """Return the transfer for one client. The last client that closes its own closes the shared one.
 
-        A client that ``joins`` others starts with the weights that they were sent last. What it would start with takes
-        no room, and does not replace theirs.
+        A client that ``joins`` others starts with the weights that they were sent last. Its own first weights take no
+        room, and do not replace theirs.
         """
         self._lent += 1
         if isinstance(self._transfer, CollectiveTransfer):
@@ -327,14 +327,14 @@ class SharedTransfer:
             return self._handle
 
     def latest(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the handle of what is stored. Stores ``weights`` if that has other names, or if there is nothing."""
+        """Return the handle of the stored weights. Stores ``weights`` if those have other names or don't exist."""
         with self._lock:
             if self._handle and self._weights.keys() == weights.keys():
                 return self._handle
         return self.send(weights)
 
     def give_back(self) -> None:
-        """Count one client less."""
+        """Count one client fewer."""
         with self._lock:
             self._lent -= 1
             if not self._lent:

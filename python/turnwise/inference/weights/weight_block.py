@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes. Each tensor begins at a multiple of it."""
+"""Alignment in bytes: each tensor begins at a multiple of it."""
 
 _MAGIC = b"turnwise"
 _HEADER = struct.Struct("<8s32sQQQ")
@@ -134,7 +134,7 @@ def plan_layout(weights: Mapping[str, Tensor]) -> tuple[Index, list[str], int]:
 def storage_key(tensor: Tensor) -> Any:
     """A key that only tied tensors share.
 
-    Empty tensors, and those without memory of their own, count as tied only if they are the same object. So take them
+    Empty tensors, and those without their own memory, count as tied only if they are the same object. So take them
     from ``state_dict(keep_vars=True)``, which makes no new objects.
     """
     if not tensor.numel() or not has_memory(tensor):

@@ -1,11 +1,11 @@
 """A connection on which both sides have proved that they know one key: frames of JSON, and the bytes of weights.
 
-The sender of weights listens. It sends a random number, and the receiver answers with an HMAC over it and a number of
-its own. The sender then proves the same, so a receiver loads nothing from a stranger. Neither sends the key.
+The sender of weights listens. It sends a random number, and the receiver answers with an HMAC over it and its own
+number. The sender then proves the same, so a receiver loads nothing from a stranger. Neither sends the key.
 
-torch's ``TCPStore`` has no such check: it serves everyone who reaches its port, lists its keys on request, and so gives
-away the names of groups, however random. So what the ranks of a group must know of each other travels in frames of this
-connection (see ``group``).
+torch's ``TCPStore`` has no such check. It serves everyone who reaches its port, and lists its keys on request, so even
+random names of groups are no secret. Facts that the ranks of a group must know of each other therefore travel in frames
+of this connection (see ``group``).
 """
 
 from __future__ import annotations
