@@ -15,7 +15,7 @@ class Contribution:
 
     An answer has one part, or several that are right or wrong each, such as the rows of a grid.
 
-    Example: of two drafts with three wrong parts the reviser changed one, and fixed two parts:
+    Example: the reviser got two drafts with three wrong parts. It changed one draft and fixed two parts:
     ``Contribution(handed=2, changed=1, wrong=3, fixed=2, right=5, broken=0)``
     """
 
@@ -58,7 +58,7 @@ def plain_answer(found: Any, where: str) -> tuple[Any, tuple[bool, ...]] | None:
 def contribution_of(
     handed: tuple[Any, Sequence[bool]], left: tuple[Any, Sequence[bool]] | None, where: str = "team_answer"
 ) -> Contribution:
-    """Compare the answer before an action with the answer after it. ``None`` after it means that all of it is lost.
+    """Compare the answer before an action with the answer after it. ``None`` after it means that the answer is lost.
 
     Raises ``ValueError`` if they have different numbers of parts; ``where`` names the hook in the error.
 

@@ -103,7 +103,7 @@ class Arena(ArenaSetup):
         return self.build_training_batch(results)
 
     def take_back_credit(self, state: dict[str, Any] | None) -> None:
-        """Undo the last :meth:`assign_credit_and_pack`: the credit rule gets its ``state`` before that call."""
+        """Undo the last :meth:`assign_credit_and_pack`: restore ``state``, the credit rule's state before it."""
         self._attempts.clear()
         if self.credit is not None and state:
             self.credit.load_state_dict(state)

@@ -70,16 +70,16 @@ class Episode(ABC):
     mix: RewardMix = RewardMix()
     """Mix of the rewards, where the arena's ``reward`` (``[reward]`` of a config) sets nothing else."""
     blocking: bool = False
-    """True if plain hooks wait or compute for long: they then run in threads, and hold up no other episode."""
+    """True if plain hooks wait or compute for long. They then run in threads and delay no other episode."""
     on_context: Any = "end"
-    """Reaction to an actor's next prompt that leaves no room in the context.
+    """Reaction if an actor's next prompt leaves no room in the context.
 
     ``"end"``: the episode ends there, with ``rollout.meta["ended"] = "context"``. Its answers are scored and train.
     ``"fail"``: the episode fails. A method ``on_context(state, arena, artifact, messages)``, sync or async, returns a
-    shorter chat, with which the actor is asked once more; ``None`` ends the episode. One without any answer fails."""
+    shorter chat, with which the actor is asked once more; ``None`` ends the episode. One without answers fails."""
     reads_earlier_batches: bool = False
-    """True if other episodes of the same batch don't matter to what the episode reads of stores. A run whose workers
-    play episodes refuses reads that may depend on them."""
+    """True if the episode's reads of stores don't depend on other episodes of the same batch. A run whose workers play
+    episodes refuses reads that may depend on them."""
 
     @abstractmethod
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
@@ -94,7 +94,7 @@ class Episode(ABC):
 
         Called once for each state that was played, however the episode ends: also after an error, a time limit or a
         cancellation, and for the branches of a tree. Errors are counted as ``close_errors/<type>``. Under a tree,
-        ``state.data`` may be the copy of a fork that used nothing.
+        ``state.data`` may be a fork's unused copy.
         """
 
     def get_continuation(self, state: EpisodeState, rollout: Rollout) -> Any:
@@ -128,9 +128,9 @@ class Episode(ABC):
     async def call_model(
         self, actor_id: str | None, prompt: str | Messages, arena: ArenaForHooks, **options: Any
     ) -> ModelResponse:
-        """Call :meth:`Arena.call_model`. The arena comes last, which reads well inside an episode.
+        """Call :meth:`Arena.call_model`. Here ``arena`` is the last argument.
 
-        An actor with tools is asked until it calls no more of them. Each of its answers is a step of the same turn, and
+        An actor with tools is asked until it calls no more tools. Each of its answers is a step of the same turn, and
         the last one is returned.
 
         Raises ``ContextLengthError`` for a prompt that is too long. The episode ends there if ``rollout`` doesn't catch
@@ -294,7 +294,7 @@ class SingleTurnEpisode(Episode):
 
 
 def only_actor(names: Sequence[str]) -> str:
-    """Return the default of the arena's actors: the only one, or the one called "solver" in any case."""
+    """Return the default of the arena's actors: the only one, or the one called "solver", in upper or lower case."""
     actors = names if len(names) == 1 else [name for name in names if name.lower() == "solver"]
     if len(actors) == 1:
         return actors[0]

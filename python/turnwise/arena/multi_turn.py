@@ -114,8 +114,8 @@ class MultiTurnEpisode(Episode, ABC):
         """Return the parts of the last action's reward, which the arena mixes; see :class:`~turnwise.arena.RewardMix`.
 
         Return ``RewardParts(team, own, valid)`` or a tuple ``(team, own)``: the outcome that all actors share, the
-        actor's own part, and 0 for a completion that could not be read. It is a second hook beside ``step_reward``
-        because a run checks at its start if an episode serves ``reward.alpha`` and ``reward.mode``. The arena calls
+        actor's own part, and 0 for a completion that could not be read. It is separate from ``step_reward``
+        because a run checks at its start that an episode serves ``reward.alpha`` and ``reward.mode``. The arena calls
         ``step_reward`` only if this hook returns ``None``.
         """
         return None
@@ -123,7 +123,7 @@ class MultiTurnEpisode(Episode, ABC):
     def team_value(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """Return the value of the team's present answer, for ``reward.difference``. Called before and after an action.
 
-        For example the share of a puzzle that is right, or else 1 for a right answer and 0 for any other or none.
+        For example, the share of a puzzle that is right, or 1 for a right answer and 0 for a wrong or missing one.
         """
         raise NotImplementedError(f"{type(self).__name__}: override team_value(state, arena, artifact)")
 
@@ -132,7 +132,7 @@ class MultiTurnEpisode(Episode, ABC):
         return state.done
 
     def team_answer(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
-        """Return ``(answer, right)``: the team's current answer, which ``state.current_actor`` gets and then leaves.
+        """Return ``(answer, right)``: the team's current answer, which ``state.current_actor`` gets and passes on.
 
         ``right`` is true or false, or a list with one of them for each part of the answer. ``None`` means that there is
         no answer yet, or that this actor passes none on. Called before and after each action of an evaluation, which

@@ -133,9 +133,9 @@ async def run_episode(
 ) -> GenerateResult:
     """Run one episode up to ``1 + arena.retries`` times, then the episodes that continue it, which become its children.
 
-    With ``next_level``, the continuations are added to it and do not run here. A model call that failed is not repeated
-    here: the client did that, if it can succeed. An exception becomes a result with ``error``. Only cancellation,
-    ``LeakError`` and ``BatchFailedError`` are raised.
+    With ``next_level``, the continuations are added to it and do not run here. A failed model call is not repeated
+    here: the client already retried it if it could succeed. An exception becomes a result with ``error``. Only
+    cancellation, ``LeakError`` and ``BatchFailedError`` are raised.
     """
     attempt, result = 0, None
     following: list[Continuation] = []

@@ -216,7 +216,7 @@ class ArenaSetup:
 
 
 def check_actor(actor: Actor, others: Collection[str]) -> None:
-    """Raise unless ``actor`` can be registered beside ``others``: its id is new, and its tools have schemas."""
+    """Raise unless ``actor`` can be registered along with ``others``: its id is new, and its tools have schemas."""
     if not isinstance(actor, Actor):
         raise TypeError(f"actor={actor!r}: expected an Actor")
     if actor.id in others:

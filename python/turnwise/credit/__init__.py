@@ -3,7 +3,7 @@
 Read in this order: base, grouping, rules, levels, columns.
 May import: types, utils, samples, _C.
 
-It needs numpy alone. Most rules need only a key per sample, see :class:`GroupCredit`. To write a new one, subclass
+It needs only numpy. Most rules need only a key per sample, see :class:`GroupCredit`. To write a new one, subclass
 :class:`GroupCredit` and define its ``group_key``. No rule has a critic. ``ops.gae`` serves your own rule with one.
 """
 

@@ -1,7 +1,7 @@
 """Grouped advantages of NumPy columns, by the compiled core of ``turnwise.ops`` and without torch.
 
-Rewards that differ only by rounding count as equal. Two ways to earn the same sum give 0.1 + 0.2 and 0.3: divided by
-their deviation, such rewards would look like a signal.
+Rewards that differ only by rounding count as equal, such as 0.1 + 0.2 and 0.3. Divided by their deviation, such rewards
+would look like a signal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def grouped_advantage(
 ) -> np.ndarray:
     """Return advantages ``[B]`` float64 of ``rewards [B]`` within ``groups``, as ``ops.group_advantage`` does.
 
-    Tied groups (:func:`tied_groups`) get 0. The rows of one of ``units`` count once, with their mean.
+    Tied groups (:func:`tied_groups`) get 0. The rows of each unit in ``units`` count once, with their mean.
     ``options`` are those of ``ops.group_advantage``, all of them. Raises ``ValueError`` for a reward that is not
     finite, and for a group of one under ``singleton="error"``.
     """
@@ -98,7 +98,7 @@ def tolerances(values: np.ndarray, groups: np.ndarray, count: int) -> np.ndarray
 
 
 def tied_groups(values: np.ndarray, groups: np.ndarray, count: int, units: np.ndarray | None = None) -> np.ndarray:
-    """Return a mask ``[count]`` bool: which groups of ``values [B]`` have several members that are all equal.
+    """Return a mask ``[count]`` bool of the groups of ``values [B]`` with several members that are all equal.
 
     ``groups`` and ``units`` are ids from 0. The rows of one unit in a group are one member, their mean.
     """

@@ -98,7 +98,7 @@ class Difference:
     """Pays a child its contribution to the parent's outcome: ``r_i = own * r_i + G(all) - G(all but i)``.
 
     ``G`` is ``by`` of the rewards of ``child_actor`` in the parent's finished children of type ``child``, or
-    ``outcome``, a function of the parent's result and a list of the children's results. ``empty`` is ``G`` of no
+    ``outcome``, a function of the parent's result and a list of the children's results. ``empty`` is ``G`` without
     children. In a tree the children of one branch count together.
     Raising this difference raises ``G`` (Wolpert and Tumer, 2001, https://doi.org/10.1142/S0219525901000188).
 
@@ -221,7 +221,7 @@ class LevelCredit(Credit):
     """Applies ``rule``, an object or a name with ``options``, to the rewards that ``edges`` have paid.
 
     An actor that an edge pays gets that amount in every call of the episode; its step rewards no longer count. In a
-    tree of which one branch goes on, the children that a branch spawned pay the call of that branch.
+    tree where one branch goes on, the children that a branch spawned pay the call of that branch.
 
     Example::
 

@@ -37,10 +37,10 @@ LOG_RATIO_BOUND = 20.0
 def top_entropy_mask(entropy: Tensor, share: float = 0.2, *, mask: Tensor | None = None) -> Tensor:
     """Mark the tokens whose entropy is in the top ``share`` of all trained ones: bool, the shape of ``entropy``.
 
-    These are the tokens at which a chain of thought forks ("Beyond the 80/20 Rule", https://arxiv.org/abs/2506.01939,
+    At these tokens a chain of thought forks ("Beyond the 80/20 Rule", https://arxiv.org/abs/2506.01939,
     which recommends a share of 0.2; TRL's ``top_entropy_quantile``). The bound is the quantile ``1 - share`` of the
-    entropies of the call, linear between neighbours, so pass a whole optimizer step and cut the result into
-    micro-batches. Ties with the bound are kept; at least one token is.
+    entropies of the call, linear between neighbours. So pass a whole optimizer step, and cut the result into
+    micro-batches. Ties with the bound are kept. At least one token is kept.
 
     ``entropy`` is ``[B, T]`` or ``[N]`` floats; ``mask`` has its shape. Masked tokens may hold any value and are never
     marked. Multiply per-token advantages by the result: the others then have no policy gradient, but keep their KL term
@@ -186,7 +186,7 @@ def rejection_mask(
 
     ``old_logprobs`` are of the trainer before the update, ``rollout_logprobs`` of the sampler; both ``[B, T]`` with
     ``mask``, or packed ``[N]`` with ``cu_seqlens``. Masked tokens may hold any value and are never marked. Pass
-    ``keep`` as ``mask=`` to :func:`policy_loss`, beside any ``correction``; rejected tokens then count in no mean.
+    ``keep`` as ``mask=`` to :func:`policy_loss`, along with any ``correction``; rejected tokens then count in no mean.
     (verl's ``compute_rollout_rejection_mask``; its bounds of ``k1`` are those of ``exp(rollout - old)``, so ``low`` and
     ``high`` here are ``1 / high`` and ``1 / low`` there.)
 

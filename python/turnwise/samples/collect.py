@@ -88,7 +88,7 @@ def mixed_prompts(samples: Sequence[Sample], credit: Any) -> dict[str, float]:
     """Return the share of the groups that compare calls with different prompts, as ``groups/mixed_prompts``.
 
     It is reported for agents behind a gateway, which may call models in any situation, and for rules that compare in
-    groups. A rule that compares whole attempts gives a high share, and means no harm by it.
+    groups. A high share is normal and harmless under a rule that compares whole attempts.
     """
     if not isinstance(credit, GroupedCredit) or not any("call" in sample.info for sample in samples):
         return {}

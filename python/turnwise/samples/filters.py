@@ -30,7 +30,7 @@ class Filters:
     max_length: int | None = None
     """Maximum number of tokens in prompt and completion together."""
     dynamic_sampling_rounds: int = 0
-    """Maximum number of further batches to draw until as many questions are informative as the first batch held."""
+    """Maximum number of further batches to draw until as many questions are informative as the first batch had."""
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -39,7 +39,7 @@ class Filters:
             raise ValueError(f"dynamic_sampling_rounds={self.dynamic_sampling_rounds!r}: expected a count >= 0")
 
     def causes(self, samples: Sequence[Sample], zero_causes: Mapping[StepKey, str] | None = None) -> list[str | None]:
-        """Return the cause why each sample is dropped, ``None`` if it trains. All must have an advantage.
+        """Return the cause of dropping each sample; ``None`` if it trains. All must have an advantage.
 
         ``zero_causes`` has the credit rule's causes of advantages of 0.
         """

@@ -48,12 +48,12 @@ class ForkableMixin(_HasDict):
     """Makes ``copy.deepcopy`` of a class's objects a fork: containers are shared until one side writes to them.
 
     Copies are independent and equal those of :func:`copy.deepcopy`: aliasing, cycles, memo and pickling hooks are kept
-    (except EzPickle's, which rebuild an object by its constructor). The first fork replaces lists and dicts that only
-    the object refers to by facades of a :class:`State`, in the object too. Arrays, generators, deques, counters and
-    bytearrays are copied on first use by either side. The rest, including sets, is deep-copied at the fork. Attributes
-    named in ``share``, e.g. a large config, are never copied. Facades are lists and dicts to Python, but not to C code
-    such as ``heapq`` and ``json``. An attribute that can't be copied (a lock, a file) raises :class:`OpaqueError` with
-    its path.
+    (except EzPickle's, which rebuild an object by its constructor). If only the object refers to a list or
+    dict, the first fork replaces it with a facade of a :class:`State`, in the object too. Arrays, generators, deques,
+    counters and bytearrays are copied on first use by either side. The rest, including sets, is deep-copied at the
+    fork. Attributes named in ``share``, e.g. a large config, are never copied. Facades are lists and dicts to Python,
+    but not to C code such as ``heapq`` and ``json``. An attribute that can't be copied (a lock, a file) raises
+    :class:`OpaqueError` with its path.
 
     Example::
 

@@ -247,7 +247,7 @@ def _read_only(array: Any) -> bool:
 def freeze_array(array: Any) -> Any:
     """Return a read-only array with the same values: itself if its memory can't be written to, else a copy.
 
-    A flag is not enough: a holder of the base, or of a view of it, could still write and change every version at once.
+    A read-only flag is not enough: code that holds the base, or a view of it, could still change every version at once.
     So the copy is stored in a bytes object, which numpy never makes writable.
     """
     import numpy as np

@@ -40,7 +40,7 @@ class Policy:
     """The rule by which a fork handles objects of one type.
 
     ``copy(object)`` makes the copy for another version; ``None`` shares the object itself. ``private=False`` promises
-    that copies are never changed, so that all versions may read one.
+    that copies are never changed. All versions may then read one copy.
 
     Example: ``Policy(copy=lambda board: board.clone())``
     """
@@ -125,7 +125,7 @@ LINKED_OBJECT: PolicyTuple = (LINKED, copies.deep_copy, True)
 class Store(_C.StoreBase):
     """Creates States. It knows how to fork the objects in them, and holds the memory that they share.
 
-    ``arrays`` says how numpy arrays are stored. ``"frozen"`` (default): a read-only leaf that all versions share;
+    ``arrays`` sets how numpy arrays are stored. ``"frozen"`` (default): a read-only leaf that all versions share;
     :meth:`State.writable` returns a private copy. ``"copy"``: a separate array in each version that reads it.
     ``check_shared=True`` checks objects registered with ``"share"`` on insertion and at each fork and commit. It raises
     :class:`StateError` if one was changed in place: slow, for debugging. Unpicklable objects are not checked.

@@ -1,6 +1,6 @@
-"""What a client, a credit rule or a task can do beyond its protocol.
+"""Capabilities of clients, credit rules and tasks beyond their protocols.
 
-Each declares it once, as its ``capabilities``. Optional methods have protocols of their own, which ``isinstance``
+Each object declares them once, as its ``capabilities``. Optional methods have their own protocols, which ``isinstance``
 tests: those below, and :class:`turnwise.types.ScoringClient`.
 """
 
@@ -26,7 +26,7 @@ class ClientCapabilities:
     """
 
     shares_weights: bool = False
-    """It samples with the trainer's own modules, so that it can't sample while they change."""
+    """It samples with the trainer's own modules, so it can't sample while they change."""
     fixed_policies: frozenset[str] = frozenset()
     """Policies that accept no weights, such as a judge behind an API."""
 
@@ -82,7 +82,7 @@ def capabilities_of(declaring: object, kind: type[C]) -> C:
 
 @runtime_checkable
 class MeasuredClient(Protocol):
-    """A client that measures what it does."""
+    """A client that reports metrics of its work."""
 
     def stats(self) -> dict[str, float]:
         """Return totals since the start, by name."""
@@ -95,7 +95,7 @@ class MeasuredClient(Protocol):
 
 @runtime_checkable
 class TokenizedClient(Protocol):
-    """A client that brings its tokenizer."""
+    """A client that has its own tokenizer."""
 
     tokenizer: Tokenizer | None
 
@@ -114,7 +114,7 @@ class RecoverableClient(Protocol):
     """A client that can send the last weights again."""
 
     async def recover(self) -> None:
-        """Send them, if the engine lost them."""
+        """Send the last weights again if the engine lost them."""
         ...
 
 

@@ -25,11 +25,10 @@ class Sampling:
     """Settings for drawing tokens.
 
     ``temperature`` 0 means greedy, and then the completion does not train. ``max_tokens`` counts completion tokens, the
-    stop token included.
-    ``stop_token_ids`` end a completion in addition to the tokens that end a turn (the tokenizer's end of sequence, the
-    chat template's closing token, and those of the model's generation config). A completion also ends
-    with the token that completes one of the ``stop`` strings; it keeps that token. ``seed`` fixes the draw of this one
-    request, independent of the batch; with ``None`` the client chooses one.
+    stop token included. ``stop_token_ids`` end a completion in addition to the tokens that end a turn. Those are the
+    tokenizer's end of sequence, the chat template's closing token, and those of the model's generation config. A
+    completion also ends with the token that completes one of the ``stop`` strings; it keeps that token. ``seed`` fixes
+    the draw of this one request, independent of the batch; with ``None`` the client chooses one.
 
     Example: ``Sampling(temperature=1.0, max_tokens=32)``
     """
@@ -56,7 +55,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """True if each token is the likeliest one, so that its log-probability is not that of a draw."""
+        """True if each token is the most likely one. Its log-probability is then not that of a random draw."""
         return self.temperature == 0 or self.top_k == 1
 
     def with_(self, **changes: Any) -> Sampling:
@@ -81,11 +80,11 @@ class ModelRequest:
 
 @dataclass(slots=True)
 class ModelResponse:
-    """The result of one model call. Lists run over the ``C`` completion tokens, the stop token included.
+    """The result of one model call. Lists cover the ``C`` completion tokens, the stop token included.
 
     ``logprobs`` are those of the sampled distribution: ``log_softmax(logits / temperature)``, for greedy decoding
     ``log_softmax(logits)``. ``text`` is the completion without special tokens. A response that is not ``trainable``
-    arrived as text: the tokenizer encoded its token ids, and its log-probabilities are unknown. A ``cached`` response
+    arrived as text: the tokenizer produced its token ids, and its log-probabilities are unknown. A ``cached`` response
     was sampled for an earlier identical call.
 
     Example: ``ModelResponse(text="4", completion_token_ids=[20, 2], logprobs=[-0.1, -0.01], finish_reason="stop",
@@ -108,11 +107,11 @@ class ModelError(RuntimeError):
     passes: bool = True
     """The same request may succeed later."""
     seconds: float = 0.0
-    """Seconds until then, if the server named a time."""
+    """Seconds until the request may succeed, if the server gave a time."""
 
 
 class ContextLengthError(ModelError):
-    """The prompt leaves no room in the model's context. ``actor_id`` is the actor that was asked, ``None`` a judge."""
+    """The prompt leaves no room in the model's context. ``actor_id`` is the actor that was asked (judge: ``None``)."""
 
     actor_id: str | None = None
 

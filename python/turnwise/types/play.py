@@ -21,8 +21,8 @@ class Actor:
     concurrent model calls, in addition to the arena's own limit; ``None`` sets no such limit.
 
     ``tools`` are functions that it may call, or JSON schemas for :meth:`Episode.run_tool`. In each turn it gets the
-    results of at most ``max_tool_rounds`` answers. Of one answer at most ``max_tool_calls`` calls run, each for at most
-    ``tool_timeout`` seconds, and of each result the model sees ``max_tool_result`` characters.
+    results of at most ``max_tool_rounds`` answers. At most ``max_tool_calls`` calls of one answer run, each for at most
+    ``tool_timeout`` seconds. The model sees ``max_tool_result`` characters of each result.
     ``chat_template_kwargs`` go to the chat template, such as ``{"enable_thinking": False}``.
 
     Example: ``Actor("solver", system_prompt="Solve the problem.", policy="default", max_tokens=256)``

@@ -148,7 +148,7 @@ class EpisodeWorkers(Protocol):
 class OpponentAssignment(Protocol):
     """Assigns other policies to seats of a batch through ``EpisodeRequest.policies``, as a league does.
 
-    ``Arena.state_dict`` includes its state. It is restored with the arena's when a drawn batch must be drawn again.
+    ``Arena.state_dict`` includes its state. Both are restored when a batch must be drawn again.
     """
 
     async def seat(self, requests: Sequence[EpisodeRequest]) -> Sequence[EpisodeRequest]:

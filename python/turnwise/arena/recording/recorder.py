@@ -206,7 +206,7 @@ class FrozenArtifacts:
 
 
 def freeze_value(value: Any) -> Any:
-    """Return the present content of ``value`` as JSON. Artifacts of stores are kept in a cheaper form."""
+    """Return the current content of ``value`` as JSON. Artifacts of stores are kept in a cheaper form."""
     if isinstance(value, Artifact):
         return FrozenArtifacts([(value, value.weight)], alone=True)
     if type(value) is list and value and all(isinstance(item, Artifact) for item in value):

@@ -45,7 +45,7 @@ def group_text(group_id: Hashable) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value`` with its containers in JSON types. It accepts any object, because logging must not end a run."""
+    """Return ``value`` with its containers in JSON types. It accepts any object, as logging must not stop a run."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

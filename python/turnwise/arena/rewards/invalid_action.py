@@ -14,7 +14,7 @@ from turnwise.types import EpisodeState, Rollout, Step
 
 CONTEXT = "context"
 """Value of ``meta["ended"]`` if the next prompt left no room in the context. Also the key of ``step.info`` for the
-reason, in an answer whose tools' results left none."""
+reason, if the results of an answer's tools left no room."""
 
 INVALID = "invalid_action"
 """Key of ``step.info`` for the reason why a completion is invalid, and value of ``meta["ended"]`` for such an end."""
@@ -29,7 +29,7 @@ READING_ERRORS = (
     RecursionError,
     MemoryError,
 )
-"""Errors that parsers raise for a text that they can't read. A misspelt variable or missing file raises none."""
+"""Errors that parsers raise for a text that they can't read. A misspelt variable or a missing file raises others."""
 
 
 class InvalidActionError(Exception):

@@ -79,7 +79,7 @@ class Judge:
         rubric = Rubric([clarity], on_error="drop")
 
     ``read`` turns an answer into a number. Without it, ``low`` and ``high`` bound the score (:func:`read_number`),
-    which also says what ``8/10`` and ``80%`` mean. ``policy`` names the weights that answer, for example a policy that
+    which also defines ``8/10`` and ``80%``. ``policy`` names the weights that answer, for example a policy that
     a ``RoutingClient`` sends to an ``OpenAIClient``. ``sampling`` overrides fields of the arena's sampling; the default
     is greedy. The judge keeps ``cache_size`` answers: it asks equal questions to equal weights only once, and derives
     their seed from their content. Each answer is a step of the episode that asked; ``step.info["cached"]`` marks cached
@@ -122,7 +122,7 @@ class Judge:
     async def compare(
         self, prompt: Callable[[str, str], str | Messages], first: str, second: str, arena: ArenaForHooks
     ) -> float:
-        """Return the share of the win of ``first`` over ``second``, 0 to 1.
+        """Return the share of wins of ``first`` over ``second``, 0 to 1.
 
         It is the mean over both orders, so position cancels out.
 

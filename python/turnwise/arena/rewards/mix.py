@@ -5,7 +5,7 @@
     m = alpha * team + (1 - alpha) * own      mode "convex"
     f = 1, (turn + 1) / max_turns ("ramp"), or gamma ** (last turn - turn) ("discount")
 
-With a ``threshold``, 1 replaces an ``m`` that reaches it, and 0 any other. ``V`` is the value of the team's present
+With a ``threshold``, an ``m`` that reaches it becomes 1, any other 0. ``V`` is the value of the team's present
 answer, before and after the action (:meth:`MultiTurnEpisode.team_value`). The difference of two values is a potential
 (Ng, Harada and Russell 1999, without discount): an actor that fixes the answer gains what the one that broke it lost.
 
@@ -30,7 +30,7 @@ TurnShaping = Literal["none", "ramp", "discount"]
 DIFFERENCE = "team_difference"
 """Key of ``step.info``: the value of the team's answer after the action minus before it, without its weight."""
 UNSHAPED = "unshaped_reward"
-"""Key of ``step.info``: the part of the reward that turn shaping leaves alone, difference and cost."""
+"""Key of ``step.info``: the part of the reward that turn shaping does not change, difference and cost."""
 TURN_FACTOR = "turn_factor"
 """Key of ``step.info``: the factor of the turn, once it is applied."""
 
@@ -71,9 +71,9 @@ class RewardMix:
     mode: MixMode = "weighted_sum"
     """``alpha * team + own``, or ``alpha * team + (1 - alpha) * own``."""
     difference: float = 0.0
-    """Weight of what the action changed in the value of the team's answer."""
+    """Weight of the action's change in the value of the team's answer."""
     threshold: float | None = None
-    """Value of the mix from which it counts as 1, below as 0; ``None`` keeps it."""
+    """A mix of at least this value counts as 1, any other as 0; ``None`` keeps the mix."""
     turn_shaping: TurnShaping = "none"
     """Factor of the mix by turn."""
     gamma: float | None = None

@@ -106,7 +106,7 @@ class Rubric:
 
     The arena mixes the rewards (:class:`RewardMix`) if the rubric names the parts: ``own`` lists the functions of an
     actor's own part, all others are the team's; ``valid`` lists functions that give the share of an actor's valid
-    completions, and the rest pays ``invalid_cost``.
+    completions; the rest costs ``invalid_cost``.
 
     Example::
 
@@ -195,7 +195,7 @@ class Rubric:
 
     @property
     def is_grouped(self) -> bool:
-        """True if some function is a group function: it takes ``rollouts``."""
+        """True if any function is a group function, which takes ``rollouts``."""
         return bool(self._grouped)
 
     async def score_group(self, rollouts: Sequence[Rollout], arena: ArenaForHooks | None = None) -> list[Score]:

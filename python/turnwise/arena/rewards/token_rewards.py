@@ -122,7 +122,7 @@ def _steps_of(rollout: Rollout, actor: str) -> list[Step]:
 
 
 def check_rewarded(rollout: Rollout) -> None:
-    """Raise ``ValueError`` for a trainable step without a reward: here it fails one episode, later the whole batch."""
+    """Raise ``ValueError`` for a trainable step without a reward. It fails one episode, and later the whole batch."""
     for step in rollout.steps:
         if step.trainable and step.reward is None and step.actor_id not in rollout.rewards_of(step):
             raise ValueError(

@@ -1,11 +1,11 @@
 """Read a judge's verdict as a person does, or refuse it: a wrong reward is worse than none.
 
-Both readers take the text after the reasoning, without Markdown. What they read must be unambiguous:
+Both readers take the text after the reasoning, without Markdown. They read only an unambiguous value:
 
     a labelled value     ``Score: 7 (see rule 2)``, ``{"score": 8}``, ``<score>8</score>``, ``[[8]]``, ``Verdict: B``
     else the only value  ``I give it an 8.``, ``8/10``, ``A is better than B``
 
-Counted things (``2 errors``), references (``rule 2``), scales (``from 1 to 10``), dates and names (``GPT-4``) are no
+Counted things (``2 errors``), references (``rule 2``), scales (``from 1 to 10``), dates and names (``GPT-4``) are not
 values. Ranges, bounds (``at least 7``), sums, and different values without a label are refused.
 """
 
@@ -111,7 +111,7 @@ def read_number(text: str, low: float | None = None, high: float | None = None) 
 
     ``low`` and ``high`` bound it. A denominator must be ``high``, if that is given; with ``high`` 1 the score is the
     fraction. Without ``high``, ``8/10`` is 8, and percentages are refused. Raises ``ValueError`` for a text without a
-    score, with several, or with one that is no single number or beyond the bounds.
+    score, with several, or with one that is not a single number or is beyond the bounds.
 
     Example: ``read_number("Clear, but too long. Score: 7.5 out of 10")`` is 7.5.
     """

@@ -116,7 +116,7 @@ class Slot:
 class AnswerLimit:
     """Ends calls of a client that has answered none of a policy's calls for ``seconds``, as a hung engine does.
 
-    Each answer gives the calls that still wait ``seconds`` more, so a long queue in the client is no hang. 0 sets no
+    Each answer gives the calls that still wait ``seconds`` more, so a long queue in the client is not a hang. 0 sets no
     limit.
     """
 

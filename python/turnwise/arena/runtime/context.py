@@ -120,7 +120,7 @@ class EpisodeContext:
         return f"{self.record_key}#{self.record_count - 1}"
 
     def scratch_copy(self, *, draws: bool) -> EpisodeContext:
-        """Return a context for work of which only the result is kept. Nothing in it is recorded.
+        """Return a context for work that keeps only its result and records nothing.
 
         With ``draws`` it has its own generator, seeded from the episode's.
         """

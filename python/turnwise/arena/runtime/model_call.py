@@ -62,10 +62,10 @@ class PendingCall:
     def finish(
         self, response: ModelResponse, format: ChatFormat, *, check_private: bool, trains: bool = True
     ) -> ModelResponse:
-        """Set text and prompt tokens of ``response``, and record it as a step. The text has no end of the turn.
+        """Set text and prompt tokens of ``response``, and record it as a step. The text omits the turn's end.
 
-        A greedy completion does not train if ``trains``, the run samples for training: its tokens are no draws from the
-        policy.
+        With ``trains`` (the run samples for training), a greedy completion does not train: its tokens are not draws
+        from the policy.
         """
         context, recorded, actor_id = self.context, self.recorded, self.actor_id
         if context is not None and context.recorder is not None and recorded is not None:

@@ -6,13 +6,13 @@ marks the sentence in the running episode and returns it unchanged. A ``MultiTur
 ``get_observation`` and the parts of a completion that ``public`` hides. The report shows marked text in its reader's
 prompts. With ``Arena(check_private=True)``, :class:`LeakError` stops the batch unless all of this holds:
 
-- no prompt of another actor holds a marked text, neither at the call nor by the marks known at the end;
+- no prompt of another actor holds a marked text, neither at the call nor according to the marks known at the end;
 - the client sampled each recorded completion of an actor for that actor;
 - the training batch trains on no other tokens: prompts, and opponents' words in them, have mask 0.
 
 Texts are compared as whole words, ignoring case and white space: "You hold 1" is not in "You hold 12". So mark
 sentences, not single letters. An actor may see parts of its own texts and completions. If a marked text appears as a
-whole statement inside another actor's marked text, the check takes it as copied.
+whole statement inside another actor's marked text, the check treats it as copied.
 
 The check can't detect a paraphrased secret. It ignores an unmarked observation inside another observation, because a
 public board is part of both. It ignores fewer than four hidden words, unless their tags (``<think>fold</think>``) were

@@ -26,8 +26,8 @@ def record_input(name: str, call: Callable[..., T], *arguments: Any) -> T:
 
     Use it for inputs that the episode's seed does not determine: clocks, tools, judges outside the arena. ``call`` may
     be async; then await the result. Exceptions are recorded too. Answers must be picklable. Inside ``call`` the episode
-    has another generator, and side effects of ``call`` do not happen in a replay. Outside of episodes, the function
-    only calls. Model calls need no recording, because the arena keeps them as steps.
+    has another generator, and side effects of ``call`` do not happen in a replay. Outside of episodes, nothing
+    is recorded. Model calls need no recording, because the arena keeps them as steps.
     """
     return _record(name, arguments, lambda: call(*arguments))
 
@@ -87,7 +87,7 @@ def recorded_timeout(context: EpisodeContext | None, when: float | None) -> Abst
 
 
 def recorded_limit(context: EpisodeContext | None, seconds: float) -> AbstractAsyncContextManager[float | None]:
-    """Yield the time limit of a call of user code, which the block raises ``CallTimeoutError`` for.
+    """Yield the time limit of a call of user code. The block raises ``CallTimeoutError`` when time runs out.
 
     A replay has no limit; it cancels the block where time ran out in the record.
     """

@@ -3,10 +3,10 @@
 A call that hangs, blocks the event loop, calls ``exit()`` or never ends fails alone: other episodes and the trainer go
 on, and the process can end.
 
-- :func:`hook` calls a hook where it is: an ``async def`` or a quick function. It names those that hold the event loop.
-- :func:`call` calls what may take long: a plain function in a thread, an ``async def`` in a task. The time limit begins
-  with the call, not with the wait for a thread.
-- :func:`contained`, of :mod:`turnwise.utils.signals`, makes an error of what would end the process or its task.
+- :func:`hook` calls a hook in place: an ``async def`` or a quick function. It names hooks that hold the event loop.
+- :func:`call` calls code that may take long: a plain function in a thread, an ``async def`` in a task. The time limit
+  begins with the call, not with the wait for a thread.
+- :func:`contained`, of :mod:`turnwise.utils.signals`, turns attempts to end the process or its task into errors.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ async def _in_task(key: Key, work: Callable[[], Awaitable[Any]], limit: float | 
 async def ended_within(
     waited: asyncio.Future[Any], limit: float | None, has_ended: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Wait until ``waited`` is done. Return False after ``limit`` seconds without those in which the loop was held."""
+    """Wait until ``waited`` is done. Return False after ``limit`` seconds, except those in which the loop was held."""
     if limit is None:
         await asyncio.wait({waited})
         return True

@@ -19,7 +19,7 @@ from turnwise.utils.registry import name_of, unwrapped
 from turnwise.utils.signals import asked_for, error_text, exited
 
 BLOCKED = 0.1
-"""Seconds from which code that holds the event loop is named."""
+"""Minimum seconds that code must hold the event loop to be named."""
 UNCOUNTED = 1e-4
 """Seconds below which time in the event loop is not counted."""
 
@@ -101,7 +101,7 @@ def not_counted() -> Iterator[None]:
 
 
 def count_blocked(function: Callable[..., Any], before: float, begun: float) -> None:
-    """Count the seconds since ``begun``, without those that nested code of the user was counted for."""
+    """Count the seconds since ``begun``, without those already counted for nested code of the user."""
     seconds = perf_counter() - begun - (blocked.seconds - before)
     if seconds < UNCOUNTED:
         return
@@ -177,7 +177,7 @@ MISHAPS = "mishaps"
 
 
 def warn_once(key: tuple[Any, ...], text: str) -> None:
-    """Warn with ``text``, without keys of the episode, unless something was warned of under ``key`` before."""
+    """Warn with ``text``, without keys of the episode, unless an earlier warning had the same ``key``."""
     if key not in _warned:
         _warned.add(key)
         warnings.warn(_without_secrets(text), RuntimeWarning, stacklevel=3)

@@ -22,7 +22,7 @@ def select_best(steps: Sequence[Step], rng: random.Random) -> int:
 
 
 def select_first(steps: Sequence[Step], rng: random.Random) -> int:
-    """Select the first branch always, so that rewards have no influence."""
+    """Always select the first branch, so rewards have no influence."""
     return 0
 
 
@@ -148,7 +148,7 @@ class TreeSampler:
         return self.branching and (self.select is None or self.beam_width > 1)
 
     def best_share_at(self, batch: int) -> float:
-        """Return the share of the best in training batch ``batch``, counted from 0."""
+        """Return the probability of selecting the best branch in training batch ``batch``, counted from 0."""
         (first, last), steps = self.best_share, self.share_steps or 1
         return first + (last - first) * min(batch / max(steps - 1, 1), 1.0)
 

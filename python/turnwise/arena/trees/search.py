@@ -123,7 +123,7 @@ class TreeSearch:
         return any(not beam.ended for beam in self.beams)
 
     async def expand_once(self) -> None:
-        """Play one action of each running beam: sample branches, select survivors, pass the turn on."""
+        """Play one action of each running beam: sample branches, select those that go on, and pass the turn."""
         actions = [self._branch(action) for action in await self._build_prompts()]
         await self._estimate_start(actions)
 

@@ -1,4 +1,4 @@
-"""GDPO: normalises each reward by itself before it adds them, so that a large one does not drown the others.
+"""GDPO: normalises each reward by itself before it adds them, so that a large one does not outweigh the others.
 
     A_i,k = (r_i,k - mean(r_k)) / (std(r_k) + eps)              over the attempts i of an actor at a question, reward k
     A_i = (S_i - mean(S)) / (std(S) + eps)                      over the batch, with S_i = sum over k of w_k A_i,k
@@ -29,9 +29,9 @@ class GDPOCredit(GroupCredit):
 
     ``rewards`` maps the name of each reward to its weight. A reward is the value of the rubric's function of that name
     for the actor, without the rubric's weight, or ``step.info["rewards"][name]`` if the episode sets it. An actor that
-    a function does not pay has no share of that reward. Where the rubric paid an actor nothing, as an invalid action
-    ended the episode, each reward is that of its calls. ``batch`` names what counts once in the statistics of the
-    batch, for each policy: ``"attempts"`` (the paper, TRL) or trained ``"tokens"`` (verl).
+    a function does not pay has no share of that reward. If an invalid action ended the episode, the rubric paid the
+    actor nothing, and each reward is that of its calls. ``batch`` sets the unit that counts once in a policy's
+    statistics of the batch: ``"attempts"`` (the paper, TRL) or trained ``"tokens"`` (verl).
 
     Example: ``GDPOCredit(rewards={"correct": 1.0, "brief": 0.5})``
     """
@@ -77,7 +77,7 @@ class GDPOCredit(GroupCredit):
         return advantages
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
-        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``, by its liveliest reward."""
+        """Return the cause of a zero advantage, for each of ``rows`` of ``samples``, by its most varied reward."""
         each = [self._causes(samples, rows, np.nan_to_num(values)) for values in self._columns(samples).values()]
         return [min(causes, key=(CENTERED, MIN_STD, EQUAL, ALONE).index) for causes in zip(*each, strict=True)]
 

@@ -4,9 +4,9 @@
 
 The mean and the standard deviation run over the tokens that a policy trains on in this batch, so a completion counts
 in proportion to its length. A batch has many more samples than a group, so its statistics vary less, and a question
-with one answer still teaches. With ``baseline`` the rule first subtracts each question's mean, because difficulties
-differ (REINFORCE++-baseline). (Hu et al., https://arxiv.org/abs/2501.03262; the KL penalty that the paper subtracts
-from the reward is ``loss.kl.apply_to = "reward"``.)
+with one answer still gets an advantage. With ``baseline`` the rule first subtracts each question's mean, because
+difficulties differ (REINFORCE++-baseline). (Hu et al., https://arxiv.org/abs/2501.03262; the KL penalty that the paper
+subtracts from the reward is ``loss.kl.apply_to = "reward"``.)
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def optimal_token_baseline(
     position ``t``, where ``W[t]`` is the sum up to ``t`` of ``1 - 2 * pi + sum_pi_squared``: the squared norm of a
     token's gradient at the logits. So the rows with the largest gradients weigh most (the Optimal Token Baseline,
     https://arxiv.org/abs/2602.07078; verl's ``optimal_token_baseline`` and ``tir_optimal_token_baseline``). A position
-    counts trained tokens only, so an environment's turns in between shift nothing. ``B`` is 0 at positions that only
-    one row of the group reaches. ``weights``, those of an importance correction, multiply each term of ``W`` by their
-    square.
+    counts trained tokens only, so an environment's turns in between shift no position. ``B`` is 0 at positions that
+    only one row of the group reaches. The squares of ``weights``, those of an importance correction, multiply the terms
+    of ``W``.
 
     Streams are ``[B, T]`` with ``mask``, or packed ``[N]`` with ``cu_seqlens``: ``token_rewards``; ``old_logprobs`` of
     the policy that sampled, so ``pi = exp(old_logprobs)``; ``sum_pi_squared``, the sum over the vocabulary of squared

@@ -2,8 +2,8 @@
 
 The first finds the extremes of each group. The second makes exact integer sums of offsets, in steps of ``2**-31`` of
 the group's span. The third computes the advantages. Nothing waits for the GPU, and the order of the atomics does not
-change a bit of the result. Where ``num_groups`` says that groups are few, each block joins its rows by group first, so
-that large groups do not make a queue of atomics.
+change a bit of the result. If ``num_groups`` is small, each block first combines its rows by group. Large groups then
+cause no queue of atomics.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -5,7 +5,7 @@ process that runs Triton's interpreter (``TRITON_INTERPRET=1``). ``torch`` is th
 
 The automatic choice is ``native`` if it can serve, else ``triton`` (CUDA tensors only), else ``torch``. On a GPU it
 also probes once whether the device's driver accepts the kernels. If the compiled module does not load or a device
-rejects the kernels, one warning per device says so. A backend named by the caller that can't serve raises.
+rejects the kernels, one warning per device says so. A backend that the caller names raises if it can't serve.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def check_cu_seqlens(cu_seqlens: Tensor) -> None:
 
 
 def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int | None) -> None:
-    """Check that the values start at 0, never fall and end at ``tokens``. Reading them makes a GPU wait.
+    """Check that the values start at 0, never decrease and end at ``tokens``. Reading them makes a GPU wait.
 
     Skips tensors inside a transform of ``torch.func``, which hide their values. So do the checks below.
     """

@@ -1,7 +1,7 @@
 """Choose how the LM head cuts its work: the shape of a tile of logits, and the tokens that share a product.
 
-On a GPU the choice follows ``bench/head_model.py``, which predicts the time of each way; a test holds it to the model's
-best. Nothing here was measured on a GPU.
+On a GPU the choice follows ``bench/head_model.py``, which predicts the time of each option. A test compares the choice
+with the model's best. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 # takes more columns at once.
 _CPU_ROWS, _CPU_FORWARD, _CPU_BACKWARD = 2048, 1 << 20, 1 << 21
 
-MEMORY = 256 << 20  # bytes that an op may hold on a GPU beside its inputs, results and gradients
+MEMORY = 256 << 20  # bytes that an op may hold on a GPU in addition to its inputs, results and gradients
 FEW = 24  # sums of up to so many parts stay in the weight's narrow dtype; over more parts they lose too much
 ROWS, COLUMNS = 128, 256  # of the result that a multiprocessor makes at a time in a product of cuBLAS
 _L2 = 0.7  # share of the L2 for a tile of logits
@@ -69,13 +69,13 @@ class Tiles(NamedTuple):
     span: int  # tokens whose hidden gradients are summed in float32 at once
 
     def forward_memory(self, sizes: Sizes) -> int:
-        """Bytes beside inputs and results."""
+        """Bytes in addition to inputs and results."""
         rows = min(self.rows, sizes.tokens)
         logits = 4 * rows * min(self.columns, sizes.vocabulary)
         return logits + 32 * sizes.tokens + sizes.copied * sizes.size * rows * sizes.width
 
     def backward_memory(self, sizes: Sizes) -> int:
-        """Bytes beside inputs and gradients, if all gradients are needed."""
+        """Bytes in addition to inputs and gradients, if all gradients are needed."""
         rows, group, span = (min(n, sizes.tokens) for n in (self.rows, self.group, self.span))
         columns = min(self.columns, sizes.vocabulary)
         total = 4 * rows * columns + sizes.copied * sizes.size * group * sizes.width
@@ -89,7 +89,7 @@ class Tiles(NamedTuple):
         return total
 
     def slope_memory(self, sizes: Sizes) -> int:
-        """Bytes beside inputs and the slope of hidden that a frozen weight's forward makes."""
+        """Bytes in addition to inputs and the slope of hidden that a frozen weight's forward makes."""
         rows, span, columns = min(self.rows, sizes.tokens), min(self.span, sizes.tokens), self.columns
         each = 4 + sizes.size * sizes.narrow  # bytes of a logit, and of its narrow weight
         total = each * rows * min(columns, sizes.vocabulary) + sizes.copied * sizes.size * rows * sizes.width
@@ -107,7 +107,7 @@ def choose(sizes: Sizes, device: Device, backward: bool) -> Tiles:
     """Choose the tiles on a GPU, within :data:`MEMORY`: full waves of the multiprocessors, and logits in the L2.
 
     The backward reads and writes float32 sums of hidden rows once for each column of tiles, and weight rows once for
-    each span, so it takes the largest spans and tiles that the memory holds.
+    each span. So it takes the largest spans and tiles that the memory holds.
 
     Example: ``choose(Sizes(8192, 4096, 151_936, 2), Device(), backward=False)``
     """
@@ -135,7 +135,7 @@ def choose(sizes: Sizes, device: Device, backward: bool) -> Tiles:
 def choose_frozen(sizes: Sizes, device: Device) -> Tiles:
     """Choose the tiles of a frozen weight's forward on a GPU: those of :func:`choose`, so that the results are equal.
 
-    A span has as many tokens as :data:`MEMORY` holds the sums of.
+    A span has as many tokens as have sums that fit in :data:`MEMORY`.
     """
     rows, columns, *_ = choose(sizes, device, backward=False)
     left = MEMORY - _SMALL - Tiles(rows, columns, rows, 0).slope_memory(sizes)
@@ -190,7 +190,7 @@ def prefers_triton(hidden: Tensor, frozen: bool = False) -> bool:
     """True if Triton's kernels, where they serve, are expected to be faster than cuBLAS's products with our kernels.
 
     They make a float32 product of three in TF32 on the tensor cores. cuBLAS uses those only if torch allows TF32. With
-    a ``frozen`` weight cuBLAS makes two products where Triton's way makes three, so TF32's lead must be larger.
+    a ``frozen`` weight cuBLAS makes two products and Triton three, so TF32's speedup must be larger.
     """
     if not hidden.is_cuda or hidden.dtype is not torch.float32 or tf32_allowed():
         return False
@@ -207,7 +207,7 @@ class Chunks(NamedTuple):
     columns: int  # columns of a tile
 
     def memory(self, sizes: Sizes, weight: bool = True) -> int:
-        """Bytes beside inputs and gradients. ``weight``: the weight is trained."""
+        """Bytes in addition to inputs and gradients. ``weight``: the weight is trained."""
         rows = min(self.rows, sizes.tokens)
         total = 4 * rows * sizes.vocabulary + sizes.copied * sizes.size * rows * sizes.width
         if sizes.narrow or sizes.copied:

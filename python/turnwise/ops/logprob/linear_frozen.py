@@ -4,8 +4,8 @@ With ``z = (hidden @ weight.T) / temperature`` and ``p = softmax(z)``, a token's
 ``((1 - p[t]) weight[t] - sum over v != t of p[v] weight[v]) / temperature`` with respect to its hidden row. The sum is
 a product with each tile of softmax weights, added up as the softmax itself is: relative to a maximum that may grow
 (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867). The upstream gradient only scales the row, so the backward
-needs no logits: two products in all, where recomputed logits take three. The target is handled apart, because its terms
-nearly cancel where ``p[t]`` is near 1.
+needs no logits: two products in all, where recomputed logits take three. The target is computed separately, because
+its terms nearly cancel where ``p[t]`` is near 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnwise.ops.logprob.tiles import Softmax, finish, new_state, scan, weights
 
 
 def serves(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """True if only hidden needs a gradient. Weights of float16 underflow beside a likely target."""
+    """True if only hidden needs a gradient. Float16 weights underflow next to a likely target."""
     needed = torch.is_grad_enabled() and hidden.requires_grad
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     return needed and frozen and hidden.dtype in (torch.float32, torch.bfloat16)

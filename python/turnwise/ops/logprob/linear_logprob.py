@@ -171,16 +171,16 @@ def linear_logprob(
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
     Gradients flow to hidden, weight and bias if they require one. The backward recomputes each tile of logits. Apart
-    from the gradients it holds one tile and float32 sums of hidden rows, all ``[N, H]`` on a CPU; on a GPU everything
-    fits in 256 MiB. There the gradient of a narrow weight is summed in float32 over as many tokens as that allows, then
-    in its own dtype over up to 24 such parts. If weight and bias are frozen, as under LoRA, the native backend makes
-    the slope of hidden ``[M, H]`` in the forward, so that the backward recomputes nothing, unless the entropy's
-    gradient is asked for. Float16 has no such path.
+    from the gradients it holds one tile and float32 sums of hidden rows, all ``[N, H]`` on a CPU. On a GPU everything
+    fits in 256 MiB: the gradient of a narrow weight is summed in float32 over as many tokens as that allows, then in
+    its own dtype over up to 24 such parts. If weight and bias are frozen, as under LoRA, the native backend makes
+    the slope of hidden ``[M, H]`` in the forward. The backward then recomputes nothing, unless the entropy's gradient
+    is requested. Float16 has no such path.
 
     Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
     ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
-    serve and no backend is named: a product is three in TF32, which keep float32's accuracy. An id out of range raises
-    on a CPU, and on a GPU only with ``check=True``, which waits for the device; else it gives NaN. Raises
+    serve and no backend is named: each product becomes three in TF32, which keep float32's accuracy. An id out of range
+    raises on a CPU, and on a GPU only with ``check=True``, which waits for the device; else it gives NaN. Raises
     ``ValueError`` or ``TypeError`` naming the argument, and ``BackendUnavailable`` if the named backend can't serve. A
     second derivative needs ``backend="torch"``.
 

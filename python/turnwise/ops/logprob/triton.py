@@ -68,7 +68,7 @@ def scaled_logits(x, scale, cap, HAS_CAP: tl.constexpr):
 def load_logits(
     row_ptr, bias_ptr, begin, width, scale, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A block of a row's logits; -inf beyond its end. Whole blocks go without a mask, for 16 bytes at a time."""
+    """A block of a row's logits; -inf beyond its end. Whole blocks load without a mask, 16 bytes at a time."""
     columns = begin + tl.arange(0, BLOCK)
     if begin + BLOCK <= width:
         x = tl.load(row_ptr + columns).to(tl.float32)

@@ -90,8 +90,8 @@ def check_call(s: Streams, objective: Objective, check: bool = False) -> None:
 
 
 def warn_ambiguous(s: Streams) -> None:
-    """Warn about packed advantages ``[B]`` that could be meant per token: some rows are empty, and as many tokens are
-    left as there are rows. Checked only on a CPU."""
+    """Warn about packed advantages ``[B]`` that could be meant per token: some rows are empty, and the
+    numbers of tokens and rows are equal. Checked only on a CPU."""
     cu_seqlens, tokens = s.cu_seqlens, s.logprobs.shape[0]
     if cu_seqlens is None or cu_seqlens.shape[0] - 1 != tokens or tuple(s.advantages.shape) != (tokens,):
         return

@@ -101,7 +101,7 @@ class GSPO(Variant):
 class LUSPO(GSPO):
     """:class:`GSPO` without its length bias: the loss of a sequence counts times its length, so long answers lose no
     weight per token (https://arxiv.org/abs/2602.05261; bounds of section 5.1). Needs
-    ``aggregation="seq-mean-token-sum"`` or ``"seq-mean-token-sum-norm"``, as with another one it would be GSPO."""
+    ``aggregation="seq-mean-token-sum"`` or ``"seq-mean-token-sum-norm"``; any other would make it GSPO."""
 
     aggregations: ClassVar[tuple[str, ...]] = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
     low: float = 2e-3
@@ -275,7 +275,7 @@ class VESPO(Variant):
     both sides of 1 instead of a clip: ``phi(w) = exp(lam) * w**k * exp(-lam * w)``, so that ``phi(1) = 1``
     (https://arxiv.org/abs/2602.10693).
 
-    ``k_positive`` and ``lam_positive`` hold where ``A >= 0``, the others elsewhere. ``phi`` carries no gradient. The
+    ``k_positive`` and ``lam_positive`` apply where ``A >= 0``, the others elsewhere. ``phi`` carries no gradient. The
     weights of a ``correction`` multiply ``w`` instead of the loss, so it must have ``level="token"``. ``w`` lies
     between 1e-8 and ``exp(20)``. Plain PyTorch computes it.
     """

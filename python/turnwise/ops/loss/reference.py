@@ -31,7 +31,7 @@ KL_BOUND = 10.0
 
 
 class Objective(NamedTuple):
-    """The options of a policy loss, checked and complete. :func:`prepare` makes it of :class:`LossOptions`."""
+    """The options of a policy loss, checked and complete. :func:`prepare` makes it from :class:`LossOptions`."""
 
     variant: Variant
     kl: KL | None

@@ -108,7 +108,7 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def scale_kernel(grad, factor, tokens, BLOCK: tl.constexpr):
-    """``grad *= factor`` in place; nothing where the factor is 1, as it mostly is."""
+    """``grad *= factor`` in place. Does nothing if the factor is 1, the usual case."""
     by = tl.load(factor).to(tl.float32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK)

@@ -222,7 +222,7 @@ def _first(keys: Tensor, count: Tensor) -> Tensor:
 
 @torch.no_grad()
 def select_by_covariance(s: Streams, variant: Variant) -> Tensor:
-    """Select the tokens that :class:`ClipCov` or :class:`KLCov` treats apart: bool, the shape of ``logprobs``."""
+    """Select the tokens that :class:`ClipCov` or :class:`KLCov` treats differently: bool, the shape of ``logprobs``."""
     rows = RowLayout(s.logprobs, s.cu_seqlens)
     mask = trained_tokens(s.mask, s.logprobs)
     dtype = torch.promote_types(s.logprobs.dtype, torch.float32)
@@ -256,7 +256,7 @@ def select_tokens(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Select the tokens that ``variant`` treats apart: bool, in the shape of ``logprobs``.
+    """Select the tokens that ``variant`` treats differently: bool, in the shape of ``logprobs``.
 
     Pass the result to :func:`policy_loss` as ``selected``. :class:`ClipCov` and :class:`KLCov` compare a token with all
     others. If an optimizer step is split into micro-batches, select over the whole step and give each micro-batch its

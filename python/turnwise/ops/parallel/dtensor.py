@@ -1,6 +1,6 @@
 """The ops on DTensors: their local shards go to the plain ops, or to those of a group.
 
-Along each dimension of the mesh, tokens may be sharded, or the vocabulary. What is sharded over tokens stays so.
+Each dimension of the mesh may shard the tokens or the vocabulary. Tensors that are sharded over tokens stay sharded.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ ROUTES.update(logprob=_logprob, linear_logprob=_linear_logprob, policy_loss=_pol
 # ---------------------------------------------------------------------------------------------------------------------
 @functools.cache
 def register_shardings() -> None:
-    """Tell DTensor how ``torch.ops.turnwise.logprob`` and ``linear_logprob`` and their backwards shard over tokens."""
+    """Register how ``torch.ops.turnwise.logprob``, ``linear_logprob`` and their backwards shard over tokens."""
     if extension is None:  # then the ops don't exist
         return
     from torch.distributed.tensor import Partial, Replicate, Shard

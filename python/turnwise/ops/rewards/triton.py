@@ -77,7 +77,7 @@ def sum_kernel(
 
 @triton.jit
 def compose(behind_factor, behind, factor, constant):
-    """``R = constant + factor * R'`` after the same of the tokens behind, which a reversed scan hands over first."""
+    """``R = constant + factor * R'`` composed with that of the later tokens, which a reversed scan passes first."""
     return factor * behind_factor, constant + factor.to(tl.float64) * behind
 
 
@@ -112,8 +112,8 @@ def returns_kernel(
 def compose_gae(
     behind_by_returns, behind_by_value, behind, behind_value, behind_has, by_returns, by_value, constant, value, has
 ):
-    """``R = constant + by_returns * R' + by_value * V'`` and ``V = value if has else V'``, after the same of the tokens
-    behind, which a reversed scan hands over first."""
+    """``R = constant + by_returns * R' + by_value * V'`` and ``V = value if has else V'``, composed with those of the
+    later tokens, which a reversed scan passes first."""
     has_value = behind_has != 0
     constant += by_returns.to(tl.float64) * behind
     constant += tl.where(has_value, by_value * behind_value, 0.0).to(tl.float64)
