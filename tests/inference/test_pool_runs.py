@@ -80,7 +80,7 @@ def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("seed", "hangs"),
     [
-        (0, False),
+        pytest.param(0, False, marks=[pytest.mark.slow, pytest.mark.representative]),
         *(pytest.param(seed, False, marks=pytest.mark.slow) for seed in range(1, 6)),
         pytest.param(17, True, marks=pytest.mark.slow),
     ],
