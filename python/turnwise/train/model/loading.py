@@ -147,7 +147,7 @@ def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, Policy
 def attach_adapters(
     models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig], seed: int
 ) -> dict[str, nn.Module]:
-    """Return ``models`` with an adapter for each policy that has one; an unshared full model is unchanged.
+    """Return ``models`` with an adapter for each policy that has one; a full model that no other shares is unchanged.
 
     ``seed`` plus the policy's index seeds the adapter's initial weights. Raises :class:`ConfigError` for
     ``target_modules`` that a model doesn't have.
