@@ -282,7 +282,7 @@ async def play_one(seed):
     rng = random.Random(seed)
     limit, client, ledger = rng.randint(1, 6), Client(rng), Ledger()
     threshold = rng.choice([1.0, 1.0, 0.75, rng.random(), 0.0])
-    retries = rng.choice([0, 0, 2])
+    retries = rng.choice([0, 2, 2])
     arena = Arena(client, CharTokenizer(), max_concurrency=limit, failure_threshold=threshold, retries=retries)
     quota = rng.choice([None, 1, 2])
     arena.add_actor(Actor("player"))
@@ -327,4 +327,4 @@ def test_random_trees(block):
             error.add_note(f"seed {seed}")
             raise
     happened = ("answered", "BatchFailedError", "CancelledError", "failed", "cancelled", "chains", "again", "bushes")
-    assert all(total[name] >= 2 for name in happened) and total["nested"] > 200, f"not all of it happened: {total}"
+    assert all(total[name] >= 5 for name in happened) and total["nested"] > 200, f"not all of it happened: {total}"
