@@ -111,6 +111,14 @@ class ChatFormat(ChatEncoder):
         end = next((index for index, token in enumerate(completion) if token in stops), len(completion))
         return list(completion[: end + 1])
 
+    def begun_ids(self, message: Message, prompt: Sequence[int]) -> list[int]:
+        """Return the ids of a begun answer, which follow the generation prompt at the end of ``prompt``."""
+        reasoning, opened = message.get("reasoning_content", ""), self._opens_reasoning(prompt)
+        ids = self.encode("<think>\n") if reasoning and not opened else []
+        if reasoning or opened:
+            ids = [*ids, *self.text_ids(reasoning), *self.encode("\n</think>\n\n")]
+        return [*ids, *self.text_ids(message["content"])]
+
     # -- continuation --------------------------------------------------------------------------------------------------
     def extend(
         self,
@@ -250,9 +258,12 @@ class ChatFormat(ChatEncoder):
             ids.pop()
         hidden = {index for spelling, index in self.control.items() if spelling not in MARKS}
         text = self.tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
-        begun = self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False).rstrip().endswith("<think>")
-        reasoning, text = split_reasoning(text, begun)
+        reasoning, text = split_reasoning(text, self._opens_reasoning(prompt))
         return read_calls(text, reasoning, tools) if tools else ParsedCompletion(text, reasoning)
+
+    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """True if the prompt ends with the mark that begins the reasoning."""
+        return bool(self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False).rstrip().endswith("<think>"))
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

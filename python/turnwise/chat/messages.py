@@ -27,12 +27,12 @@ class ChatError(ValueError):
         self.param = param
 
 
-def plain_messages(messages: Any, *, ends_with_answer: bool = False) -> Messages:
+def plain_messages(messages: Any) -> Messages:
     """Return ``messages`` in the form that chat templates take. Raises :class:`ChatError` for a chat they can't hold.
 
     Content becomes one string. The role ``developer`` becomes ``system``. A tool call's arguments become an object,
     unless they are no JSON object. Results of tools take the order of their calls. Fields that no template reads are
-    left out. A chat that ends with the assistant's message is refused, unless ``ends_with_answer``.
+    left out.
 
     Example: ``[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]`` gives
     ``[{"role": "system", "content": "Be brief."}]``.
@@ -40,8 +40,6 @@ def plain_messages(messages: Any, *, ends_with_answer: bool = False) -> Messages
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    if plain[-1]["role"] == "assistant" and not ends_with_answer:
-        raise ChatError("messages", "the last message is the assistant's: a begun answer can't be continued")
     return results_in_order(plain)
 
 
@@ -65,6 +63,13 @@ def _plain(message: Any, where: str) -> Message:
     elif role == "tool":
         plain |= {key: str(message[key]) for key in ("tool_call_id", "name") if message.get(key)}
     return plain
+
+
+def with_answer(messages: Messages, answer: Message) -> Messages:
+    """Return a chat with its sampled answer. If the chat ends with a begun answer, the sampled one completes it."""
+    if not (messages and messages[-1]["role"] == "assistant"):
+        return [*messages, answer]
+    return [*messages[:-1], {**messages[-1], **answer, "content": messages[-1]["content"] + answer["content"]}]
 
 
 def text_of(content: Any, where: str) -> str:

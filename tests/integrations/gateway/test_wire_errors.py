@@ -97,7 +97,9 @@ def user(**part):
     return {"messages": [{"role": "user", "content": [part]}]}
 
 
-ENDED = {"messages": [*USER, {"role": "assistant", "content": "4"}]}
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+CALLING = {"messages": [*USER, {"role": "assistant", "content": "4", "tool_calls": [CALL]}]}
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p")
 
 
 def results(wire, *ids):
@@ -125,14 +127,14 @@ UNSUPPORTED = {
         ("messages[0].content[0]", user(type="input_audio", input_audio={"data": "AA==", "format": "wav"})),
         *wrong_results(Chat),
         ("messages[1].tool_calls", results(Chat)),
-        ("messages", ENDED),
+        ("messages", CALLING),
         ("logit_bias", {"logit_bias": {"7": 1}}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
         ("n", {"n": 17}),
         ("tool_choice", {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}),
-        ("tool_choice", {"tools": [ADD], "tool_choice": "required"}),
+        ("tool_choice", {"tools": [ADD], "tool_choice": "sometimes"}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 2}),
-        ("frequency_penalty", {"frequency_penalty": 0.5}),
+        *((name, {"extra_body": {name: 0.5}}) for name in PENALTIES),
         ("previous_response_id", {"extra_body": {"previous_response_id": "resp_1"}}),
         ("tools[0]", {"tools": [{"type": "custom", "custom": {"name": "add"}}]}),
     ],
@@ -142,16 +144,15 @@ UNSUPPORTED = {
             user(type="image", source={"type": "base64", "media_type": "image/png", "data": "AA=="}),
         ),
         ("tool_choice", {"tools": Messages.tools, "tool_choice": {"type": "tool", "name": "sub"}}),
-        ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-        ("top_k", {"extra_body": {"top_k": 3}}),
+        ("container", {"extra_body": {"container": "x"}}),
+        ("context_management", {"extra_body": {"context_management": {"edits": [{"type": "compact_20260112"}]}}}),
         ("tools[0]", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
-        ("messages", ENDED),
         *wrong_results(Messages),
     ],
     Responses: [
         *wrong_results(Responses),
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("text", {"text": {"format": {"type": "json_object"}}}),
+        ("text.format", {"text": {"format": {"type": "grammar"}}}),
+        ("conversation", {"conversation": "conv_1"}),
         ("tools[0]", {"tools": [{"type": "web_search"}]}),
         ("input[0]", {"messages": [{"type": "computer_call_output", "call_id": "x", "output": {}}]}),
         ("background", {"background": True}),

@@ -24,7 +24,8 @@ CHAT = {
         {"role": "tool", "tool_call_id": "c", "content": "4"},
     ],
     "tools": [ADD],
-    "tool_choice": {"type": "auto"},
+    "tool_choice": {"type": "function", "function": {"name": "add"}},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "object"}}},
     "n": 2,
     "stop": ["x"],
     "seed": 7,
@@ -45,8 +46,9 @@ RESPONSES = {
         {"type": "function_call_output", "call_id": "c", "output": "4"},
     ],
     "tools": [{"type": "function", **ADD["function"]}],
-    "tool_choice": "auto",
-    "text": {"format": {"type": "text"}},
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]},
+    "text": {"format": {"type": "json_schema", "name": "sum", "schema": {"type": "object"}}, "verbosity": "low"},
+    "previous_response_id": "resp_1",
     "reasoning": {},
     "max_output_tokens": 9,
 }
@@ -69,10 +71,13 @@ MESSAGES = {
         },
     ],
     "tools": [{"name": "add", "input_schema": ADD["function"]["parameters"]}],
-    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     "thinking": {"type": "disabled"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "thread": {"type": "continue", "previous_message_id": "msg_1"},
     "max_tokens": 9,
 }
+EARLIER = {"1": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 WHOLE = {
     "chat": (openai_chat, CHAT),
     "responses": (openai_responses, RESPONSES),
@@ -130,7 +135,7 @@ def test_damaged_request_is_parsed_or_refused(name, seed):
     for _ in range(1500):
         given = damaged(body, rng)
         try:
-            ask = dialect.parse(copy.deepcopy(given))
+            ask = dialect.parse(copy.deepcopy(given), EARLIER)
         except (WireError, ChatError) as error:
             assert str(error)
             continue
@@ -138,7 +143,7 @@ def test_damaged_request_is_parsed_or_refused(name, seed):
             raise AssertionError(f"{given}: {type(error).__name__}: {error}") from error
         parsed += 1
         # What was parsed can be rendered and compared.
-        json.dumps([ask.messages, ask.tools])
+        json.dumps([ask.messages, ask.tools, ask.instructions(), ask.readable_tools])
         assert all(isinstance(message["content"], str) for message in ask.messages)
         assert isinstance(ask.model, str) and 1 <= ask.n <= 16
     assert parsed > 50

@@ -46,7 +46,7 @@ async def call_with_tools(
     with not_counted():
         functions, tools = by_name(actor.tools), schemas(actor.tools)
         format.check_tools(tools)
-    messages = plain_messages(to_messages(prompt, actor), ends_with_answer=True)
+    messages = plain_messages(to_messages(prompt, actor))
     chats, context = Conversations(format), current_context()
     turn = None if context is None else context.state.turn
     own = (actor.sampling or arena.sampling).stop_token_ids

@@ -10,7 +10,7 @@ import logging
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from hashlib import blake2b
@@ -52,6 +52,11 @@ DIALECTS: dict[str, ModuleType] = {
     "responses": openai_responses,
     "messages": anthropic_messages,
 }
+COUNTS: dict[str, ModuleType] = {
+    "responses/input_tokens": openai_responses,
+    "messages/count_tokens": anthropic_messages,
+}
+"""Routes that answer with the number of tokens of a prompt, and sample nothing."""
 ROOTS = ("/s/{sid}/{actor}/v1", "/s/{sid}/{actor}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
 STANDING_ROOTS = ("/v1", "/v1/v1")
 """Roots of a server without sessions: a request names its actor as the model."""
@@ -80,11 +85,13 @@ class GatewayServer:
         """Listen. Raises ``OSError`` for a port that is taken."""
         app = web.Application(client_max_size=self.settings.max_body)
         app.on_response_prepare.append(_close_connection)
-        for path, dialect in DIALECTS.items():
-            for root in self.roots:
-                app.router.add_post(f"{root}/{path}", self._handler(dialect))
         for root in self.roots:
+            for path, dialect in DIALECTS.items():
+                app.router.add_post(f"{root}/{path}", self._handler(dialect, self._serve))
+            for path, dialect in COUNTS.items():
+                app.router.add_post(f"{root}/{path}", self._handler(dialect, _count_tokens))
             app.router.add_get(f"{root}/models", self._models)
+            app.router.add_get(f"{root}/models/{{model}}", self._models)
         app.router.add_route("*", "/{path:.*}", self._no_route)
         # Without handler_cancellation a client that hangs up would leave its call running.
         self._runner = web.AppRunner(
@@ -102,7 +109,7 @@ class GatewayServer:
             await self._runner.cleanup()
 
     # -- requests ------------------------------------------------------------------------------------------------------
-    def _handler(self, dialect: ModuleType) -> Any:
+    def _handler(self, dialect: ModuleType, serve: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
             seat: Seat | None = None
             try:
@@ -111,7 +118,7 @@ class GatewayServer:
                 seat = self._seat(request, session, body)
                 if "actor" in request.match_info:  # a URL of the whole session takes any of its keys
                     _check_key(request, [seat.key])
-                return await self._serve(request, dialect, session, seat, body)
+                return await serve(request, dialect, session, seat, body)
             except WireError as error:
                 return self._reject(dialect, error, seat)
             except ChatError as error:
@@ -136,15 +143,13 @@ class GatewayServer:
     def _seat(self, request: web.Request, session: GatewaySession, body: Mapping[str, Any]) -> Seat:
         actor = request.match_info.get("actor") or str(body.get("model"))
         if actor not in session.seats:
-            raise WireError(
-                404, "model_not_found", f"no model {actor!r}, expected one of {list(session.seats)}", "model"
-            )
+            raise _no_model(actor, session)
         return session.seats[actor]
 
     async def _serve(
         self, request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
     ) -> web.StreamResponse:
-        ask: Ask = dialect.parse(body)
+        ask: Ask = dialect.parse(body, seat.earlier)
         key, is_retry = _resend(request, dialect, body)
         call = session.start(seat, ask, key, is_retry=is_retry)
         left = False
@@ -198,11 +203,22 @@ class GatewayServer:
             session = self._session(request)
         except WireError as error:
             return self._reject(openai_chat, error, None)
-        data = [{"id": actor, "object": "model", "created": 0, "owned_by": "turnwise"} for actor in session.seats]
-        return web.json_response({"object": "list", "data": data, "has_more": False})
+        models = {
+            actor: {
+                **{"id": actor, "object": "model", "created": 0, "owned_by": "turnwise"},
+                **{"type": "model", "display_name": actor, "created_at": "1970-01-01T00:00:00Z"},
+            }
+            for actor in session.seats
+        }
+        name = request.match_info.get("model")
+        if name is None:
+            return web.json_response({"object": "list", "data": list(models.values()), "has_more": False})
+        if name not in models:
+            return self._reject(openai_chat, _no_model(name, session), None)
+        return web.json_response(models[name])
 
     async def _no_route(self, request: web.Request) -> web.StreamResponse:
-        served = f"POST {', '.join(DIALECTS)}, and GET models"
+        served = f"POST {', '.join([*DIALECTS, *COUNTS])}, and GET models"
         error = WireError(404, "not_found", f"no {request.method} {request.path}: below a model's URL are {served}")
         return self._reject(openai_chat, error, None)
 
@@ -211,6 +227,17 @@ class GatewayServer:
             seat.counts[f"refused/{error.code}"] += 1
         headers = {"Retry-After": "1"} if error.status == 429 else {}
         return web.json_response(dialect.error(error), status=error.status, headers=headers)
+
+
+async def _count_tokens(
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    prompt = session.rendered(seat, dialect.parse(body, seat.earlier))
+    return web.json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+def _no_model(name: str, session: GatewaySession) -> WireError:
+    return WireError(404, "model_not_found", f"no model {name!r}, expected one of {list(session.seats)}", "model")
 
 
 async def _close_connection(request: web.Request, response: web.StreamResponse) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import secrets
 import time
 from collections import Counter
@@ -15,10 +16,10 @@ from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
-from turnwise.chat.messages import ChatError
+from turnwise.chat.messages import ChatError, with_answer
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
-from turnwise.types import ContextLengthError, ModelResponse, Sampling, Step
+from turnwise.types import ContextLengthError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
@@ -57,6 +58,8 @@ class GatewayCall:
     started: float
     ended: float | None = None
     task: asyncio.Task[Answered] | None = None
+    number: int = 0
+    """Index of the call in its session."""
     waiting: int = 0
     """Clients that wait for the answer: 0 after all of them have left."""
     resend: Hashable | None = None
@@ -94,6 +97,8 @@ class Seat:
     """Seconds that the gateway itself worked for this actor. No episode metric, as a replay must repeat those."""
     resends: dict[Hashable, GatewayCall] = field(default_factory=dict)
     """The latest call with each body, which a repeated request joins."""
+    earlier: dict[str, Messages] = field(default_factory=dict)
+    """The chats by the ids of their answers, which a request may continue by such an id."""
 
 
 class GatewaySession:
@@ -151,11 +156,9 @@ class GatewaySession:
             raise session_over(self.over)
         if repeated is None and len(self.calls) >= self.settings.max_calls:
             raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
-        if ask.tools:
-            self.format.check_tools(ask.tools)
         if repeated is None:
             turn = seat.calls if ask.turn is None else ask.turn
-            call = GatewayCall(seat.actor, turn, ask, time.monotonic(), resend=resend)
+            call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=len(self.calls), resend=resend)
             seat.calls += 1
             self.calls.append(call)
         else:  # its sampling was cancelled, or never began: sample again, under the same number
@@ -201,27 +204,37 @@ class GatewaySession:
     async def _answer(self, seat: Seat, call: GatewayCall) -> Answered:
         """Render the chat, sample the choices, and parse them."""
         ask, began = call.ask, time.perf_counter()
-        try:
-            prompt = seat.chats.prompt(ask.messages, ask.tools)
-        except Exception as error:  # a template may raise anything for a chat that it doesn't take
-            raise invalid("messages", f"the chat format can't render them: {type(error).__name__}: {error}") from error
+        prompt = self.rendered(seat, ask)
         if prompt.continues is not None:
             prompt.continues.info[CONTINUED] = True
         sampling = [self._sampling(seat, call, prompt, index) for index in range(ask.n)]
         seat.own_seconds += time.perf_counter() - began
         choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
         began = time.perf_counter()
-        self._count(seat, prompt, choices)
+        self._count(seat, ask, prompt, choices)
         answered = Answered(
-            f"{self.id[:8]}{len(self.calls)}{seat.actor}",
+            f"{self.id[:8]}{call.number}{seat.actor}",
             int(time.time()),
             ask.model or seat.actor,
             list(choices),
             len(prompt.ids),
             prompt.reused,
         )
+        if ask.carried is not None:
+            seat.earlier[answered.id] = with_answer(ask.carried, choices[0].message())
         seat.own_seconds += time.perf_counter() - began
         return answered
+
+    def rendered(self, seat: Seat, ask: Ask) -> Prompt:
+        """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
+        if ask.tools:
+            self.format.check_tools(ask.tools)
+        try:
+            return seat.chats.prompt(ask.messages, ask.tools, *ask.instructions(), continues_answer=True)
+        except ChatError:
+            raise
+        except Exception as error:  # a template may raise anything for a chat that it doesn't take
+            raise invalid("messages", f"the chat format can't render them: {type(error).__name__}: {error}") from error
 
     def _sampling(self, seat: Seat, call: GatewayCall, prompt: Prompt, index: int) -> dict[str, Any]:
         """Return the fields of :class:`Sampling` for one choice: the actor's, with what the agent may change."""
@@ -237,7 +250,7 @@ class GatewaySession:
             seat.counts["max_tokens_lowered"] += ask.max_tokens > base.max_tokens
             changes["max_tokens"] = min(ask.max_tokens, base.max_tokens)
         changes["stop_token_ids"] = tuple(dict.fromkeys((*base.stop_token_ids, *self.format.stop_token_ids)))
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "top_k"):
             asked = getattr(ask, name)
             if asked is None or asked == getattr(base, name):
                 continue
@@ -262,7 +275,7 @@ class GatewaySession:
 
     def _choice(self, seat: Seat, call: GatewayCall, prompt: Prompt, response: ModelResponse) -> Choice:
         ask, ids = call.ask, response.completion_token_ids
-        parsed = self.format.parse(ids, ask.tools if ask.reads_calls else (), prompt.ids)
+        parsed = self.format.parse(ids, ask.readable_tools, prompt.ids)
         if not ask.parallel_calls and len(parsed.good_calls) > 1:
             # Keep the first good call; the others become text.
             first_call, *extra = parsed.good_calls
@@ -279,7 +292,7 @@ class GatewaySession:
             finish = "tool_calls"
         first = sum(len(step.info.get("tool_calls", ())) for step in call.steps)
         ids_of_calls = tuple(
-            f"call_{call.turn}_{len(self.calls)}_{first + place}" for place in range(len(parsed.good_calls))
+            f"call_{call.turn}_{call.number}_{first + place}" for place in range(len(parsed.good_calls))
         )
         return Choice(response, parsed, content, ids_of_calls, finish, stopped)
 
@@ -292,10 +305,20 @@ class GatewaySession:
             step.info["rewritten"] = prompt.rewritten
         call.steps.append(step)
         ids = self.format.cut(choice.response.completion_token_ids)
-        seat.chats.add(call.ask.messages, call.ask.tools, prompt.ids, ids, choice.message(), step)
+        *before, answer = with_answer(call.ask.messages, choice.message())
+        form, _ = call.ask.instructions()
+        seat.chats.add(before, call.ask.tools, prompt.ids, ids, answer, step, form)
 
-    def _count(self, seat: Seat, prompt: Prompt, choices: Sequence[Choice]) -> None:
+    def _count(self, seat: Seat, ask: Ask, prompt: Prompt, choices: Sequence[Choice]) -> None:
         counts = seat.counts
+        counts.update(f"not_applied/{name}" for name in ask.not_applied)
+        if ask.choice.forced:
+            counts["forced_calls"] += len(choices)
+            counts["forced_calls/missed"] += sum(not choice.parsed.good_calls for choice in choices)
+        if ask.output is not None:
+            texts = [choice.content for choice in choices if not choice.parsed.good_calls]
+            counts["structured_outputs"] += len(texts)
+            counts["structured_outputs/no_json"] += sum(not _is_json(text) for text in texts)
         counts["calls"] += len(choices)
         counts["extended_rows"] += len(choices) * (prompt.reused > 0)
         counts["prefix_reused_tokens"] += prompt.reused
@@ -362,3 +385,11 @@ class GatewaySession:
             for name in dict.fromkeys((*ALWAYS, *seat.counts)):
                 key = f"gateway/{name}/{actor}"
                 metrics[key] = metrics.get(key, 0.0) + seat.counts[name]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

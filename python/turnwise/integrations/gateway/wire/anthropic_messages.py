@@ -11,44 +11,65 @@ from turnwise.chat.messages import plain_messages, text_of
 from turnwise.integrations.gateway.wire.ask import (
     Answered,
     Ask,
+    Earlier,
     Fields,
     WireError,
-    check_tool_choice,
+    continued,
     function_tool,
     invalid,
     list_of,
+    structured_output,
+    tool_choice,
     unsupported,
 )
 from turnwise.types import Messages
 
-IGNORED = ("service_tier", "cache_control")
-HARMLESS: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},), "container": (), "mcp_servers": ([],)}
+IGNORED = ("service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id")
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
+    "context_management": ({}, [], {"edits": []}),
+    "output_config": ({},),
+}
+WISHES = ("thinking",)
 STOP = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def parse(body: Mapping[str, Any]) -> Ask:
+def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     system = text_of(fields.take("system"), "system")
-    messages: Messages = [{"role": "system", "content": system}] if system else []
+    messages: Messages = []
     for index, message in enumerate(list_of(fields.take("messages", []), "messages")):
         messages += _messages(message, f"messages[{index}]")
-    choice = fields.take("tool_choice")
+    thread, config = fields.take("thread", {}), fields.take("output_config", {})
+    if not isinstance(thread, Mapping) or not isinstance(config, Mapping):
+        raise invalid("thread" if isinstance(config, Mapping) else "output_config", "expected an object")
+    messages = continued(earlier, thread.get("previous_message_id"), messages, "thread.previous_message_id")
+    if system:
+        goes_on = thread.get("previous_message_id") is not None and messages[0]["role"] == "system"
+        messages = [{"role": "system", "content": system}, *messages[goes_on:]]
+    messages = plain_messages(messages)
+    choice, format = fields.take("tool_choice"), fields.take("output_format")
+    format = config.get("format", format)
     ask = Ask(
-        plain_messages(messages),
+        messages,
         str(fields.take("model", "")),
         tools,
-        reads_calls=check_tool_choice(choice, tools),
+        choice=tool_choice(choice, tools),
+        output=structured_output(format, "output_config.format"),
         parallel_calls=not (isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")),
         max_tokens=fields.count("max_tokens"),
         temperature=fields.number("temperature", 0, 1),
         top_p=fields.number("top_p", 0, 1),
+        top_k=fields.count("top_k"),
         stop=fields.texts("stop_sequences"),
         stream=fields.flag("stream"),
         turn=fields.turn(),
+        carried=messages if thread else None,
     )
-    fields.finish(HARMLESS)
+    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *(["effort"] if config.get("effort") else []))
     return ask
 
 

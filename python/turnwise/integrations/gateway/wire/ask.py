@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,47 @@ def session_over(reason: str) -> WireError:
 
 
 MAX_CHOICES = 16
+Earlier = Mapping[str, Messages]
+"""The chats of a session by the ids of their answers, which a request may continue by such an id."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form of the answer that an agent asks for: JSON by a schema, or any JSON object if ``schema`` is ``None``.
+
+    Example: ``StructuredOutput({"type": "object", "properties": {"total": {"type": "integer"}}})``
+    """
+
+    schema: Mapping[str, Any] | None = None
+    name: str = ""
+    description: str = ""
+
+    def instruction(self, has_tools: bool) -> str:
+        """Return the text that shows the form to the model."""
+        begin = "When you call no function, answer" if has_tools else "Answer"
+        if self.schema is None:
+            return f"{begin} with a JSON object alone, without any other text."
+        lines = [f"{begin} with JSON alone, without any other text. It must match this JSON schema:"]
+        lines += [self.description] if self.description else []
+        return "\n".join([*lines, json.dumps(self.schema, ensure_ascii=False)])
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The tools whose calls are read (``None``: all), and whether the agent asks for a call of one of them.
+
+    Example: ``ToolChoice(("add",), forced=True)``
+    """
+
+    names: tuple[str, ...] | None = None
+    forced: bool = False
+
+    def instruction(self, tools: Sequence[Tool]) -> str:
+        """Return the text that asks the model for the call."""
+        names = tool_names(tools) if self.names is None else self.names
+        if len(names) == 1:
+            return f"Call the function {names[0]} now."
+        return f"Call one of these functions now: {', '.join(names)}."
 
 
 @dataclass(slots=True)
@@ -68,19 +110,35 @@ class Ask:
     messages: Messages
     model: str = ""
     tools: list[Tool] = field(default_factory=list)
-    reads_calls: bool = True
-    """False for ``tool_choice = "none"``: the tools are shown, and calls stay text."""
+    choice: ToolChoice = ToolChoice()
+    output: StructuredOutput | None = None
     parallel_calls: bool = True
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
     turn: int | None = None
+    carried: Messages | None = None
+    """The messages that an answer's id stands for in a later request; ``None`` if the dialect has no such ids."""
+    not_applied: tuple[str, ...] = ()
+    """The fields that ask for effort or style, which were taken and change nothing."""
+
+    @property
+    def readable_tools(self) -> list[Tool]:
+        """The tools whose calls are read; calls of others stay text."""
+        names = self.choice.names
+        return self.tools if names is None else [tool for tool in self.tools if tool["function"]["name"] in names]
+
+    def instructions(self) -> tuple[str, str]:
+        """Return the texts that show the model the form of the chat's answers, and ask it for a call now."""
+        form = "" if self.output is None else self.output.instruction(bool(self.readable_tools))
+        return form, self.choice.instruction(self.tools) if self.choice.forced else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +211,7 @@ class Fields:
     def texts(self, name: str) -> tuple[str, ...]:
         """A text or a list of texts, such as stop strings."""
         value = self.take(name, ())
-        texts = (value,) if isinstance(value, str) else value
+        texts = (value,) * bool(value) if isinstance(value, str) else value
         if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
             raise invalid(name, f"got {str(value)[:40]!r}, expected a text or a list of texts")
         return tuple(texts)
@@ -172,26 +230,74 @@ class Fields:
             raise invalid("metadata.turn", f"got {str(turn)[:40]!r}, expected a whole number from 0")
         return found
 
-    def finish(self, harmless: Mapping[str, Sequence[Any]]) -> None:
-        """Raise for a field that was not taken, unless its value is one of its ``harmless`` ones."""
-        for name, value in self._left.items():
-            if value not in harmless.get(name, ()):
+    def finish(self, harmless: Mapping[str, Sequence[Any]], wishes: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return those of ``wishes`` that are left. Raise for other fields unless the value is a ``harmless`` one."""
+        left = {name: value for name, value in self._left.items() if value not in harmless.get(name, ())}
+        for name, value in left.items():
+            if name not in wishes:
                 raise unsupported(name, f"{str(value)[:80]!r} isn't supported")
+        return tuple(left)
 
 
-def check_tool_choice(choice: Any, tools: Sequence[Tool]) -> bool:
-    """Return False for ``"none"``. Raise for a choice that would force a call, which sampling can't promise."""
-    name = None
+def tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """Return the choice that a request makes among its ``tools``, in the form of any dialect."""
+    names: tuple[str, ...] | None = None
     if isinstance(choice, Mapping):
         kind = choice.get("type")
-        function = choice.get("function")
-        name = choice.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
-        choice = {"any": "required", "tool": name}.get(str(kind), name if name else kind)
-    if name is not None and name not in tool_names(tools):
-        raise unsupported("tool_choice", f"no tool {name!r}, expected one of {tool_names(tools)}")
-    if choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", f"{choice!r}: a call can't be forced, expected 'auto' or 'none'")
-    return choice != "none"
+        if kind == "allowed_tools":
+            [allowed] = list_of([choice.get("allowed_tools", choice)], "tool_choice.allowed_tools")
+            named = [_name_in(tool) for tool in list_of(allowed.get("tools", ()), "tool_choice.tools")]
+            names, choice = tuple(map(str, named)), allowed.get("mode", "auto")
+        elif (name := _name_in(choice)) is not None:
+            names, choice = (str(name),), "required"
+        else:
+            choice = kind
+    known = tool_names(tools)
+    if unknown := [name for name in names or () if name not in known]:
+        raise unsupported("tool_choice", f"no tool {unknown[0]!r}, expected one of {known}")
+    if choice in (None, "auto"):
+        return ToolChoice(names)
+    if choice == "none":
+        return ToolChoice(())
+    if choice not in ("required", "any"):
+        raise unsupported("tool_choice", f"got {str(choice)[:80]!r}, expected 'auto', 'none', 'required' or a tool")
+    if not tools:
+        raise invalid("tool_choice", f"got {choice!r} without tools, expected 'auto' or 'none'")
+    return ToolChoice(names, forced=True)
+
+
+def _name_in(choice: Mapping[str, Any]) -> Any:
+    function = choice.get("function")
+    return choice.get("name") or (function.get("name") if isinstance(function, Mapping) else None)
+
+
+def structured_output(format: Any, where: str) -> StructuredOutput | None:
+    """Return the form of the answer that a request asks for; ``None`` for plain text."""
+    if format is None:
+        return None
+    kind = format.get("type") if isinstance(format, Mapping) else format
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutput()
+    if kind != "json_schema":
+        raise unsupported(where, f"got {str(kind)[:80]!r}, expected 'text', 'json_object' or 'json_schema'")
+    given = format.get("json_schema", format)
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise invalid(f"{where}.schema", "expected a JSON schema")
+    return StructuredOutput(schema, str(given.get("name") or ""), str(given.get("description") or ""))
+
+
+def continued(earlier: Earlier, answer_id: Any, messages: Messages, where: str) -> Messages:
+    """Return ``messages`` behind the chat that the answer of this id ended. Without an id, return ``messages``."""
+    if answer_id is None:
+        return messages
+    before = earlier.get(str(answer_id).partition("_")[2])
+    if before is None:
+        text = f"{where}: no answer {str(answer_id)[:80]!r} in this session"
+        raise WireError(400, "previous_response_not_found", text, where)
+    return [*before, *messages]
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> Tool:

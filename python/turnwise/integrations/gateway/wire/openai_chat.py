@@ -13,29 +13,40 @@ from turnwise.integrations.gateway.wire.ask import (
     Answered,
     Ask,
     Choice,
+    Earlier,
     Fields,
     WireError,
-    check_tool_choice,
     function_tool,
     list_of,
+    structured_output,
+    tool_choice,
     unsupported,
 )
 
 # Fields that change nothing about what is sampled.
-IGNORED = ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+IGNORED = (
+    "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "prediction",
+)  # fmt: skip
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "logit_bias": ({},),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
     "functions": ([],),
+    "function_call": ("auto", "none"),
+    "thinking": ({"type": "disabled"},),
+    "reasoning_effort": ("none",),
 }
+WISHES = ("reasoning_effort", "reasoning", "verbosity", "thinking")
+"""Fields that ask for effort or style. They are taken and counted, and change nothing."""
 FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
-def parse(body: Mapping[str, Any]) -> Ask:
+def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
@@ -48,12 +59,14 @@ def parse(body: Mapping[str, Any]) -> Ask:
         plain_messages(fields.take("messages")),
         str(fields.take("model", "")),
         tools,
-        reads_calls=check_tool_choice(fields.take("tool_choice"), tools),
+        choice=tool_choice(fields.take("tool_choice"), tools),
+        output=structured_output(fields.take("response_format"), "response_format"),
         parallel_calls=fields.flag("parallel_tool_calls", True),
         n=n,
         max_tokens=next((limit for limit in limits if limit is not None), None),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
+        top_k=fields.count("top_k", -1),
         seed=fields.count("seed", -(2**63), 2**64),
         stop=fields.texts("stop"),
         logprobs=fields.flag("logprobs"),
@@ -61,7 +74,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         turn=fields.turn(),
     )
-    fields.finish(HARMLESS)
+    ask.not_applied = fields.finish(HARMLESS, WISHES)
     return ask
 
 

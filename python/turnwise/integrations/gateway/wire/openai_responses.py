@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's Responses, without server-side state."""
+"""The dialect of OpenAI's Responses. A session keeps its answers, so ``previous_response_id`` continues one."""
 
 from __future__ import annotations
 
@@ -12,36 +12,47 @@ from turnwise.integrations.gateway.wire import openai_chat
 from turnwise.integrations.gateway.wire.ask import (
     Answered,
     Ask,
+    Earlier,
     Fields,
-    check_tool_choice,
+    continued,
     function_tool,
+    invalid,
     list_of,
+    structured_output,
+    tool_choice,
     unsupported,
 )
 from turnwise.types import Messages
 
-IGNORED = (*openai_chat.IGNORED, "stream_options")
+IGNORED = (*openai_chat.IGNORED, "stream_options", "max_tool_calls")
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
-    "text": ({"format": {"type": "text"}}, {}),
     "background": (False,),
     "top_logprobs": (0,),
-    "reasoning": ({},),
+    "reasoning": ({}, {"effort": "none"}),
+    "context_management": ([],),
 }
+WISHES = ("reasoning", "truncation")
 
 
-def parse(body: Mapping[str, Any]) -> Ask:
+def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     instructions, given = fields.take("instructions"), fields.take("input")
-    messages: Messages = [{"role": "system", "content": instructions}] if instructions else []
-    messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+    messages = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
+    messages = plain_messages(messages)
+    said = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
+    text = fields.take("text", {})
+    if not isinstance(text, Mapping):
+        raise invalid("text", f"got {str(text)[:80]!r}, expected an object")
     ask = Ask(
-        plain_messages(messages),
+        [*said, *messages],
         str(fields.take("model", "")),
         tools,
-        reads_calls=check_tool_choice(fields.take("tool_choice"), tools),
+        choice=tool_choice(fields.take("tool_choice"), tools),
+        output=structured_output(text.get("format"), "text.format"),
         parallel_calls=fields.flag("parallel_tool_calls", True),
         max_tokens=fields.count("max_output_tokens"),
         temperature=fields.number("temperature", 0, 2),
@@ -49,8 +60,9 @@ def parse(body: Mapping[str, Any]) -> Ask:
         logprobs="message.output_text.logprobs" in (fields.take("include") or ()),
         stream=fields.flag("stream"),
         turn=fields.turn(),
+        carried=messages,
     )
-    fields.finish(HARMLESS)
+    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *(["verbosity"] if text.get("verbosity") else []))
     return ask
 
 
@@ -164,7 +176,7 @@ def _head(answered: Answered, ask: Ask) -> dict[str, Any]:
         "parallel_tool_calls": ask.parallel_calls,
         "temperature": ask.temperature,
         "top_p": ask.top_p,
-        "tool_choice": "auto" if ask.reads_calls else "none",
+        "tool_choice": "required" if ask.choice.forced else "none" if ask.choice.names == () else "auto",
         "tools": [],
     }
 
