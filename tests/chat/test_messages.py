@@ -30,7 +30,7 @@ def test_messages_of_any_dialect_take_one_form() -> None:
 
 
 def test_keys_leave_out_ids_reasoning_and_the_order_of_fields() -> None:
-    def key(**fields: object) -> bytes:
+    def key(**fields: object) -> object:
         [plain] = plain_messages([{"role": "assistant", **fields}])
         return message_key(plain)
 

@@ -1,6 +1,6 @@
 """Converts chats to token ids and completions back to messages, and continues a chat on its sampled tokens.
 
-Read in this order: messages, tokenizers, render, formats, known_formats, continuation, tools.
+Read in this order: messages, tokenizers, render, formats, known_formats, histories, continuation, tools.
 May import: types, utils.
 """
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.messages import ChatError, Tool, message_key, tools_key
+from turnwise.chat.histories import Histories, SampledCall
+from turnwise.chat.messages import ChatError, Tool
 from turnwise.types import Message, Messages
 
 REASONS = ("history", "tools", "output", "thinking", "renderer")
 """Reasons why a prompt doesn't continue the sampled tokens although the chat holds an answer of this session.
 ``history``: earlier messages were changed. ``tools``: other tools than before. ``output``: another form of the answer
-than the one that the model was shown. ``thinking``: the reasoning that was
-sent back is not the sampled one. ``renderer``: the format can't extend this chat."""
+than the one that the model was shown. ``thinking``: the reasoning that was sent back is not the sampled one.
+``renderer``: the format can't extend this chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,11 @@ class Prompt:
     """The ``mark`` of the call that the chat continues."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SampledCall:
-    prompt: list[int]
-    completion: list[int]
-    answer: Message
-    mark: Any
-    form: str
-
-
 class Conversations:
     """The calls of one actor in one session: finds the call that a chat continues, and extends its tokens.
 
     A chat continues the longest earlier chat that it begins with, the answer included; among equal ones, the latest.
-    An answer that comes back without its reasoning counts as the one that was returned.
+    :class:`~turnwise.chat.histories.Histories` lists the changes of an answer that don't count.
 
     Example::
 
@@ -60,11 +51,7 @@ class Conversations:
 
     def __init__(self, format: ChatFormat) -> None:
         self.format = format
-        self._calls: dict[Hashable, _SampledCall] = {}
-        self._tools: dict[bytes, bytes] = {}
-        """The tools of the latest call with this history."""
-        self._answers: set[bytes] = set()
-        self._reasoning: dict[bytes, str] = {}
+        self._histories = Histories()
 
     def prompt(
         self,
@@ -85,8 +72,10 @@ class Conversations:
             return self._prompt(messages, tools, form, request)
         if messages[-1].get("tool_calls"):
             raise ChatError("messages", "the last message calls tools: expected their results")
-        whole = self._calls.get((tools_key(tools), _histories(messages)[-1]))
-        if whole is not None and whole.form == form and not request:  # the agent lets the model go on with its answer
+        length, whole, _ = self._histories.find(messages, list(tools))
+        same = whole is not None and whole.answer["content"] == messages[-1]["content"] and not whole.stop
+        if whole is not None and length == len(messages) and same and whole.form == form and not request:
+            # The agent lets the model go on with its answer.
             ended = whole.completion[-1:] and whole.completion[-1] in self.format.stop_token_ids
             ids = [*whole.prompt, *(whole.completion[:-1] if ended else whole.completion)]
             return Prompt(ids, len(ids), continues=whole.mark)
@@ -94,7 +83,6 @@ class Conversations:
         return replace(prompt, ids=[*prompt.ids, *self.format.begun_ids(messages[-1], prompt.ids)])
 
     def _prompt(self, messages: Messages, tools: Sequence[Tool], form: str, request: str) -> Prompt:
-        histories = _histories(messages)
         asked = [{"role": "system", "content": request}] if request else []
 
         def whole() -> list[int]:
@@ -102,21 +90,16 @@ class Conversations:
             shown = [{"role": "system", "content": form}] if form else []
             return self.format.prompt_ids([*messages[:lead], *shown, *messages[lead:], *asked], tools)
 
-        tool_key = tools_key(tools)
-        begun = [length for length, message in enumerate(messages, 1) if message["role"] == "assistant"]
-        length = next((length for length in reversed(begun) if (tool_key, histories[length]) in self._calls), 0)
-        if not length:
-            shared = any(message_key(messages[length - 1]) in self._answers for length in begun)
-            other = any(histories[length] in self._tools for length in begun)
-            reason = ("tools" if other else "history") if shared else ""
-            return Prompt(whole(), 0, reason, self.format.escapes(messages))
-        call, new = self._calls[tool_key, histories[length]], messages[length:]
-        seen = [*call.prompt, *call.completion]
+        length, call, rewritten = self._histories.find(messages, list(tools))
+        new = messages[length:]
         escapes = self.format.escapes(new)
-        if not self._keeps_reasoning(messages, histories, length):
-            return Prompt(whole(), 0, "thinking", escapes, call.mark)
-        if call.form not in ("", form):
-            return Prompt(whole(), 0, "output", escapes, call.mark)
+        if call is None:
+            return Prompt(whole(), 0, rewritten, escapes)
+        if not rewritten and call.form not in ("", form):
+            rewritten = "output"
+        if rewritten:
+            return Prompt(whole(), 0, rewritten, escapes, call.mark)
+        seen = [*call.prompt, *call.completion]
         shown = [{"role": "system", "content": form}] if form != call.form else []
         ids = self.format.extend(call.prompt, call.completion, [*new, *shown, *asked], tools, call.answer)
         if ids is None or ids[: len(seen)] != seen:
@@ -124,14 +107,6 @@ class Conversations:
         if ids[: len(seen)] == seen:
             return Prompt(ids, len(seen), "", escapes, call.mark)
         return Prompt(ids, 0, "renderer", escapes, call.mark)
-
-    def _keeps_reasoning(self, messages: Messages, histories: Sequence[bytes], until: int) -> bool:
-        """True if no answer of this session came back with other reasoning than was sampled."""
-        for length, message in enumerate(messages[:until], 1):
-            sent = str(message.get("reasoning_content") or "").strip()
-            if sent and sent != self._reasoning.get(histories[length], sent).strip():
-                return False
-        return True
 
     def add(
         self,
@@ -141,23 +116,14 @@ class Conversations:
         completion: Sequence[int],
         answer: Message,
         mark: Any = None,
+        *,
         form: str = "",
+        stop: str | None = None,
     ) -> None:
         """Keep a finished call, so that later chats may continue it; their prompts have its ``mark``.
 
-        ``messages``, ``tools`` and ``form`` are those of :meth:`prompt`.
+        ``messages``, ``tools`` and ``form`` are those of :meth:`prompt`. ``stop`` is the stop string that ended the
+        completion, and that ``answer`` lacks.
         """
-        after = _histories([*messages, answer])[-1]
-        tool_key = tools_key(tools)
-        self._calls[tool_key, after] = _SampledCall(list(prompt), list(completion), answer, mark, form)
-        self._tools[after] = tool_key
-        self._answers.add(message_key(answer))
-        self._reasoning[after] = answer.get("reasoning_content", "")
-
-
-def _histories(messages: Messages) -> list[bytes]:
-    """Return a key of the first ``n`` messages for each ``n``, from 0."""
-    keys = [b""]
-    for message in messages:
-        keys.append(blake2b(keys[-1] + message_key(message), digest_size=16).digest())
-    return keys
+        call = SampledCall(list(prompt), list(completion), answer, list(tools), form, (stop or "").strip(), mark)
+        self._histories.add(messages, call)

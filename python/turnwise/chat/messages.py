@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from turnwise.types import Message, Messages
@@ -230,20 +229,26 @@ def _with_texts(message: Message, before: Sequence[str] = (), after: Sequence[st
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
-def message_key(message: Message) -> bytes:
+def message_key(message: Message) -> Hashable:
     """Return a key that is equal for equal plain messages, whatever their ids and the order of their fields.
 
-    It leaves out reasoning, which many clients don't send back.
+    It leaves out reasoning, which many clients don't send back, and white space around the assistant's content, which
+    many clients strip. Numbers in the arguments of calls are equal by value, such as 1 and 1.0.
     """
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
-    return _digest([message["role"], message["content"], calls])
+    role, content = message["role"], message["content"]
+    if role != "assistant":
+        return role, content
+    calls = tuple(
+        (call["function"]["name"], json.dumps(_plain_numbers(call["function"]["arguments"]), sort_keys=True))
+        for call in message.get("tool_calls") or ()
+    )
+    return role, content.strip(), calls
 
 
-def tools_key(tools: Sequence[Tool]) -> bytes:
-    """Return a key that is equal for equal tools."""
-    return _digest(list(tools))
-
-
-def _digest(value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+def _plain_numbers(value: Any) -> Any:
+    """Return a JSON value with whole numbers as ``int``, as other programs may write 1 for 1.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _plain_numbers(part) for key, part in value.items()}
+    return [_plain_numbers(part) for part in value] if isinstance(value, list) else value

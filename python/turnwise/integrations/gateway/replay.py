@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
+from turnwise.chat.messages import with_answer
 from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
@@ -140,7 +141,10 @@ class ReplayedEpisode(MultiTurnEpisode):
                 turn += 1
                 [choice] = old.answered.choices
                 ids = session.format.cut(choice.response.completion_token_ids)
-                seat.chats.add(old.ask.messages, old.ask.tools, old.prompt_ids, ids, choice.message())
+                *before, message = with_answer(old.ask.messages, choice.message())
+                form, _ = old.ask.instructions()
+                stop = choice.stop_string
+                seat.chats.add(before, old.ask.tools, old.prompt_ids, ids, message, form=form, stop=stop)
         call = session.start(seat, dataclasses.replace(ask, turn=turn), None, is_retry=False)
         assert call.task is not None
         answered = await call.task

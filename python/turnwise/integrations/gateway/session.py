@@ -307,7 +307,7 @@ class GatewaySession:
         ids = self.format.cut(choice.response.completion_token_ids)
         *before, answer = with_answer(call.ask.messages, choice.message())
         form, _ = call.ask.instructions()
-        seat.chats.add(before, call.ask.tools, prompt.ids, ids, answer, step, form)
+        seat.chats.add(before, call.ask.tools, prompt.ids, ids, answer, step, form=form, stop=choice.stop_string)
 
     def _count(self, seat: Seat, ask: Ask, prompt: Prompt, choices: Sequence[Choice]) -> None:
         counts = seat.counts

@@ -1,0 +1,169 @@
+"""Finds the call that a chat continues, and the earlier answers that the chat has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.chat.formats import split_reasoning
+from turnwise.chat.messages import Tool, message_key
+from turnwise.types import Message, Messages
+
+DISTINCT = 40
+"""Characters of an answer that is recognised wherever it stands. A shorter one may equal an example of the agent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCall:
+    """A finished call: its tokens, and the message that the agent got. ``mark`` is the caller's own."""
+
+    prompt: list[int]
+    completion: list[int]
+    answer: Message
+    tools: list[Tool]
+    form: str = ""
+    """The instruction about the form of answers that the model was shown."""
+    stop: str = ""
+    """The stop string that ended the answer, without outer white space; the tokens hold it, ``answer`` doesn't."""
+    mark: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """An answer that the agent may have got, where it now sends a message. ``stop`` was put back behind it."""
+
+    message: Message
+    stop: str = ""
+
+    def may_be(self, call: SampledCall) -> bool:
+        return self.stop in ("", call.stop)
+
+    def likeness(self, call: SampledCall) -> tuple[bool, bool]:
+        """Compare what :func:`message_key` leaves out: the reasoning, if there is one, and outer white space."""
+        same_reasoning = _reasoning(self.message) in ("", _reasoning(call.answer))
+        return same_reasoning, self.message["content"] == call.answer["content"]
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A message, after the messages of the nodes above it."""
+
+    next: dict[Hashable, _Node] = field(default_factory=dict)
+    calls: list[SampledCall] = field(default_factory=list)
+    """The calls that this message answers."""
+    asked: bool = False
+    """A finished call's chat ended with this message."""
+    agents_own: bool = False
+    """An assistant message that the agent wrote itself, such as an example."""
+
+
+class Histories:
+    """The chats of one actor as a tree of messages.
+
+    An answer may come back with other outer white space, with the stop string that ended it, without its reasoning, or
+    with its reasoning as ``<think>`` text before the content.
+    """
+
+    def __init__(self) -> None:
+        self._root = _Node()
+        self._stops: dict[str, None] = {}
+        """The stop strings that ended answers, as a set in order."""
+        self._answers: dict[Hashable, list[tuple[int, Hashable]]] = {}
+        """By the key of an answer: its index in its chat, and the key of the message before it."""
+
+    def add(self, messages: Messages, call: SampledCall) -> None:
+        """Keep a finished call of ``messages``."""
+        path = list(self._walk(messages))
+        node = path[-1][0] if path else self._root
+        key = message_key(call.answer)
+        node.asked = True
+        node.next.setdefault(key, _Node()).calls.append(call)
+        before = message_key(messages[-1]) if messages else None
+        self._answers.setdefault(key, []).append((len(messages), before))
+        if call.stop:
+            self._stops[call.stop] = None
+
+    def find(self, messages: Messages, tools: Sequence[Tool]) -> tuple[int, SampledCall | None, str]:
+        """Return the longest beginning of ``messages`` that a call with ``tools`` ended, and the likest such call.
+
+        Among equal calls the latest counts. The third value is the reason why the chat is no continuation of the calls
+        before it: ``"history"``, ``"tools"``, ``"thinking"``, or ``""`` if it is one, or begins a new chat.
+        """
+        path = list(self._walk(messages))
+        length, parent = len(path), None
+        while length and parent is None:
+            node, sent = path[length - 1]
+            calls = [call for call in reversed(node.calls) if call.tools == tools and sent.may_be(call)]
+            parent = max(calls, key=sent.likeness, default=None)
+            length -= parent is None
+        reason = self._change(messages, path, length)
+        if not reason:
+            if not all(_keeps_reasoning(node, sent) for node, sent in path[:length]):
+                reason = "thinking"
+            for node, sent in path[length:-1]:
+                node.agents_own = sent.message["role"] == "assistant"
+        return length, parent, reason
+
+    def _walk(self, messages: Messages) -> Iterator[tuple[_Node, _Reading]]:
+        """Yield the node of each message, and the reading by which it was found."""
+        node = self._root
+        for message in messages:
+            for reading in self._readings(message):
+                known = node.next.get(message_key(reading.message))
+                if known is not None and any(map(reading.may_be, known.calls)):
+                    node = known
+                    break
+            else:
+                reading = _Reading(message)
+                node = node.next.setdefault(message_key(message), _Node())
+            yield node, reading
+
+    def _readings(self, message: Message) -> Iterator[_Reading]:
+        yield _Reading(message)
+        if message["role"] != "assistant":
+            return
+        content = message["content"].strip()
+        if content.startswith("<think>"):
+            reasoning, content = split_reasoning(content)
+            message = {**message, "content": content, "reasoning_content": reasoning}
+            yield _Reading(message)
+        for stop in self._stops:
+            if content.endswith(stop):
+                yield _Reading({**message, "content": content.removesuffix(stop)}, stop)
+
+    def _change(self, messages: Messages, path: Sequence[tuple[_Node, _Reading]], begin: int) -> str:
+        """Return the reason if an assistant message from index ``begin`` on shows a changed history; else ``""``.
+
+        The last message may be an answer that the agent began.
+        """
+        for index in range(begin, len(messages) - 1):
+            node, _ = path[index]
+            if messages[index]["role"] != "assistant" or node.agents_own:
+                continue
+            if node.calls:
+                return "tools"
+            before = path[index - 1][0] if index else self._root
+            if before.asked or self._was_sampled(messages, index):
+                return "history"
+        return ""
+
+    def _was_sampled(self, messages: Messages, index: int) -> bool:
+        """True if the message answered an earlier call, and has other messages before it now."""
+        before = message_key(messages[index - 1]) if index else None
+        for reading in self._readings(messages[index]):
+            places = self._answers.get(message_key(reading.message), ())
+            distinct = len(reading.message["content"].strip()) >= DISTINCT
+            if any(distinct or index == place or before == neighbour for place, neighbour in places):
+                return True
+        return False
+
+
+def _reasoning(message: Message) -> str:
+    return str(message.get("reasoning_content") or "").strip()
+
+
+def _keeps_reasoning(node: _Node, sent: _Reading) -> bool:
+    """True unless an answer came back with other reasoning than was sampled."""
+    given = _reasoning(sent.message)
+    return not given or not node.calls or any(given == _reasoning(call.answer) for call in node.calls)
