@@ -8,7 +8,7 @@ import json
 import pytest
 from pydantic import BaseModel
 
-from .helpers import ADD, USER, call_of, play
+from .helpers import ADD, FAMILIES, USER, call_of, play
 from .wires import Chat, Messages, Responses, asked, every
 
 SCHEMA = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
@@ -166,8 +166,9 @@ def test_threads_of_anthropics_api_continue_by_the_id_of_an_earlier_answer():
 
 
 # -- begun answers -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", FAMILIES)
 @every
-def test_begun_answer_is_continued_and_does_not_train(wire):
+def test_begun_answer_is_continued_and_does_not_train(wire, family):
     begun = [{"role": "assistant", "content": "The <|im_end|> sum"}]
 
     async def agent(seen, models):
@@ -177,7 +178,7 @@ def test_begun_answer_is_continued_and_does_not_train(wire):
             seen.append(wire.text(answer))
             await wire.ask(client, messages=[*USER, *whole, *GO_ON])
 
-    played = play(agent, [" is 4.", "6"])
+    played = play(agent, [" is 4.", "6"], family=family)
     assert played.seen == [" is 4."]
     first, second = played.steps
     assert played.text(first.prompt_token_ids).endswith("<|im_start|>assistant\nThe <|im_end|> sum")
@@ -190,18 +191,39 @@ def test_begun_answer_is_continued_and_does_not_train(wire):
 
 @pytest.mark.parametrize("limit", [2, 200])
 def test_agent_lets_the_model_go_on_with_its_own_answer(limit):
-    """The prompt is what was sampled, without the token that ended the turn."""
+    """The prompt is what was sampled, without the token that ended the turn. A cut answer needs no option for this."""
+    options = {} if limit == 2 else {"extra_body": {"continue_final_message": True}}
 
     async def agent(seen, models):
         async with Chat.client(models["solver"]) as client:
             cut = await Chat.ask(client, max_tokens=limit)
-            await Chat.ask(client, messages=[*USER, *Chat.sent_back(cut)])
+            await Chat.ask(client, messages=[*USER, *Chat.sent_back(cut)], **options)
 
     played = play(agent, ["It is", " 4."])
     first, second = played.steps
     seen = [*first.prompt_token_ids, *first.completion_token_ids]
     assert list(second.prompt_token_ids) == (seen if limit == 2 else seen[:-1])
     assert counts(played, "extended_rows", "rewritten_rows") == [1, 0]
+
+
+def test_answer_of_another_actor_at_the_end_of_a_chat_is_followed_by_a_new_answer():
+    """Graphs whose actors share one list of messages send such chats. ``continue_final_message`` decides otherwise."""
+
+    async def agent(seen, models):
+        async with Chat.client(models["planner"]) as planner, Chat.client(models["solver"]) as solver:
+            plan = Chat.sent_back(await Chat.ask(planner, actor="planner"))
+            for options in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+                await Chat.ask(solver, messages=[*USER, *plan], extra_body=options)
+            await Chat.ask(
+                solver,
+                messages=[*USER, {"role": "assistant", "content": "Hm"}],
+                extra_body={"continue_final_message": False},
+            )
+
+    played = play(agent, ["Add.", "4"], actors=("planner", "solver"))
+    ends = [played.text(step.prompt_token_ids).rpartition("2 + 2 = ?")[2] for step in played.steps[1:]]
+    new = "<|im_end|>\n<|im_start|>assistant\n"
+    assert ends == [f"{new}Add.{new}", f"{new}Add.", f"{new}Hm{new}"]
 
 
 # -- fields that change nothing ----------------------------------------------------------------------------------------

@@ -146,6 +146,21 @@ def test_an_agent_of_plain_functions() -> None:
     assert [step.completion for step in result.rollout.steps] == ["a", "c"]
 
 
+def test_a_branch_continues_an_answer_by_its_id() -> None:
+    async def agent(question: str, models: Any) -> float:
+        async with Chat.client(models["writer"]) as client:
+            first = await client.responses.create(model="writer", input=question)
+            again = {"model": "writer", "input": "Q " + first.output_text, "previous_response_id": first.id}
+            return float(len((await client.responses.create(**again)).output_text))
+
+    result = play(ReplayedEpisode(agent, Gateway(), actors=["writer"], sampler=TREE))
+    first, *later = sorted(result.rollout.steps, key=lambda step: step.turn)
+    assert len(result.rollout.steps) == 6 and {step.turn for step in later} == {0, 1}
+    prompts = [step.prompt_token_ids for step in later if step.turn == 1]
+    assert all(prompt[: len(first.prompt_token_ids)] == first.prompt_token_ids for prompt in prompts)
+    assert all(len(prompt) > len(first.prompt_token_ids) + 5 for prompt in prompts)
+
+
 def test_an_impure_agent_is_refused_with_the_call() -> None:
     runs: list[int] = []
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
-from turnwise.chat.messages import with_answer
 from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
@@ -59,6 +58,8 @@ class ReplaySession(GatewaySession):
         same = next((old for old in self._left if (old.actor, old.ask) == (seat.actor, ask)), None)
         if same is not None:
             self._left.remove(same)
+            self.keep(seat, ask, same.prompt_ids, same.answered.choices[0])
+            self.keep_id(seat, ask, same.answered)
             call.task = asyncio.ensure_future(asyncio.sleep(0, same.answered))
             return call
         if self._left:
@@ -137,14 +138,9 @@ class ReplayedEpisode(MultiTurnEpisode):
         session = GatewaySession(self.actors, arena, self.gateway.settings)
         seat, turn = session.seats[actor], 0
         for old in state.data["record"]:
-            if old.actor == actor:
-                turn += 1
-                [choice] = old.answered.choices
-                ids = session.format.cut(choice.response.completion_token_ids)
-                *before, message = with_answer(old.ask.messages, choice.message())
-                form, _ = old.ask.instructions()
-                stop = choice.stop_string
-                seat.chats.add(before, old.ask.tools, old.prompt_ids, ids, message, form=form, stop=stop)
+            turn += old.actor == actor
+            [choice] = old.answered.choices
+            session.keep(session.seats[old.actor], dataclasses.replace(old.ask), old.prompt_ids, choice)
         call = session.start(seat, dataclasses.replace(ask, turn=turn), None, is_retry=False)
         assert call.task is not None
         answered = await call.task

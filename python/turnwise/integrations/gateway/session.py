@@ -133,6 +133,8 @@ class GatewaySession:
         """The error of the model or of turnwise that fails the episode."""
         self.over = ""
         """Reason why the session takes no more calls; empty while it does."""
+        self._answers: set[str] = set()
+        """The texts of whole answers of all actors."""
         self._slots = asyncio.Semaphore(settings.max_parallel)
 
     def opened_at(self, url: str) -> None:
@@ -220,8 +222,7 @@ class GatewaySession:
             len(prompt.ids),
             prompt.reused,
         )
-        if ask.carried is not None:
-            seat.earlier[answered.id] = with_answer(ask.carried, choices[0].message())
+        self.keep_id(seat, ask, answered)
         seat.own_seconds += time.perf_counter() - began
         return answered
 
@@ -229,8 +230,12 @@ class GatewaySession:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
         if ask.tools:
             self.format.check_tools(ask.tools)
+        self.decide_end(ask)
+        assert ask.continues_answer is not None
         try:
-            return seat.chats.prompt(ask.messages, ask.tools, *ask.instructions(), continues_answer=True)
+            return seat.chats.prompt(
+                ask.messages, ask.tools, *ask.instructions(), continues_answer=ask.continues_answer
+            )
         except ChatError:
             raise
         except Exception as error:  # a template may raise anything for a chat that it doesn't take
@@ -283,6 +288,10 @@ class GatewaySession:
             text = parsed.content + "".join(f"\n{made.raw}" for made in extra)
             parsed = ParsedCompletion(text, parsed.reasoning, kept)
         content, stopped = parsed.content, None
+        if ask.messages[-1]["role"] == "assistant" and ask.continues_answer and content and not parsed.reasoning:
+            # Parsers of families trim the text, but this one goes on in the middle of a message.
+            text = self.format.tokenizer.decode(list(ids), skip_special_tokens=False)
+            content = text[: len(text) - len(text.lstrip())] + content.lstrip()
         stops = [(index, stop) for stop in ask.stop if (index := content.find(stop)) >= 0]
         if stops:
             index, stopped = min(stops)
@@ -304,10 +313,31 @@ class GatewaySession:
         if prompt.rewritten:
             step.info["rewritten"] = prompt.rewritten
         call.steps.append(step)
+        self.keep(seat, call.ask, prompt.ids, choice, step)
+
+    def keep(self, seat: Seat, ask: Ask, prompt_ids: Sequence[int], choice: Choice, step: Step | None = None) -> None:
+        """Keep an answer, so that later chats may continue it."""
+        self.decide_end(ask)
+        answer = choice.message()
+        if choice.finish != "length":
+            self._answers.add(choice.content.strip())
+        *before, answer = with_answer(ask.messages, answer) if ask.continues_answer else [*ask.messages, answer]
+        form, _ = ask.instructions()
         ids = self.format.cut(choice.response.completion_token_ids)
-        *before, answer = with_answer(call.ask.messages, choice.message())
-        form, _ = call.ask.instructions()
-        seat.chats.add(before, call.ask.tools, prompt.ids, ids, answer, step, form=form, stop=choice.stop_string)
+        seat.chats.add(before, ask.tools, prompt_ids, ids, answer, step, form=form, stop=choice.stop_string)
+
+    def keep_id(self, seat: Seat, ask: Ask, answered: Answered) -> None:
+        """Keep the chat of an answer by its id, so that later requests may name it."""
+        if ask.carried is not None:
+            self.decide_end(ask)
+            answer = answered.choices[0].message()
+            goes_on = ask.continues_answer and ask.carried
+            seat.earlier[answered.id] = with_answer(ask.carried, answer) if goes_on else [*ask.carried, answer]
+
+    def decide_end(self, ask: Ask) -> None:
+        """Decide whether a request's chat is continued in its last message."""
+        if ask.continues_answer is None:
+            ask.continues_answer = ask.messages[-1]["content"].strip() not in self._answers
 
     def _count(self, seat: Seat, ask: Ask, prompt: Prompt, choices: Sequence[Choice]) -> None:
         counts = seat.counts

@@ -67,6 +67,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         stop=fields.texts("stop_sequences"),
         stream=fields.flag("stream"),
         turn=fields.turn(),
+        continues_answer=True,
         carried=messages if thread else None,
     )
     ask.not_applied = (*fields.finish(HARMLESS, WISHES), *(["effort"] if config.get("effort") else []))

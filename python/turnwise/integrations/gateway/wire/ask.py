@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from turnwise.chat.formats import ParsedCompletion
 from turnwise.chat.messages import Tool, tool_names
@@ -124,6 +124,9 @@ class Ask:
     stream: bool = False
     include_usage: bool = False
     turn: int | None = None
+    continues_answer: bool | None = None
+    """True if a chat that ends with the assistant's message is continued in that message, False if a new answer
+    follows it. ``None``: only if no actor of the session sampled that message as a whole."""
     carried: Messages | None = None
     """The messages that an answer's id stands for in a later request; ``None`` if the dialect has no such ids."""
     not_applied: tuple[str, ...] = ()
@@ -202,9 +205,13 @@ class Fields:
             raise invalid(name, f"got {str(value)[:40]!r}, expected a whole number from {low} to {high:g}")
         return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    @overload
+    def flag(self, name: str, default: bool = False) -> bool: ...
+    @overload
+    def flag(self, name: str, default: None) -> bool | None: ...
+    def flag(self, name: str, default: bool | None = False) -> bool | None:
         value = self.take(name, default)
-        if not isinstance(value, bool):
+        if value is not default and not isinstance(value, bool):
             raise invalid(name, f"got {str(value)[:40]!r}, expected true or false")
         return value
 

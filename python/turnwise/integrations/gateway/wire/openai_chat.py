@@ -36,6 +36,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
+    "add_generation_prompt": (True, False),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "thinking": ({"type": "disabled"},),
@@ -73,6 +74,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         stream=fields.flag("stream"),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         turn=fields.turn(),
+        continues_answer=fields.flag("continue_final_message", None),
     )
     ask.not_applied = fields.finish(HARMLESS, WISHES)
     return ask
