@@ -51,7 +51,7 @@ async def run(models, api, streamed=False):
     solver = agents.Agent("solver", instructions="You add numbers.", model=model_of("solver"), tools=[add])
     triage = agents.Agent("triage", instructions="You sort questions.", model=model_of("triage"), handoffs=[solver])
     model_settings = agents.ModelSettings(include_usage=True)
-    config = agents.RunConfig(tracing_disabled=True, model_settings=model_settings)
+    config = agents.RunConfig(model_settings=model_settings)  # the gateway turns tracing off
     settings = {"run_config": config, "max_turns": 10}
     try:
         if not streamed:

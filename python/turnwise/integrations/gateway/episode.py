@@ -15,7 +15,8 @@ from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
 from turnwise.integrations.gateway.gateway import Gateway
-from turnwise.integrations.gateway.session import GatewaySession, Model
+from turnwise.integrations.gateway.models import Model
+from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.state import to_python
 from turnwise.types import EpisodeState
 from turnwise.types.protocols import ArenaForHooks
@@ -92,11 +93,8 @@ class AgentEpisode(GatewayEpisode):
     Example::
 
         async def agent(question, models):
-            solver = models["solver"]
-            client = AsyncOpenAI(base_url=solver.base_url, api_key=solver.api_key)
-            answer = await client.chat.completions.create(
-                model=solver.name, messages=[{"role": "user", "content": question["text"]}]
-            )
+            chat = models["solver"].async_openai_client().chat.completions
+            answer = await chat.create(model="solver", messages=[{"role": "user", "content": question["text"]}])
             return float(question["answer"] in answer.choices[0].message.content)
 
         arena.add_episode(AgentEpisode(agent, Gateway(), actors=["solver"]))

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from turnwise.inference.common.proxies import LOOPBACK, bypass_proxies
+from turnwise.integrations.gateway.models import disable_agents_tracing
 from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.types.protocols import ArenaForHooks
@@ -88,6 +89,8 @@ class Gateway:
         finally:
             try:
                 await session.end(reason)
+                for model in session.models.values():
+                    await model.close()
             finally:
                 del self.sessions[session.id]
                 self.on_session_end(session)
@@ -120,6 +123,7 @@ class Gateway:
         server = GatewayServer(self.settings, self.sessions, self.ended)
         await server.start()
         bypass_proxies(server.url)
+        disable_agents_tracing()
         return server
 
     async def _close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.arena import Arena
 from turnwise.inference import ScriptedClient
 from turnwise.integrations.gateway.gateway import Gateway
-from turnwise.integrations.gateway.session import Model
+from turnwise.integrations.gateway.models import Model
 from turnwise.integrations.gateway.task import GatewayTask
 from turnwise.tasks.base import held_out
 from turnwise.train.eval.evaluate import Evaluation, evaluate
@@ -50,7 +50,12 @@ class RemoteGateway(Gateway):
 
     @asynccontextmanager
     async def session(self, actors: Sequence[str], arena: ArenaForHooks) -> AsyncIterator[Any]:
-        yield RemoteSession(actors, self.url, self.model, self.key)
+        session = RemoteSession(actors, self.url, self.model, self.key)
+        try:
+            yield session
+        finally:
+            for model in session.models.values():
+                await model.close()
 
 
 def evaluate_remotely(

@@ -17,6 +17,7 @@ from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
 from turnwise.chat.messages import ChatError, with_answer
+from turnwise.integrations.gateway.models import Model
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
 from turnwise.types import ContextLengthError, Messages, ModelResponse, Sampling, Step
@@ -31,21 +32,6 @@ ALWAYS = (
     "lost_answers",
 )  # fmt: skip
 """Counts that every actor reports; others are reported where there are any (``samples.pack.with_zero_counts``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model that an agent may call: one of the session's actors.
-
-    Example: ``AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)``, then ``model=model.name``.
-    """
-
-    base_url: str
-    """For clients of the OpenAI API; ends in ``/v1``."""
-    anthropic_base_url: str
-    """For Anthropic's client, which appends ``/v1/messages`` itself."""
-    api_key: str = field(repr=False)
-    name: str
 
 
 @dataclass(eq=False, slots=True)
