@@ -1,0 +1,70 @@
+"""Claude Code: a headless run with its own tools in a folder of the episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from .helpers import Case, call_of, cases, check
+
+PROGRAM = Path(os.environ.get("CLAUDE_CODE", "claude"))
+
+
+def claude(model, folder):
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": folder,
+        "ANTHROPIC_BASE_URL": model.anthropic_base_url,
+        "ANTHROPIC_API_KEY": model.api_key,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return environment
+
+
+async def headless(question, models, *options):
+    model = models["agent"]
+    with tempfile.TemporaryDirectory() as folder:
+        process = await asyncio.create_subprocess_exec(
+            PROGRAM,
+            *("-p", question["text"], "--model", model.name, "--output-format", "json"),
+            *("--allowedTools", "Bash", *options),
+            cwd=folder,
+            env=claude(model, folder),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+    return json.loads(output)
+
+
+async def print_mode(question, models):
+    return float(question["answer"] in (await headless(question, models))["result"])
+
+
+async def json_schema(question, models):
+    schema = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
+    result = await headless(question, models, "--json-schema", json.dumps(schema))
+    return float(result["structured_output"]["total"] == int(question["answer"]))
+
+
+BASH = call_of("Bash", '{"command": "echo sum=$$(($a + $b))", "description": "Add"}')
+
+
+@cases(
+    Case(print_mode, [BASH, "It is $sum."], {"agent": "`claude -p`", "tool": "bash"}, shown="sum=$sum"),
+    Case(
+        json_schema,
+        [BASH, call_of("StructuredOutput", '{"total": $sum}')],
+        {"structured": "`--json-schema`", "tool": "bash"},
+        shown="sum=$sum",
+    ),
+)
+def test_runs(case, record_property):
+    check(case, "claude-code", record_property)
