@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import instructor
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
@@ -96,6 +98,12 @@ async def provider(question, models):
     return float(found.total == int(question["answer"]))
 
 
+async def parallel(question, models):
+    client = client_of(models["agent"], mode=instructor.Mode.PARALLEL_TOOLS)
+    [found] = await extract(client, Iterable[Sum], question["text"])
+    return float(found.total == int(question["answer"]))
+
+
 MODE = instructor.Mode
 TOOL = call_of("Sum", '{"total": $sum}')
 WRONG = call_of("Sum", '{"total": -1}')
@@ -111,7 +119,7 @@ JSON = '{"total": $sum}'
     Case(provider, [TOOL], {"agent": "`from_provider`", "forced": "named"}),
     Case(team, [TOOL, call_of("Verdict", '{"right": true}')], {"agent": "two actors", "forced": "named"}, TEAM),
     Case(mode(MODE.TOOLS), [WRONG, TOOL], {"structured": "`TOOLS` with a retry", "forced": "named"}),
-    Case(mode(MODE.PARALLEL_TOOLS), [TOOL], {"structured": "`PARALLEL_TOOLS`"}),
+    Case(parallel, [TOOL], {"structured": "`PARALLEL_TOOLS`"}),
     Case(mode(MODE.JSON), ['{"total": -1}', JSON], {"structured": "`JSON` with a retry"}),
     Case(mode(MODE.JSON_SCHEMA), [JSON], {"structured": "`JSON_SCHEMA`"}),
     Case(mode(MODE.MD_JSON), [f"```json\n{JSON}\n```"], {"structured": "`MD_JSON`"}),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent
+from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 from pydantic import BaseModel
 
-from .helpers import ADDS, CALL, Case, add, call_of, cases, check
+from .helpers import ADDS, CALL, QUESTIONS, Case, add, call_of, cases, check
 
 TEAM = ("planner", "worker")
 
@@ -19,8 +19,7 @@ class Sum(BaseModel):
 
 
 def llm_of(model, kind=OpenAILike, **options):
-    if kind is OpenAILike:
-        options = {"is_chat_model": True, "is_function_calling_model": True, **options}
+    options |= {"is_chat_model": True, "is_function_calling_model": True}
     return kind(model=model.name, api_base=model.base_url, api_key=model.api_key, **options)
 
 
@@ -76,6 +75,8 @@ async def output_cls(question, models):
 
 HANDS_OVER = call_of("handoff", '{"to_agent": "worker", "reason": "It adds."}')
 REACT = ['Thought: I add.\nAction: add\nAction Input: {"a": $a, "b": $b}', "Thought: Done.\nAnswer: $sum"]
+REWRITTEN = {"history": len(QUESTIONS)}
+"""It writes the arguments of an action in its own way."""
 TOOL = call_of("Sum", '{"total": $sum}')
 
 
@@ -83,7 +84,7 @@ TOOL = call_of("Sum", '{"total": $sum}')
     Case(function, ADDS, {"agent": "`FunctionAgent`, streamed", "tool": "function"}),
     Case(plain, ADDS, {"agent": "`FunctionAgent`", "tool": "function"}),
     Case(responses, ADDS, {"agent": "Responses", "tool": "function"}),
-    Case(react, REACT, {"agent": "`ReActAgent`", "tool": "text"}),
+    Case(react, REACT, {"agent": "`ReActAgent`", "tool": "text"}, rewritten=REWRITTEN),
     Case(workflow, [HANDS_OVER, *ADDS], {"agent": "`AgentWorkflow`", "tool": "function"}, TEAM),
     Case(as_structured, [TOOL], {"structured": "`as_structured_llm`", "forced": "`required`"}),
     Case(json_schema, ['{"total": $sum}'], {"structured": "`json_schema`"}),
