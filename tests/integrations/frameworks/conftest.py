@@ -1,25 +1,32 @@
-"""Collects the module of each framework that is installed: `make test-frameworks`. Nothing here calls home."""
+"""Collects the modules of the frameworks that are installed: `make test-frameworks` has three environments for them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
+from pathlib import Path
 
-NEEDS = {
-    "agent_framework": "agent_framework",
-    "anthropic": "agent_framework",
-    "autogen": "autogen_agentchat",
-    "claude_code": "agent_framework",
+# The package that only the environment of a module's framework has; openai and others are in several.
+ENVIRONMENTS = {
+    "autogen_agentchat": (
+        "agent_framework anthropic autogen claude_code dspy langgraph litellm mini_swe_agent openai openai_agents "
+        "pydantic_ai smolagents"
+    ),
+    "llama_index": "instructor llama_index",
     "crewai": "crewai",
-    "dspy": "dspy",
-    "instructor": "instructor",
-    "langgraph": "langgraph",
-    "litellm": "litellm",
-    "llama_index": "llama_index",
-    "mini_swe_agent": "minisweagent",
-    "openai": "agent_framework",
-    "openai_agents": "agent_framework",
-    "pydantic_ai": "pydantic_ai",
-    "smolagents": "smolagents",
 }
+HERE = [package for package in ENVIRONMENTS if importlib.util.find_spec(package) is not None]
+MODULES = {f"test_{name}.py" for package in HERE for name in ENVIRONMENTS[package].split()}
+collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in MODULES]
+
+# Frameworks read these when they are imported. What they would send home, or keep between attempts, is off.
+os.environ |= (
+    {
+        "CREWAI_DISABLE_TELEMETRY": "true",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "MSWEA_SILENT_STARTUP": "1",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    }
+    if HERE
+    else {}
+)

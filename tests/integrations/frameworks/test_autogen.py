@@ -20,9 +20,7 @@ class Sum(BaseModel):
 
 
 def client_of(model):
-    return OpenAIChatCompletionClient(
-        model=model.name, base_url=model.base_url, api_key=model.api_key, model_info=INFO
-    )
+    return OpenAIChatCompletionClient(model=model.name, base_url=model.base_url, api_key=model.api_key, model_info=INFO)
 
 
 async def assistant(question, models):
@@ -67,7 +65,12 @@ async def structured(question, models):
 
 
 async def structured_with_tool(question, models):
-    agent = AssistantAgent("adder", model_client=client_of(models["agent"]), tools=[FunctionTool(add, "Adds two numbers.", strict=True)], output_content_type=Sum)
+    agent = AssistantAgent(
+        "adder",
+        model_client=client_of(models["agent"]),
+        tools=[FunctionTool(add, "Adds two numbers.", strict=True)],
+        output_content_type=Sum,
+    )
     result = await agent.run(task=question["text"])
     return float(result.messages[-1].content.total == int(question["answer"]))
 

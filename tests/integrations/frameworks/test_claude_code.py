@@ -5,26 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
-import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from .helpers import Case, call_of, cases, check
 
-PROGRAM = Path(os.environ.get("CLAUDE_CODE", "claude"))
-
-
-def claude(model, folder):
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": folder,
-        "ANTHROPIC_BASE_URL": model.anthropic_base_url,
-        "ANTHROPIC_API_KEY": model.api_key,
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    }
-    return environment
+PROGRAM = Path(sys.prefix) / "claude/node_modules/.bin/claude"
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="npm is needed to install Claude Code")
 
 
 async def headless(question, models, *options):
@@ -35,12 +26,19 @@ async def headless(question, models, *options):
             *("-p", question["text"], "--model", model.name, "--output-format", "json"),
             *("--allowedTools", "Bash", *options),
             cwd=folder,
-            env=claude(model, folder),
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": folder,
+                "ANTHROPIC_BASE_URL": model.anthropic_base_url,
+                "ANTHROPIC_API_KEY": model.api_key,
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            },
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.PIPE,
         )
-        output, _ = await process.communicate()
+        output, errors = await process.communicate()
+    assert output, errors
     return json.loads(output)
 
 
@@ -67,4 +65,5 @@ BASH = call_of("Bash", '{"command": "echo sum=$$(($a + $b))", "description": "Ad
     ),
 )
 def test_runs(case, record_property):
-    check(case, "claude-code", record_property)
+    version = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout
+    check(case, "claude-code", record_property, version.split()[0])

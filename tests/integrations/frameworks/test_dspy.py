@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dspy
-import pytest
 
 from .helpers import Case, add, cases, check
 

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from .helpers import ADDS, TOOLS, Case, add, cases, check
 
 
-
 class Sum(BaseModel):
     total: int
 

@@ -50,9 +50,7 @@ async def messages(question, models):
 
 async def previous(question, models):
     settings = {"openai_previous_response_id": "auto"}
-    return float(
-        question["answer"] in await run(question, responses_model(models["agent"]), model_settings=settings)
-    )
+    return float(question["answer"] in await run(question, responses_model(models["agent"]), model_settings=settings))
 
 
 async def streamed(question, models):

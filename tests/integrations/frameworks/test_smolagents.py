@@ -5,7 +5,7 @@ from __future__ import annotations
 from smolagents import CodeAgent, LiteLLMModel, OpenAIModel, ToolCallingAgent, tool
 
 from . import helpers
-from .helpers import CALL, Case, call_of, cases, check
+from .helpers import CALL, QUESTIONS, Case, call_of, cases, check
 
 TEAM = ("manager", "worker")
 
@@ -65,6 +65,8 @@ def managed(question, models):
     return run(question, CodeAgent(tools=[], model=model_of(models["manager"]), managed_agents=[worker]))
 
 
+WRITES = {"history": len(QUESTIONS)}
+"""It adds the calls of an answer to the answer as text, so the next call begins a row."""
 TOOLS = [CALL, call_of("final_answer", '{"answer": "$sum"}')]
 CODE = [
     "Thought: I add.\n<code>\nprint(add($a, $b))\n</code>",
@@ -81,14 +83,26 @@ MANAGED = [
 
 
 @cases(
-    Case(tool_calling, TOOLS, {"agent": "`ToolCallingAgent`", "tool": "function", "forced": "`required`"}),
-    Case(tool_calling_streamed, TOOLS, {"agent": "streamed", "tool": "function", "forced": "`required`"}),
-    Case(code, CODE, {"agent": "`CodeAgent`", "tool": "Python"}),
-    Case(code_streamed, CODE, {"agent": "streamed", "tool": "Python"}),
-    Case(code_litellm, CODE, {"agent": "`LiteLLMModel`", "tool": "Python"}),
-    Case(planning, [PLAN, CODE[0], PLAN, CODE[1]], {"agent": "planning", "tool": "Python"}),
-    Case(managed, MANAGED, {"agent": "managed agent", "tool": "function"}, TEAM),
-    Case(code_structured, JSON, {"structured": "`use_structured_outputs_internally`", "tool": "Python"}),
+    Case(
+        tool_calling,
+        TOOLS,
+        {"agent": "`ToolCallingAgent`", "tool": "function", "forced": "`required`"},
+        rewritten=WRITES,
+    ),
+    Case(
+        tool_calling_streamed,
+        TOOLS,
+        {"agent": "streamed", "tool": "function", "forced": "`required`"},
+        rewritten=WRITES,
+    ),
+    Case(code, CODE, {"agent": "`CodeAgent`", "tool": "Python"}, rewritten=WRITES),
+    Case(code_streamed, CODE, {"agent": "streamed", "tool": "Python"}, rewritten=WRITES),
+    Case(code_litellm, CODE, {"agent": "`LiteLLMModel`", "tool": "Python"}, rewritten=WRITES),
+    Case(planning, [PLAN, CODE[0], PLAN, CODE[1]], {"agent": "planning", "tool": "Python"}, rewritten=WRITES),
+    Case(managed, MANAGED, {"agent": "managed agent", "tool": "function"}, TEAM, {"history": 2 * len(QUESTIONS)}),
+    Case(
+        code_structured, JSON, {"structured": "`use_structured_outputs_internally`", "tool": "Python"}, rewritten=WRITES
+    ),
 )
 def test_runs(case, record_property):
     check(case, "smolagents", record_property)

@@ -165,6 +165,18 @@ def test_threads_of_anthropics_api_continue_by_the_id_of_an_earlier_answer():
     assert second.startswith(first) and second == third and second.count("Be brief.") == 1
 
 
+def test_threads_of_anthropics_api_keep_their_tools_unless_a_request_brings_its_own():
+    async def agent(seen, models):
+        async with Messages.client(models["solver"]) as client:
+            first = await Messages.ask(client, tools=Messages.tools, extra_body={"thread": {"type": "create"}})
+            thread = {"extra_body": {"thread": {"type": "continue", "previous_message_id": first.id}}}
+            for tools in ({}, {"tools": Messages.tools}, {"tools": []}):
+                await Messages.ask(client, messages=GO_ON, **thread, **tools)
+
+    played = play(agent, ["4", "6"])
+    assert [step.info.get("rewritten") for step in played.steps] == [None, None, None, "tools"]
+
+
 # -- begun answers -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", FAMILIES)
 @every
@@ -240,6 +252,7 @@ TAKEN = {
     Messages: [
         {"extra_body": {"context_management": {"edits": []}, "thread": {"type": "create"}, "top_k": 5}},
         {"thinking": {"type": "disabled"}, "metadata": {"user_id": "x"}},
+        {"extra_body": {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}},
     ],
 }
 WISHES = {

@@ -16,7 +16,7 @@ from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
-from turnwise.chat.messages import ChatError, with_answer
+from turnwise.chat.messages import ChatError, Tool, with_answer
 from turnwise.integrations.gateway.models import Model
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
@@ -83,7 +83,7 @@ class Seat:
     """Seconds that the gateway itself worked for this actor. No episode metric, as a replay must repeat those."""
     resends: dict[Hashable, GatewayCall] = field(default_factory=dict)
     """The latest call with each body, which a repeated request joins."""
-    earlier: dict[str, Messages] = field(default_factory=dict)
+    earlier: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
     """The chats by the ids of their answers, which a request may continue by such an id."""
 
 
@@ -318,7 +318,8 @@ class GatewaySession:
             self.decide_end(ask)
             answer = answered.choices[0].message()
             goes_on = ask.continues_answer and ask.carried
-            seat.earlier[answered.id] = with_answer(ask.carried, answer) if goes_on else [*ask.carried, answer]
+            chat = with_answer(ask.carried, answer) if goes_on else [*ask.carried, answer]
+            seat.earlier[answered.id] = chat, ask.tools
 
     def decide_end(self, ask: Ask) -> None:
         """Decide whether a request's chat is continued in its last message."""

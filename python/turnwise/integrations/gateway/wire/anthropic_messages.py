@@ -28,7 +28,7 @@ IGNORED = ("service_tier", "cache_control", "inference_geo", "speed", "diagnosti
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
-    "context_management": ({}, [], {"edits": []}),
+    "context_management": ({}, [], {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "output_config": ({},),
 }
 WISHES = ("thinking",)
@@ -46,9 +46,11 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     thread, config = fields.take("thread", {}), fields.take("output_config", {})
     if not isinstance(thread, Mapping) or not isinstance(config, Mapping):
         raise invalid("thread" if isinstance(config, Mapping) else "output_config", "expected an object")
-    messages = continued(earlier, thread.get("previous_message_id"), messages, "thread.previous_message_id")
+    answer_id = thread.get("previous_message_id")
+    messages, kept = continued(earlier, answer_id, messages, "thread.previous_message_id")
+    tools = tools if "tools" in body else kept  # a thread keeps its tools
     if system:
-        goes_on = thread.get("previous_message_id") is not None and messages[0]["role"] == "system"
+        goes_on = answer_id is not None and messages[0]["role"] == "system"
         messages = [{"role": "system", "content": system}, *messages[goes_on:]]
     messages = plain_messages(messages)
     choice, format = fields.take("tool_choice"), fields.take("output_format")

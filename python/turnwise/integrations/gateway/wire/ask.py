@@ -60,8 +60,8 @@ def session_over(reason: str) -> WireError:
 
 
 MAX_CHOICES = 16
-Earlier = Mapping[str, Messages]
-"""The chats of a session by the ids of their answers, which a request may continue by such an id."""
+Earlier = Mapping[str, tuple[Messages, list[Tool]]]
+"""The chats of a session, with their tools, by the ids of their answers; a request may continue one by its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,15 +296,19 @@ def structured_output(format: Any, where: str) -> StructuredOutput | None:
     return StructuredOutput(schema, str(given.get("name") or ""), str(given.get("description") or ""))
 
 
-def continued(earlier: Earlier, answer_id: Any, messages: Messages, where: str) -> Messages:
-    """Return ``messages`` behind the chat that the answer of this id ended. Without an id, return ``messages``."""
+def continued(earlier: Earlier, answer_id: Any, messages: Messages, where: str) -> tuple[Messages, list[Tool]]:
+    """Return ``messages`` behind the chat that the answer of this id ended, and that chat's tools.
+
+    Without an id, return ``messages`` and no tools.
+    """
     if answer_id is None:
-        return messages
-    before = earlier.get(str(answer_id).partition("_")[2])
-    if before is None:
+        return messages, []
+    key = str(answer_id).partition("_")[2]
+    if key not in earlier:
         text = f"{where}: no answer {str(answer_id)[:80]!r} in this session"
         raise WireError(400, "previous_response_not_found", text, where)
-    return [*before, *messages]
+    before, tools = earlier[key]
+    return [*before, *messages], tools
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> Tool:

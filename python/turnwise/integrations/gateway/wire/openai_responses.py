@@ -41,7 +41,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     instructions, given = fields.take("instructions"), fields.take("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
-    messages = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
+    messages, _ = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
     messages = plain_messages(messages)
     said = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
     text = fields.take("text", {})
