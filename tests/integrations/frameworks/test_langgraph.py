@@ -1,4 +1,4 @@
-"""LangChain and LangGraph: ``create_agent`` over three APIs, a team as a graph, and structured output in each method."""
+"""LangChain and LangGraph: ``create_agent`` over three APIs, a graph of two actors, and structured output."""
 
 from __future__ import annotations
 
