@@ -247,7 +247,7 @@ TAKEN = {
     ],
     Responses: [
         {"reasoning": {"effort": "none"}, "max_tool_calls": 3, "text": {"format": {"type": "text"}}},
-        {"extra_body": {"context_management": []}, "store": True},
+        {"extra_body": {"context_management": [], "client_metadata": {"turn_id": "x"}}, "store": True},
     ],
     Messages: [
         {"extra_body": {"context_management": {"edits": []}, "thread": {"type": "create"}, "top_k": 5}},

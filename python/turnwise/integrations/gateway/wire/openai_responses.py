@@ -24,7 +24,7 @@ from turnwise.integrations.gateway.wire.ask import (
 )
 from turnwise.types import Messages
 
-IGNORED = (*openai_chat.IGNORED, "stream_options", "max_tool_calls")
+IGNORED = (*openai_chat.IGNORED, "stream_options", "max_tool_calls", "client_metadata")
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "background": (False,),
