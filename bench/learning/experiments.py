@@ -379,6 +379,17 @@ def curriculum(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Does a real model learn?
+# ---------------------------------------------------------------------------------------------------------------------
+def real(seed: int) -> list[Cell]:
+    """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise."""
+    example = tomllib.loads((EXAMPLES / "smollm2" / "frameworks.toml").read_text(encoding="utf-8"))
+    del example["run_dir"]
+    contenders: dict[str, Settings] = {"untrained": {"steps": 0}, "team": {}}
+    return [Cell("real", "frameworks", name, seed, merged(example, more)) for name, more in contenders.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The sweeps that chose the settings
 # ---------------------------------------------------------------------------------------------------------------------
 def sweep(seed: int) -> list[Cell]:
@@ -435,7 +446,7 @@ def smallest() -> Cell:
 
 
 CELLS = [smallest(), *(cell for seed in SWEEP_SEEDS for cell in sweep(seed))]
-QUESTIONS = (views, roles, drill, sudoku, plan_path, sokoban, code_duel, stability, rae, curriculum)
+QUESTIONS = (views, roles, drill, sudoku, plan_path, sokoban, code_duel, stability, rae, curriculum, real)
 CELLS += [cell for seed in SEEDS for cells in QUESTIONS for cell in cells(seed)]
 
 assert len({cell.name for cell in CELLS}) == len(CELLS), "each cell needs another name"

@@ -200,11 +200,19 @@ def contribution(rows: list[Row], _: Groups) -> str:
     return " / ".join(f"{mean(column):.1%}" for column in zip(*found, strict=True))
 
 
+def rewards(rows: list[Row], _: Groups) -> str:
+    """Return each reward function by actor at the first and the last step, in the mean of seeds."""
+    trained = [row["rewards"] for row in rows if row.get("rewards")]
+    ends = {name: [mean(row[name][step] for row in trained) for step in (0, -1)] for name in (trained or [{}])[0]}
+    return ", ".join(f"{name} {first:.0%} → {last:.0%}" for name, (first, last) in ends.items())
+
+
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
     Column("last actor fixes, breaks", ("credit",), contribution),
     Column("gradient norm, p99/p50", ("stability",), spikes),
     Column("exploitability", ("rae",), exploitability),
+    Column("rewards of the first and the last step", ("real",), rewards),
 )
 
 

@@ -4,8 +4,9 @@
     python bench/learning/run.py 'views/split_clues/*'        # those that have no result yet; --again runs all
     python bench/learning/run.py 'sweep/*' --jobs 2           # the sweeps that chose the settings
 
-A cell is one process with one thread; ``--jobs`` of them run side by side. Each writes its row when it ends, so an
-interrupted table continues where it stopped. Warm starts are made once for all cells that share them, in ``--work``.
+A cell is one process, with one thread unless its config sets more; ``--jobs`` of them run side by side. Each writes its
+row when it ends, so an interrupted table continues where it stopped. Warm starts are made once for all cells that share
+them, in ``--work``. The cells `real/*` need ``make model`` and the packages of their example.
 """
 
 from __future__ import annotations
@@ -139,10 +140,11 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
     from turnwise.train.log.run_log import read_metrics
     from turnwise.train.validate import config_from_dict
 
-    torch.set_num_threads(1)
+    threads = cell.config.get("threads", 1)
+    torch.set_num_threads(threads)
     logging.disable_progress_bar()
     folder = work / cell.name
-    settings = {"seed": cell.seed, "threads": 1, "run_dir": str(folder), "resume": False}
+    settings = {"seed": cell.seed, "threads": threads, "run_dir": str(folder), "resume": False}
     quiet = {"log": {"rollouts_per_step": 0, "progress": False}}
     start = {} if cell.warm is None else {"policies": {"default": {"path": str(warm_folder(cell.warm, work))}}}
     config = config_from_dict(merged(quiet, cell.config, start, settings))
@@ -166,9 +168,10 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
         "learning_rate": config.update.lr,
         "curve": [[line["total_sampled_tokens"], line["validation"]] for line in lines if "validation" in line],
         "series": {name: series(lines, name) for name in SERIES},
+        "rewards": rewards(lines),
         "seconds_warm_start": seconds_of(cell.warm, work),
         "config": cell.config,
-        "environment": environment(1),
+        "environment": environment(threads),
     }
     return row
 
@@ -218,6 +221,13 @@ def series(lines: Sequence[dict[str, Any]], name: str) -> list[list[float]]:
     found = [(line["step"], key, line[key]) for line in lines for key in sorted(line) if name in key.split("/")]
     first = found[0][1] if found else ""
     return [[step, round(value, 6)] for step, key, value in found if key == first]
+
+
+def rewards(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the values of each reward function by step, as ``"right/solver"``; others' metrics have longer names."""
+    steps = [line for line in lines if "success" in line]
+    names = [key for key in (steps[0] if steps else ()) if key.startswith("metric/") and key.count("/") == 2]
+    return {name.removeprefix("metric/"): [round(line[name], 4) for line in steps] for name in names}
 
 
 def seconds_of(warm: WarmStart | None, work: Path) -> float:
