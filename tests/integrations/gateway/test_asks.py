@@ -93,18 +93,18 @@ def test_forced_call_is_asked_for_at_the_end_of_the_prompt_and_counted_when_miss
     async def agent(seen, models):
         async with wire.client(models["solver"]) as client:
             chat = list(USER)
-            for options in (forced(wire, "add"), forced(wire), {"tools": wire.tools}):
+            for options in (forced(wire, "add"), forced(wire), forced(wire), {"tools": wire.tools}):
                 answer = await wire.ask(client, messages=chat, **options)
                 seen.append(wire.calls(answer))
                 back = wire.results({call: "4" for call, _ in seen[-1]}) if seen[-1] else GO_ON
                 chat += [*wire.sent_back(answer), *back]
 
     played = play(agent, [call_of("add", '{"a": 2, "b": 2}'), "4", "so"])
-    assert [[arguments for _, arguments in calls] for calls in played.seen] == [[{"a": 2, "b": 2}], [], []]
+    assert [[arguments for _, arguments in calls] for calls in played.seen] == [[{"a": 2, "b": 2}], [], [], []]
     texts = [played.text(step.prompt_token_ids) for step in played.steps]
-    assert [text.count("Call the function add now.") for text in texts] == [1, 2, 2]
+    assert [text.count("Call the function add now.") for text in texts] == [1, 2, 3, 3]
     assert texts[0].index("2 + 2") < texts[0].index("Call the function"), "the request comes last"
-    assert counts(played, "forced_calls", "forced_calls/missed", "rewritten_rows") == [2, 1, 0]
+    assert counts(played, "forced_calls", "forced_calls/missed", "rewritten_rows") == [3, 2, 0]
 
 
 def test_allowed_tools_limit_what_is_read_as_a_call():
@@ -241,7 +241,7 @@ def test_answer_of_another_actor_at_the_end_of_a_chat_is_followed_by_a_new_answe
 # -- fields that change nothing ----------------------------------------------------------------------------------------
 TAKEN = {
     Chat: [
-        {"extra_body": {"min_p": 0, "repetition_penalty": 1, "top_k": 20}},
+        {"extra_body": {"min_p": 0, "repetition_penalty": 1, "top_k": 20, "max_tokens": 64.0}},
         {"extra_body": {"thinking": {"type": "disabled"}}, "stop": "", "reasoning_effort": "none"},
         {"function_call": "auto", "prediction": {"type": "content", "content": "4"}, "prompt_cache_key": "x"},
     ],

@@ -201,6 +201,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return None
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
         if type(value) is not int or not low <= value <= high:
             raise invalid(name, f"got {str(value)[:40]!r}, expected a whole number from {low} to {high:g}")
         return value
