@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import warnings
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,17 +32,22 @@ from turnwise.arena.runtime.privacy import check_batch, check_prompt
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stores.contents import attempts_of, mean_reward, record_attempts
+from turnwise.chat.grammar import GrammarError, allowed_tokens
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples, mixed_prompts
 from turnwise.types import (
+    ClientCapabilities,
     EpisodeRequest,
     GenerateResult,
+    Grammar,
     Messages,
     ModelRequest,
     ModelResponse,
     Rollout,
+    Sample,
     Sampling,
     TrainingBatch,
+    capabilities_of,
 )
 from turnwise.types.protocols import ResponseCache
 
@@ -171,6 +177,9 @@ class Arena(ArenaSetup):
         self.shape_rewards(results)
         samples = collect_samples(results)
         if samples and self.reward_penalty is not None:
+            for sample in samples:
+                if rows.GRAMMAR in sample.info and not self._constrain(sample):
+                    sample.loss_mask = [0] * len(sample.completion_token_ids)  # such a sample has no penalty
             rows.penalize(samples, self.reward_penalty(samples))
         self._zero_causes = rows.set_advantages(results, samples, self.credit)
         self._group_metrics = mixed_prompts(samples, self.credit)
@@ -178,7 +187,7 @@ class Arena(ArenaSetup):
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
-        samples, drops = rows.training_samples(results, filters, self._zero_causes)
+        samples, drops = rows.training_samples(results, filters, self._zero_causes, self._constrain)
         metrics = rows.describe(results) | self._group_metrics
         if self.filters.dynamic_sampling_rounds:
             metrics |= describe_draws(results, samples)
@@ -186,6 +195,19 @@ class Arena(ArenaSetup):
         if self.check_private:
             check_batch(batch, results)
         return batch
+
+    def _constrain(self, sample: Sample) -> bool:
+        """Set the tokens that the sample's grammar allowed. Return False if the trainer can't take them."""
+        reason = self.constrained_unsupported_reason
+        if not reason:
+            try:
+                tokenizer, grammar = self.plain_format(None).tokenizer, Grammar(sample.info[rows.GRAMMAR])
+                sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
+                return True
+            except GrammarError as error:
+                reason = str(error)
+        warnings.warn(f"calls that were sampled under a grammar do not train: {reason}", RuntimeWarning, stacklevel=2)
+        return False
 
     # -- model calls ---------------------------------------------------------------------------------------------------
     async def call_model(
@@ -274,8 +296,10 @@ class Arena(ArenaSetup):
         sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, actor_id)
         if sampling.get("seed", settings.seed) is None:
             sampling["seed"] = self._call_seed(current_context())
-        policy = policy or playing(actor)
-        return messages, ModelRequest(prompt_ids, settings.with_(**sampling), policy, messages)
+        policy, settings = policy or playing(actor), settings.with_(**sampling)
+        if settings.grammar is not None and not capabilities_of(self.client, ClientCapabilities).grammars:
+            raise ValueError(f"grammar: {type(self.client).__name__} can't sample under one")
+        return messages, ModelRequest(prompt_ids, settings, policy, messages)
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:

@@ -104,6 +104,8 @@ class ArenaSetup:
         """Saves running episodes, so that a killed run can resume inside a tree."""
         self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
         """Amount to subtract from each sample's reward before credit; steps and metrics keep the whole reward."""
+        self.constrained_unsupported_reason = "only turnwise's own trainer renormalises over the allowed tokens"
+        """Reason why calls under a grammar do not train; empty under a trainer that takes them."""
         self.record_episodes = False
         """Record each top episode for ``turnwise replay``."""
         self.opponent_assignment: OpponentAssignment | None = None

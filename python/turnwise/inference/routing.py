@@ -38,11 +38,13 @@ class RoutingClient(ClientBase):
 
     @property
     def capabilities(self) -> ClientCapabilities:
-        """The weights are shared if one client shares them; each policy is fixed if its own client fixes it."""
+        """The weights are shared if one client shares them; each policy is fixed if its own client fixes it; grammars
+        work if all clients take them."""
         declared = {name: capabilities_of(client, ClientCapabilities) for name, client in self.clients.items()}
         return ClientCapabilities(
             shares_weights=any(each.shares_weights for each in declared.values()),
             fixed_policies=frozenset(name for name, each in declared.items() if name in each.fixed_policies),
+            grammars=all(each.grammars for each in declared.values()),
         )
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:

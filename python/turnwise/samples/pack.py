@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.filters import Filters, StepKey
-from turnwise.types import CreditAssigner, ExplainedCredit, GenerateResult, Sample, Step, TrainingBatch
+from turnwise.types import AllowedTokens, CreditAssigner, ExplainedCredit, GenerateResult, Sample, Step, TrainingBatch
 
 Reason = Callable[[GenerateResult, Step], bool]
 
@@ -31,15 +31,22 @@ REASONS: dict[str, Reason] = {
 Drops = dict[tuple[str, str], int]
 """Number of model calls that don't train, by ``(actor, cause)``."""
 
+GRAMMAR = "grammar"
+"""Key of ``step.info``: the text of the grammar under which the step was sampled."""
+
 MAX_TOKEN_ID = 2**31 - 1
 
 
 def training_samples(
-    results: Sequence[GenerateResult], filters: Filters, zero_causes: Mapping[StepKey, str] | None = None
+    results: Sequence[GenerateResult],
+    filters: Filters,
+    zero_causes: Mapping[StepKey, str] | None = None,
+    constrain: Callable[[Sample], bool] = lambda sample: False,
 ) -> tuple[list[Sample], Drops]:
     """Return the samples that train, and counts of the model calls that don't, without judges.
 
-    Raises ``ValueError`` for a sample without an advantage.
+    ``constrain`` sets ``allowed`` of a sample with a grammar, and returns False if it can't; the sample then counts as
+    ``constrained``. Raises ``ValueError`` for a sample without an advantage.
     """
     samples = collect_samples(results)
     for sample in samples:
@@ -48,6 +55,9 @@ def training_samples(
                 f"{_name(sample)} has no advantage: call assign_credit(results) before build_training_batch(results)"
             )
     causes = filters.causes(samples, zero_causes)
+    for row, sample in enumerate(samples):
+        if causes[row] is None and GRAMMAR in sample.info and not constrain(sample):
+            causes[row] = "constrained"
     filtered = Counter((sample.actor, cause) for sample, cause in zip(samples, causes, strict=True) if cause)
     kept = [sample for sample, cause in zip(samples, causes, strict=True) if cause is None]
     return kept, dict(_count_excluded(results, samples) + filtered)
@@ -123,7 +133,8 @@ def set_advantages(
 def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
     """Pack samples as one token stream, see :class:`TrainingBatch`. No samples give an empty batch.
 
-    All completion tokens train, the stop token included, unless a sample has a loss mask ``[C]`` of 0 and 1. Raises
+    All completion tokens train, the stop token included, unless a sample has a loss mask ``[C]`` of 0 and 1, or its
+    grammar allowed only one token there. Raises
     ``ValueError`` or ``TypeError`` with the step's name for an invalid token id, a log-probability that is not finite,
     and lengths that differ.
     """
@@ -138,6 +149,10 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         if sample.loss_mask is not None:
             end, length = cu_seqlens[row + 1], lengths[row, 1]
             loss_mask[end - length : end] = _check_loss_mask(sample.loss_mask, length, _name(sample))
+    allowed = _join_allowed(samples, cu_seqlens)
+    if allowed is not None:  # a token without an alternative is no choice of the policy
+        single = np.unpackbits(allowed.masks, axis=1).sum(axis=1) == 1
+        loss_mask[(allowed.mask_index >= 0) & single[allowed.mask_index]] = 0
     actors, actor_index = _index_of_unique([sample.actor for sample in samples])
     policies, policy_index = _index_of_unique([sample.policy for sample in samples])
     return TrainingBatch(
@@ -157,7 +172,22 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         policies=policies,
         drops=drops,
         metrics=metrics,
+        allowed=allowed,
     )
+
+
+def _join_allowed(samples: Sequence[Sample], cu_seqlens: np.ndarray) -> AllowedTokens | None:
+    """Return the masks of the packed stream; ``None`` if no sample has any."""
+    if all(sample.allowed is None for sample in samples):
+        return None
+    mask_index = np.full(cu_seqlens[-1], -1, dtype=np.int64)
+    rows: dict[bytes, int] = {}
+    for sample, end in zip(samples, cu_seqlens[1:], strict=True):
+        if sample.allowed is not None:
+            places = np.array([rows.setdefault(mask.tobytes(), len(rows)) for mask in sample.allowed.masks])
+            mask_index[end - len(sample.allowed.mask_index) : end] = places[sample.allowed.mask_index]
+    masks = np.frombuffer(bytearray().join(rows), dtype=np.uint8).reshape(len(rows), -1)
+    return AllowedTokens(mask_index, masks)
 
 
 def _join(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -262,7 +292,11 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     names = ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
     by_row: dict[str, Any] = {name: getattr(batch, name)[chosen] for name in names}
     cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, drops=dict(batch.drops))
+    allowed = batch.allowed
+    if allowed is not None:
+        mask_index = np.concatenate([allowed.mask_index[:0], *(allowed.mask_index[span] for span in spans)])
+        allowed = replace(allowed, mask_index=mask_index)
+    return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, drops=dict(batch.drops), allowed=allowed)
 
 
 def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch:

@@ -136,6 +136,7 @@ class Trainer:
         in_reward = kl.coef > 0 and kl.apply_to == "reward"
         self.kl_penalty = KLPenalty(policies, kl, self.learner.reference_logprobs) if in_reward else None
         arena.reward_penalty = self.kl_penalty or arena.reward_penalty
+        arena.constrained_unsupported_reason = self.learner.constrained_unsupported_reason
 
         # State of the run.
         self.rng = np.random.default_rng(config.seed)

@@ -24,6 +24,7 @@ from turnwise.types.capabilities import (
 from turnwise.types.model_calls import (
     ContextLengthError,
     FinishReason,
+    Grammar,
     InferenceClient,
     Message,
     Messages,
@@ -45,6 +46,7 @@ from turnwise.types.play import (
     Step,
 )
 from turnwise.types.training import (
+    AllowedTokens,
     CreditAssigner,
     ExplainedCredit,
     GroupedCredit,
@@ -55,6 +57,7 @@ from turnwise.types.training import (
 
 __all__ = [
     "Actor",
+    "AllowedTokens",
     "Artifact",
     "CheckedClient",
     "ClientCapabilities",
@@ -66,6 +69,7 @@ __all__ = [
     "ExplainedCredit",
     "FinishReason",
     "GenerateResult",
+    "Grammar",
     "GroupedCredit",
     "InferenceClient",
     "MeasuredClient",

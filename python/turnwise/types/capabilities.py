@@ -29,6 +29,8 @@ class ClientCapabilities:
     """It samples with the trainer's own modules, so it can't sample while they change."""
     fixed_policies: frozenset[str] = frozenset()
     """Policies that accept no weights, such as a judge behind an API."""
+    grammars: bool = False
+    """It samples under ``Sampling.grammar``, and its log-probabilities are those over the allowed tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

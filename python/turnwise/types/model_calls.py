@@ -21,6 +21,19 @@ PolicyVersions = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """A form that a completion must have. Only tokens that continue it are sampled.
+
+    ``text`` is a Lark grammar in the dialect of ``llguidance``, whose last part is one of the tokens that end the
+    completion. :func:`turnwise.chat.grammar.json_grammar` and :func:`~turnwise.chat.grammar.call_grammar` write it.
+
+    Example: ``Grammar('start: "yes" <[2]>')`` for a tokenizer whose turns end with token 2.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Settings for drawing tokens.
 
@@ -28,7 +41,8 @@ class Sampling:
     stop token included. ``stop_token_ids`` end a completion in addition to the tokens that end a turn. Those are the
     tokenizer's end of sequence, the chat template's closing token, and those of the model's generation config. A
     completion also ends with the token that completes one of the ``stop`` strings; it keeps that token. ``seed`` fixes
-    the draw of this one request, independent of the batch; with ``None`` the client chooses one.
+    the draw of this one request, independent of the batch; with ``None`` the client chooses one. A ``grammar`` allows
+    only some tokens at each position; log-probabilities are then those of the distribution over the allowed tokens.
 
     Example: ``Sampling(temperature=1.0, max_tokens=32)``
     """
@@ -40,6 +54,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
@@ -83,7 +98,7 @@ class ModelResponse:
     """The result of one model call. Lists cover the ``C`` completion tokens, the stop token included.
 
     ``logprobs`` are those of the sampled distribution: ``log_softmax(logits / temperature)``, for greedy decoding
-    ``log_softmax(logits)``. ``text`` is the completion without special tokens. A response that is not ``trainable``
+    ``log_softmax(logits)``, under a grammar over the allowed tokens alone. ``text`` is the completion without special tokens. A response that is not ``trainable``
     arrived as text: the tokenizer produced its token ids, and its log-probabilities are unknown. A ``cached`` response
     was sampled for an earlier identical call.
 

@@ -12,6 +12,20 @@ from turnwise.types.model_calls import FinishReason, PolicyVersions
 from turnwise.types.play import GenerateResult
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AllowedTokens:
+    """The tokens that grammars allowed at ``n`` positions; equal masks are stored once.
+
+    Example: two positions, the second of which allowed only token 3 of 8:
+    ``AllowedTokens(np.array([-1, 0]), np.array([[8]], dtype=np.uint8))``
+    """
+
+    mask_index: np.ndarray
+    """``[n]`` int64: the row of ``masks``; -1 where all tokens were allowed."""
+    masks: np.ndarray
+    """``[U, W]`` uint8: bit ``b`` of byte ``w`` is token ``8 * w + b``. Tokens beyond the last byte are not allowed."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One trainable model call, the input of the trainer and the credit rules.
@@ -52,6 +66,8 @@ class Sample:
     """The step's own ``info``."""
     root_result: GenerateResult | None = field(default=None, repr=False, compare=False)
     """The result at the top of this call's tree of episodes."""
+    allowed: AllowedTokens | None = field(default=None, repr=False, compare=False)
+    """The tokens that its grammar allowed, position by position; ``None`` without a grammar."""
 
     @property
     def trajectory_key(self) -> tuple[str, int | None]:
@@ -71,7 +87,8 @@ class TrainingBatch:
     train), ``rollout_logprobs [N]`` float32 (0 on prompts), ``advantages [B]`` float32, ``rewards [B]`` float32,
     ``temperatures [B]`` float32, ``actor_index [B]`` and ``policy_index [B]`` int64 into ``actors`` and ``policies``,
     ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``drops`` counts the model
-    calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step.
+    calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if a
+    row was sampled under a grammar, else it is ``None``.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """
@@ -90,6 +107,7 @@ class TrainingBatch:
     policies: list[str]
     drops: dict[tuple[str, str], int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    allowed: AllowedTokens | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1

@@ -228,6 +228,7 @@ def to_step(
             "seed": request.sampling.seed,
             "max_tokens": request.sampling.max_tokens,
             **({"cached": True} if response.cached else {}),
+            **({} if request.sampling.grammar is None else {"grammar": request.sampling.grammar.text}),
         },
     )
 

@@ -1,5 +1,5 @@
 """Samples from a transformers model in this process.
 
 Read in this order: client, decode, kv_cache, sampling.
-May import: _C, types, chat, inference.common, inference.weights.
+May import: _C, types, utils, chat, inference.common, inference.weights.
 """

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from turnwise.chat.grammar import check_grammar
 from turnwise.chat.tokenizers import keep_ends, own_copy
 from turnwise.inference.common.base import (
     ClientBase,
@@ -37,6 +38,7 @@ from turnwise.inference.local.decode import (
 from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_models, sampling_mode
 from turnwise.inference.weights.load import copy_weights
 from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, Tokenizer
+from turnwise.utils.threads import to_thread
 
 _QUIET_TICKS = 16
 """Rounds of the event loop without a new request after which a batch is complete. This uses no clock, so the same
@@ -139,11 +141,13 @@ class TransformersClient(ClientBase):
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy or an empty prompt, ``ContextLengthError`` for a prompt that leaves
+        Raises ``ValueError`` for an unknown policy, an empty prompt or a grammar that can't be compiled, ``ContextLengthError`` for a prompt that leaves
         no room for a token, and ``ModelError`` if the forward pass fails or the client is closed.
         """
         if self._closed:
             raise ModelError("the client is closed")
+        for grammar in {request.sampling.grammar for request in requests} - {None}:
+            await to_thread(check_grammar, self._tokenizer, grammar)
         loop = asyncio.get_running_loop()
         jobs = [_PendingRequest(request, self._row(request), loop.create_future()) for request in requests]
         self._waiting.extend(jobs)
@@ -218,7 +222,7 @@ class TransformersClient(ClientBase):
     @property
     def capabilities(self) -> ClientCapabilities:
         """The weights are shared if the client samples with the caller's own modules (``share``)."""
-        return ClientCapabilities(shares_weights=self._shares_weights)
+        return ClientCapabilities(shares_weights=self._shares_weights, grammars=True)
 
     def stats(self) -> dict[str, float]:
         """Totals: ``requests, batches, prompt_tokens, prefilled_tokens, cached_tokens, generated_tokens``,
@@ -248,6 +252,8 @@ class TransformersClient(ClientBase):
         whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
         room = None if loaded.context_length is None else loaded.context_length + 1  # no new token needs room
         completion_limit(whole, vocabulary_size(loaded.model), room)
+        if request.sampling.grammar is not None:
+            raise ValueError("sampling.grammar: expected none, as scores are those over all tokens")
         if not completion:
             raise ValueError("completions: expected at least one token in each, to be scored")
         return ScoredSequence(tuple(request.prompt_token_ids), tuple(completion), request.sampling.temperature)
@@ -313,6 +319,7 @@ class TransformersClient(ClientBase):
                 abandoned=lambda: [row for row, job in enumerate(jobs) if job.abandoned],
                 forward_lock=each or nullcontext(loaded.version),
                 cached=loaded.cached,
+                tokenizer=self._tokenizer,
             )
             responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
             self._count(jobs, completions, work, time.perf_counter() - began)

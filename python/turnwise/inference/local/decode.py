@@ -25,7 +25,7 @@ from transformers import DynamicCache
 
 from turnwise.inference.common.hf_model import last_mlp_at
 from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Uncached, make_decoder
-from turnwise.inference.local.sampling import RowSampler
+from turnwise.inference.local.sampling import RowGrammars, RowSampler
 from turnwise.inference.weights.lora import activated
 from turnwise.types import FinishReason, Sampling
 
@@ -74,12 +74,14 @@ def complete(
     forward_lock: AbstractContextManager[int] | None = None,
     *,
     cached: bool = True,
+    tokenizer: Any = None,
 ) -> tuple[list[Completion], Work]:
     """Complete ``rows`` with ``model`` in evaluation mode. Returns the completions in order.
 
     After each token, ``abandoned()`` returns the rows without a caller; they stop with ``"abort"``. Each forward pass
     enters ``forward_lock``, which returns the version of the weights. The weights may change between two passes. The
     second result counts the computed positions. Without ``cached`` each token passes its whole sequence through.
+    Rows with a grammar need the ``tokenizer``.
     """
     forward_lock = forward_lock or nullcontext(0)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
@@ -94,7 +96,9 @@ def complete(
         else:
             decoder = Uncached(model, prompts, index)
             logits = decoder.next_logits()
-    drawn = _decode(decoder, rows, logits[index], version, abandoned, forward_lock)
+    logits = logits[index]
+    grammars = RowGrammars.of([row.sampling.grammar for row in rows], tokenizer, logits.shape[1])
+    drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
     return _completions(rows, drawn), Work(prefilled, drawn.decoded)
 
@@ -156,6 +160,8 @@ class _Drawn:
     aborted: set[int]
     stopped: dict[int, int]
     """Number of tokens of the rows that a stop string ended."""
+    stuck: dict[int, int]
+    """Number of tokens of the rows whose grammar allowed no further token."""
     decoded: int
 
 
@@ -166,6 +172,7 @@ def _decode(
     version: int,
     abandoned: Callable[[], Sequence[int]],
     forward_lock: AbstractContextManager[int],
+    grammars: RowGrammars | None,
 ) -> _Drawn:
     """Draw and decode until every row has ended. ``version`` belongs to the weights that gave ``logits [R, V]``.
 
@@ -186,10 +193,12 @@ def _decode(
     aborted: set[int] = set()
     watched = {row: spec.stopped for row, spec in enumerate(rows) if spec.stopped is not None}
     stopped: dict[int, int] = {}
+    stuck: dict[int, int] = {}
     versions: list[int] = []
     decoded = 0
     for step in range(width):
-        drawn, drawn_logprobs = sampler.draw(logits, alive, step)
+        allowed = None if grammars is None else grammars.allowed(alive)
+        drawn, drawn_logprobs = sampler.draw(logits, alive, step, allowed)
         # A row ends at a stop token, with a stop string, at its limit, or when its caller has left.
         tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
         versions.append(version)
@@ -200,6 +209,9 @@ def _decode(
                 if row in watched and watched[row](tokens[row, : step + 1].tolist()):
                     stopped[row], going[index] = step + 1, False
         going &= step + 1 < limits[alive]
+        if grammars is not None and (ended := grammars.accept(alive[going], drawn[going])):
+            stuck |= dict.fromkeys(ended, step + 1)
+            going &= ~torch.isin(alive, torch.tensor(ended, device=device))
         if left := set(abandoned()) - aborted:
             leaving = torch.isin(alive, torch.tensor(sorted(left), device=device)) & going
             aborted |= set(alive[leaving].tolist())
@@ -226,7 +238,7 @@ def _decode(
             logits = decoder.step(drawn, positions)
         decoded += len(drawn)
         logits = logits if node is None else logits[node]
-    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, stopped, decoded)
+    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, stopped, stuck, decoded)
 
 
 def _split(decoder: Decoder, node: Tensor, drawn: Tensor, vocabulary: int) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -257,7 +269,7 @@ def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion
         if end is None and number in drawn.stopped:
             end = drawn.stopped[number] - 1
         reason: FinishReason = "length" if end is None else "stop"
-        count = row.limit if end is None else end + 1
+        count = drawn.stuck.get(number, row.limit) if end is None else end + 1
         completions.append(Completion(ids[:count], values[:count], reason, drawn.versions[:count]))
     return completions
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.types import Sampling
+from turnwise.chat.grammar import GrammarMatcher
+from turnwise.inference.common.token_masks import unpack_masks
+from turnwise.types import Grammar, Sampling
 
 
 @dataclass(slots=True)
@@ -56,14 +59,19 @@ class RowSampler:
             filtered=filtered,
         )
 
-    def draw(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, rows: Tensor, step: int, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw the next token of each row, and return it with its log-probability.
 
         ``logits [r, V]`` are floats; ``rows [r]`` int64 are their indices among the ``R`` rows. Returns tokens ``[r]``
         int64 and log-probabilities ``[r]`` float32 under ``log_softmax(logits / temperature)`` (greedy: temperature
-        1), before top-p and top-k.
+        1), before top-p and top-k. With masks ``allowed [r, V]`` the distribution is that over the allowed tokens.
         """
-        logprobs = torch.log_softmax(logits.float() / self.temperatures[rows, None], dim=-1)
+        scaled = logits.float() / self.temperatures[rows, None]
+        if allowed is not None:
+            scaled = scaled.masked_fill_(~allowed, -torch.inf)
+        logprobs = torch.log_softmax(scaled, dim=-1)
         weights = logprobs.exp()
         if self.filtered:
             weights = _filter(weights, self.top_p[rows, None], self.top_k[rows, None])
@@ -71,6 +79,46 @@ class RowSampler:
         if not self.plain:
             tokens = torch.where(self.greedy[rows], logprobs.argmax(dim=-1), tokens)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+class RowGrammars:
+    """The grammars of ``R`` rows, and the mask of each row's next token: all tokens in rows without one."""
+
+    def __init__(self, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int) -> None:
+        self._matchers = {
+            row: GrammarMatcher(tokenizer, grammar) for row, grammar in enumerate(grammars) if grammar is not None
+        }
+        self._masks = np.full((len(grammars), -(-vocabulary // 8)), 255, dtype=np.uint8)
+        self._vocabulary = vocabulary
+        for row, matcher in self._matchers.items():
+            self._set(row, matcher.allowed())
+
+    @classmethod
+    def of(cls, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int) -> RowGrammars | None:
+        """Return the grammars of the rows; ``None`` if no row has one."""
+        return cls(grammars, tokenizer, vocabulary) if any(grammars) else None
+
+    def allowed(self, rows: Tensor) -> Tensor:
+        """Return the masks ``[r, V]`` bool of ``rows [r]``."""
+        masks = torch.from_numpy(self._masks[rows.cpu().numpy()]).to(rows.device)
+        return unpack_masks(masks, self._vocabulary)
+
+    def accept(self, rows: Tensor, tokens: Tensor) -> list[int]:
+        """Go on past ``tokens [r]`` of the running ``rows [r]``. Return the rows that no token can continue."""
+        ended = []
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            if (matcher := self._matchers.get(row)) is not None:
+                mask = matcher.allowed() if matcher.accept(token) else None
+                if mask is not None and mask.any():
+                    self._set(row, mask)
+                else:
+                    ended.append(row)
+        return ended
+
+    def _set(self, row: int, mask: np.ndarray) -> None:
+        """Copy a mask. The tokenizer may have more or fewer tokens than the model."""
+        width = min(len(mask), self._masks.shape[1])
+        self._masks[row, :width], self._masks[row, width:] = mask[:width], 0
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -103,12 +103,14 @@ class PoolClient(GatedClient):
 
     @property
     def capabilities(self) -> ClientCapabilities:
-        """The weights are shared if one engine shares them; a policy is fixed if all engines fix it."""
+        """The weights are shared if one engine shares them; a policy is fixed if all engines fix it; grammars work if all
+        engines take them."""
         declared = [capabilities_of(engine.client, ClientCapabilities) for engine in self._engines.values()]
         fixed = [each.fixed_policies for each in declared]
         return ClientCapabilities(
             shares_weights=any(each.shares_weights for each in declared),
             fixed_policies=frozenset.intersection(*fixed) if fixed else frozenset(),
+            grammars=bool(declared) and all(each.grammars for each in declared),
         )
 
     @property

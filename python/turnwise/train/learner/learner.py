@@ -47,6 +47,8 @@ class Learner(Protocol):
     """True if this process has all weights of the policies' models."""
     torn: bool
     """True if a failed update had changed weights that can't be restored: they belong to no step."""
+    constrained_unsupported_reason: str
+    """Reason why it can't train on calls that were sampled under a grammar; empty if it can."""
 
     @property
     def policies(self) -> Mapping[str, Policy]:

@@ -33,6 +33,7 @@ class LocalLearner:
     """Trains ``policies``, whole models in this process, one after the other."""
 
     whole = True
+    constrained_unsupported_reason = ""
 
     def __init__(self, policies: Mapping[str, Policy], config: TrainConfig) -> None:
         self.policies, self.config = dict(policies), config

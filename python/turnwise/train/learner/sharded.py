@@ -55,6 +55,7 @@ class ShardedLearner(LocalLearner):
     """
 
     whole = False
+    constrained_unsupported_reason = "a sharded model does not renormalise over the allowed tokens yet"
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from turnwise.inference.common.hf_model import (
 )
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
+from turnwise.train.model.constrained import constrained_logprob
 from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad, trial
 from turnwise.train.model.support import causal_lm, facts_of, in_mode, softcap_of, stream_inputs
 
@@ -39,6 +41,13 @@ class ModelInputs(NamedTuple):
     others: dict[str, Any]
     at: Tensor
     repeated: bool = False
+
+
+class _Head(NamedTuple):
+    """Reads tokens by their indices: their log-probs, or the logits ``[n, V]`` that predict them."""
+
+    read: Callable[[Any, Tensor, float, bool], Result]
+    logits: Callable[[Tensor], Tensor]
 
 
 class Layout(NamedTuple):
@@ -149,12 +158,13 @@ class Forward:
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
         """Return log-probs ``[N]`` of ``log_softmax(logits / temperature)``; with ``entropy`` also entropies ``[N]``.
 
-        Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1.
+        Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1. Under a grammar
+        both are those of the distribution over the allowed tokens.
         """
         if self.packed:
             others = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
             inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, repeated=micro.tree is not None)
-            return self._read(inputs, micro.targets_N, micro.temperatures_B[micro.row_N], entropy)
+            return self._read(inputs, micro, slice(None), entropy)
         assert micro.tree is None, "a model that needs padded rows got a trie"
         # Padded rows: one pass for each group of rows of similar length.
         where, results = [], []
@@ -162,23 +172,43 @@ class Forward:
             block = pad(micro, group)
             at = block.row * block.input_ids.shape[1] + block.column
             inputs = ModelInputs(block.input_ids, {"attention_mask": block.attention_mask}, at)
-            temperature_N = micro.temperatures_B[micro.row_N[block.token]]
             where.append(block.token)
-            results.append(self._read(inputs, micro.targets_N[block.token], temperature_N, entropy))
+            results.append(self._read(inputs, micro, block.token, entropy))
         return _in_order(where, results)
 
-    def _read(self, inputs: ModelInputs, targets_N: Tensor, temperature_N: Tensor, entropy: bool) -> Result:
-        """Run the model once, then its head once per temperature; nearly always there is only one."""
+    def _read(self, inputs: ModelInputs, micro: MicroBatch, tokens: Any, entropy: bool) -> Result:
+        """Run the model once, then its head once per temperature; nearly always there is only one.
+
+        ``tokens`` are the indices of the tokens to read among those of ``micro``. Tokens under a grammar are read by
+        :func:`constrained_logprob`.
+        """
         head = self._from_hidden(inputs) if self.fused else self._from_logits(inputs)
+        targets_N, temperature_N = micro.targets_N[tokens], micro.temperatures_B[micro.row_N[tokens]]
         temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
-        distinct = temperature_N.unique().tolist() or [1.0]
-        if len(distinct) == 1:
-            return head(slice(None), targets_N, distinct[0], entropy)
-        where = [torch.nonzero(temperature_N == value)[:, 0] for value in distinct]
-        results = [head(index, targets_N[index], value, entropy) for index, value in zip(where, distinct, strict=True)]
+        if micro.mask_index_N is None or micro.masks_UW is None:
+            distinct = temperature_N.unique().tolist() or [1.0]
+            if len(distinct) == 1:
+                return head.read(slice(None), targets_N, distinct[0], entropy)
+            free_N = torch.ones_like(targets_N, dtype=torch.bool)
+        else:
+            free_N = micro.mask_index_N[tokens] < 0
+            distinct = temperature_N[free_N].unique().tolist()
+        where = [torch.nonzero(free_N & (temperature_N == value))[:, 0] for value in distinct]
+        results = [
+            head.read(index, targets_N[index], value, entropy) for index, value in zip(where, distinct, strict=True)
+        ]
+        if micro.mask_index_N is not None and micro.masks_UW is not None:
+            index = torch.nonzero(~free_N)[:, 0]
+            rows = micro.mask_index_N[tokens][index]
+            where.append(index)
+            results.append(
+                constrained_logprob(
+                    head.logits, index, targets_N[index], temperature_N[index], micro.masks_UW, rows, entropy
+                )
+            )
         return _in_order(where, results)
 
-    def _from_hidden(self, inputs: ModelInputs) -> Any:
+    def _from_hidden(self, inputs: ModelInputs) -> _Head:
         lm = self.lm
         decoder, head_layer = lm.get_decoder(), lm.get_output_embeddings()
         # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
@@ -187,33 +217,39 @@ class Forward:
             output = decoder(input_ids=inputs.input_ids, use_cache=False, **inputs.others)
         hidden = output.last_hidden_state.flatten(0, 1)
 
-        def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
+        # Taken here, as a sharded model's head is whole only during its pass.
+        weight, bias, softcap = head_layer.weight, head_layer.bias, softcap_of(lm)
+
+        def logits(which: Tensor) -> Tensor:
+            raw = nn.functional.linear(hidden[inputs.at[which]], weight, bias)
+            return raw if softcap is None else softcap * torch.tanh(raw / softcap)
+
+        def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             at, pair_of = inputs.at[which], None
             if inputs.repeated:
                 # Siblings that read the same position and have the same target share one log-prob.
-                vocabulary = head_layer.weight.shape[0]
+                vocabulary = weight.shape[0]
                 pairs, pair_of = (at * vocabulary + targets).unique(return_inverse=True)
                 at, targets = pairs // vocabulary, pairs % vocabulary
-            options = {"bias": head_layer.bias, "positions": at, "temperature": temperature, "entropy": entropy}
-            options["softcap"] = softcap_of(lm)
-            logprobs, entropies = _pair(linear_logprob(hidden, head_layer.weight, targets, **options))
+            options = {"bias": bias, "positions": at, "temperature": temperature, "entropy": entropy}
+            logprobs, entropies = _pair(linear_logprob(hidden, weight, targets, softcap=softcap, **options))
             if pair_of is None:
                 return logprobs, entropies
             return logprobs[pair_of], None if entropies is None else entropies[pair_of]
 
-        return head
+        return _Head(read, logits)
 
-    def _from_logits(self, inputs: ModelInputs) -> Any:
+    def _from_logits(self, inputs: ModelInputs) -> _Head:
         """Return a head that reads logits; the model computes only the needed ones if it has ``logits_to_keep``."""
         lm, others, at = self.lm, dict(inputs.others), inputs.at
         if len(inputs.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
             others["logits_to_keep"], at = at, torch.arange(len(at))
         logits_NV = lm(input_ids=inputs.input_ids, use_cache=False, **others).logits.flatten(0, 1)
 
-        def head(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
+        def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))
 
-        return head
+        return _Head(read, lambda which: logits_NV[at[which]])
 
 
 def _pair(result: Tensor | tuple[Tensor, Tensor]) -> Result:

@@ -34,7 +34,8 @@ class MicroBatch:
     For each of the ``N`` packed completion tokens, ``source_N`` is the stream's position of the token before it, whose
     hidden state predicts it. ``row_N`` is its row here, ``token_N`` its place in the batch's own stream.
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
-    temperatures_B, actor_ids_B`` are per row.
+    temperatures_B, actor_ids_B`` are per row. If some were sampled under a grammar, ``mask_index_N`` (int64) is the row
+    of each token in ``masks_UW``, -1 for those that weren't (:class:`~turnwise.types.AllowedTokens`).
     """
 
     token_ids_T: Tensor
@@ -51,6 +52,8 @@ class MicroBatch:
     advantages_B: Tensor
     temperatures_B: Tensor
     actor_ids_B: Tensor
+    mask_index_N: Tensor | None = None
+    masks_UW: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -187,6 +190,9 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         token_ids = torch.from_numpy(batch.token_ids[ranges(starts, lengths)])
         position_ids = torch.from_numpy(ranges(np.zeros_like(lengths), lengths))
         source = torch.from_numpy(ranges(begins + firsts - 1, counts))
+    allowed = batch.allowed
+    if allowed is not None and (allowed.mask_index[where] < 0).all():
+        allowed = None
     return MicroBatch(
         token_ids_T=token_ids,
         position_ids_T=position_ids,
@@ -202,6 +208,8 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         advantages_B=torch.from_numpy(batch.advantages[rows]),
         temperatures_B=torch.from_numpy(batch.temperatures[rows]),
         actor_ids_B=torch.from_numpy(batch.actor_index[rows]),
+        mask_index_N=None if allowed is None else torch.from_numpy(allowed.mask_index[where]),
+        masks_UW=None if allowed is None else torch.from_numpy(allowed.masks),
     )
 
 

@@ -61,6 +61,7 @@ class TinkerLearner:
     """
 
     whole = False
+    constrained_unsupported_reason = "a Tinker server does not renormalise over the allowed tokens"
 
     def __init__(
         self,

@@ -1,0 +1,196 @@
+"""Grammars: JSON schemas and tool calls as a completion's form, and the tokens that it allows at each position.
+
+The package ``llguidance`` compiles them. JSON is written as Python's ``json.dumps`` writes it: one space after a colon
+and a comma, no other white space. The opening of a call is the template's own tokens, one allowed at each position.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from turnwise.chat.formats import ChatFormat
+from turnwise.chat.messages import ChatError, Tool, tool_names
+from turnwise.chat.tokenizers import own_copy
+from turnwise.types import AllowedTokens, Grammar
+
+MAX_SCHEMA = 1 << 16
+"""Characters of a schema. The compiler has limits of its own for what a short schema expands to."""
+CACHED_GRAMMARS = 64
+"""Compiled grammars that are kept, the latest of all tokenizers."""
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class GrammarError(ValueError):
+    """A grammar can't be compiled, or the package that compiles it is missing."""
+
+
+# -- writing grammars --------------------------------------------------------------------------------------------------
+def json_grammar(format: ChatFormat, schema: Mapping[str, Any] | None) -> Grammar:
+    """Return the grammar of a JSON text that fits ``schema`` (``None``: any object), and then the end of the turn.
+
+    Raises :class:`GrammarError` for a schema that is too long, or no JSON.
+    """
+    return Grammar(f"start: json0 {_ends(format)}\njson0: %json {_schema_text(schema)}\n")
+
+
+def call_grammar(format: ChatFormat, tools: Sequence[Tool], names: Sequence[str]) -> Grammar:
+    """Return the grammar of one call of one of the tools ``names``, and then the end of the turn.
+
+    Raises :class:`ChatError` for a format whose calls are not written as
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, and :class:`GrammarError` as :func:`json_grammar`.
+    """
+    by_name = dict(zip(tool_names(tools), tools, strict=True))
+    close = format.control.get("</tool_call>")
+    closing = r'"}\n</tool_call>"' if close is None else rf'"}}\n" <[{close}]>'
+    rules = []
+    for number, name in enumerate(names):
+        opening = format.tokenizer.encode(
+            f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":', add_special_tokens=False
+        )
+        _check_calls(format, name, by_name[name], opening)
+        forced = " ".join(f"<[{token}]>" for token in opening)
+        rules.append(f'call{number}: {forced} " " json{number} {closing}')
+        rules.append(f"json{number}: %json {_schema_text(_parameters_of(by_name[name]))}")
+    calls = " | ".join(f"call{number}" for number in range(len(names)))
+    return Grammar("\n".join([f"start: ({calls}) {_ends(format)}", *rules, ""]))
+
+
+def _parameters_of(tool: Tool) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    return {"type": "object", **(function.get("parameters") or {})}
+
+
+def _check_calls(format: ChatFormat, name: str, tool: Tool, opening: Sequence[int]) -> None:
+    """Raise :class:`ChatError` unless ``format`` reads a call with this ``opening``."""
+    rest = format.tokenizer.encode(" {}}\n</tool_call>", add_special_tokens=False)
+    calls = format.parse([*opening, *rest, *format.stop_token_ids[:1]], [tool]).good_calls
+    if [call.name for call in calls] != [name]:
+        raise ChatError(
+            "tool_choice",
+            f"the chat format {format.name!r} doesn't write calls as <tool_call>"
+            '{"name": ..., "arguments": {...}}</tool_call>, so gateway.structured = "constrained" can\'t force them',
+        )
+
+
+def _ends(format: ChatFormat) -> str:
+    """Return the choice of the tokens that end a turn."""
+    return "(" + " | ".join(f"<[{token}]>" for token in format.stop_token_ids) + ")"
+
+
+def _schema_text(schema: Mapping[str, Any] | None) -> str:
+    try:
+        text = json.dumps({**({"type": "object"} if schema is None else schema), "x-guidance": _JSON_STYLE})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is no JSON: {type(error).__name__}: {error}") from error
+    if len(text) > MAX_SCHEMA:
+        raise GrammarError(f"the schema has {len(text)} characters: expected at most {MAX_SCHEMA}")
+    return text
+
+
+# -- matching ----------------------------------------------------------------------------------------------------------
+class GrammarMatcher:
+    """Follows one completion through its grammar.
+
+    Example::
+
+        matcher = GrammarMatcher(tokenizer, json_grammar(format, {"type": "object"}))
+        matcher.allowed()  # the first token's mask
+        matcher.accept(token)
+    """
+
+    def __init__(self, tokenizer: Any, grammar: Grammar) -> None:
+        """Start before the first token. Raises :class:`GrammarError` for a grammar that can't be compiled."""
+        compiled, self._words = _compiled(tokenizer, grammar)
+        self._matcher = compiled.deep_copy()
+
+    def allowed(self) -> np.ndarray:
+        """Return the mask ``[W]`` uint8 of the next token, as in :class:`AllowedTokens`.
+
+        It is empty where the grammar leads nowhere, or where the compiler's limits end.
+        """
+        mask = np.zeros(self._words, dtype=np.int32)
+        if not self._matcher.is_error() and not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error() or self._matcher.is_stopped():
+                mask[:] = 0
+        return mask.view(np.uint8)
+
+    def accept(self, token: int) -> bool:
+        """Go on past ``token``. Return False if the grammar doesn't allow it."""
+        return bool(self._matcher.consume_token(token))
+
+
+def check_grammar(tokenizer: Any, grammar: Grammar) -> None:
+    """Compile ``grammar``, and keep it. It can take a second, without Python's lock: call it in a thread.
+
+    Raises :class:`GrammarError` naming the part that can't be compiled.
+    """
+    if not GrammarMatcher(tokenizer, grammar).allowed().any():
+        raise GrammarError("no completion has the grammar's form")
+
+
+def allowed_tokens(tokenizer: Any, grammar: Grammar, completion: Sequence[int]) -> AllowedTokens:
+    """Return the masks of all positions of a ``completion`` that was sampled under ``grammar``.
+
+    Raises :class:`GrammarError` if the grammar doesn't allow one of its tokens.
+    """
+    matcher, rows = GrammarMatcher(tokenizer, grammar), dict[bytes, int]()
+    index = np.empty(len(completion), dtype=np.int64)
+    for position, token in enumerate(completion):
+        mask = matcher.allowed()
+        byte, bit = divmod(token, 8)
+        if byte >= len(mask) or not mask[byte] >> bit & 1 or not matcher.accept(token):
+            raise GrammarError(f"position {position}: the grammar doesn't allow token {token}")
+        index[position] = rows.setdefault(mask.tobytes(), len(rows))
+    return AllowedTokens(index, np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), -1))
+
+
+_lock = Lock()
+_tokenizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""llguidance's form of each tokenizer, which takes a second to make."""
+_grammars: OrderedDict[tuple[int, str], tuple[Any, Any]] = OrderedDict()
+"""Compiled grammars, the latest used last, by the identity of llguidance's tokenizer, which each entry keeps."""
+
+
+def _compiled(tokenizer: Any, grammar: Grammar) -> tuple[Any, int]:
+    """Return the matcher before its first token, to be copied, and the number of 32-bit words of a mask."""
+    with _lock:
+        vocabulary = _vocabulary_of(own_copy(tokenizer))
+        words, key = -(-vocabulary.vocab_size // 32), (id(vocabulary), grammar.text)
+        if key in _grammars:
+            _grammars.move_to_end(key)
+            return _grammars[key][0], words
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error():
+        reason = re.sub(r"^at \d+\(\d+\): ", "", matcher.get_error().splitlines()[0])
+        raise GrammarError(reason[:500])
+    with _lock:
+        _grammars[key] = matcher, vocabulary
+        while len(_grammars) > CACHED_GRAMMARS:
+            _grammars.popitem(last=False)
+    return matcher, words
+
+
+def _vocabulary_of(tokenizer: Any) -> Any:
+    if tokenizer not in _tokenizers:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise GrammarError(
+                'gateway.structured = "constrained" needs llguidance: pip install \'turnwise[structured]\''
+            ) from error
+        try:
+            _tokenizers[tokenizer] = from_tokenizer(tokenizer)
+        except Exception as error:  # Rust's errors have no common type
+            raise GrammarError(f"{type(tokenizer).__name__}: llguidance can't read it: {error}") from error
+    return _tokenizers[tokenizer]
