@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from turnwise.arena import Arena, Episode, Rubric
-from turnwise.chat import ChatFormat
 from turnwise.chat.grammar import call_grammar, json_grammar
 from turnwise.credit import ConstantCredit
 from turnwise.inference import TransformersClient
@@ -117,7 +116,9 @@ def trainer_of(folder: Path, layout: str = "auto", **changes):
     tokenizer = build_tokenizer(["Write letters. Go on."], vocab_size=300)
     model = build_model(tokenizer, hidden_size=32, num_hidden_layers=1, intermediate_size=64, head_dim=16)
     sampling = Sampling(max_tokens=90, temperature=0.7)
-    arena = Arena(TransformersClient({"default": model}, tokenizer), tokenizer, credit=ConstantCredit(), sampling=sampling)
+    arena = Arena(
+        TransformersClient({"default": model}, tokenizer), tokenizer, credit=ConstantCredit(), sampling=sampling
+    )
     arena.add_actor(Actor("solver"))
     arena.add_episode(Forms())
     arena.source = lambda: [EpisodeRequest("forms", question) for question in QUESTIONS for _ in range(3)]

@@ -187,7 +187,7 @@ def _vocabulary_of(tokenizer: Any) -> Any:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise GrammarError(
-                'gateway.structured = "constrained" needs llguidance: pip install \'turnwise[structured]\''
+                "gateway.structured = \"constrained\" needs llguidance: pip install 'turnwise[structured]'"
             ) from error
         try:
             _tokenizers[tokenizer] = from_tokenizer(tokenizer)

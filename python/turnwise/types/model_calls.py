@@ -98,9 +98,9 @@ class ModelResponse:
     """The result of one model call. Lists cover the ``C`` completion tokens, the stop token included.
 
     ``logprobs`` are those of the sampled distribution: ``log_softmax(logits / temperature)``, for greedy decoding
-    ``log_softmax(logits)``, under a grammar over the allowed tokens alone. ``text`` is the completion without special tokens. A response that is not ``trainable``
-    arrived as text: the tokenizer produced its token ids, and its log-probabilities are unknown. A ``cached`` response
-    was sampled for an earlier identical call.
+    ``log_softmax(logits)``, under a grammar over the allowed tokens alone. ``text`` is the completion without special
+    tokens. A response that is not ``trainable`` arrived as text: the tokenizer produced its token ids, and its
+    log-probabilities are unknown. A ``cached`` response was sampled for an earlier identical call.
 
     Example: ``ModelResponse(text="4", completion_token_ids=[20, 2], logprobs=[-0.1, -0.01], finish_reason="stop",
     policy_versions=[(2, 7)], prompt_token_ids=[1, 17, 9])``

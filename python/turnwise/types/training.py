@@ -87,8 +87,8 @@ class TrainingBatch:
     train), ``rollout_logprobs [N]`` float32 (0 on prompts), ``advantages [B]`` float32, ``rewards [B]`` float32,
     ``temperatures [B]`` float32, ``actor_index [B]`` and ``policy_index [B]`` int64 into ``actors`` and ``policies``,
     ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``drops`` counts the model
-    calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if a
-    row was sampled under a grammar, else it is ``None``.
+    calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if
+    a row was sampled under a grammar, else it is ``None``.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """

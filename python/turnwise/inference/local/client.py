@@ -141,13 +141,15 @@ class TransformersClient(ClientBase):
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy, an empty prompt or a grammar that can't be compiled, ``ContextLengthError`` for a prompt that leaves
-        no room for a token, and ``ModelError`` if the forward pass fails or the client is closed.
+        Raises ``ValueError`` for an unknown policy, an empty prompt or a grammar that can't be compiled,
+        ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` if the forward pass
+        fails or the client is closed.
         """
         if self._closed:
             raise ModelError("the client is closed")
-        for grammar in {request.sampling.grammar for request in requests} - {None}:
-            await to_thread(check_grammar, self._tokenizer, grammar)
+        for grammar in {request.sampling.grammar for request in requests}:
+            if grammar is not None:
+                await to_thread(check_grammar, self._tokenizer, grammar)
         loop = asyncio.get_running_loop()
         jobs = [_PendingRequest(request, self._row(request), loop.create_future()) for request in requests]
         self._waiting.extend(jobs)

@@ -59,9 +59,7 @@ class RowSampler:
             filtered=filtered,
         )
 
-    def draw(
-        self, logits: Tensor, rows: Tensor, step: int, allowed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, rows: Tensor, step: int, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Draw the next token of each row, and return it with its log-probability.
 
         ``logits [r, V]`` are floats; ``rows [r]`` int64 are their indices among the ``R`` rows. Returns tokens ``[r]``

@@ -103,8 +103,8 @@ class PoolClient(GatedClient):
 
     @property
     def capabilities(self) -> ClientCapabilities:
-        """The weights are shared if one engine shares them; a policy is fixed if all engines fix it; grammars work if all
-        engines take them."""
+        """The weights are shared if one engine shares them; a policy is fixed if all engines fix it; grammars work if
+        all engines take them."""
         declared = [capabilities_of(engine.client, ClientCapabilities) for engine in self._engines.values()]
         fixed = [each.fixed_policies for each in declared]
         return ClientCapabilities(
