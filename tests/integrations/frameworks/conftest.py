@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from importlib import metadata
 from pathlib import Path
 
 # The package that only the environment of a module's framework has; openai and others are in several.
@@ -16,6 +17,9 @@ ENVIRONMENTS = {
     "crewai": "crewai",
 }
 HERE = [package for package in ENVIRONMENTS if importlib.util.find_spec(package) is not None]
+if importlib.util.find_spec("verifiers") is not None and metadata.version("verifiers").startswith("0.4."):
+    ENVIRONMENTS["verifiers"] = "verifiers"
+    HERE.append("verifiers")
 MODULES = {f"test_{name}.py" for package in HERE for name in ENVIRONMENTS[package].split()}
 collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in MODULES]
 

@@ -1,0 +1,54 @@
+"""Writes the table of agent frameworks in docs/agents.md from the tests' results: `make test-frameworks` calls it.
+
+    python scripts/frameworks_table.py FOLDER
+
+FOLDER holds pytest's JUnit files. The exit code is 1 if a test failed, or if the table was out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs/agents.md"
+BEGIN, END = "<!-- frameworks -->\n", "<!-- end of frameworks -->\n"
+COLUMNS = {"agent": "agent", "tool": "tool", "structured": "structured output", "forced": "forced calls"}
+Rows = dict[tuple[str, str], dict[str, list[str]]]
+
+
+def read(folder: Path) -> Rows:
+    """Return the cells of each framework and version. Raises ``SystemExit`` if a test failed or was skipped."""
+    rows: Rows = {}
+    for path in sorted(folder.glob("*.xml")):
+        for case in ElementTree.parse(path).iter("testcase"):
+            told = {node.attrib["name"]: node.attrib["value"] for node in case.iter("property")}
+            if "framework" not in told:
+                raise SystemExit(f"{case.get('classname')}[{case.get('name')}] in {path.name} did not pass: no table")
+            cells = rows.setdefault((told["framework"], told["version"]), {column: [] for column in COLUMNS})
+            for column, texts in cells.items():
+                if column in told and told[column] not in texts:
+                    texts.append(told[column])
+    return rows
+
+
+def table(rows: Rows) -> str:
+    """Return the table of ``rows``, one line for each framework, by name."""
+    lines = [["framework", "version", *COLUMNS.values()], ["---"] * (2 + len(COLUMNS))]
+    lines += [[*key, *("; ".join(texts) or "–" for texts in cells.values())] for key, cells in sorted(rows.items())]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> int:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    old, _, after = rest.partition(END)
+    new = table(read(Path(sys.argv[1])))
+    if new == old:
+        return 0
+    PAGE.write_text(before + BEGIN + new + END + after, encoding="utf-8")
+    print(f"{PAGE}: the table was out of date, and is written", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
