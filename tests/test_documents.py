@@ -46,6 +46,8 @@ def spans(path: Path) -> list[str]:
 WRITTEN = [path for path in DOCUMENTS if path.name not in ("api.md", "configuration.md")]
 """The documents without those that a script generates from the code."""
 
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+
 each_document = pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.name)
 
 
@@ -255,3 +257,19 @@ def test_every_credit_rule_is_in_the_table() -> None:
     text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
     assert set(registry) <= {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_table_of_frameworks_names_the_pinned_versions() -> None:
+    """`make test-frameworks` writes the table from what it ran; this finds pins that changed without a run."""
+    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
+    lines = page.partition("<!-- frameworks -->\n")[2].partition("<!-- end of frameworks -->")[0].splitlines()[2:]
+    rows = {name: version for name, version in (line.strip("| ").split(" | ")[:2] for line in lines)}
+    pins: dict[str, set[str]] = {}
+    for path in [ROOT / "constraints-verifiers.txt", *ROOT.glob("constraints-frameworks-*.txt")]:
+        for name, version in re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), flags=re.MULTILINE):
+            pins.setdefault(name, set()).add(version)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pins["claude-code"] = set(re.findall(r"^CLAUDE_CODE := (\S+)$", makefile, flags=re.MULTILINE))
+    pins |= {name: {version} for name, version in PINS.items() if name in rows and name not in pins}
+    assert len(rows) == 16
+    assert {name: version for name, version in rows.items() if version not in pins.get(name, ())} == {}

@@ -23,14 +23,8 @@ if importlib.util.find_spec("verifiers") is not None and metadata.version("verif
 MODULES = {f"test_{name}.py" for package in HERE for name in ENVIRONMENTS[package].split()}
 collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in MODULES]
 
-# Frameworks read these when they are imported. What they would send home, or keep between attempts, is off.
-os.environ |= (
-    {
-        "CREWAI_DISABLE_TELEMETRY": "true",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        "MSWEA_SILENT_STARTUP": "1",
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    }
-    if HERE
-    else {}
-)
+# Frameworks read these when they are imported: no telemetry, no download of prices, no banner.
+if HERE:
+    os.environ["CREWAI_DISABLE_TELEMETRY"] = "true"
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    os.environ["MSWEA_SILENT_STARTUP"] = "1"

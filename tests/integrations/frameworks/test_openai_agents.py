@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import agents
 import openai
-import pytest
 from pydantic import BaseModel
 
 from .helpers import ADDS, CALL, Case, add, call_of, cases, check
@@ -78,11 +77,6 @@ async def forced_chat(question, models):
 
 async def named_chat(question, models):
     return await forced(question, models, "add", "chat")
-
-
-@pytest.fixture(autouse=True)
-def no_traces():
-    agents.set_tracing_disabled(True)
 
 
 HANDS_OVER = [call_of("transfer_to_solver", "{}"), *ADDS]
