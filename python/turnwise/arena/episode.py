@@ -81,6 +81,9 @@ class Episode(ABC):
     """True if the episode's reads of stores don't depend on other episodes of the same batch. A run whose workers play
     episodes refuses reads that may depend on them."""
 
+    samples_under_grammars: bool = False
+    """It needs a client that samples under grammars (:class:`~turnwise.types.ClientCapabilities`)."""
+
     @abstractmethod
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         """Play to the end and return the final state. ``state`` arrives empty."""

@@ -34,33 +34,40 @@ class GrammarError(ValueError):
 
 # -- writing grammars --------------------------------------------------------------------------------------------------
 def json_grammar(format: ChatFormat, schema: Mapping[str, Any] | None) -> Grammar:
-    """Return the grammar of a JSON text that fits ``schema`` (``None``: any object), and then the end of the turn.
-
-    Raises :class:`GrammarError` for a schema that is too long, or no JSON.
-    """
-    return Grammar(f"start: json0 {_ends(format)}\njson0: %json {_schema_text(schema)}\n")
+    """Return the grammar of a JSON text that fits ``schema`` (``None``: any object), and then the end of the turn."""
+    return answer_grammar(format, [schema], [], [])
 
 
 def call_grammar(format: ChatFormat, tools: Sequence[Tool], names: Sequence[str]) -> Grammar:
-    """Return the grammar of one call of one of the tools ``names``, and then the end of the turn.
+    """Return the grammar of one call of one of the tools ``names``, and then the end of the turn."""
+    return answer_grammar(format, [], tools, names)
+
+
+def answer_grammar(
+    format: ChatFormat, schemas: Sequence[Mapping[str, Any] | None], tools: Sequence[Tool], names: Sequence[str]
+) -> Grammar:
+    """Return the grammar of a JSON text that fits one of ``schemas``, or of one call of one of the tools ``names``.
 
     Raises :class:`ChatError` for a format whose calls are not written as
-    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, and :class:`GrammarError` as :func:`json_grammar`.
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, and :class:`GrammarError` for a schema that is too
+    long, or no JSON.
     """
+    rules = [f"text{number}: %json {_schema_text(schema)}" for number, schema in enumerate(schemas)]
+    parts = [f"text{number}" for number in range(len(schemas))]
     by_name = dict(zip(tool_names(tools), tools, strict=True))
-    close = format.control.get("</tool_call>")
-    closing = r'"}\n</tool_call>"' if close is None else rf'"}}\n" <[{close}]>'
-    rules = []
+    close = format.tokenizer.encode("</tool_call>", add_special_tokens=False)
+    # llguidance takes a token of its own for a special one, which matches no text.
+    closing = rf'"}}\n" <[{close[0]}]>' if len(close) == 1 else r'"}\n</tool_call>"'
     for number, name in enumerate(names):
         opening = format.tokenizer.encode(
             f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":', add_special_tokens=False
         )
         _check_calls(format, name, by_name[name], opening)
         forced = " ".join(f"<[{token}]>" for token in opening)
-        rules.append(f'call{number}: {forced} " " json{number} {closing}')
-        rules.append(f"json{number}: %json {_schema_text(_parameters_of(by_name[name]))}")
-    calls = " | ".join(f"call{number}" for number in range(len(names)))
-    return Grammar("\n".join([f"start: ({calls}) {_ends(format)}", *rules, ""]))
+        rules.append(f'call{number}: {forced} " " arguments{number} {closing}')
+        rules.append(f"arguments{number}: %json {_schema_text(_parameters_of(by_name[name]))}")
+        parts.append(f"call{number}")
+    return Grammar("\n".join([f"start: ({' | '.join(parts)}) {_ends(format)}", *rules, ""]))
 
 
 def _parameters_of(tool: Tool) -> Mapping[str, Any]:

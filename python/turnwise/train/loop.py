@@ -106,6 +106,14 @@ class Trainer:
                 raise ValueError(
                     f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}"
                 )
+        needing = [
+            name for name, episode in arena.episodes.items() if getattr(episode, "samples_under_grammars", False)
+        ]
+        if needing and not client.grammars:
+            raise ValueError(
+                f'episode {needing[0]!r}: samples under grammars (gateway.structured = "constrained"), which '
+                f"{type(arena.client).__name__} can't; expected rollout.client = 'transformers'"
+            )
         if config.loop.max_staleness and client.shares_weights:
             raise ValueError(
                 f"loop.max_staleness={config.loop.max_staleness}: expected a client with its own copy of the weights, "

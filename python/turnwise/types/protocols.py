@@ -23,6 +23,8 @@ class ResponseCache(Protocol):
 class ArenaForHooks(Protocol):
     """The part of an arena that episodes, reward functions and judges use."""
 
+    client: InferenceClient
+    """The client of all policies."""
     actors: dict[str, Actor]
     """Actors by id."""
     stores: dict[str, Any]

@@ -49,6 +49,7 @@ class GatewayEpisode(Episode):
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
         self.gateway, self.actors, self.timeout = gateway, list(actors), timeout
+        self.samples_under_grammars = gateway.settings.structured == "constrained"
         self._reports = rubric is None
         self.rubric = Rubric([reported_reward]) if rubric is None else rubric
 

@@ -110,6 +110,10 @@ class ReplayedEpisode(MultiTurnEpisode):
         timeout: float = 600.0,
         sampler: TreeSampler | None = None,
     ) -> None:
+        if gateway.settings.structured == "constrained":
+            raise ValueError(
+                "gateway.structured='constrained': expected 'shown', as replayed agents sample without grammars"
+            )
         super().__init__(sampler=sampler, max_turns=gateway.settings.max_calls)
         self.agent, self.gateway, self.actors, self.timeout = agent, gateway, list(actors), timeout
         self._reports = rubric is None

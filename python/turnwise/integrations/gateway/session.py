@@ -17,6 +17,7 @@ from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
 from turnwise.chat.messages import ChatError, Tool, with_answer
+from turnwise.integrations.gateway.constrained import grammar_of
 from turnwise.integrations.gateway.models import Model
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
@@ -195,7 +196,9 @@ class GatewaySession:
         prompt = self.rendered(seat, ask)
         if prompt.continues is not None:
             prompt.continues.info[CONTINUED] = True
-        sampling = [self._sampling(seat, call, prompt, index) for index in range(ask.n)]
+        constrains = self.settings.structured == "constrained"
+        grammar = await grammar_of(ask, prompt, self.format, self.arena) if constrains else None
+        sampling = [{**self._sampling(seat, call, prompt, index), "grammar": grammar} for index in range(ask.n)]
         seat.own_seconds += time.perf_counter() - began
         choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
         began = time.perf_counter()

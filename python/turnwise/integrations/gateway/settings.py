@@ -35,6 +35,9 @@ class GatewaySettings:
     repeats: Literal["continued", "all"] = "continued"
     """The equal requests that train, each made after the answer to the one before: ``"continued"`` leaves out
     answers that no prompt continues if one does continue a later answer, as their client lost them and asked again."""
+    structured: Literal["shown", "constrained"] = "shown"
+    """Structured output and forced calls: ``"shown"`` asks for them in the prompt; ``"constrained"`` samples only
+    tokens that fit, which needs ``llguidance`` and a client that can."""
     max_calls: int = 200
     """Calls of one session."""
     max_parallel: int = 32
@@ -51,6 +54,7 @@ class GatewaySettings:
         if isinstance(self.allowed_hosts, str):
             raise ValueError(f"allowed_hosts={self.allowed_hosts!r}: expected a list of names")
         modes = {"sampling": ("actor", "agent"), "choices": ("all", "continued"), "repeats": ("continued", "all")}
+        modes["structured"] = ("shown", "constrained")
         for name, values in modes.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {values}")

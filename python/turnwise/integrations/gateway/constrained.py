@@ -1,0 +1,39 @@
+"""The grammar of one request under ``gateway.structured = "constrained"``: its schema, its forced call, or both."""
+
+from __future__ import annotations
+
+from turnwise.chat.continuation import Prompt
+from turnwise.chat.formats import ChatFormat
+from turnwise.chat.grammar import GrammarError, answer_grammar, check_grammar
+from turnwise.chat.messages import ChatError, tool_names
+from turnwise.integrations.gateway.wire.ask import Ask, unsupported
+from turnwise.types import ClientCapabilities, Grammar, capabilities_of
+from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.threads import to_thread
+
+
+async def grammar_of(ask: Ask, prompt: Prompt, format: ChatFormat, arena: ArenaForHooks) -> Grammar | None:
+    """Return the grammar of a request's answer; ``None`` if it asks for no form.
+
+    Raises :class:`WireError` 400 ``unsupported`` naming the field for a form that can't be constrained.
+    """
+    if ask.output is None and not ask.choice.forced:
+        return None
+    field = "tool_choice" if ask.choice.forced else "response_format"
+    if not capabilities_of(arena.client, ClientCapabilities).grammars:
+        raise unsupported(field, f"{type(arena.client).__name__} can't constrain tokens")
+    tail = format.tokenizer.decode(list(prompt.ids[-8:]), skip_special_tokens=False).rstrip()
+    if tail.endswith("<think>"):
+        raise unsupported(field, "the prompt opens the model's reasoning, and a grammar allows none")
+    if ask.messages[-1]["role"] == "assistant" and ask.continues_answer:
+        raise unsupported(field, "the chat ends with a begun answer, and a grammar describes whole ones")
+    tools = ask.readable_tools
+    schemas = [] if ask.output is None or ask.choice.forced else [ask.output.schema]
+    try:
+        grammar = answer_grammar(format, schemas, tools, tool_names(tools))
+        await to_thread(check_grammar, format.tokenizer, grammar)
+    except ChatError as error:
+        raise unsupported(field, str(error)) from error
+    except GrammarError as error:
+        raise unsupported(field, f"the schema can't be constrained: {error}") from error
+    return grammar
