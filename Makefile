@@ -262,7 +262,7 @@ test-frameworks: $(IN_FRAMEWORKS)  ## agents of 16 frameworks through the gatewa
 	@failed=0; \
 	for folder in $(FRAMEWORKS)-1 $(FRAMEWORKS)-2 $(FRAMEWORKS)-3 $(VERIFIERS); do \
 	  $(ONE_THREAD) $$folder/bin/python -P -m pytest tests/integrations/frameworks \
-	    --junitxml=build/frameworks/$$(basename $$folder).xml $(TESTED) || failed=1; \
+	    -o junit_family=xunit1 --junitxml=build/frameworks/$$(basename $$folder).xml $(TESTED) || failed=1; \
 	done; \
 	[ $$failed = 0 ] && $(BIN)/python scripts/frameworks_table.py build/frameworks
 
@@ -309,7 +309,7 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 	@$(BIN)/clang-format -i $(CPP)
 
 # The pins and requirements of every environment, as a machine that has no wheels of its own finds them. Metadata only:
-# nothing is installed. verl and CrewAI have no wheels for 3.14 yet.
+# nothing is installed. verl has no wheels for 3.14 yet.
 PYTHONS := 3.11 3.12 3.13 3.14
 RESOLVE = .ci/resolve $(BIN)/uv
 resolve: $(VENV)/.uv  ## check that the pins of every environment fit together, on each Python, with the index's wheels alone
@@ -327,7 +327,7 @@ resolve-%:
 	@$(RESOLVE) $* "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt
 	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-1.txt -r build/resolve-gateway.txt $(FRAMEWORKS_1)
 	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-2.txt -r build/resolve-gateway.txt $(FRAMEWORKS_2)
-	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-frameworks" constraints-frameworks-3.txt -r build/resolve-gateway.txt $(FRAMEWORKS_3)
+	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-3.txt -r build/resolve-gateway.txt $(FRAMEWORKS_3)
 	@$(RESOLVE) $* "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS)
 	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-verl" constraints-verl.txt -r build/resolve-verl.txt $(VERL_TESTS)
 
