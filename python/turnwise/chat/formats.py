@@ -20,6 +20,8 @@ OK = "ok"
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Marks of reasoning and calls, which are read from a completion even if the tokenizer has them as special tokens."""
 
+MAX_TOOL_SETS = 64
+"""Lists of tools whose renderings a format keeps."""
 MAX_DEPTH = 64
 """Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
 
@@ -134,8 +136,10 @@ class ChatFormat(ChatEncoder):
         they are; a turn that was cut off gets the template's closing token. ``None`` means that the template can't
         extend a chat: the caller must render it again.
         """
+        if any(message["role"] == "assistant" for message in new):
+            return None
         tail = self._tail(self._following(new, answer), tools, answer)
-        if tail is None or any(message["role"] == "assistant" for message in new):
+        if tail is None:
             return None
         close, seen = self._closing, list(completion)
         if not seen or seen[-1] not in self.stop_token_ids:  # cut off, perhaps between closing tokens
@@ -151,24 +155,50 @@ class ChatFormat(ChatEncoder):
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
         """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
-        close = self._close
-        if close is None:
-            return None
-        calls = {"tool_calls": answer["tool_calls"]} if answer and answer.get("tool_calls") else {}
+        calls = answer.get("tool_calls") if answer else None
         tails = []
+        try:
+            turns, hostile = self._closed_turns(tools, calls) if calls else self._turns_without_calls(tools)
+            hostile = hostile or self._hostile(new)
+            for begun, before in turns:
+                after = self._ids([*begun, *new], tools, hostile=hostile)
+                if not before or after[: len(before)] != before:
+                    return None
+                tails.append(after[len(before) :])
+        except Exception:  # a template may raise anything for a chat that it doesn't expect
+            return None
+        return tails[0] if tails and tails[0] == tails[1] else None
+
+    def _closed_turns(self, tools: Sequence[Tool], calls: Any = None) -> tuple[list[tuple[Messages, list[int]]], bool]:
+        """Return two chats that differ in the text of their last turn, each with its ids to the end of that turn.
+
+        The ids are empty if the template closes no turn. The second value is True if ``tools`` or ``calls`` spell
+        control tokens.
+        """
+        if self._close is None:
+            return [], False
+        turns: list[tuple[Messages, list[int]]] = []
+        more = {"tool_calls": calls} if calls else {}
+        hostile = self._hostile([{"role": "assistant", "content": "x", **more}], tools)
         for text in ("x", "yz 1"):
-            begun: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text, **calls}]
-            try:
-                before = self._ids(begun, tools, add_generation_prompt=False)
-                after = self._ids([*begun, *new], tools)
-            except Exception:  # a template may raise anything for a chat that it doesn't expect
-                return None
-            ends = [length for length, token in enumerate(before, 1) if token in (close, self._call_close)]
-            end = ends[-1] if ends else 0
-            if not end or after[:end] != before[:end]:
-                return None
-            tails.append(after[end:])
-        return tails[0] if tails[0] == tails[1] else None
+            begun: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text, **more}]
+            ids = self._ids(begun, tools, add_generation_prompt=False, hostile=hostile)
+            ends = [length for length, token in enumerate(ids, 1) if token in (self._close, self._call_close)]
+            turns.append((begun, ids[: ends[-1] if ends else 0]))
+        return turns, hostile
+
+    def _turns_without_calls(self, tools: Sequence[Tool]) -> tuple[list[tuple[Messages, list[int]]], bool]:
+        """Return :meth:`_closed_turns` of ``tools``, which is rendered once for equal tools."""
+        key = repr(tools)
+        if key not in self._turns_by_tools:
+            if len(self._turns_by_tools) >= MAX_TOOL_SETS:
+                self._turns_by_tools.clear()
+            self._turns_by_tools[key] = self._closed_turns(tools)
+        return self._turns_by_tools[key]
+
+    @cached_property
+    def _turns_by_tools(self) -> dict[str, tuple[list[tuple[Messages, list[int]]], bool]]:
+        return {}
 
     @property
     def _close(self) -> int | None:

@@ -77,8 +77,16 @@ class ChatEncoder:
         """
         return self._with_systems(results_in_order(messages))
 
-    def _ids(self, messages: Messages, tools: Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
-        if not self._hostile(messages, tools):
+    def _ids(
+        self,
+        messages: Messages,
+        tools: Sequence[Any],
+        add_generation_prompt: bool = True,
+        *,
+        hostile: bool | None = None,
+    ) -> list[int]:
+        """Render a chat. ``hostile`` says if its text spells control tokens, where that is known."""
+        if not (self._hostile(messages, tools) if hostile is None else hostile):
             return self.render(self.tokenizer, messages, tools, add_generation_prompt)
         shown, described = self._with_stand_ins_in(messages, tools)
         return self._as_texts(self.render(self._with_stand_ins, shown, described, add_generation_prompt))
