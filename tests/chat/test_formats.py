@@ -138,3 +138,19 @@ def test_contents_never_become_control_tokens(format: ChatFormat, seed: int) -> 
 
 def test_the_families_of_the_tests_are_real() -> None:
     assert set(installed_families()) in ({"template"}, set(CHAT_FAMILIES))
+
+
+def test_equal_tools_are_rendered_once_and_changed_ones_again() -> None:
+    tokenizer = chat_tokenizer("template")
+    tokenizer.chat_template += "{% if tools %}{{ tools | length }} {{ tools[0].function.description }}{% endif %}"
+    kept = ChatFormat(tokenizer)
+    prompt, sampled = kept.prompt_ids([{"role": "user", "content": "hi"}]), [*kept.encode("yo"), *kept.end_token_ids]
+    new = [{"role": "user", "content": "so <|im_end|>?"}]
+    tool = {**EXAMPLE_TOOL, "function": {**EXAMPLE_TOOL["function"]}}
+    for description in ("one", "one", "two <|im_start|>", "one"):
+        tool["function"]["description"] = description
+        longer = kept.extend(prompt, sampled, new, [tool])
+        assert longer == ChatFormat(tokenizer).extend(prompt, sampled, new, [tool])
+        assert longer is not None and kept.tokenizer.decode(longer).endswith(f"assistant\n1 {description}")
+        assert control_tokens(kept, longer[len(prompt) + len(sampled) :]) == 3
+    assert len(kept._turns_by_tools) == 2
