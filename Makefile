@@ -65,7 +65,7 @@ CPP     := $(shell find csrc tests -type f \( -name '*.h' -o -name '*.hpp' -o -n
 .PHONY: help build environments demo demo-compare test test-all test-vllm test-verifiers test-verl test-tinker test-frameworks test-sanitize lint format typecheck develop resolve sdist wheel-check cuda-build bench learning model gpu-check docs clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ---- install -------------------------------------------------------------------------------------------------------
 $(VENV)/.python:
@@ -204,6 +204,7 @@ $(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt constraints-frameworks-
 	@$(call INTO,$(FRAMEWORKS)-$*) -c build/constraints-frameworks-$*.txt --no-deps trl
 	@touch $@
 
+.PRECIOUS: $(FRAMEWORKS)-%/.frameworks
 $(FRAMEWORKS)-%/.installed: $(VENV)/.installed $(FRAMEWORKS)-%/.frameworks
 	@$(call INTO,$(FRAMEWORKS)-$*) --reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
