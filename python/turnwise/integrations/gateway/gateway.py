@@ -99,6 +99,13 @@ class Gateway:
                     del self.ended[next(iter(self.ended))]
                 await self._close()
 
+    @asynccontextmanager
+    async def at_socket(self, path: str) -> AsyncIterator[None]:
+        """Serve the open sessions at a Unix socket too for the block."""
+        assert self._starting is not None, "no session is open"
+        async with (await self._starting).at_socket(path):
+            yield
+
     # -- the server, while a session needs it --------------------------------------------------------------------------
     async def _open(self) -> GatewayServer:
         loop = asyncio.get_running_loop()

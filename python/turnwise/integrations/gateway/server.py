@@ -104,6 +104,17 @@ class GatewayServer:
         host = self.settings.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    @asynccontextmanager
+    async def at_socket(self, path: str) -> AsyncIterator[None]:
+        """Listen at a Unix socket too for the block: a container without a network reaches it."""
+        assert self._runner is not None, "not started"
+        site = web.UnixSite(self._runner, path)
+        await site.start()
+        try:
+            yield
+        finally:
+            await site.stop()
+
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()

@@ -11,15 +11,18 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from turnwise.arena.runtime.user_code import CallTimeoutError, ended_within
 from turnwise.inference.common.proxies import bypass_proxies
-from turnwise.integrations.gateway import supervisor
 from turnwise.integrations.gateway.episode import GatewayEpisode
 from turnwise.integrations.gateway.gateway import Gateway
+from turnwise.integrations.gateway.process import supervisor
+from turnwise.integrations.gateway.process.container import FOLDER, PRIVATE, Container, container_name
+from turnwise.integrations.gateway.process.program import check_arguments, collect, render
 from turnwise.integrations.gateway.session import GatewaySession
 
 OUTPUT_BYTES = 64 * 1024
@@ -46,6 +49,11 @@ class ProcessEpisode(GatewayEpisode):
     trainer's environment only ``PATH`` is passed on. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds
     later everything that it started is killed. At most ``processes`` run at once, by default two for each core.
 
+    For a program that knows nothing of turnwise, ``collect`` names files or patterns in the folder. The result is then
+    ``{"output": its standard output, "files": {name: text}}``, a rubric scores it, and no ``TURNWISE_`` variable is
+    set. ``{question}`` and ``{question[key]}`` in ``command`` and in ``stdin``, the text of its standard input, stand
+    for the question. ``container`` runs it in a :class:`~turnwise.integrations.gateway.process.Container`.
+
     Example: ``ProcessEpisode(["python", "agent.py"], Gateway(), files={"agent.py": Path("agent.py")})``
     """
 
@@ -60,6 +68,9 @@ class ProcessEpisode(GatewayEpisode):
         files: Mapping[str, str | Path] | None = None,
         grace: float = 2.0,
         processes: int | None = None,
+        stdin: str = "",
+        collect: Sequence[str] | None = None,
+        container: str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(gateway, **options)
@@ -67,7 +78,16 @@ class ProcessEpisode(GatewayEpisode):
             raise TypeError(f"command={command!r}: expected a list of arguments, such as ['python', 'agent.py']")
         if sys.platform == "win32":
             raise RuntimeError("agents as processes need a POSIX system")
+        check_arguments(command)
+        if isinstance(collect, str) or any(
+            Path(name).is_absolute() or ".." in Path(name).parts for name in collect or ()
+        ):
+            raise ValueError(f"collect={collect!r}: expected a list of names or patterns inside the process's folder")
+        if collect is not None and self._reports:
+            raise ValueError(f"collect={collect!r}: expected a rubric, which scores what is collected")
         self.command, self.env, self.grace = list(command), dict(env or {}), grace
+        self.stdin, self.collect = stdin, collect
+        self.container = None if container is None else Container.of(container)
         self.files = {name: Path(path).absolute() for name, path in (files or {}).items()}
         for name, path in self.files.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -106,19 +126,21 @@ class ProcessEpisode(GatewayEpisode):
         for name, source in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
-        question_file, models_file, result_file = (
-            private / f"{name}.json" for name in ("question", "models", "result")
-        )
-        question_file.write_text(json.dumps(question), encoding="utf-8")
-        models = {actor: {name: getattr(model, name) for name in _MODEL} for actor, model in session.models.items()}
-        models_file.write_text(json.dumps(models), encoding="utf-8")
-        code, shown = await self._supervised(folder, self._environment(session, folder, private), session)
+        (private / "stdin.txt").write_text(render(self.stdin, question), encoding="utf-8")
+        if self.collect is None:
+            (private / "question.json").write_text(json.dumps(question), encoding="utf-8")
+            models = {actor: {name: getattr(model, name) for name in _MODEL} for actor, model in session.models.items()}
+            (private / "models.json").write_text(self._url(json.dumps(models), session), encoding="utf-8")
+        command = [render(argument, question) for argument in self.command]
+        code, shown, output = await self._supervised(root, command, session)
         if code:
             killed = code - 128 in set(signal.Signals)
             ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"exited with code {code}"
             raise AgentProcessError(f"{self.command[0]} {ended}; its last output:\n{shown}")
+        if self.collect is not None:
+            return collect(folder, self.collect, output)
         try:
-            return json.loads(result_file.read_text(encoding="utf-8"))
+            return json.loads((private / "result.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise AgentProcessError(f"{self.command[0]} wrote no TURNWISE_RESULT; its last output:\n{shown}") from None
         except (OSError, ValueError, RecursionError) as error:
@@ -126,74 +148,111 @@ class ProcessEpisode(GatewayEpisode):
                 f"{self.command[0]} wrote a TURNWISE_RESULT that is no JSON ({error}); its last output:\n{shown}"
             ) from None
 
-    def _environment(self, session: GatewaySession, folder: Path, private: Path) -> dict[str, str]:
+    def _url(self, text: str, session: GatewaySession) -> str:
+        """Return ``text`` with the gateway's address as the agent sees it: a container has its own loopback."""
+        address = urlsplit(session.url)
+        return text if self.container is None else text.replace(address.netloc, f"127.0.0.1:{address.port}")
+
+    def _environment(self, session: GatewaySession, root: Path) -> dict[str, str]:
         # One actor has its own URL; with several, the model's name selects the actor, and any of their keys opens.
         first = next(iter(session.models.values()))
-        root = f"{session.url}/{first.name}" if len(session.models) == 1 else session.url
+        url = self._url(f"{session.url}/{first.name}" if len(session.models) == 1 else session.url, session)
+        inside = self.container is not None
+        private = PRIVATE if inside else str(root / "turnwise")
         environment = {
             # "python" is the trainer's own, in whose environment the agent's packages are.
             "PATH": os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))),
             "LANG": os.environ.get("LANG", "C.UTF-8"),
-            "HOME": str(folder),
-            "OPENAI_BASE_URL": f"{root}/v1",
+            "HOME": FOLDER if inside else str(root / "work"),
+            "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": first.api_key,
-            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": first.api_key,
-            "TURNWISE_QUESTION": str(private / "question.json"),
-            "TURNWISE_MODELS": str(private / "models.json"),
-            "TURNWISE_RESULT": str(private / "result.json"),
-            **self.env,
         }
+        if self.collect is None:
+            names = ("question", "models", "result")
+            environment |= {f"TURNWISE_{name.upper()}": f"{private}/{name}.json" for name in names}
+        environment |= self.env
         bypass_proxies(session.url, environment)
         return environment
 
-    async def _supervised(
-        self, folder: Path, environment: Mapping[str, str], session: GatewaySession
-    ) -> tuple[int, str]:
-        """Run the command to its end. Return its exit code, and its last lines of output."""
-        # A pipe of asyncio's own would keep wait() from returning while any descendant has it open.
-        output, written = os.pipe()
-        kept = Tail()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: kept, os.fdopen(output, "rb"))
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", supervisor.__file__, str(self.grace), *self.command,
-                cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL,
-                stdout=written, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        except BaseException:
-            transport.close()
-            raise
-        finally:
-            os.close(written)
-        try:
-            code = await process.wait()
-        except asyncio.CancelledError as error:
-            await asyncio.shield(_end(process, self.grace))
-            await kept.ends()
-            error.add_note(f"its last output:\n{_masked(kept.output, session)}")
-            raise
-        else:
+    async def _supervised(self, root: Path, command: Sequence[str], session: GatewaySession) -> tuple[int, str, str]:
+        """Run the command to its end. Return its exit code, its last lines of output, and its standard output."""
+        environment = self._environment(session, root)
+        run = [sys.executable, "-I", "-S", supervisor.__file__, str(self.grace), *command]
+        async with contextlib.AsyncExitStack() as stack:
+            if self.container is not None:
+                name, socket = container_name(), str(root / "turnwise" / "gateway.sock")
+                shutil.copyfile(supervisor.__file__, root / "turnwise" / "supervisor.py")
+                await stack.enter_async_context(self.gateway.at_socket(socket))
+                stack.push_async_callback(asyncio.to_thread, self.container.remove, name)
+                inner = [self.container.python, "-I", "-S", f"{PRIVATE}/supervisor.py", "--forward"]
+                inner += [str(urlsplit(session.url).port), f"{PRIVATE}/gateway.sock", str(self.grace), *command]
+                outer = self.container.command(root, name, environment, inner)
+                environment = self.container.client_environment(environment)
+                run[4:] = [str(self.grace + 1.0), *outer]  # the inner supervisor ends the command first
+            process, output, kept = await stack.enter_async_context(self._started(run, environment, root))
+            try:
+                code = await process.wait()
+            except asyncio.CancelledError as error:
+                await asyncio.shield(_end(process, self.grace))
+                await kept.ends()
+                error.add_note(f"its last output:\n{_masked(kept.output, session)}")
+                raise
             if code < 0:
-                await _end_orphans(f"{folder.parent}/")
+                await _end_orphans(f"{root}/")
             await kept.ends()
-        finally:
-            transport.close()
-        return code if code >= 0 else 128 - code, _masked(kept.output, session)
+            await output.ends()
+        masked = str(session.context.without_secrets(output.output.decode(errors="replace")))
+        return code if code >= 0 else 128 - code, _masked(kept.output, session), masked
+
+    @contextlib.asynccontextmanager
+    async def _started(
+        self, run: Sequence[str], environment: Mapping[str, str], root: Path
+    ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Tail, Tail]]:
+        """Start the process, and yield it with the tails of its standard output and of all its output."""
+        kept = Tail()
+        output = Tail(kept)
+        # A pipe of asyncio's own would keep wait() from returning while any descendant has it open.
+        async with _pipe(kept) as errors, _pipe(output) as written:
+            try:
+                with (root / "turnwise" / "stdin.txt").open("rb") as given:
+                    process = await asyncio.create_subprocess_exec(
+                        *run, cwd=root / "work", env=environment, stdin=given,
+                        stdout=errors if self.collect is None else written, stderr=errors, start_new_session=True,
+                    )  # fmt: skip
+            finally:
+                os.close(errors)
+                os.close(written)
+            yield process, output, kept
 
 
 _MODEL = ("base_url", "anthropic_base_url", "api_key", "name")
 
 
-class Tail(asyncio.Protocol):
-    """Reads a pipe, and keeps the last part of it."""
+@contextlib.asynccontextmanager
+async def _pipe(tail: Tail) -> AsyncIterator[int]:
+    """Yield the end of a pipe that ``tail`` reads; close it once the process has it."""
+    output, written = os.pipe()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, os.fdopen(output, "rb"))
+    try:
+        yield written
+    finally:
+        transport.close()
 
-    def __init__(self) -> None:
+
+class Tail(asyncio.Protocol):
+    """Reads a pipe, keeps the last part of it, and shows all of it to the tail ``also``."""
+
+    def __init__(self, also: Tail | None = None) -> None:
+        self.also = also
         self._kept: deque[bytes] = deque()
         self._size = 0
         self._ended = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
+        if self.also is not None:
+            self.also.data_received(data)
         self._kept.append(data)
         self._size += len(data)
         while self._size - len(self._kept[0]) >= OUTPUT_BYTES:

@@ -1,0 +1,120 @@
+"""Programs that know nothing of turnwise: the question in their arguments, and what they leave as the result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+
+import pytest
+
+from turnwise.arena import Rubric
+from turnwise.integrations.gateway import Gateway, ProcessEpisode
+from turnwise.integrations.gateway.process.program import FILE_BYTES, check_arguments, collect, render
+from turnwise.types import EpisodeRequest
+
+from .helpers import arena_of, scripted
+
+PROGRAM = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "solver", "messages": [{"role": "user", "content": "hm"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+open("answer.txt", "w").write("4")
+open("seen.json", "w").write(json.dumps([sys.argv[1:], sys.stdin.read(), sorted(os.environ)]))
+print("progress", file=sys.stderr)
+print("done")
+"""
+
+
+def play_program(tmp_path, question, script=PROGRAM, arguments=("--task={question[text]}",), **options):
+    """Play one episode of ``script``; return its rollout, and what the rubric found in ``extras``."""
+    (tmp_path / "program.py").write_text(script)
+    seen = []
+    arena = arena_of(scripted("4"))
+    episode = ProcessEpisode(
+        [sys.executable, "-I", "-S", "program.py", *arguments],
+        Gateway(renderer="template"),
+        actors=["solver"],
+        rubric=Rubric([lambda extras: seen.append(extras) or float(extras["files"].get("answer.txt") == "4")]),
+        files={"program.py": tmp_path / "program.py"},
+        **{"collect": ["answer.txt", "*.json"], **options},
+    )
+    arena.add_episode(episode)
+    [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("process", question)]))
+    return result.rollout, seen
+
+
+def test_rubric_scores_the_output_and_files_of_a_program(tmp_path):
+    question = {"text": "-rf {question[answer]} $(id)\n'\"", "answer": 4}
+    rollout, [extras] = play_program(tmp_path, question, stdin="{question[text]} is {question[answer]}, {x}")
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": 1.0} and len(rollout.steps) == 1
+    assert extras["output"] == "done" and sorted(extras["files"]) == ["answer.txt", "seen.json"]
+    arguments, given, variables = json.loads(extras["files"]["seen.json"])
+    assert arguments == [f"--task={question['text']}"], "one argument, no shell, and rendered once"
+    assert given == f"{question['text']} is 4, {{x}}"
+    assert not [name for name in variables if name.startswith("TURNWISE_")], "the answer stays hidden"
+
+
+def test_failed_program_shows_both_outputs_and_gets_no_reward(tmp_path):
+    script = "import sys; print('out', flush=True); print('bad', file=sys.stderr); sys.exit(2)"
+    rollout, seen = play_program(tmp_path, {"text": "x"}, script)
+    assert "exited with code 2" in rollout.error and not seen and rollout.rewards == {}
+    assert {"out", "bad"} <= set(rollout.error.splitlines())
+    rollout, _ = play_program(tmp_path, {"txt": "x"})
+    assert "{question[text]}: the question has no 'text'" in rollout.error
+
+
+def test_render():
+    assert render("{question}", "-x {question}") == "-x {question}"
+    assert render('{"a": {question[b][c]}}', {"b": {"c": [1, "é"]}}) == '{"a": [1, "\\u00e9"]}'
+    assert render("{question}", {"a": 1}) == '{"a": 1}'
+    with pytest.raises(ValueError, match="has no 'a'"):
+        render("{question[a]}", "a")
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["agent", "-p", "{question[text]}"], "a question may begin with '-'"),
+        (["--", "{question}"], "a question may begin with '-'"),
+        (["sh", "-c", "agent {question}"], "a question is no code"),
+        (["bash", "-lc", "agent {question}"], "a question is no code"),
+        (["./{question}"], "a question is no code"),
+    ],
+)
+def test_questions_are_no_options_and_no_code(command, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_arguments(command)
+    check_arguments(["agent", "--task={question}", "--json={}", "--", "{question}"])
+
+
+def test_links_special_files_and_large_files_are_left_out(tmp_path):
+    folder, secret = tmp_path / "work", tmp_path / "answers.txt"
+    (folder / "sub").mkdir(parents=True)
+    secret.write_text("42")
+    (folder / "link.txt").symlink_to(secret)
+    (folder / "up").symlink_to(tmp_path)
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "large.txt").write_bytes(b"x" * (FILE_BYTES + 1))
+    (folder / "sub" / "own.txt").write_bytes(b"\xff")
+    found = collect(folder, ["*.txt", "up/*.txt", "sub/**/*.txt", "none.txt", "sub"], "")
+    assert found["files"].keys() == {"large.txt", "sub/own.txt"}
+    assert len(found["files"]["large.txt"]) == FILE_BYTES and found["files"]["sub/own.txt"] == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"collect": ["a"]}, "expected a rubric"),
+        ({"collect": "a"}, "expected a list of names"),
+        ({"collect": ["../a"]}, "expected a list of names"),
+        ({"collect": ["/etc/passwd"]}, "expected a list of names"),
+    ],
+)
+def test_wrong_options(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        ProcessEpisode(["true"], Gateway(), **options)
