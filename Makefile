@@ -193,7 +193,8 @@ FRAMEWORKS_2 := 'instructor[anthropic]' llama-index llama-index-llms-openai-like
 FRAMEWORKS_3 := crewai
 FRAMEWORKS_TESTS := hypothesis pytest pytest-asyncio pytest-xdist
 CLAUDE_CODE := 2.1.332
-IN_FRAMEWORKS := $(patsubst %,$(FRAMEWORKS)-%/.installed,1 2 3) $(FRAMEWORKS)-1/.claude $(VERIFIERS)/.installed
+CODEX := 0.171.0
+IN_FRAMEWORKS := $(patsubst %,$(FRAMEWORKS)-%/.installed,1 2 3) $(FRAMEWORKS)-1/.npm $(VERIFIERS)/.installed
 $(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt constraints-frameworks-%.txt pyproject.toml
 	@echo "Installing agent frameworks into $(FRAMEWORKS)-$*: once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(FRAMEWORKS)-$*
@@ -209,10 +210,10 @@ $(FRAMEWORKS)-%/.installed: $(VENV)/.installed $(FRAMEWORKS)-%/.frameworks
 	@$(call INTO,$(FRAMEWORKS)-$*) --reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
-# Its tests are skipped without npm.
-$(FRAMEWORKS)-1/.claude: $(FRAMEWORKS)-1/.frameworks
+# Command-line agents. Their tests are skipped without npm.
+$(FRAMEWORKS)-1/.npm: $(FRAMEWORKS)-1/.frameworks
 	@mkdir -p $(@D)/claude && ! command -v npm >/dev/null || \
-	  npm install --silent --no-audit --no-fund --prefix $(@D)/claude @anthropic-ai/claude-code@$(CLAUDE_CODE)
+	  npm install --silent --no-audit --no-fund --prefix $(@D)/claude @anthropic-ai/claude-code@$(CLAUDE_CODE) @openai/codex@$(CODEX)
 	@touch $@
 
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
@@ -259,7 +260,7 @@ test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 an
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
 	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TESTED)
 
-test-frameworks: $(IN_FRAMEWORKS)  ## agents of 16 frameworks through the gateway, and the table of them in docs/agents.md
+test-frameworks: $(IN_FRAMEWORKS)  ## agents of 17 frameworks through the gateway, and the table of them in docs/agents.md
 	@failed=0; \
 	for folder in $(FRAMEWORKS)-1 $(FRAMEWORKS)-2 $(FRAMEWORKS)-3 $(VERIFIERS); do \
 	  $(ONE_THREAD) $$folder/bin/python -P -m pytest tests/integrations/frameworks \

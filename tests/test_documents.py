@@ -269,7 +269,8 @@ def test_table_of_frameworks_names_the_pinned_versions() -> None:
         for name, version in re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), flags=re.MULTILINE):
             pins.setdefault(name, set()).add(version)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    pins["claude-code"] = set(re.findall(r"^CLAUDE_CODE := (\S+)$", makefile, flags=re.MULTILINE))
+    for name, variable in (("claude-code", "CLAUDE_CODE"), ("codex", "CODEX")):
+        pins[name] = set(re.findall(rf"^{variable} := (\S+)$", makefile, flags=re.MULTILINE))
     pins |= {name: {version} for name, version in PINS.items() if name in rows and name not in pins}
-    assert len(rows) == 16
+    assert len(rows) == 17
     assert {name: version for name, version in rows.items() if version not in pins.get(name, ())} == {}
