@@ -12,6 +12,7 @@ import pytest
 from turnwise.arena import Rubric
 from turnwise.integrations.gateway import Gateway, ProcessEpisode
 from turnwise.integrations.gateway.process.program import FILE_BYTES, check_arguments, collect, render
+from turnwise.integrations.gateway.remote import RemoteGateway
 from turnwise.types import EpisodeRequest
 
 from .helpers import arena_of, scripted
@@ -66,6 +67,19 @@ def test_failed_program_shows_both_outputs_and_gets_no_reward(tmp_path):
     assert {"out", "bad"} <= set(rollout.error.splitlines())
     rollout, _ = play_program(tmp_path, {"txt": "x"})
     assert "{question[text]}: the question has no 'text'" in rollout.error
+
+
+def test_program_at_another_server(monkeypatch):
+    monkeypatch.setenv("OTHER_KEY", "k")
+    arena = arena_of(scripted("4"))
+    command = ["sh", "-c", "echo $OPENAI_BASE_URL $ANTHROPIC_BASE_URL $OPENAI_API_KEY"]
+    seen = []
+    rubric = Rubric([lambda extras: seen.append(extras["output"]) or 1.0])
+    gateway = RemoteGateway("http://model.test/v1", "m", key_variable="OTHER_KEY")
+    arena.add_episode(ProcessEpisode(command, gateway, actors=["solver"], rubric=rubric, collect=[]))
+    [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("process", "x")]))
+    assert result.rollout.error is None, result.rollout.error
+    assert seen == ["http://model.test/v1 http://model.test k"]
 
 
 def test_render():

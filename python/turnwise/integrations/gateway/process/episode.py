@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, ended_within
 from turnwise.inference.common.proxies import bypass_proxies
 from turnwise.integrations.gateway.episode import GatewayEpisode
@@ -156,7 +157,9 @@ class ProcessEpisode(GatewayEpisode):
     def _environment(self, session: GatewaySession, root: Path) -> dict[str, str]:
         # One actor has its own URL; with several, the model's name selects the actor, and any of their keys opens.
         first = next(iter(session.models.values()))
-        url = self._url(f"{session.url}/{first.name}" if len(session.models) == 1 else session.url, session)
+        bare = session.url.removesuffix("/v1")
+        alone = len(session.models) == 1
+        anthropic_url, url = (first.anthropic_base_url, first.base_url) if alone else (bare, f"{bare}/v1")
         inside = self.container is not None
         private = PRIVATE if inside else str(root / "turnwise")
         environment = {
@@ -164,9 +167,9 @@ class ProcessEpisode(GatewayEpisode):
             "PATH": os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))),
             "LANG": os.environ.get("LANG", "C.UTF-8"),
             "HOME": FOLDER if inside else str(root / "work"),
-            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_BASE_URL": self._url(url, session),
             "OPENAI_API_KEY": first.api_key,
-            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_BASE_URL": self._url(anthropic_url, session),
             "ANTHROPIC_API_KEY": first.api_key,
         }
         if self.collect is None:
@@ -197,14 +200,14 @@ class ProcessEpisode(GatewayEpisode):
             except asyncio.CancelledError as error:
                 await asyncio.shield(_end(process, self.grace))
                 await kept.ends()
-                error.add_note(f"its last output:\n{_masked(kept.output, session)}")
+                error.add_note(f"its last output:\n{_masked(kept.output)}")
                 raise
             if code < 0:
                 await _end_orphans(f"{root}/")
             await kept.ends()
             await output.ends()
-        masked = str(session.context.without_secrets(output.output.decode(errors="replace")))
-        return code if code >= 0 else 128 - code, _masked(kept.output, session), masked
+        masked = str(require_context().without_secrets(output.output.decode(errors="replace")))
+        return code if code >= 0 else 128 - code, _masked(kept.output), masked
 
     @contextlib.asynccontextmanager
     async def _started(
@@ -299,7 +302,7 @@ async def _end_orphans(folder: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def _masked(output: bytes, session: GatewaySession) -> str:
+def _masked(output: bytes) -> str:
     """Return the last lines of the output, without keys."""
     text = "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])
-    return str(session.context.without_secrets(text))
+    return str(require_context().without_secrets(text))
