@@ -115,20 +115,23 @@ class GrammarMatcher:
 
     def __init__(self, tokenizer: Any, grammar: Grammar) -> None:
         """Start before the first token. Raises :class:`GrammarError` for a grammar that can't be compiled."""
-        compiled, self._words = _compiled(tokenizer, grammar)
+        compiled, words = _compiled(tokenizer, grammar)
         self._matcher = compiled.deep_copy()
+        self._mask = np.zeros(words, dtype=np.int32)
+        self._bytes, self._address = self._mask.view(np.uint8), self._mask.ctypes.data
 
     def allowed(self) -> np.ndarray:
-        """Return the mask ``[W]`` uint8 of the next token, as in :class:`AllowedTokens`.
+        """Return the mask ``[W]`` uint8 of the next token, as in :class:`AllowedTokens`. The next call overwrites it.
 
         It is empty where the grammar leads nowhere, or where the compiler's limits end.
         """
-        mask = np.zeros(self._words, dtype=np.int32)
-        if not self._matcher.is_error() and not self._matcher.is_stopped():
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error() or self._matcher.is_stopped():
-                mask[:] = 0
-        return mask.view(np.uint8)
+        matcher = self._matcher
+        if not (over := matcher.is_error() or matcher.is_stopped()):
+            matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
+            over = matcher.is_error() or matcher.is_stopped()
+        if over:
+            self._mask[:] = 0
+        return self._bytes
 
     def accept(self, token: int) -> bool:
         """Go on past ``token``. Return False if the grammar doesn't allow it."""

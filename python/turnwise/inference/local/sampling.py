@@ -98,8 +98,11 @@ class RowGrammars:
 
     def allowed(self, rows: Tensor) -> Tensor:
         """Return the masks ``[r, V]`` bool of ``rows [r]``."""
-        masks = torch.from_numpy(self._masks[rows.cpu().numpy()]).to(rows.device)
-        return unpack_masks(masks, self._vocabulary)
+        masks = self._masks[rows.cpu().numpy()]
+        if rows.is_cuda:
+            return unpack_masks(torch.from_numpy(masks).to(rows.device), self._vocabulary)
+        bits = np.unpackbits(masks, axis=1, count=self._vocabulary, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
 
     def accept(self, rows: Tensor, tokens: Tensor) -> list[int]:
         """Go on past ``tokens [r]`` of the running ``rows [r]``. Return the rows that no token can continue."""
