@@ -2,8 +2,8 @@
 
     python scripts/frameworks_table.py FOLDER
 
-FOLDER holds pytest's JUnit files. The exit code is 1 if a test failed, or if the table was out of date. Without npm some tests
-are skipped, and no table is written.
+FOLDER holds pytest's JUnit files. The exit code is 1 if a test failed, or if the table was out of date.
+Without npm some tests are skipped, and no table is written.
 """
 
 from __future__ import annotations
