@@ -266,6 +266,7 @@ test-frameworks: $(IN_FRAMEWORKS)  ## agents of 17 frameworks through the gatewa
 	  $(ONE_THREAD) $$folder/bin/python -P -m pytest tests/integrations/frameworks \
 	    -o junit_family=xunit1 --junitxml=build/frameworks/$$(basename $$folder).xml $(TESTED) || failed=1; \
 	done; \
+	$(ONE_THREAD) $(FRAMEWORKS)-1/bin/python -P -m pytest tests/test_examples.py -k two_frameworks $(TESTED) || failed=1; \
 	[ $$failed = 0 ] && $(BIN)/python scripts/frameworks_table.py build/frameworks
 
 test-sanitize: $(VENV)/.test  ## the state store's C++ tests under ASan, UBSan and TSan
