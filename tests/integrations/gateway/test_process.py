@@ -38,6 +38,7 @@ result(1)
     seen = json.loads((tmp_path / "env").read_text())
     assert seen.keys() - {"LC_CTYPE"} == {  # Python sets this one where LANG is C
         *("PATH", "HOME", "LANG", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
+        "OPENAI_AGENTS_DISABLE_TRACING",
         *("TURNWISE_QUESTION", "TURNWISE_MODELS", "TURNWISE_RESULT", "OWN", "NOTES"),
     }
     assert "secret" not in seen.values()

@@ -171,6 +171,7 @@ class ProcessEpisode(GatewayEpisode):
             "OPENAI_API_KEY": first.api_key,
             "ANTHROPIC_BASE_URL": self._url(anthropic_url, session),
             "ANTHROPIC_API_KEY": first.api_key,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # its traces would go to OpenAI, with the gateway's key
         }
         if self.collect is None:
             names = ("question", "models", "result")
