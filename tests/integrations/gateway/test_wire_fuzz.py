@@ -77,7 +77,7 @@ MESSAGES = {
     "thread": {"type": "continue", "previous_message_id": "msg_1"},
     "max_tokens": 9,
 }
-EARLIER = {"1": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+EARLIER = {"1": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], [])}
 WHOLE = {
     "chat": (openai_chat, CHAT),
     "responses": (openai_responses, RESPONSES),
