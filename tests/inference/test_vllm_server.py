@@ -17,7 +17,7 @@ from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.launch import LOAD
 from turnwise.inference.server.remote import sampling_error
 from turnwise.inference.server.server import ModelServer
-from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
+from turnwise.types import ContextLengthError, Grammar, ModelError, ModelRequest, ModelResponse, Sampling
 
 from .fake_server import Act, FakeServer, Hang, Say, Script, faking
 from .helpers import EXACT, build, error_of, requests_of, sent
@@ -28,7 +28,7 @@ GENERATE = "/inference/v1/generate"
 
 def client_of(server: FakeServer | ModelServer | str, policies: Any = None, **settings: Any) -> VLLMServerClient:
     url = server if isinstance(server, str) else server.url
-    kept = {name: settings.pop(name) for name in ("in_flight", "folder", "transfer") if name in settings}
+    kept = {name: settings.pop(name) for name in ("in_flight", "folder", "transfer", "grammars") if name in settings}
     endpoint = Endpoint(url, **{"timeout": 5.0, **settings})
     return VLLMServerClient(endpoint, ByteTokenizer(), policies, **kept)
 
@@ -111,7 +111,19 @@ async def test_what_is_asked_and_what_is_made_of_the_answer() -> None:
     assert body["sampling_params"]["stop_token_ids"] == [256, 9]
     wanted = {"temperature": 0.7, "max_tokens": 3, "seed": 2**63 - 1, "logprobs": 0}
     assert body["sampling_params"].items() >= wanted.items()
+    assert "structured_outputs" not in body["sampling_params"]
     assert response == ModelResponse("\x07\x08\t", [7, 8, 9], [-0.5] * 3, "length", [(3, 0)], [1, 2, 3])
+
+
+async def test_a_grammar_is_sent_to_a_server_that_was_started_for_it() -> None:
+    with faking(Pretend().script) as server:
+        async with client_of(server, grammars=True) as client:
+            assert client.capabilities.grammars
+            await ask(client, grammar=Grammar('start: "x"'))
+        async with client_of(server) as client:
+            assert not client.capabilities.grammars
+        body = next(body for path, body in server.asked if path == GENERATE)
+    assert body["sampling_params"]["structured_outputs"] == {"grammar": 'start: "x"'}
 
 
 WRONG = {

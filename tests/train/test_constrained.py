@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from turnwise.arena import Arena, Episode, Rubric
 from turnwise.chat.grammar import call_grammar, json_grammar
 from turnwise.credit import ConstantCredit
-from turnwise.inference import TransformersClient
+from turnwise.inference import TransformersClient, VLLMClient
 from turnwise.samples.pack import pack, select
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy, Trainer
@@ -102,7 +103,7 @@ class Forms(Episode):
         return state
 
 
-def trainer_of(folder: Path, layout: str = "auto", **changes):
+def trainer_of(folder: Path, layout: str = "auto", client=TransformersClient, **changes):
     config = config_from_dict(
         {
             "run_dir": str(folder / "run"),
@@ -114,11 +115,9 @@ def trainer_of(folder: Path, layout: str = "auto", **changes):
         }
     )
     tokenizer = build_tokenizer(["Write letters. Go on."], vocab_size=300)
-    model = build_model(tokenizer, hidden_size=32, num_hidden_layers=1, intermediate_size=64, head_dim=16)
+    model = build_model(tokenizer, hidden_size=32, num_hidden_layers=1, intermediate_size=64, head_dim=32)
     sampling = Sampling(max_tokens=90, temperature=0.7)
-    arena = Arena(
-        TransformersClient({"default": model}, tokenizer), tokenizer, credit=ConstantCredit(), sampling=sampling
-    )
+    arena = Arena(client({"default": model}, tokenizer), tokenizer, credit=ConstantCredit(), sampling=sampling)
     arena.add_actor(Actor("solver"))
     arena.add_episode(Forms())
     arena.source = lambda: [EpisodeRequest("forms", question) for question in QUESTIONS for _ in range(3)]
@@ -146,7 +145,17 @@ KL = {"loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01}}
 
 @pytest.mark.parametrize("layout", ["auto", "padded"])
 def test_sampler_and_trainer_agree(tmp_path: Path, layout: str) -> None:
-    trainer, arena, tokenizer = trainer_of(tmp_path, layout, **KL)
+    check_agreement(*trainer_of(tmp_path, layout, **KL))
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("vllm_servers")
+def test_vllm_and_trainer_agree(tmp_path: Path) -> None:
+    check_agreement(*trainer_of(tmp_path, client=partial(VLLMClient, kv_cache_gb=2**-5, grammars=True), **KL))
+
+
+def check_agreement(trainer, arena, tokenizer) -> None:
+    """Train two steps, and compare each row's log-probs, its mask and its form with what its grammar asks for."""
     metrics, batches = trained(trainer, arena)
     assert 0 < difference(metrics) <= 1e-5
     for results, batch in batches:

@@ -128,6 +128,7 @@ def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) 
             attempts=server.retries + 1,
             transfer=server.transfer,
             engine_args=rollout.vllm.engine_args,
+            grammars=config.gateway.get("structured") == "constrained",
             logs=config.run_dir / LOGS,
             seed=config.seed,
         )

@@ -112,7 +112,8 @@ class Trainer:
         if needing and not client.grammars:
             raise ValueError(
                 f'episode {needing[0]!r}: samples under grammars (gateway.structured = "constrained"), which '
-                f"{type(arena.client).__name__} can't; expected rollout.client = 'transformers'"
+                f"{type(arena.client).__name__} can't; expected rollout.client = 'transformers', or 'vllm' with "
+                "servers of its own"
             )
         if config.loop.max_staleness and client.shares_weights:
             raise ValueError(

@@ -41,7 +41,7 @@ from turnwise.inference.weights.lora import AdaptedModel, AdapterFiles, full_wei
 from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
 from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.inference.weights.wire import LOOPBACK, address_towards
-from turnwise.types import ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
+from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 from turnwise.utils.threads import to_thread
 
 
@@ -78,6 +78,7 @@ class VLLMServerClient(GatedClient):
       at a loopback address reads, else ``"gloo"``. ``"gloo"`` over TCP and ``"nccl"`` between GPUs reach other hosts
       without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
       ``SharedTransfer(transfer_to(...)).lend()``.
+    - ``grammars``: the server has the tokenizer, and llguidance constrains its tokens (vLLM's backend ``guidance``).
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted, and the client raises ``ModelError``: it never returns a token of other weights. It sends
@@ -102,12 +103,14 @@ class VLLMServerClient(GatedClient):
         in_flight: bool = False,
         folder: str | Path | None = None,
         transfer: str | WeightTransfer = "auto",
+        grammars: bool = False,
         seed: int = 0,
     ) -> None:
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one")
         self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
+        self._grammars = grammars
         self._seeds = np.random.default_rng(seed)
         self._mark = secrets.token_hex(4)
         self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-adapters-") if folder is None else None
@@ -126,6 +129,11 @@ class VLLMServerClient(GatedClient):
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
     # -- the client protocol -------------------------------------------------------------------------------------------
+    @property
+    def capabilities(self) -> ClientCapabilities:
+        """Grammars work if the server was started for them."""
+        return ClientCapabilities(grammars=self._grammars)
+
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Send ``weights`` (pairs of name and tensor, named as in the model's ``state_dict``) to the server.
 
@@ -215,6 +223,7 @@ class VLLMServerClient(GatedClient):
                 "seed": seed & (2**63 - 1),  # torch's generators take 63 bits; vLLM reads -1 as no seed
                 "logprobs": 0,  # only that of the sampled token
                 "detokenize": False,
+                **({} if sampling.grammar is None else {"structured_outputs": {"grammar": sampling.grammar.text}}),
             },
         }
 

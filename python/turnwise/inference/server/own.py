@@ -43,6 +43,7 @@ class VLLMClient(RoutingClient):
       which takes shared memory if there is room. On GPUs also ``"ipc"``, if server and trainer share one, and
       ``"nccl"``.
     - ``engine_args``: further options of vLLM's server.
+    - ``grammars``: starts the servers with the tokenizer, so that they sample under :class:`~turnwise.types.Grammar`.
     - ``logs``: a folder for the servers' logs, ``vllm-0.log`` and so on.
     - ``seed``: source of the seeds for requests without one. A request's draws depend only on its own seed. The last
       bits of its logits depend on the rest of the batch.
@@ -76,27 +77,37 @@ class VLLMClient(RoutingClient):
         attempts: int = 6,
         transfer: str = "auto",
         engine_args: Mapping[str, Any] | None = None,
+        grammars: bool = False,
         logs: str | Path | None = None,
         seed: int = 0,
     ) -> None:
         vllm_or_raise()
+        if grammars and not hasattr(tokenizer, "save_pretrained"):
+            raise ValueError(f"grammars=True: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one model")
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-vllm-")
-        shared = {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": engine_args or {}}
+        args: dict[str, Any] = {"skip_tokenizer_init": not grammars}
+        if grammars:
+            args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, which the trainer uses too
+        args |= engine_args or {}
+        shared = {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": args}
         groups = _by_base(models)
         self.servers = [
             _server(group, Path(self._folder.name) / str(number), shared, None if logs is None else Path(logs))
             for number, group in enumerate(groups)
         ]
+        if grammars:
+            for number in range(len(groups)):
+                tokenizer.save_pretrained(Path(self._folder.name) / str(number))  # type: ignore[attr-defined]
         self._end = weakref.finalize(self, _end, self.servers)
         try:
             with ThreadPoolExecutor(len(self.servers)) as starting:
                 list(starting.map(lambda server: server.start(), self.servers))
             clients: dict[str, Any] = {}
             for server, group in zip(self.servers, groups, strict=True):
-                options = {"in_flight": in_flight, "transfer": transfer, "seed": seed}
+                options = {"in_flight": in_flight, "transfer": transfer, "seed": seed, "grammars": grammars}
                 pool = PoolClient(
                     {server.url: _OwnServerClient(server, timeout, tokenizer, group, **options)},
                     timeout=timeout,
@@ -156,7 +167,7 @@ def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], 
     config.architectures = [type(plain).__name__]  # vLLM chooses its own class by this name
     config.save_pretrained(folder)
     dtype = next(parameter.dtype for parameter in plain.parameters() if parameter.is_floating_point())
-    engine_args = {"dtype": str(dtype).removeprefix("torch."), "skip_tokenizer_init": True}
+    engine_args = {"dtype": str(dtype).removeprefix("torch.")}
     ranks = [model.shared.configs[model.name].r for model in adapted if model.name is not None]
     settings = ServeSettings(
         str(folder),
