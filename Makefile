@@ -248,7 +248,7 @@ test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, 
 environments: $(VENV)/.peers $(VERIFIERS)/.installed $(VERL)/.installed $(TINKER)/.installed $(IN_FRAMEWORKS) $(if $(shell $(VLLM_HERE) && echo yes),$(VLLM)/.installed)
 
 test-vllm: $(VLLM)/.installed  ## the tests of the vLLM clients, with vLLM's CPU build in an environment of its own
-	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/test_*_vllm.py $(TESTED)
+	@$(ONE_THREAD) $(VLLM)/bin/python -P -m pytest -n auto --maxprocesses 4 --dist loadgroup -k vllm tests/inference/test_contract.py tests/inference/test_vllm*.py tests/train/test_constrained.py tests/test_*_vllm.py $(TESTED)
 
 test-verifiers: $(VERIFIERS)/.installed  ## the tests of the verifiers adapter, with verifiers 0.4 in an environment of its own
 	@$(ONE_THREAD) $(VERIFIERS)/bin/python -P -m pytest -n auto --maxprocesses 4 tests/integrations/verifiers $(TESTED)

@@ -149,6 +149,7 @@ def test_sampler_and_trainer_agree(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.xdist_group("vllm_servers")
 def test_vllm_and_trainer_agree(tmp_path: Path) -> None:
     check_agreement(*trainer_of(tmp_path, client=partial(VLLMClient, kv_cache_gb=2**-5, grammars=True), **KL))

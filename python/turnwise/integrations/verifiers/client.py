@@ -56,8 +56,9 @@ class ArenaClient(vf.Client):
         session, actor = self.sessions[session_id]
         try:
             # verifiers has already put the agent's own sampling into the body.
-            ask = wire.parse({**body, "stream": False})
-            call = session.start(session.seats[actor], ask, None, is_retry=False)
+            seat = session.seats[actor]
+            ask = wire.parse({**body, "stream": False}, seat.earlier)
+            call = session.start(seat, ask, None, is_retry=False)
             answered = await _answer(call)
         except WireError as error:
             raise vf.ProviderError(error.message, status_code=error.status) from error
