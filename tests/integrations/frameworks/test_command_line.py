@@ -62,7 +62,7 @@ def right(artifact, extras):
 @pytest.mark.parametrize("program", AGENTS)
 def test_recipe(program, tmp_path, monkeypatch, record_property):
     monkeypatch.setenv("PATH", os.pathsep.join((str(PROGRAMS), str(Path(sys.executable).parent), os.environ["PATH"])))
-    if shutil.which(program) is None:
+    if shutil.which(program) is None and program != "mini":  # the registry of npm may be out of reach
         pytest.skip(f"no program {program!r}")
     model = Model(AGENTS[program])
     client = ScriptedClient(model, tokenizer=model.tokenizer)

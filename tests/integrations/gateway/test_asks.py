@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from .helpers import ADD, FAMILIES, USER, call_of, play
-from .wires import Chat, Messages, Responses, asked, every
+from .wires import Chat, Messages, Responses, asked, every, refused
 
 SCHEMA = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
 GO_ON = [{"role": "user", "content": "And 3 + 3?"}]
@@ -117,6 +117,18 @@ def test_allowed_tools_limit_what_is_read_as_a_call():
     required = {**options, "tool_choice": {**options["tool_choice"], "allowed_tools": {**only, "mode": "required"}}}
     played = asked(Chat, ["4"], required)
     assert "Call the function sub now." in played.text(played.steps[0].prompt_token_ids)
+
+
+def test_a_forced_call_without_a_tool_to_call_is_refused():
+    none = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}
+
+    async def agent(seen, models):
+        for choice in ("required", none):
+            options = {"tool_choice": choice} | ({"tools": [ADD]} if choice is none else {})
+            error = await refused(Chat, models["solver"], status=400, name="BadRequestError", **options)
+            assert error.param == "tool_choice"
+
+    assert play(agent, ["4"]).steps == []
 
 
 # -- earlier answers ---------------------------------------------------------------------------------------------------
@@ -275,6 +287,12 @@ def test_fields_that_change_nothing_are_taken_and_wishes_for_effort_are_counted(
     assert {wire.text(answer) for answer in played.seen} == {"4"}
     not_applied = {key: value for key, value in played.metrics.items() if "not_applied" in key}
     assert not_applied == {f"gateway/not_applied/{name}/solver": 1.0 for name in names}
+
+
+def test_top_k_of_an_evaluation_is_the_agents():
+    options = [{"extra_body": {"top_k": value}} for value in (-1, 5)]
+    calls = asked(Chat, ["4"], *options, evaluation=True).client.calls
+    assert [request.sampling.top_k for request in calls] == [0, 5]
 
 
 # -- further routes ----------------------------------------------------------------------------------------------------

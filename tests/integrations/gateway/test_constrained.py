@@ -14,6 +14,7 @@ from turnwise.arena import Arena
 from turnwise.credit import ConstantCredit
 from turnwise.inference import ScriptedClient, TransformersClient
 from turnwise.integrations.gateway import AgentEpisode, Gateway
+from turnwise.run import clients
 from turnwise.tasks.tiny import build_model
 from turnwise.train import Policy, Trainer
 from turnwise.train.validate import config_from_dict
@@ -140,3 +141,12 @@ def test_an_agents_constrained_answers_train(tmp_path: Path) -> None:
     [off] = [value for key, value in line.items() if key.endswith("sampler_trainer_logprob_max_diff")]
     assert 0 < off <= 1e-5
     assert not any(key.startswith("dropped") and value for key, value in line.items())
+
+
+@pytest.mark.parametrize("structured", ["shown", "constrained"])
+def test_a_runs_own_vllm_servers_start_for_grammars_only_if_asked(monkeypatch: pytest.MonkeyPatch, structured) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(clients, "VLLMClient", lambda *arguments, grammars, **settings: started.append(grammars))
+    options = {"task": "gateway:my_agent:agent", "rollout": {"client": "vllm"}, "gateway": {"structured": structured}}
+    clients.build_client(config_from_dict({"policies": {"default": {}}, **options}), None, {})
+    assert started == [structured == "constrained"]

@@ -72,7 +72,6 @@ class StructuredOutput:
     """
 
     schema: Mapping[str, Any] | None = None
-    name: str = ""
     description: str = ""
 
     def instruction(self, has_tools: bool) -> str:
@@ -269,7 +268,7 @@ def tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice(())
     if choice not in ("required", "any"):
         raise unsupported("tool_choice", f"got {str(choice)[:80]!r}, expected 'auto', 'none', 'required' or a tool")
-    if not tools:
+    if not (known if names is None else names):
         raise invalid("tool_choice", f"got {choice!r} without tools, expected 'auto' or 'none'")
     return ToolChoice(names, forced=True)
 
@@ -294,7 +293,7 @@ def structured_output(format: Any, where: str) -> StructuredOutput | None:
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
         raise invalid(f"{where}.schema", "expected a JSON schema")
-    return StructuredOutput(schema, str(given.get("name") or ""), str(given.get("description") or ""))
+    return StructuredOutput(schema, str(given.get("description") or ""))
 
 
 def continued(earlier: Earlier, answer_id: Any, messages: Messages, where: str) -> tuple[Messages, list[Tool]]:

@@ -53,7 +53,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     options = fields.take("stream_options", {})
     limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
-    n = fields.count("n") or 1
+    n, top_k = fields.count("n") or 1, fields.count("top_k", -1)
     if n > MAX_CHOICES:
         raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
     ask = Ask(
@@ -67,7 +67,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         max_tokens=next((limit for limit in limits if limit is not None), None),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
-        top_k=fields.count("top_k", -1),
+        top_k=0 if top_k == -1 else top_k,  # -1 is vLLM's word for all tokens
         seed=fields.count("seed", -(2**63), 2**64),
         stop=fields.texts("stop"),
         logprobs=fields.flag("logprobs"),
