@@ -83,6 +83,7 @@ def test_the_key_is_sent_and_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "sesame")
     script: Script = {"/x": [Say({}), Say({"error": "Unauthorized"}, 401)]}
     with faking(script) as server:
+        key_file(server.url).unlink(missing_ok=True)  # a server that was killed may have left one for this port
         ask(server, api_key_env="SOME_KEY")
         assert server.headers[0]["Authorization"] == "Bearer sesame"
         with pytest.raises(EndpointError, match=r"401: Unauthorized.*SOME_KEY"):

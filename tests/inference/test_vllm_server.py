@@ -322,6 +322,18 @@ async def test_what_the_engine_had_to_do() -> None:
             assert client.peaks() == {}
 
 
+async def test_peaks_of_a_client_that_closes_meanwhile_are_none() -> None:
+    """An engine may leave the pool while the trainer asks for its peaks: that must not end the run."""
+    with faking({**Pretend().script, LOAD: Hang()}) as server:
+        client = client_of(server)
+        await ask(client)
+        asking = asyncio.create_task(asyncio.to_thread(client.peaks))
+        while not any(path == LOAD for path, _ in server.asked):
+            await asyncio.sleep(0.01)
+        await client.close()
+        assert await asking == {}
+
+
 async def test_weights_are_checked_before_anything_is_sent() -> None:
     pretend, model = Pretend(), build("served")
     with faking(pretend.script) as server:

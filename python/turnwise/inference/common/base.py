@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a temperature between 0 and this one to it, and then reports log-probabilities at this temperature."""
+
+CLOSED_BEFORE = "the client was closed before this request was done"
 
 
 class ClientBase(ABC):
@@ -112,8 +114,15 @@ class GatedClient(ClientBase):
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
-                raise ModelError("the client was closed before this request was done") from None
+                raise ModelError(CLOSED_BEFORE) from None
             raise
+
+    def _wait(self, work: Future[T]) -> T:
+        """Return the result of ``work``. Raises ``ModelError`` if it was cancelled because the client is closed."""
+        try:
+            return work.result()
+        except CancelledError:
+            raise ModelError(CLOSED_BEFORE) from None
 
     async def _through_gate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         await self._open.wait()
