@@ -117,7 +117,7 @@ class GatedClient(ClientBase):
                 raise ModelError(CLOSED_BEFORE) from None
             raise
 
-    def _wait(self, work: Future[T]) -> T:
+    def _blocking_result(self, work: Future[T]) -> T:
         """Return the result of ``work``. Raises ``ModelError`` if it was cancelled because the client is closed."""
         try:
             return work.result()

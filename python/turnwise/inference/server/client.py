@@ -149,7 +149,7 @@ class VLLMServerClient(GatedClient):
         sources = collect_weights(weights, policy)
         with_base = state.adapter is None or any(name in state.base_shapes for name in sources)
         check_weights(sources, state.adapter_shapes | (state.base_shapes if with_base else {}), policy)
-        self._wait(self._thread.submit(self._load(policy, sources, version)))
+        self._blocking_result(self._thread.submit(self._load(policy, sources, version)))
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
@@ -190,7 +190,7 @@ class VLLMServerClient(GatedClient):
         Empty if the server doesn't count or answer, or the client is closed.
         """
         try:
-            peaks = self._wait(self._thread.submit(self._endpoint.ask("GET", LOAD, timeout=LOAD_SECONDS)))
+            peaks = self._blocking_result(self._thread.submit(self._endpoint.ask("GET", LOAD, timeout=LOAD_SECONDS)))
         except ModelError:
             return {}
         self._stats["preemptions"] = max(peaks.pop("preemptions"), self._stats.get("preemptions", 0))
