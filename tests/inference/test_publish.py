@@ -206,7 +206,7 @@ def test_nobody_waits_for_a_late_receiver_that_hangs(receivers: Receivers) -> No
         receivers.open(numbers[:2], handle)
         receivers.do(numbers[2], "end_at", "alone", signal.SIGSTOP)
         receivers.ask(numbers[2:], handle)
-        until(lambda: any(member.streaming for member in transfer._hub._members))  # type: ignore[union-attr]
+        until(lambda: any(peer.streaming for peer in transfer._hub._peers))  # type: ignore[union-attr]
         with told("was lost"):
             thread = threading.Thread(target=lambda: handles.append(transfer.send(weights_of(1))))
             thread.start()
