@@ -209,3 +209,38 @@ def test_team_of_two_frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert form(extras) == {"planner": 1.0, "worker": 0.0}
     assert right(extras, {"answer": 7}) == 1.0 and right(extras, {"answer": 9}) == 0.0
     assert planned(extras, {"answer": 7}) == {"planner": 1.0} and planned(extras, {"answer": 11}) == {"planner": 0.0}
+
+
+@pytest.mark.parametrize("actors", [["solver", "verifier"], ["solver"]])
+def test_solver_and_verifier_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actors: list[str]) -> None:
+    """Two steps on a tiny model: each actor plays, and an evaluation counts what the verifier changes."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    short = {**SHORT, "steps": 2, "policies.default.path": "tiny", "run_dir": str(tmp_path / "run")}
+    del short["credit.rule"], short["warm_start.steps"], short["warm_start.batch_size"]
+    config = load_config(
+        EXAMPLES / "smollm2" / "verifier.toml", short | {"rollout.branches": 1, "task_options.actors": actors}
+    )
+    run = train_from_config(config)
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2] and not any(row.get("episodes/failed") for row in rows)
+    for actor in actors:
+        assert {f"metric/outcome/{actor}", f"metric/form/{actor}"} <= set(rows[1])
+    assert ("metric/verdict/verifier" in rows[1]) == ("verifier" in actors)
+    assert {actor.id for actor in run.task.actors} == set(actors)
+
+
+def test_a_verifier_keeps_right_answers_and_replaces_others() -> None:
+    from examples.smollm2.verifier import QUESTIONS, Verifier, attempt, form, outcome, verdict
+
+    question = "Ann has 9 apples and gets 2 more. How many apples does Ann have now?"
+    artifact = Verifier().artifact(question)
+    assert artifact["answer"] == QUESTIONS[question] == 11
+    said = {"solver": "9 - 2 = 7", "verifier": "Wrong: 9 + 2 = 11"}
+    fixed = {"said": said, "answer": said["verifier"]}
+    assert attempt(fixed, artifact) == {"solver": 0.0}
+    assert outcome(fixed, artifact) == {"solver": 1.0, "verifier": 1.0}
+    assert form(fixed) == {"solver": 1.0, "verifier": 1.0} and verdict(fixed, artifact) == {"verifier": 1.0}
+    kept = {"said": {"solver": "It is 7", "verifier": "Right"}, "answer": "It is 7"}
+    assert outcome(kept, artifact) == {"solver": 0.0, "verifier": 0.0}
+    assert form(kept) == {"solver": 0.0, "verifier": 1.0} and verdict(kept, artifact) == {"verifier": 0.0}
+    assert verdict({"said": {"solver": "9 + 2 = 11"}}, artifact) == {}

@@ -383,10 +383,17 @@ def curriculum(seed: int) -> list[Cell]:
 # ---------------------------------------------------------------------------------------------------------------------
 def real(seed: int) -> list[Cell]:
     """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise."""
-    example = tomllib.loads((EXAMPLES / "smollm2" / "frameworks.toml").read_text(encoding="utf-8"))
-    del example["run_dir"]
-    contenders: dict[str, Settings] = {"untrained": {"steps": 0}, "team": {}}
-    return [Cell("real", "frameworks", name, seed, merged(example, more)) for name, more in contenders.items()]
+    untrained: Settings = {"steps": 0}
+    settings: dict[str, dict[str, Settings]] = {"frameworks": {"untrained": untrained, "team": {}}}
+    if seed in SEEDS[:2]:
+        alone: Settings = {"task_options": {"actors": ["solver"]}}
+        settings["verifier"] = {"untrained": untrained, "team": {}, "solver-alone": alone}
+    made = []
+    for name, contenders in settings.items():
+        example = tomllib.loads((EXAMPLES / "smollm2" / f"{name}.toml").read_text(encoding="utf-8"))
+        del example["run_dir"]
+        made += [Cell("real", name, who, seed, merged(example, changed)) for who, changed in contenders.items()]
+    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def rewards(rows: list[Row], _: Groups) -> str:
 
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
-    Column("last actor fixes, breaks", ("credit",), contribution),
+    Column("last actor fixes, breaks", ("credit", "real"), contribution),
     Column("gradient norm, p99/p50", ("stability",), spikes),
     Column("exploitability", ("rae",), exploitability),
     Column("rewards of the first and the last step", ("real",), rewards),

@@ -43,6 +43,17 @@ def test_every_cell_has_a_config_that_holds():
     assert all(len(found) == 1 for found in seen.values()), seen
 
 
+def test_a_solver_alone_samples_as_much_as_it_does_with_a_verifier():
+    from experiments import CELLS
+
+    cells = [cell for cell in CELLS if cell.setting == "verifier"]
+    assert [cell.contender for cell in cells] == ["untrained", "team", "solver-alone"] * 2
+    assert {cell.seed for cell in cells} == {0, 1} and all("run_dir" not in cell.config for cell in cells)
+    _, team, alone = (dict(cell.config) for cell in cells[:3])
+    assert alone.pop("task_options") == {**team.pop("task_options"), "actors": ["solver"]}
+    assert team == alone and team["max_sampled_tokens"] > 0
+
+
 def test_settings_merge_by_section(tmp_path, monkeypatch):
     from cells import merged
 
