@@ -449,7 +449,10 @@ def wait_for_step(process, run_dir, step, timeout=120):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGHUP))],
+    [
+        pytest.param(signal.SIGTERM, marks=[pytest.mark.slow, pytest.mark.representative]),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGHUP)),
+    ],
 )
 def test_a_signal_saves_and_exits_and_the_run_goes_on(tmp_path, number):
     model = {"policies": {"default": {"path": save_tiny(tmp_path / "model")}}}

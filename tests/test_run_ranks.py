@@ -52,7 +52,12 @@ def train_on_two_ranks(config: TrainConfig) -> str:
 
 @pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize(
-    "case", ["full", pytest.param("lora", marks=SLOW), pytest.param("parallel", marks=pytest.mark.slow)]
+    "case",
+    [
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param("lora", marks=SLOW),
+        pytest.param("parallel", marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:
     one, two = (config_from_dict({**COMMON, **CASES[case], "run_dir": str(tmp_path / name)}) for name in ("one", "two"))

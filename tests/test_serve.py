@@ -173,7 +173,7 @@ sys.exit(cli.main(["serve", "some/model", "--port", "0"]))
     "number, code",
     [
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGTERM, 0, marks=[pytest.mark.slow, pytest.mark.representative]),
         pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
     ],
 )

@@ -92,6 +92,8 @@ async def test_a_killed_server_comes_back_with_the_weights_and_all_end_with_the_
     assert (tmp_path / "logs").is_dir()
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 def test_a_server_that_does_not_start_tells_its_last_lines(tmp_path: Path) -> None:
     started = [thread_of() for _ in range(1)]
     with pytest.raises(ServerFailed, match=r"(?s)before it was healthy; the last lines of its log:.*no_such_device"):

@@ -137,6 +137,8 @@ def write_members(run_dir: Path, epoch: int, **engines: dict[str, str]) -> None:
     file.with_suffix(".new").rename(file)
 
 
+@pytest.mark.slow
+@pytest.mark.representative
 @pytest.mark.parametrize("transfer", ["safetensors", "gloo"])
 def test_a_run_follows_the_members_of_its_cluster(
     transfer: str,
