@@ -115,26 +115,49 @@ class GrammarMatcher:
 
     def __init__(self, tokenizer: Any, grammar: Grammar) -> None:
         """Start before the first token. Raises :class:`GrammarError` for a grammar that can't be compiled."""
-        compiled, words = _compiled(tokenizer, grammar)
+        compiled, run, words = _compiled(tokenizer, grammar)
         self._matcher = compiled.deep_copy()
-        self._mask = np.zeros(words, dtype=np.int32)
-        self._bytes, self._address = self._mask.view(np.uint8), self._mask.ctypes.data
+        self._forced = run[::-1]  # the run of forced tokens ahead, last one first; the matcher is behind it
+        self.write_to(np.zeros(words, dtype=np.uint32))
+
+    def forced_token(self) -> int:
+        """Return the next token if the grammar allows no other, else -1.
+
+        A run of such tokens, as in a JSON key, is found at once. So they cost much less than their masks.
+        """
+        if not self._forced:
+            self._forced = _forced_run(self._matcher)[::-1]
+        return self._forced[-1] if self._forced else -1
+
+    def write_to(self, mask: np.ndarray) -> None:
+        """Write later masks into ``mask``, which has the shape and type of the present one: ``[words]`` uint32."""
+        self.mask, self._address = mask, mask.ctypes.data
+
+    def write_mask(self) -> bool:
+        """Write the next token's mask into ``mask``, where no token is forced. Return False if it allows none."""
+        if not self._matcher.is_stopped():  # also true after an error
+            self._matcher.unsafe_compute_mask_ptr(self._address, self.mask.nbytes)
+            if not self._matcher.is_stopped():
+                return bool(self.mask.any())
+        self.mask[:] = 0
+        return False
 
     def allowed(self) -> np.ndarray:
         """Return the mask ``[W]`` uint8 of the next token, as in :class:`AllowedTokens`. The next call overwrites it.
 
         It is empty where the grammar leads nowhere, or where the compiler's limits end.
         """
-        matcher = self._matcher
-        if not (over := matcher.is_error() or matcher.is_stopped()):
-            matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
-            over = matcher.is_error() or matcher.is_stopped()
-        if over:
-            self._mask[:] = 0
-        return self._bytes
+        if (token := self.forced_token()) < 0:
+            self.write_mask()
+        else:
+            self.mask[:] = 0
+            self.mask[token // 32] = 1 << token % 32
+        return self.mask.view(np.uint8)
 
     def accept(self, token: int) -> bool:
         """Go on past ``token``. Return False if the grammar doesn't allow it."""
+        if self._forced:
+            return self._forced.pop() == token
         return bool(self._matcher.consume_token(token))
 
 
@@ -166,29 +189,37 @@ def allowed_tokens(tokenizer: Any, grammar: Grammar, completion: Sequence[int]) 
 _lock = Lock()
 _tokenizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """llguidance's form of each tokenizer, which takes a second to make."""
-_grammars: OrderedDict[tuple[int, str], tuple[Any, Any]] = OrderedDict()
+_grammars: OrderedDict[tuple[int, str], tuple[Any, list[int], Any]] = OrderedDict()
 """Compiled grammars, the latest used last, by the identity of llguidance's tokenizer, which each entry keeps."""
 
 
-def _compiled(tokenizer: Any, grammar: Grammar) -> tuple[Any, int]:
-    """Return the matcher before its first token, to be copied, and the number of 32-bit words of a mask."""
+def _compiled(tokenizer: Any, grammar: Grammar) -> tuple[Any, list[int], int]:
+    """Return the matcher behind its first forced tokens, to be copied; these; and a mask's number of 32-bit words."""
     with _lock:
         vocabulary = _vocabulary_of(own_copy(tokenizer))
         words, key = -(-vocabulary.vocab_size // 32), (id(vocabulary), grammar.text)
         if key in _grammars:
             _grammars.move_to_end(key)
-            return _grammars[key][0], words
+            return *_grammars[key][:2], words
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if matcher.is_error():
         reason = re.sub(r"^at \d+\(\d+\): ", "", matcher.get_error().splitlines()[0])
         raise GrammarError(reason[:500])
+    run = _forced_run(matcher)
     with _lock:
-        _grammars[key] = matcher, vocabulary
+        _grammars[key] = matcher, run, vocabulary
         while len(_grammars) > CACHED_GRAMMARS:
             _grammars.popitem(last=False)
-    return matcher, words
+    return matcher, run, words
+
+
+def _forced_run(matcher: Any) -> list[int]:
+    """Return the tokens up to the next choice, and move the matcher past them."""
+    if run := matcher.compute_ff_tokens():
+        matcher.consume_tokens(run)
+    return run
 
 
 def _vocabulary_of(tokenizer: Any) -> Any:

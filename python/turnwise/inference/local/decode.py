@@ -197,8 +197,10 @@ def _decode(
     versions: list[int] = []
     decoded = 0
     for step in range(width):
-        allowed = None if grammars is None else grammars.allowed(alive)
-        drawn, drawn_logprobs = sampler.draw(logits, alive, step, allowed)
+        if grammars is None:
+            drawn, drawn_logprobs = sampler.draw(logits, alive, step)
+        else:
+            drawn, drawn_logprobs = grammars.draw(sampler, logits, alive, step)
         # A row ends at a stop token, with a stop string, at its limit, or when its caller has left.
         tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
         versions.append(version)
@@ -209,7 +211,7 @@ def _decode(
                 if row in watched and watched[row](tokens[row, : step + 1].tolist()):
                     stopped[row], going[index] = step + 1, False
         going &= step + 1 < limits[alive]
-        if grammars is not None and (ended := grammars.accept(alive[going], drawn[going])):
+        if grammars is not None and (ended := grammars.accept(alive, drawn, going)):
             stuck |= dict.fromkeys(ended, step + 1)
             going &= ~torch.isin(alive, torch.tensor(ended, device=device))
         if left := set(abandoned()) - aborted:

@@ -8,7 +8,7 @@ Legend: ``R`` rows, ``V`` vocabulary, ``T`` new tokens at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class RowSampler:
         """
         scaled = logits.float() / self.temperatures[rows, None]
         if allowed is not None:
-            scaled = scaled.masked_fill_(~allowed, -torch.inf)
+            scaled = torch.where(allowed, scaled, -torch.inf)
         logprobs = torch.log_softmax(scaled, dim=-1)
         weights = logprobs.exp()
         if self.filtered:
@@ -80,46 +80,71 @@ class RowSampler:
 
 
 class RowGrammars:
-    """The grammars of ``R`` rows, and the mask of each row's next token: all tokens in rows without one."""
+    """The grammars of ``R`` rows, and the tokens that each row may have next: all tokens in rows without one."""
 
     def __init__(self, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int) -> None:
         self._matchers = {
             row: GrammarMatcher(tokenizer, grammar) for row, grammar in enumerate(grammars) if grammar is not None
         }
-        self._masks = np.full((len(grammars), -(-vocabulary // 8)), 255, dtype=np.uint8)
         self._vocabulary = vocabulary
+        # The tokenizer may have more or fewer tokens than the model.
+        words = max([-(-vocabulary // 32), *(len(matcher.mask) for matcher in self._matchers.values())])
+        self._masks = np.full((len(grammars), words), 2**32 - 1, dtype=np.uint32)
         for row, matcher in self._matchers.items():
-            self._set(row, matcher.allowed())
+            self._masks[row] = 0
+            matcher.write_to(self._masks[row, : len(matcher.mask)])
+        # The only token that a row may have next, or -1. Its mask is not written.
+        self._forced = [-1] * len(grammars)
+        self._look_ahead(self._matchers)
 
     @classmethod
     def of(cls, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int) -> RowGrammars | None:
         """Return the grammars of the rows; ``None`` if no row has one."""
         return cls(grammars, tokenizer, vocabulary) if any(grammars) else None
 
-    def allowed(self, rows: Tensor) -> Tensor:
-        """Return the masks ``[r, V]`` bool of ``rows [r]``."""
-        masks = self._masks[rows.cpu().numpy()]
-        if rows.is_cuda:
-            return unpack_masks(torch.from_numpy(masks).to(rows.device), self._vocabulary)
+    def draw(self, sampler: RowSampler, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Draw the next token of each row from its allowed ones, as :meth:`RowSampler.draw` does with masks.
+
+        A token without an alternative needs no draw. Its log-probability is 0.
+        """
+        index, device = rows.tolist(), logits.device
+        forced = [self._forced[row] for row in index]
+        free = [place for place, token in enumerate(forced) if token < 0]
+        if len(free) == len(index):
+            return sampler.draw(logits, rows, step, self._allowed(index, device))
+        tokens, logprobs = torch.tensor(forced, device=device), torch.zeros(len(index), device=device)
+        if free:
+            places, allowed = torch.tensor(free, device=device), self._allowed([index[each] for each in free], device)
+            drawn = sampler.draw(logits.index_select(0, places), rows.index_select(0, places), step, allowed)
+            tokens.index_copy_(0, places, drawn[0])
+            logprobs.index_copy_(0, places, drawn[1])
+        return tokens, logprobs
+
+    def accept(self, rows: Tensor, tokens: Tensor, going: Tensor) -> list[int]:
+        """Go on past ``tokens [r]`` of the ``rows [r]`` that are ``going``. Return those that no token can continue."""
+        ended, running = [], []
+        for row, token, goes in zip(rows.tolist(), tokens.tolist(), going.tolist(), strict=True):
+            if goes and (matcher := self._matchers.get(row)) is not None:
+                (running if matcher.accept(token) else ended).append(row)
+        return ended + self._look_ahead(running)
+
+    def _look_ahead(self, rows: Iterable[int]) -> list[int]:
+        """Find the forced token of each row or else its mask. Return the rows with an empty mask."""
+        empty = []
+        for row in rows:
+            matcher = self._matchers[row]
+            self._forced[row] = token = matcher.forced_token()
+            if token < 0 and not matcher.write_mask():
+                empty.append(row)
+        return empty
+
+    def _allowed(self, index: list[int], device: torch.device) -> Tensor:
+        """Return the masks ``[r, V]`` bool of the rows ``index``."""
+        masks = self._masks.take(index, axis=0).view(np.uint8)
+        if device.type == "cuda":
+            return unpack_masks(torch.from_numpy(masks).to(device), self._vocabulary)
         bits = np.unpackbits(masks, axis=1, count=self._vocabulary, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
-
-    def accept(self, rows: Tensor, tokens: Tensor) -> list[int]:
-        """Go on past ``tokens [r]`` of the running ``rows [r]``. Return the rows that no token can continue."""
-        ended = []
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            if (matcher := self._matchers.get(row)) is not None:
-                mask = matcher.allowed() if matcher.accept(token) else None
-                if mask is not None and mask.any():
-                    self._set(row, mask)
-                else:
-                    ended.append(row)
-        return ended
-
-    def _set(self, row: int, mask: np.ndarray) -> None:
-        """Copy a mask. The tokenizer may have more or fewer tokens than the model."""
-        width = min(len(mask), self._masks.shape[1])
-        self._masks[row, :width], self._masks[row, width:] = mask[:width], 0
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
