@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from turnwise.chat import ChatFormat
 from turnwise.chat.grammar import (
@@ -16,6 +17,7 @@ from turnwise.chat.grammar import (
     GrammarError,
     GrammarMatcher,
     _grammars,
+    _vocabulary_of,
     allowed_tokens,
     check_grammar,
     json_grammar,
@@ -90,6 +92,33 @@ def test_masks_are_those_of_the_grammar(tokenizer: Any) -> None:
         allowed_tokens(tokenizer, grammar, [ids[0], end])
     matcher = GrammarMatcher(tokenizer, grammar)
     assert all(matcher.accept(token) for token in ids) and not matcher.allowed().any()
+
+
+KEYS = {"naïve key, 1.5": {"const": "Café\n日本 😀"}, "k": {"enum": ["aa bb", "aa cc"]}, "x": {"type": "integer"}}
+
+
+@pytest.mark.parametrize("schema", [*SCHEMAS.values(), {"properties": KEYS, "required": list(KEYS), **STRICT}])
+def test_forced_runs_are_those_of_single_steps(schema: dict[str, Any], tokenizer: Any) -> None:
+    """The library's own mask, computed at each position, allows the forced token alone. Both random walks are equal."""
+    grammar, rng = json_grammar(ChatFormat(tokenizer), schema), np.random.default_rng(0)
+    forced = 0
+    for _ in range(5):
+        matcher = GrammarMatcher(tokenizer, grammar)
+        stepwise = LLMatcher(_vocabulary_of(tokenizer), grammar.text, log_level=0)
+        for _ in range(60):
+            mask = matcher.allowed()
+            assert stepwise.is_stopped() or mask.tobytes() == stepwise.compute_bitmask()
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            if not len(allowed):
+                break
+            forced += len(allowed) == 1
+            assert matcher.forced_token() == (allowed[0] if len(allowed) == 1 else -1)
+            token = int(rng.choice(allowed))
+            assert matcher.accept(token) and stepwise.consume_token(token)
+        else:
+            continue
+        assert stepwise.is_stopped()
+    assert forced > 5
 
 
 def test_the_end_is_allowed_only_where_the_text_is_whole(tokenizer: Any) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.inference.local.sampling import RowSampler, _filter, _inverse_cdf
+from turnwise.chat import ChatFormat
+from turnwise.chat.grammar import GrammarMatcher, json_grammar
+from turnwise.inference.local.sampling import RowGrammars, RowSampler, _filter, _inverse_cdf
+from turnwise.tasks.tiny import build_tokenizer
 from turnwise.types import Sampling
 
 CPU = torch.device("cpu")
@@ -106,3 +111,47 @@ def test_settings_have_bounds(name: str, allowed: list[float], refused: list[flo
     for value in refused:
         with pytest.raises(ValueError, match=f"{name}={value!r}: expected"):
             Sampling().with_(**{name: value})
+
+
+# -- grammars ------------------------------------------------------------------------------------------------------------
+SCHEMA = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}, "word": {"type": "string", "maxLength": 3}},
+    "required": ["sure", "word"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("vocabulary", [300, 330])
+def test_draws_are_those_with_whole_masks(vocabulary: int) -> None:
+    """The same tokens and log-probabilities as with whole masks. Four rows with a grammar and one without; sampled, filtered and greedy."""
+    tokenizer: Any = build_tokenizer(["Write letters. Go on."], vocab_size=300)
+    format, generator = ChatFormat(tokenizer), torch.Generator().manual_seed(0)
+    grammar, text = json_grammar(format, SCHEMA), json_grammar(format, {"type": "string", "maxLength": 6})
+    forms = [grammar, text, None, grammar, text]
+    samplings = [Sampling(), Sampling(temperature=0.7), Sampling(), Sampling(temperature=0), Sampling(top_p=0.9)]
+    sampler = RowSampler.build(samplings, range(5), 24, torch.device("cpu"))
+    grammars = RowGrammars(forms, tokenizer, vocabulary)
+    matchers = [None if form is None else GrammarMatcher(tokenizer, form) for form in forms]
+    rows, forced, mixed = torch.arange(5), 0, 0
+    for step in range(24):
+        logits = torch.randn(len(rows), vocabulary, generator=generator)
+        masks = np.zeros((len(rows), vocabulary), dtype=bool)
+        for mask, row in zip(masks, rows.tolist(), strict=True):
+            if (matcher := matchers[row]) is None:
+                mask[:] = True
+            else:
+                bits = np.unpackbits(matcher.allowed(), bitorder="little")[:vocabulary]
+                mask[: len(bits)] = bits
+        tokens, logprobs = grammars.draw(sampler, logits, rows, step)
+        expected = sampler.draw(logits, rows, step, torch.from_numpy(masks))
+        assert tokens.equal(expected[0]) and logprobs.equal(expected[1])
+        single = int((masks.sum(axis=1) == 1).sum())
+        forced, mixed = forced + single, mixed + (0 < single < len(rows) - 1)
+        going = tokens != tokenizer.eos_token_id
+        assert grammars.accept(rows, tokens, going) == []
+        for row, token in zip(rows[going].tolist(), tokens[going].tolist(), strict=True):
+            matcher = matchers[row]
+            assert matcher is None or matcher.accept(token)
+        rows = rows[going]
+    assert forced > 20 and mixed > 5
