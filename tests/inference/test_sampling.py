@@ -113,7 +113,7 @@ def test_settings_have_bounds(name: str, allowed: list[float], refused: list[flo
             Sampling().with_(**{name: value})
 
 
-# -- grammars ------------------------------------------------------------------------------------------------------------
+# -- grammars ----------------------------------------------------------------------------------------------------------
 SCHEMA = {
     "type": "object",
     "properties": {"sure": {"type": "boolean"}, "word": {"type": "string", "maxLength": 3}},
@@ -124,7 +124,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("vocabulary", [300, 330])
 def test_draws_are_those_with_whole_masks(vocabulary: int) -> None:
-    """The same tokens and log-probabilities as with whole masks. Four rows with a grammar and one without; sampled, filtered and greedy."""
+    """Four rows with a grammar and one without; sampled, filtered and greedy."""
     tokenizer: Any = build_tokenizer(["Write letters. Go on."], vocab_size=300)
     format, generator = ChatFormat(tokenizer), torch.Generator().manual_seed(0)
     grammar, text = json_grammar(format, SCHEMA), json_grammar(format, {"type": "string", "maxLength": 6})
