@@ -122,7 +122,8 @@ class RowGrammars:
 
     def accept(self, rows: Tensor, tokens: Tensor, going: Tensor) -> list[int]:
         """Go on past ``tokens [r]`` of the ``rows [r]`` that are ``going``. Return those that no token can continue."""
-        ended, running = [], []
+        ended: list[int] = []
+        running: list[int] = []
         for row, token, goes in zip(rows.tolist(), tokens.tolist(), going.tolist(), strict=True):
             if goes and (matcher := self._matchers.get(row)) is not None:
                 (running if matcher.accept(token) else ended).append(row)
