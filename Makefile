@@ -236,7 +236,7 @@ test: $(VENV)/.test  ## the tests that a contributor runs: every room in minutes
 
 # `.ci/run` runs the quick tests and, of each slow kind, its representative: TESTED='-m "not slow or representative"'.
 test-all:  ## all tests: also slow ones, other trainers, sanitizers, a browser, verifiers, verl's trainer, SkyRL's server, agent frameworks, vLLM where its CPU build can be had, and the CUDA build where nvcc is
-	@$(MAKE) --no-print-directory -j2 GOAL=test-all environments
+	@$(MAKE) --no-print-directory -j2 GOAL=test-all environments $(if $(findstring not slow,$(TESTED)),,model)
 	@failed=0; \
 	if $(VLLM_HERE); then $(MAKE) --no-print-directory test-vllm || failed=1; fi; \
 	$(MAKE) --no-print-directory --keep-going --output-sync -j2 test-verl test-tinker test-verifiers test-frameworks || failed=1; \

@@ -244,3 +244,45 @@ def test_a_verifier_keeps_right_answers_and_replaces_others() -> None:
     assert outcome(kept, artifact) == {"solver": 0.0, "verifier": 0.0}
     assert form(kept) == {"solver": 0.0, "verifier": 1.0} and verdict(kept, artifact) == {"verifier": 0.0}
     assert verdict({"said": {"solver": "9 + 2 = 11"}}, artifact) == {}
+
+
+@pytest.mark.parametrize("actors", [["describer", "guesser"], ["guesser"]])
+def test_describer_and_guesser_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actors: list[str]) -> None:
+    """A step on a tiny model: each actor plays, with the other's view or without."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    short = {**SHORT, "steps": 1, "policies.default.path": "tiny", "run_dir": str(tmp_path / "run")}
+    del short["credit.rule"], short["warm_start.steps"], short["warm_start.batch_size"]
+    train_from_config(
+        load_config(EXAMPLES / "smollm2" / "views.toml", short | {"rollout.branches": 1, "task_options.actors": actors})
+    )
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1] and not any(row.get("episodes/failed") for row in rows)
+    assert {name for name in rows[1] if name.startswith("metric/form/")} == {f"metric/form/{actor}" for actor in actors}
+
+
+def test_a_guess_counts_if_the_description_has_not_the_word() -> None:
+    from examples.smollm2.views import KINDS, Views, form, right
+
+    task = Views()
+    splits = {
+        split: {task.artifact(q)["secret"] for q in task.draw(split, 60, 0)}
+        for split in ("train", "validation", "eval")
+    }
+    assert not splits["train"] & (splits["validation"] | splits["eval"]) and not splits["validation"] & splits["eval"]
+    words = [word for kind in KINDS.values() for word in kind.split()]
+    assert len(set(words)) == len(words) == 72
+    artifact = {"words": "tiger, boat, hat, bread", "secret": "boat"}
+    for describer, guesser, reward, forms in (
+        ("It floats.", "boat", 1.0, (1.0, 1.0)),
+        ("It floats.", "It is a boat!", 1.0, (1.0, 0.0)),
+        ("It floats.", "boat or hat", 0.0, (1.0, 0.0)),
+        ("A Boat.", "boat", 0.0, (0.0, 1.0)),
+        ("It tows boats.", "boat", 0.0, (0.0, 1.0)),
+        ("Oarsmen row in a boathouse.", "boat", 1.0, (1.0, 1.0)),
+        ("It floats. It is big.", "hat", 0.0, (0.0, 1.0)),
+        ("", "boat", 1.0, (None, 1.0)),
+    ):
+        said = {"describer": describer, "guesser": guesser}
+        assert right(said, artifact) == reward, said
+        scores = form({"said": said}, artifact)
+        assert (scores.get("describer"), scores["guesser"]) == forms, said

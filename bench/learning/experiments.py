@@ -381,10 +381,23 @@ def curriculum(seed: int) -> list[Cell]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Does a real model learn?
 # ---------------------------------------------------------------------------------------------------------------------
+ADAPTERS: Settings = {
+    "policy_sharing": "lora_per_actor",
+    "policies": {"default": {"lora": {"rank": 16}}},
+    "update": {"lr": 2e-4},
+}
+"""A LoRA for each agent."""
+
+
 def real(seed: int) -> list[Cell]:
     """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise."""
     untrained: Settings = {"steps": 0}
-    settings: dict[str, dict[str, Settings]] = {"frameworks": {"untrained": untrained, "team": {}}}
+    views: dict[str, Settings] = {
+        **{"untrained": untrained, "team": {}, "team-grpo": {"credit": {"rule": "grpo"}}},
+        "half-view": {"task_options": {"actors": ["guesser"]}},
+        "adapters": ADAPTERS,
+    }
+    settings = {"frameworks": {"untrained": untrained, "team": {}}, "views": views}
     if seed in SEEDS[:2]:
         alone: Settings = {"task_options": {"actors": ["solver"]}}
         settings["verifier"] = {"untrained": untrained, "team": {}, "solver-alone": alone}
