@@ -25,6 +25,8 @@ from contextlib import AbstractContextManager
 import pytest
 from hypothesis import HealthCheck, settings
 
+from turnwise.utils import memory
+
 from .trained import games, team  # noqa: F401  # fixtures
 from .warm_python import started
 
@@ -62,12 +64,13 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    memory._frozen = True  # else each training run counts what is frozen, which takes up to half a second
     gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen_heap() -> None:
-    """Exempt collected tests and imports from garbage collection: each training run begins with one, of a second."""
+    """Exempt what exists from garbage collection: of imports and collected tests one takes a second."""
     gc.collect()
     gc.freeze()
 

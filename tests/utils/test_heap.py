@@ -5,15 +5,24 @@ from collections.abc import Iterator
 
 import pytest
 
+from turnwise.utils import memory
 from turnwise.utils.memory import frozen_heap
 
 
 @pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tests of each file begin with a frozen heap: see ``conftest.py``."""
+    monkeypatch.setattr(memory, "_frozen", False)
     gc.unfreeze()
     yield
     gc.freeze()
+
+
+def test_what_others_froze_stays_frozen():
+    gc.freeze()
+    with frozen_heap():
+        pass
+    assert gc.get_freeze_count() > 0
 
 
 def test_what_exists_is_not_searched_and_what_is_made_is_collected():
