@@ -399,13 +399,20 @@ def real(seed: int) -> list[Cell]:
     }
     settings = {"frameworks": {"untrained": untrained, "team": {}}, "views": views}
     if seed in SEEDS[:2]:
-        alone: Settings = {"task_options": {"actors": ["solver"]}}
-        settings["verifier"] = {"untrained": untrained, "team": {}, "solver-alone": alone}
+        changed: dict[str, Settings] = {
+            "team": {},
+            "team-verdict": {"task_options": {"verdict": 0.5}},
+            "solver-alone": {"task_options": {"actors": ["solver"]}},
+        }
+        # With one thread each, two cells run side by side.
+        settings["verifier"] = {
+            name: merged({"threads": 1}, more) for name, more in {"untrained": untrained, **changed}.items()
+        }
     made = []
     for name, contenders in settings.items():
         example = tomllib.loads((EXAMPLES / "smollm2" / f"{name}.toml").read_text(encoding="utf-8"))
         del example["run_dir"]
-        made += [Cell("real", name, who, seed, merged(example, changed)) for who, changed in contenders.items()]
+        made += [Cell("real", name, who, seed, merged(example, more)) for who, more in contenders.items()]
     return made
 
 

@@ -1,7 +1,8 @@
 """A solver writes the sum of a word problem, and a verifier says that it is right or writes another one.
 
 The solver earns for its own sum and for the team's, the verifier for the team's alone. Their rewards differ in mean, so
-Dr. MAS gives each its own baseline. ``task_options.actors = ["solver"]`` is the solver alone.
+Dr. MAS gives each its own baseline. ``task_options.actors = ["solver"]`` is the solver alone; ``task_options.verdict``
+also pays the verifier for its word.
 """
 
 import re
@@ -48,10 +49,10 @@ class Checked(MultiTurnEpisode):
     episode_type = "checked"
     max_turns = 1
 
-    def __init__(self, actors, sampler=None):
+    def __init__(self, actors, verdict_weight, sampler=None):
         super().__init__(sampler=sampler)
         self.actors = actors
-        self.rubric = Rubric([attempt, outcome, verdict, form], [0.5, 0.5, 0.5, 0.0])
+        self.rubric = Rubric([attempt, outcome, verdict, form], [0.5, 0.5, verdict_weight, 0.0])
 
     def setup(self, state, arena, artifact):
         state.data.update(said={}, answer="")
@@ -93,12 +94,15 @@ def form(extras):
 
 
 def verdict(extras, artifact):
-    """Reward the verifier for a true verdict."""
+    """Reward the verifier for the right word about the solver's sum."""
     says = {actor: line.startswith("Right") for actor, line in extras["said"].items() if actor == "verifier"}
     return {actor: float(said == is_right(extras["said"]["solver"], artifact)) for actor, said in says.items()}
 
 
 class Options(OwnOptions):
+    """``verdict`` is the weight of the verifier's reward for a true verdict."""
+
+    verdict: float = 0.0
     actors: tuple[str, ...] = ("solver", "verifier")
 
 
@@ -120,4 +124,4 @@ class Verifier(OwnTask):
         return {"question": question, "answer": QUESTIONS[question]}
 
     def episodes(self, tree=None):
-        return {"checked": Checked(self.options.actors, tree)}
+        return {"checked": Checked(self.options.actors, self.options.verdict, tree)}
