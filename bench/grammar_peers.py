@@ -136,7 +136,7 @@ def missing(package: str) -> bool:
     return importlib.util.find_spec(package.replace("-", "_")) is None
 
 
-# -- compiling, and following documents -----------------------------------------------------------------------------------------------
+# -- compiling, and following documents ------------------------------------------------------------------------------
 LIMIT_S = 20
 """Seconds that a schema may take to compile."""
 
@@ -176,9 +176,14 @@ def step_times(method: Method, compiled: Any, tokens: Sequence[int]) -> list[tup
 
 
 # -- packages ----------------------------------------------------------------------------------------------------------
+def installed(package: str) -> importlib.metadata.Distribution | None:
+    return next(iter(importlib.metadata.distributions(name=package)), None)
+
+
 def needs(package: str) -> list[str]:
     """Return the packages that ``package`` requires here, without its extras."""
-    lines = map(Requirement, importlib.metadata.requires(package) or [])
+    found = installed(package)
+    lines = map(Requirement, (found and found.requires) or [])
     return [line.name for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
 
 
@@ -193,7 +198,8 @@ def needs_of_all(package: str, seen: set[str]) -> set[str]:
 
 def megabytes(package: str) -> float:
     """Return the size of the installed files."""
-    return sum(file.size or 0 for file in importlib.metadata.files(package) or []) / 1e6
+    found = installed(package)
+    return sum(file.size or 0 for file in (found and found.files) or []) / 1e6
 
 
 def package_row(package: str) -> dict[str, Any]:
