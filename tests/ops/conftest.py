@@ -69,8 +69,10 @@ class Target(NamedTuple):
 
 TARGETS = {"native": Target("native", "cpu"), "torch": Target("torch", "cpu")}
 SIMULATED = {"cuda-emulated": Target("native", "cpu", emulated=True)}
-GPU = {"cuda": Target("native", "cuda"), "triton": Target("triton", "cuda"), "torch-cuda": Target("torch", "cuda")}
-if not torch.cuda.is_available():  # where there is a GPU, Triton's kernels run on it
+GPU: dict[str, Target] = {}
+if torch.cuda.is_available():
+    GPU = {"cuda": Target("native", "cuda"), "triton": Target("triton", "cuda"), "torch-cuda": Target("torch", "cuda")}
+else:
     SIMULATED["triton-interpreted"] = Target("triton", "cpu")
 
 
