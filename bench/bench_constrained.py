@@ -130,7 +130,7 @@ async def measure(name: str, options: argparse.Namespace) -> None:
         low, cost, high = statistics.quantiles(costs, method="inclusive")
         row |= {f"plain {clock} s": statistics.median(plain), f"constrained {clock} s": statistics.median(constrained)}
         row |= {f"{clock} cost %": cost, f"{clock} cost %, quartiles": f"{low:.1f} to {high:.1f}"}
-    met = row["own cost %"] <= MOST[name]
+    met = max(row["own cost %"], row["CPU cost %"]) <= MOST[name]
     row |= {"wanted": f"<= {MOST[name]:g}", "met": "yes" if met else "NO", "first compilation s": compiling}
     finish("constrained", f"Constrained decoding, {name}", [row], options)
 

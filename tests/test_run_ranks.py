@@ -54,8 +54,7 @@ def train_on_two_ranks(config: TrainConfig) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("full", marks=pytest.mark.slow),
-        pytest.param("lora", marks=SLOW),
+        *(pytest.param(case, marks=SLOW) for case in ("full", "lora")),
         pytest.param("parallel", marks=pytest.mark.slow),
     ],
 )

@@ -87,7 +87,9 @@ def random_tree(seed, most):
 
 # Head sizes with and without a partial vector; chains longer than a block of keys; several chunks per head.
 @pytest.mark.parametrize(("most", "heads", "kv_heads", "size"), [(8, 4, 2, 32), (60, 6, 1, 20), (120, 2, 2, 64)])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.representative]) for seed in (1, 2))]
+)
 def test_random_tries_at_two_thread_counts(seed, most, heads, kv_heads, size, monkeypatch):
     tree = random_tree(seed, most)
     torch.manual_seed(seed)

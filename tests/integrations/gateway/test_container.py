@@ -58,14 +58,24 @@ def fails(action):
         return True
     return False
 
+def strays(folder):
+    # What is in a folder, but for the trainer's Python, which may be installed there.
+    paths = [os.path.join(folder, name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    found = []
+    for path in paths:
+        if path not in PYTHONS:
+            leads = any(python.startswith(path + "/") for python in PYTHONS)
+            found += strays(path) if leads else [path]
+    return found
+
 import socket
 host, port = OUTER
 result({
     "answer": answer,
     "folder": os.getcwd() == os.environ["HOME"] == "/episode",
-    "readable": [path for path in (SECRET, "/home", "/etc/shadow", "/var") if os.path.exists(path)],
+    "readable": [path for path in (SECRET, "/etc/shadow") if os.path.exists(path)],
     "writable": [path for path in ("/x", "/usr/x", "/etc/x", sys.prefix + "/x") if not fails(lambda: open(path, "w"))],
-    "tmp": os.listdir("/tmp"),
+    "strays": [*strays("/tmp"), *strays("/home"), *strays("/root"), *strays("/var")],
     "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
     "net": [name for name in os.listdir("/sys/class/net")] if os.path.exists("/sys/class/net") else ["lo"],
     "other port": fails(lambda: socket.create_connection((host, port), 1)),
@@ -80,7 +90,10 @@ def test_an_agent_sees_its_folder_and_reaches_the_gateway_alone(tmp_path):
     secret = tmp_path / "answers.jsonl"
     secret.write_text("4")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        code = LOOKS.replace("SECRET", repr(str(secret))).replace("OUTER", repr(other.getsockname()))
+        given = {"SECRET": str(secret), "OUTER": other.getsockname(), "PYTHONS": (sys.prefix, sys.base_prefix)}
+        code = LOOKS
+        for name, value in given.items():
+            code = code.replace(name, repr(value))
         seen = []
         rubric = Rubric([lambda extras: seen.append(extras["result"]) or 1.0])
         rollout = play_contained(tmp_path, code, rubric=rubric)
@@ -89,7 +102,7 @@ def test_an_agent_sees_its_folder_and_reaches_the_gateway_alone(tmp_path):
     [seen] = seen
     assert 0 < seen.pop("processes") < 8
     assert seen == {
-        **{"answer": "4", "folder": True, "readable": [], "writable": [], "tmp": [], "net": ["lo"]},
+        **{"answer": "4", "folder": True, "readable": [], "writable": [], "strays": [], "net": ["lo"]},
         **{"other port": True, "key": False},
     }
 
