@@ -7,8 +7,8 @@ call, and constrained completions are beginnings of the schema's JSON.
 
 The cost is the median over rounds of what a constrained call adds to its plain neighbour's time: "CPU cost" and
 "wall cost" of the whole call, and "own cost" of the CPU time outside the model's passes, as a share of the plain call.
-The passes are equal work, but their time varies by more than the masks cost, so the goal is the own cost's. "tiny" is
-the model of the shipped tasks, "smollm2" the folder of `make model`.
+The passes are equal work, but their time varies by more than the masks cost. The goal is that of the CPU cost and the
+own cost. "tiny" is the model of the shipped tasks, "smollm2" the folder of `make model`.
 
     python bench/bench_constrained.py
     python bench/bench_constrained.py --model smollm2 --rows 16 --rounds 15
