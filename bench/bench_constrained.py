@@ -32,6 +32,7 @@ from turnwise.chat.grammar import allowed_tokens, check_grammar, json_grammar
 from turnwise.inference import TransformersClient
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.types import Grammar, ModelRequest, Sampling
+from turnwise.utils.memory import frozen_heap
 
 FOLDER = Path(__file__).parents[1] / "models" / "smollm2-135m"
 MOST = {"tiny": 10.0, "smollm2": 3.0}
@@ -116,9 +117,10 @@ async def measure(name: str, options: argparse.Namespace) -> None:
             allowed_tokens(format.tokenizer, grammar, completion)  # raises for a token that the grammar doesn't allow
         await sampler.sample(0, None)
         pair = [("plain", None), ("constrained", grammar)]
-        for turn in range(1, options.rounds + 1):
-            for method, form in pair if turn % 2 else reversed(pair):
-                seconds[method].append((await sampler.sample(turn * options.rows, form))[1])
+        with frozen_heap():  # as during training
+            for turn in range(1, options.rounds + 1):
+                for method, form in pair if turn % 2 else reversed(pair):
+                    seconds[method].append((await sampler.sample(turn * options.rows, form))[1])
     row: dict[str, Any] = {
         "method": "turnwise", "model": name, "vocabulary": len(tokenizer), "rows": options.rows,
         "tokens": options.tokens, "temperature": options.temperature, "rounds": options.rounds,
