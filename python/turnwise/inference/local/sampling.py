@@ -146,8 +146,8 @@ class RowGrammars:
             else:
                 matcher.write_mask()
                 masked.append(row)
-        filled = self._masks[masked].any(axis=1)
-        return [] if filled.all() else [row for row, some in zip(masked, filled.tolist(), strict=True) if not some]
+        filled = np.any(self._masks[masked], axis=1)
+        return [masked[place] for place in np.flatnonzero(~filled).tolist()]
 
     def _allowed(self, index: np.ndarray, device: torch.device) -> Tensor:
         """Return the masks ``[r, V]`` bool of the rows ``index``."""
