@@ -55,15 +55,6 @@ class Described(MultiTurnEpisode):
     def env_response(self, state, arena, artifact):
         state.data["said"][state.current_actor] = state.last_completion_text.strip()
 
-    def step_reward(self, state, arena, artifact):
-        """Rank a tree's branches: descriptions by their form, guesses by their outcome."""
-        said = state.data["said"]
-        return (
-            right(said, artifact)
-            if "guesser" in said
-            else form({"said": {"guesser": "", **said}}, artifact).get("describer", 0.0)
-        )
-
     def team_answer(self, state, arena, artifact):
         guess = state.data["said"].get("guesser")
         return None if guess is None else (guess, bool(right(state.data["said"], artifact)))

@@ -466,3 +466,22 @@ def test_a_wrong_option_of_groups_shows_when_the_rule_is_made(rule: Any, options
 def test_a_wrong_option_is_named(rule: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         rule(**options)
+
+
+@pytest.mark.parametrize("name", ["at_grpo", "dr_mas"])
+def test_step_rewards_that_hide_the_rubrics_are_named(make: Any, name: str) -> None:
+    """A describer paid for its form alone. In a tree, or where the attempts earned the same, nothing is hidden."""
+    differ, equal = [1.0, 0.0, 1.0], [1.0, 1.0, 1.0]
+    groups = [
+        ("hidden", differ, {}),
+        ("same", equal, {}),
+        ("tree", differ, {"tree_node": 0}),
+        ("rubric", differ, {"has_step_reward": False}),
+    ]
+    samples = [
+        make(uid, reward=0.25, trajectory_reward=earned, group_id=uid, **more)
+        for uid, outcomes, more in groups
+        for earned in outcomes
+    ]
+    causes = registry[name]().zero_causes(samples, range(12))
+    assert causes == ["equal_step_rewards"] * 3 + ["equal_rewards"] * 9

@@ -54,7 +54,9 @@ def test_means_are_tied_by_the_magnitude_of_their_rewards(make: Any) -> None:
     """0.1 + 0.2 - 0.3 leaves 5.6e-17, and 1000.1 - 999.8 is 0.3 to 1e-13: rounding of the rewards, not of the means."""
     parts = {"a": [0.1, 0.2, -0.3], "b": [0.0], "c": [1000.1, -999.8], "d": [0.1, 0.2]}
     samples = [
-        make(name, reward=reward, group_id=name in "ab") for name, rewards in parts.items() for reward in rewards
+        make(name, reward=reward, trajectory_reward=0.0, group_id=name in "ab")
+        for name, rewards in parts.items()
+        for reward in rewards
     ]
     for rule in (GRPOCredit(), GRPOCredit(normalize=False), PassAtKCredit(k=1)):
         assert rule.compute_columns(samples).tolist() == [0.0] * 8

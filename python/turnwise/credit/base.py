@@ -20,10 +20,11 @@ Key = tuple[Hashable, ...]
 RULE_METHODS = ("compute", "compute_columns", "state_dict", "load_state_dict")
 """Methods that a class needs to be a credit rule."""
 
-EQUAL, ALONE, MIN_STD, CENTERED = "equal_rewards", "alone", "min_std", "zero_advantage"
-"""Causes of an advantage of 0. ``EQUAL``: all rewards of the group are equal, up to rounding. ``ALONE``: the group has
-one member. ``MIN_STD``: its standard deviation is below ``min_std``. ``CENTERED``: the reward equals the rule's
-expectation (the group's mean, a baseline).
+EQUAL, HIDDEN, ALONE, MIN_STD, CENTERED = "equal_rewards", "equal_step_rewards", "alone", "min_std", "zero_advantage"
+"""Causes of an advantage of 0. ``EQUAL``: all rewards of the group are equal, up to rounding. ``HIDDEN``: they are
+equal step rewards, while the rubric's rewards of the attempts differ. ``ALONE``: the group has one member. ``MIN_STD``:
+its standard deviation is below ``min_std``. ``CENTERED``: the reward equals the rule's expectation (the group's mean, a
+baseline).
 """
 
 registry: dict[str, type[Credit]] = {}
@@ -131,6 +132,12 @@ class GroupCredit(Credit):
         for key, unit, value in zip(keys, units, values.tolist(), strict=True):
             groups.setdefault(key, {}).setdefault(unit, []).append(value)
         causes = {key: self._zero_cause(list(groups[key].values())) for key in {keys[row] for row in rows}}
+        # A tree compares siblings by the reward of the step, and may well leave the attempt's reward to others.
+        hidden: dict[Key, list[float]] = {}
+        for key, sample in zip(keys, samples, strict=True) if self.capabilities.step_rewards else ():
+            if causes.get(key) == EQUAL and sample.has_step_reward and sample.tree_node is None:
+                hidden.setdefault(key, []).append(sample.trajectory_reward)
+        causes |= {key: HIDDEN for key, each in hidden.items() if max(each) - min(each) > tolerance(each)}
         return [causes[keys[row]] for row in rows]
 
     def _zero_cause(self, units: Sequence[Sequence[float]]) -> str:

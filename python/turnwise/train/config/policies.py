@@ -103,8 +103,8 @@ class WarmStartConfig(Section):
     """Most updates of supervised training; 0 skips it."""
     batch_size: int = Field(default=128, ge=1)
     """Rows of one update."""
-    lr: float = Field(default=2e-3, gt=0)
-    """Peak learning rate."""
+    lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate; default: 2e-3 for a model of fewer than ten million parameters, else 2e-5."""
     warmup: int = Field(default=20, ge=0)
     """Updates of linear warm-up from 0 to ``lr``."""
     shuffle: bool = True

@@ -30,6 +30,9 @@ CAUSES = {
     "(filter.drop_truncated = false)",
     "equal_rewards": "earned the same as all calls of its group: ask easier or harder questions, raise "
     "rollout.group_size or rollout.branches, or pay for partial success",
+    "equal_step_rewards": "earned the same step reward as all calls of its group, while the rubric's rewards of their "
+    "attempts differ: a call with a step reward doesn't train on the rubric's, so let step_reward return None, or add "
+    "what the rubric pays",
     "alone": "is alone in its group: raise rollout.group_size or rollout.branches, or give attempts "
     "that belong together one group_id",
     "min_std": "is in a group whose rewards hardly differ: lower credit.options.min_std",

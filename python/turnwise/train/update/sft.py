@@ -67,8 +67,9 @@ def warm_start(
     """
     if not demonstrations:
         raise ValueError("demonstrations=[]: expected at least one")
+    lr = config.lr or default_lr(model)
     update = UpdateConfig(
-        lr=config.lr,
+        lr=lr,
         schedule="linear",
         min_lr_ratio=0.1,
         warmup=config.warmup,
@@ -106,11 +107,19 @@ def warm_start(
         try:
             last = update_policy(policy, select(everything, np.array(drawn)), update, loss, rng)["loss"]
         except FloatingPointError as error:
-            raise FloatingPointError(f"{error} (step {stop.done.steps}); lower warm_start.lr = {config.lr}") from error
+            raise FloatingPointError(f"{error} (step {stop.done.steps}); lower warm_start.lr = {lr}") from error
         stop.add_step(last)
         on_step(stop.done.steps, last)
     model.eval()
     return stop.done
+
+
+def default_lr(model: nn.Module) -> float:
+    """Return the peak learning rate where ``warm_start.lr`` isn't set.
+
+    The rate at which a tiny model learns from scratch makes a pretrained one forget, and leaves it without entropy.
+    """
+    return 2e-3 if sum(parameter.numel() for parameter in model.parameters()) < 10_000_000 else 2e-5
 
 
 class Stop:
