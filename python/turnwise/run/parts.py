@@ -133,7 +133,7 @@ class ExploitabilityProbe(Callback):
 
     async def on_start(self, trainer: TrainerView) -> None:
         if trainer.progress.step == 0:
-            await self._measured(trainer)
+            trainer.log.add(0, {**await self._measured(trainer), "total_sampled_tokens": 0})
 
     async def after_step(self, trainer: TrainerView, results: Sequence[GenerateResult]) -> Mapping[str, float]:
         return {} if trainer.progress.step % self.every else await self._measured(trainer)

@@ -384,10 +384,7 @@ class Trainer:
         if not every or step % every or str(step) in self.progress.evaluations:
             return
         if measured := await self.validate():
-            if step:
-                self.log.add(step, measured)
-            else:
-                self.log.step(0, {**measured, "total_sampled_tokens": 0})
+            self.log.add(step, measured if step else {**measured, "total_sampled_tokens": 0})
             if self.config.checkpoint.keep_best:
                 self.save()
 

@@ -98,7 +98,7 @@ class RunLog:
         append_lines(self.folder / "rollouts.jsonl", rows)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add ``metrics`` to a step that was logged without them."""
+        """Add ``metrics`` to a step that was logged without them, or to step 0, the start."""
         _call_all([partial(getattr(writer, "add", writer.log), step, metrics) for writer in self.writers])
         if self.progress and "validation" in metrics:
             self.note(curve_line(step, metrics))

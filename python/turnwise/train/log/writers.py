@@ -61,8 +61,11 @@ class JsonLines:
         append_lines(self.path, [{"step": step, **metrics}])
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add ``metrics`` to the row of ``step``."""
-        rows = [{**row, **(metrics if row["step"] == step else {})} for _, row in read_lines(self.path)]
+        """Add ``metrics`` to the row of ``step``, or to a new row at the end."""
+        rows = [row for _, row in read_lines(self.path)] if self.path.exists() else []
+        if all(row["step"] != step for row in rows):
+            rows.append({"step": step})
+        rows = [{**row, **(metrics if row["step"] == step else {})} for row in rows]
         replace_text(self.path, "".join(json_line(row) + "\n" for row in rows))
 
     def rewind(self, step: int) -> None:
