@@ -180,6 +180,11 @@ def first_peak(call: Call, device: str = "cpu") -> int | None:
     return max(_resident("VmHWM") - before, 0)
 
 
+def process_peak() -> int | None:
+    """Return the peak of this process's resident memory in bytes since its start; ``None`` without ``/proc``."""
+    return _resident("VmHWM") if sys.platform.startswith("linux") else None
+
+
 def _resident(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):

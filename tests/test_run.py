@@ -17,6 +17,7 @@ import torch
 from turnwise.arena import Filters, OverlongPenalty
 from turnwise.cli.run.eval import evaluate_from_config
 from turnwise.inference.common.hf_model import recomputes
+from turnwise.inference.local.models import copy_models
 from turnwise.inference.weights.lora import shared_bases
 from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit
@@ -380,6 +381,29 @@ def test_one_line_of_the_config_chooses_the_level(tmp_path, level):
         assert run.arena.client.version(name) == policy.version == 2
         held = run.arena.client._policies[name].model.state_dict()
         assert all(torch.equal(tensor, held[key]) for key, tensor in policy.weights())
+
+
+def test_the_sampler_has_no_second_copy_of_the_weights(tmp_path, monkeypatch):
+    """A run whose sampler has copies ends with the same bits. One that samples ahead needs copies."""
+
+    def shared(run):
+        served = run.arena.client._policies["default"].model
+        weights = dict(named_weights(run.trainer.policies["default"].model)).items()
+        return {tensor.data_ptr() == served.state_dict()[name].data_ptr() for name, tensor in weights}
+
+    run = build_run(config_of(tmp_path / "shared"))
+    assert shared(run) == {True} and run.arena.client.capabilities.shares_weights
+    run.train()
+    assert shared(run) == {True}
+    assert shared(build_run(config_of(tmp_path / "ahead", loop={"max_staleness": 1}))) == {False}
+    monkeypatch.setattr("turnwise.inference.local.client.copy_models", lambda models, live: copy_models(models))
+    copied = build_run(config_of(tmp_path / "copied"))
+    assert shared(copied) == {False}
+    copied.train()
+    assert all(
+        torch.equal(tensor, all_weights_of(run)["default"][name])
+        for name, tensor in all_weights_of(copied)["default"].items()
+    )
 
 
 def test_the_base_of_adapters_is_warm_started_and_then_stays(tmp_path):

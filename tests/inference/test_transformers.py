@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,24 @@ async def test_a_shared_module_stays_trainable() -> None:
         [response] = await client.generate(requests_of(1, 1))
         expected = teacher_forced(model.eval(), response)
         assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+async def test_a_live_policy_uses_the_given_weights_and_a_past_one_its_own() -> None:
+    """Both begin as one model, as the past policies of a league do."""
+    model = build().train()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    async with client_of({"default": model, "past": model}, live=["default"]) as client:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        requests = [replace(request, policy=name) for name in ("default", "past") for request in requests_of(1, 1)]
+        live, past = await client.generate(requests)
+        assert model.training and all(parameter.requires_grad for parameter in model.parameters())
+        assert live.logprobs == pytest.approx(teacher_forced(model.eval(), live).tolist(), abs=1e-5)
+        assert past.logprobs == pytest.approx(teacher_forced(build(), past).tolist(), abs=1e-5)
+        client.load_weights("past", start.items(), 1)
+        client.load_weights("default", model.state_dict().items(), 1)
+        assert all(torch.equal(tensor, 0.5 * start[name]) for name, tensor in model.state_dict().items())
 
 
 async def test_a_failing_forward_reaches_every_caller_and_no_later_one() -> None:

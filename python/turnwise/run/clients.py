@@ -67,18 +67,22 @@ def check_client(config: TrainConfig) -> None:
 
 
 def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    """Build the client for ``models``, given by policy. It has its own weights, which the trainer keeps up to date.
+    """Build the client for ``models``, given by policy. The trainer keeps its weights up to date.
 
-    Raises ``ConfigError`` if it can't serve them.
+    The embedded client uses the memory of the trainer's weights, unless it samples while they train. Raises
+    ``ConfigError`` if it can't serve them.
     """
     build = _cluster if config.cluster.has_engines else KINDS[config.rollout.client].build
     return build(config, tokenizer, models)
 
 
 def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+    # Past policies of a league begin as the live model itself, and then hold other weights.
+    live = [name for name in models if name in config.policies] if config.loop.max_staleness == 0 else []
     return TransformersClient(
         models,
         tokenizer,
+        live=live,
         device=find_device(config.device),
         max_batch_rows=config.rollout.max_batch_rows,
         in_flight=config.loop.in_flight_updates,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -91,6 +91,8 @@ class TransformersClient(ClientBase):
     - ``max_batch_rows``, ``max_batch_tokens``: limits of a batch. The second counts prompt and new tokens with padding.
     - ``share``: uses the given modules, not copies. The caller must not train them while a batch runs;
       ``await pause()`` waits until none runs.
+    - ``live``: names of policies whose copies use the memory of the given modules' parameters. The same holds for them
+      as for shared modules.
     - ``in_flight``: loads new weights between two tokens of the running batch instead of after it. The key-value cache
       stays, and ``policy_versions`` of a response has the version of each token.
     - ``seed``: source of the seeds for requests without one.
@@ -109,6 +111,7 @@ class TransformersClient(ClientBase):
         max_batch_rows: int = 512,
         max_batch_tokens: int = 131072,
         share: bool = False,
+        live: Collection[str] = (),
         in_flight: bool = False,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -124,9 +127,9 @@ class TransformersClient(ClientBase):
         self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
-        self._shares_weights = share
+        self._shares_modules, self._shares_weights = share, share or bool(live)
         self._in_flight = in_flight
-        self._policies = load_models(models if share else copy_models(models), share, device)
+        self._policies = load_models(models if share else copy_models(models, live), share, device)
         self._seeds = np.random.default_rng(seed)
         self._stats = BatchStats()
         self._waiting: list[_PendingRequest] = []
@@ -223,7 +226,7 @@ class TransformersClient(ClientBase):
 
     @property
     def capabilities(self) -> ClientCapabilities:
-        """The weights are shared if the client samples with the caller's own modules (``share``)."""
+        """The weights are shared if the client samples with the caller's own modules or their memory."""
         return ClientCapabilities(shares_weights=self._shares_weights, grammars=True)
 
     def stats(self) -> dict[str, float]:
@@ -312,7 +315,7 @@ class TransformersClient(ClientBase):
     def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse]:
         loaded = self._policies[policy]
         whole, each = (nullcontext(), ForwardLock(loaded, self._busy)) if self._in_flight else (self._busy, None)
-        with whole, sampling_mode(loaded.model, self._shares_weights):
+        with whole, sampling_mode(loaded.model, self._shares_modules):
             began = time.perf_counter()
             completions, work = complete(
                 loaded.model,
@@ -329,7 +332,7 @@ class TransformersClient(ClientBase):
 
     def _score(self, policy: str, rows: Sequence[ScoredSequence]) -> list[list[float]]:
         loaded = self._policies[policy]
-        with self._busy, sampling_mode(loaded.model, self._shares_weights):
+        with self._busy, sampling_mode(loaded.model, self._shares_modules):
             device = loaded.model.get_input_embeddings().weight.device
             return completion_logprobs(loaded.model, rows, device, cached=loaded.cached)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,12 +64,20 @@ class ForwardLock:
         self._lock.__exit__(*error)
 
 
-def copy_models(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Copy each model. Adapters share one memo, so their shared base is copied once."""
+def copy_models(models: Mapping[str, nn.Module], live: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Copy each model. Adapters share one memo, so their shared base is copied once.
+
+    The copies of ``live`` models keep the memory of the originals' parameters, so they hold what those hold.
+    """
     memo: dict[int, Any] = {}
-    return {
-        name: copy.deepcopy(model, memo if isinstance(model, AdaptedModel) else {}) for name, model in models.items()
-    }
+    copies = {}
+    for name, model in models.items():
+        lm, own_memo = (model.shared.model, memo) if isinstance(model, AdaptedModel) else (model, {})
+        if name in live:
+            for parameter in lm.parameters():
+                own_memo.setdefault(id(parameter), nn.Parameter(parameter.detach(), requires_grad=False))
+        copies[name] = copy.deepcopy(model, own_memo)
+    return copies
 
 
 def load_models(
