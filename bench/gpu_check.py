@@ -43,7 +43,7 @@ PROGRAMS = ("nvcc", "cmake", "ninja")
 PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # searched after the PATH
 # Benches that use no GPU or several, exceed a stage's time, or need a package that the image lacks.
 NO_GPU = {"arena", "constrained", "gateway", "grammars", "publish", "sharded", "state", "step", "train", "trie",
-          "inference", "trl", "verl", "workers"}  # fmt: skip
+          "inference", "real_model", "trl", "verl", "workers"}  # fmt: skip
 FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # float32 products would take the whole time
 PYTEST_INI = (
     "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"
