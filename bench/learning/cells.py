@@ -51,7 +51,7 @@ class Cell:
     contender: str
     seed: int
     config: Settings
-    """A run's configuration as in TOML, without ``run_dir``, ``seed`` and ``warm_start``."""
+    """A run's configuration as in TOML, without ``run_dir``, ``seed`` and, with ``warm``, ``warm_start``."""
     warm: WarmStart | None = None
     swap: tuple[str, str] | None = None
     """Two actors whose policies are also exchanged after training."""

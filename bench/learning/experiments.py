@@ -10,6 +10,8 @@ from typing import Any
 
 from cells import HERE, RESULTS, SEEDS, SWEEP_SEEDS, Cell, Settings, WarmStart, merged, read_results
 
+from turnwise.train.config.toml import raw_settings
+
 EXAMPLES = HERE.parent.parent / "examples"
 RATES = (2.5e-4, 5e-4, 1e-3)
 """Learning rates of the sweep."""
@@ -408,9 +410,10 @@ def real(seed: int) -> list[Cell]:
         settings["verifier"] = {
             name: merged({"threads": 1}, more) for name, more in {"untrained": untrained, **changed}.items()
         }
+        settings["kuhn_poker"] = {"rae": {}}
     made = []
     for name, contenders in settings.items():
-        example = tomllib.loads((EXAMPLES / "smollm2" / f"{name}.toml").read_text(encoding="utf-8"))
+        example = raw_settings(EXAMPLES / "smollm2" / f"{name}.toml")
         del example["run_dir"]
         made += [Cell("real", name, who, seed, merged(example, more)) for who, more in contenders.items()]
     return made

@@ -184,7 +184,7 @@ def spikes(rows: list[Row], _: Groups) -> str:
 
 
 def exploitability(rows: list[Row], _: Groups) -> str:
-    """Return the first exploitability measured after training began and the last, for each seed."""
+    """Return the first exploitability measured and the last, for each seed. Older rows lack that of the start."""
     found = [row["series"]["exploitability"] for row in rows]
     return ", ".join(f"{each[0][1]:.2f} → {each[-1][1]:.2f}" for each in found if each)
 
@@ -211,7 +211,7 @@ COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
     Column("last actor fixes, breaks", ("credit", "real"), contribution),
     Column("gradient norm, p99/p50", ("stability",), spikes),
-    Column("exploitability", ("rae",), exploitability),
+    Column("exploitability", ("rae", "real"), exploitability),
     Column("rewards of the first and the last step", ("real",), rewards),
 )
 

@@ -34,7 +34,7 @@ from common import environment  # noqa: E402
 from experiments import CELLS  # noqa: E402
 
 WORK = Path("runs/learning")
-SERIES = ("grad_norm", "entropy", "exploitability", "truncated", "pass_rate", "hard")
+SERIES = ("grad_norm", "entropy", "exploitability", "unreadable", "truncated", "pass_rate", "hard")
 SWEEP = "sweep"
 
 
