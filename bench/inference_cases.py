@@ -154,7 +154,9 @@ def _add(made: dict[str, Any], name: str, kind: str, model: nn.Module, vllm: Map
     config = config_from_dict({"run_dir": tempfile.mkdtemp(prefix="turnwise-bench-"), "rollout": rollout})
     try:
         KINDS[kind].check(config)
-        made[name] = KINDS[kind].build(config, Endless(), {"default": model})
+        made[name] = KINDS[kind].build(
+            config, Endless(), {"default": copy.deepcopy(model)}
+        )  # syncs change the client's
     except (ImportError, ValueError) as error:
         print(f"without {name}: {error}")
 

@@ -213,7 +213,7 @@ def client(case: Case, rounds: int, folder: str, kind: str) -> list[float]:
     model, prompts = load(case)
     config = config_from_dict({"run_dir": folder, "threads": case.threads, "rollout": {"client": kind}})
     sampler, loop = KINDS[kind].build(config, Endless(), {"default": model}), asyncio.new_event_loop()
-    del model  # the client has a copy
+    del model
 
     def sample(number: int) -> int:
         settings = [Sampling(max_tokens=case.tokens, seed=number * len(prompts) + i) for i in range(len(prompts))]
