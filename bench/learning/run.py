@@ -36,6 +36,8 @@ from experiments import CELLS  # noqa: E402
 WORK = Path("runs/learning")
 SERIES = ("grad_norm", "entropy", "exploitability", "unreadable", "truncated", "pass_rate", "hard")
 SWEEP = "sweep"
+SHOWN = 6
+"""Questions whose answers a real model's row has."""
 
 
 def main() -> None:
@@ -156,6 +158,8 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
             row |= validated(read_metrics(folder), cell.config["eval"]["num_prompts"])
         else:
             row |= measured(run.evaluate())
+        if cell.question == "real":
+            row["transcripts"] = transcripts(run)
         for name, change in changes(cell).items():
             change(run)
             row[name] = measured(run.evaluate())
@@ -191,6 +195,22 @@ def measured(result: Any) -> dict[str, Any]:
         "values": result.values,
         "metrics": {name: round(value, 4) for name, value in metrics.items()},
     }
+
+
+def transcripts(run: Any) -> list[dict[str, Any]]:
+    """Return what the actors say to the first held-out questions, which the evaluation has asked already."""
+    from turnwise.utils.threads import run_to_end
+
+    view = run.arena.evaluation(sampling=run.arena.sampling.with_(temperature=0.0))
+    results = run_to_end(view.generate_rollouts(run.held_out.requests[:SHOWN]))
+    return [
+        {
+            "question": result.rollout.artifact,
+            "said": [[step.actor_id, step.completion_text] for step in result.rollout.steps],
+            "metrics": result.rollout.metrics,
+        }
+        for result in results
+    ]
 
 
 def validated(lines: Sequence[dict[str, Any]], questions: int) -> dict[str, Any]:
