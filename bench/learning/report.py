@@ -1,4 +1,4 @@
-"""Draws the learning results: tables into ``results/README.md``, and the curves of ``docs/learning.md``.
+"""Draws the learning results: tables into ``results/README.md``, and the curves of its pages.
 
 python bench/learning/report.py            # rewrites both from bench/learning/results
 python bench/learning/report.py --check    # fails if a table is not what the results say
@@ -24,14 +24,14 @@ from cells import RESULTS, read_results  # noqa: E402
 from turnwise.train.eval.statistics import estimate, paired_difference, wilson  # noqa: E402
 
 ROOT = HERE.parent.parent
-PAGE = ROOT / "docs" / "learning.md"
+PAGES = [ROOT / "docs" / "learning.md", ROOT / "docs" / "real_models.md"]
 TABLES = RESULTS / "README.md"
 IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"(<!-- results: (\S+) against (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """A table: ``question``, or ``question/pattern of its settings``, and the contender to compare with."""
 
 IMAGE = re.compile(r"images/learning-(\w+)-(light|dark)\.svg")
-"""A picture of the page: the curves of a question."""
+"""A picture on a page: the curves of a question."""
 
 Row = dict[str, Any]
 Groups = dict[tuple[str, str], list[Row]]
@@ -46,7 +46,7 @@ def main() -> None:
     if options.check:
         raise SystemExit(f"{TABLES}: run python bench/learning/report.py" if new != old else 0)
     TABLES.write_text(new, encoding="utf-8")
-    for question, theme in dict.fromkeys(IMAGE.findall(PAGE.read_text(encoding="utf-8"))):
+    for question, theme in dict.fromkeys(IMAGE.findall("".join(page.read_text(encoding="utf-8") for page in PAGES))):
         draw(question, theme)
 
 
@@ -235,8 +235,8 @@ def draw(question: str, theme: str) -> None:
         return
     figure = Figure(figsize=(5 * min(3, len(settings)), 3.6 * -(-len(settings) // 3)), layout="constrained")
     figure.set_facecolor(paper)
-    axes = figure.subplots(-(-len(settings) // 3), min(3, len(settings)), squeeze=False).flat
-    for empty in list(axes)[len(settings) :]:
+    axes = figure.subplots(-(-len(settings) // 3), min(3, len(settings)), squeeze=False).flatten().tolist()
+    for empty in axes[len(settings) :]:
         empty.set_visible(False)
     colors = dict(zip(dict.fromkeys(contender for _, contender in groups), COLORS, strict=False))
     for axis, setting in zip(axes, settings, strict=False):

@@ -198,3 +198,21 @@ def test_the_fog_is_passed_through_its_two_gaps_alone():
         for gap in range(WIDTH):
             through = f"{question[0]}{gap}{question[2:]}"
             assert walked(question, route(through))[1] == (gap == int(question[1])), (question, gap)
+
+
+def test_pictures_have_the_curves_of_the_rows(tmp_path, monkeypatch):
+    """One curve and one band for each contender with validations, in the drawn picture and in the committed one."""
+    import report
+
+    committed = [path for path in report.IMAGES.glob("learning-*-light.svg")]
+    assert len(committed) >= 3
+    monkeypatch.setattr(report, "IMAGES", tmp_path)
+    for path in committed:
+        question = path.stem.split("-")[1]
+        rows = report.groups_of(question)
+        drawn = {who for (_, who), each in rows.items() if all(len(row["curve"]) > 1 for row in each)}
+        assert drawn
+        report.draw(question, "light")
+        for picture in (path, tmp_path / path.name):
+            named = re.findall(r"<!-- (\S+) -->", picture.read_text(encoding="utf-8"))
+            assert drawn <= set(named), f"{picture}: {drawn - set(named)} missing"
