@@ -131,7 +131,7 @@ def test_draws_are_those_with_whole_masks(vocabulary: int) -> None:
     forms = [grammar, text, None, grammar, text]
     samplings = [Sampling(), Sampling(temperature=0.7), Sampling(), Sampling(temperature=0), Sampling(top_p=0.9)]
     sampler = RowSampler.build(samplings, range(5), 24, torch.device("cpu"))
-    grammars = RowGrammars(forms, tokenizer, vocabulary, 24)
+    grammars = RowGrammars(forms, tokenizer, vocabulary)
     matchers = [None if form is None else GrammarMatcher(tokenizer, form) for form in forms]
     rows, forced, mixed = torch.arange(5), 0, 0
     for step in range(24):
@@ -149,7 +149,7 @@ def test_draws_are_those_with_whole_masks(vocabulary: int) -> None:
         single = int((masks.sum(axis=1) == 1).sum())
         forced, mixed = forced + single, mixed + (0 < single < len(rows) - 1)
         going = tokens != tokenizer.eos_token_id
-        assert grammars.accept(rows, tokens, going, step) == []
+        assert grammars.accept(rows, tokens, going) == []
         for row, token in zip(rows[going].tolist(), tokens[going].tolist(), strict=True):
             matcher = matchers[row]
             assert matcher is None or matcher.accept(token)

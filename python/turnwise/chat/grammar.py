@@ -117,7 +117,7 @@ class GrammarMatcher:
         """Start before the first token. Raises :class:`GrammarError` for a grammar that can't be compiled."""
         compiled, run, words = _compiled(tokenizer, grammar)
         self._matcher = compiled.deep_copy()
-        self._run = run[::-1]  # the run of forced tokens ahead, last one first; the matcher is behind it
+        self._forced = run[::-1]  # the run of forced tokens ahead, last one first; the matcher is behind it
         self.write_to(np.zeros(words, dtype=np.uint32))
 
     def forced_token(self) -> int:
@@ -125,29 +125,22 @@ class GrammarMatcher:
 
         A run of such tokens, as in a JSON key, is found at once. So they cost much less than their masks.
         """
-        if not self._run:
-            self._run = _forced_run(self._matcher)[::-1]
-        return self._run[-1] if self._run else -1
-
-    def take_forced(self) -> list[int]:
-        """Go past the tokens up to the next choice, and return them."""
-        if self._run:
-            run, self._run = self._run[::-1], []
-            return run
-        return _forced_run(self._matcher)
+        if not self._forced:
+            self._forced = _forced_run(self._matcher)[::-1]
+        return self._forced[-1] if self._forced else -1
 
     def write_to(self, mask: np.ndarray) -> None:
         """Write later masks into ``mask``, which has the shape and type of the present one: ``[words]`` uint32."""
-        self.mask, self._target = mask, (mask.ctypes.data, mask.nbytes)
+        self.mask, self._address = mask, mask.ctypes.data
 
-    def write_mask(self) -> None:
-        """Write the next token's mask into ``mask``, where no token is forced."""
-        matcher = self._matcher
-        if not matcher.is_stopped():  # also true after an error
-            matcher.unsafe_compute_mask_ptr(*self._target)
-            if not matcher.is_stopped():
-                return
+    def write_mask(self) -> bool:
+        """Write the next token's mask into ``mask``, where no token is forced. Return False if it allows none."""
+        if not self._matcher.is_stopped():  # also true after an error
+            self._matcher.unsafe_compute_mask_ptr(self._address, self.mask.nbytes)
+            if not self._matcher.is_stopped():
+                return bool(self.mask.any())
         self.mask[:] = 0
+        return False
 
     def allowed(self) -> np.ndarray:
         """Return the mask ``[W]`` uint8 of the next token, as in :class:`AllowedTokens`. The next call overwrites it.
@@ -163,8 +156,8 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Go on past ``token``. Return False if the grammar doesn't allow it."""
-        if self._run:
-            return self._run.pop() == token
+        if self._forced:
+            return self._forced.pop() == token
         return bool(self._matcher.consume_token(token))
 
 

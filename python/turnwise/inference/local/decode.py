@@ -97,8 +97,7 @@ def complete(
             decoder = Uncached(model, prompts, index)
             logits = decoder.next_logits()
     logits = logits[index]
-    width = max(row.limit for row in rows)
-    grammars = RowGrammars.of([row.sampling.grammar for row in rows], tokenizer, logits.shape[1], width)
+    grammars = RowGrammars.of([row.sampling.grammar for row in rows], tokenizer, logits.shape[1])
     drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
     return _completions(rows, drawn), Work(prefilled, drawn.decoded)
@@ -212,7 +211,7 @@ def _decode(
                 if row in watched and watched[row](tokens[row, : step + 1].tolist()):
                     stopped[row], going[index] = step + 1, False
         going &= step + 1 < limits[alive]
-        if grammars is not None and (ended := grammars.accept(alive, drawn, going, step)):
+        if grammars is not None and (ended := grammars.accept(alive, drawn, going)):
             stuck |= dict.fromkeys(ended, step + 1)
             going &= ~torch.isin(alive, torch.tensor(ended, device=device))
         if left := set(abandoned()) - aborted:

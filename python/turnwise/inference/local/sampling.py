@@ -82,12 +82,10 @@ class RowSampler:
 class RowGrammars:
     """The grammars of ``R`` rows, and the tokens that each row may have next: all tokens in rows without one."""
 
-    def __init__(self, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int, tokens: int) -> None:
-        """Start before the first of at most ``tokens`` (``T``) new tokens."""
+    def __init__(self, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int) -> None:
         self._matchers = {
             row: GrammarMatcher(tokenizer, grammar) for row, grammar in enumerate(grammars) if grammar is not None
         }
-        self._constrained = np.array([grammar is not None for grammar in grammars])
         self._vocabulary = vocabulary
         # The tokenizer may have more or fewer tokens than the model.
         words = max([-(-vocabulary // 32), *(len(matcher.mask) for matcher in self._matchers.values())])
@@ -95,61 +93,53 @@ class RowGrammars:
         for row, matcher in self._matchers.items():
             self._masks[row] = 0
             matcher.write_to(self._masks[row, : len(matcher.mask)])
-        # [T + 1, R]: the tokens without an alternative as far as they are known, else -1. They have no mask.
-        self._forced = np.full((tokens + 1, len(grammars)), -1)
-        self._look_ahead(self._matchers, 0)
+        # The only token that a row may have next, or -1. Its mask is not written.
+        self._forced = [-1] * len(grammars)
+        self._look_ahead(self._matchers)
 
     @classmethod
-    def of(cls, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int, tokens: int) -> RowGrammars | None:
+    def of(cls, grammars: Sequence[Grammar | None], tokenizer: Any, vocabulary: int) -> RowGrammars | None:
         """Return the grammars of the rows; ``None`` if no row has one."""
-        return cls(grammars, tokenizer, vocabulary, tokens) if any(grammars) else None
+        return cls(grammars, tokenizer, vocabulary) if any(grammars) else None
 
     def draw(self, sampler: RowSampler, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Draw the next token of each row from its allowed ones, as :meth:`RowSampler.draw` does with masks.
 
         A token without an alternative needs no draw. Its log-probability is 0.
         """
-        index, device = rows.cpu().numpy(), logits.device
-        forced = self._forced[step].take(index)
-        free = (forced < 0).nonzero()[0]
+        index, device = rows.tolist(), logits.device
+        forced = [self._forced[row] for row in index]
+        free = [place for place, token in enumerate(forced) if token < 0]
         if len(free) == len(index):
             return sampler.draw(logits, rows, step, self._allowed(index, device))
-        tokens, logprobs = torch.from_numpy(forced).to(device), torch.zeros(len(index), device=device)
-        if len(free):
-            places, allowed = torch.from_numpy(free).to(device), self._allowed(index[free], device)
+        tokens, logprobs = torch.tensor(forced, device=device), torch.zeros(len(index), device=device)
+        if free:
+            places, allowed = torch.tensor(free, device=device), self._allowed([index[each] for each in free], device)
             drawn = sampler.draw(logits.index_select(0, places), rows.index_select(0, places), step, allowed)
             tokens.index_copy_(0, places, drawn[0])
             logprobs.index_copy_(0, places, drawn[1])
         return tokens, logprobs
 
-    def accept(self, rows: Tensor, tokens: Tensor, going: Tensor, step: int) -> list[int]:
+    def accept(self, rows: Tensor, tokens: Tensor, going: Tensor) -> list[int]:
         """Go on past ``tokens [r]`` of the ``rows [r]`` that are ``going``. Return those that no token can continue."""
-        index = rows.cpu().numpy()
-        # Within a run of forced tokens there is nothing to do.
-        open_next = self._constrained & (self._forced[step + 1] < 0)
-        places = (going.cpu().numpy() & open_next.take(index)).nonzero()[0]
-        index, chosen = index.take(places), tokens.cpu().numpy().take(places)
-        free = self._forced[step].take(index) < 0
         ended: list[int] = []
         running: list[int] = []
-        for row, token, is_free in zip(index.tolist(), chosen.tolist(), free.tolist(), strict=True):
-            (ended if is_free and not self._matchers[row].accept(token) else running).append(row)
-        return ended + self._look_ahead(running, step + 1)
+        for row, token, goes in zip(rows.tolist(), tokens.tolist(), going.tolist(), strict=True):
+            if goes and (matcher := self._matchers.get(row)) is not None:
+                (running if matcher.accept(token) else ended).append(row)
+        return ended + self._look_ahead(running)
 
-    def _look_ahead(self, rows: Iterable[int], step: int) -> list[int]:
-        """Find the forced tokens of each row from ``step`` on or else its mask. Return the rows with an empty mask."""
-        masked = []
+    def _look_ahead(self, rows: Iterable[int]) -> list[int]:
+        """Find the forced token of each row or else its mask. Return the rows with an empty mask."""
+        empty = []
         for row in rows:
             matcher = self._matchers[row]
-            if run := matcher.take_forced():
-                self._forced[step : step + len(run), row] = run[: len(self._forced) - step]
-            else:
-                matcher.write_mask()
-                masked.append(row)
-        filled = np.any(self._masks[masked], axis=1)
-        return [masked[place] for place in np.flatnonzero(~filled).tolist()]
+            self._forced[row] = token = matcher.forced_token()
+            if token < 0 and not matcher.write_mask():
+                empty.append(row)
+        return empty
 
-    def _allowed(self, index: np.ndarray, device: torch.device) -> Tensor:
+    def _allowed(self, index: list[int], device: torch.device) -> Tensor:
         """Return the masks ``[r, V]`` bool of the rows ``index``."""
         masks = self._masks.take(index, axis=0).view(np.uint8)
         if device.type == "cuda":
