@@ -79,9 +79,15 @@ def test_questions_of_a_file(name: str, tmp_path: Path) -> None:
     rows = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {
-        **{"task_options.path": str(path), "task_options.dataset": None, "task_options.subset": None},
-        **{"policies.default.path": "tiny", "policies.default.dtype": "float32"},
-        **{"steps": 2, "rollout.group_size": 2, "task_options.max_tokens": 16, "warm_start.steps": 0},
+        "task_options.path": str(path),
+        "task_options.dataset": None,
+        "task_options.subset": None,
+        "task_options.max_tokens": 16,
+        "policies.default.path": "tiny",
+        "policies.default.dtype": "float32",
+        "rollout.group_size": 2,
+        "steps": 2,
+        "warm_start.steps": 0,
     }
     errors = short_run(f"{name}.toml", tmp_path / "run", **changes)
     assert len(errors) == 2 and all(0 < error < EXACT for of_step in errors for error in of_step), errors

@@ -226,10 +226,9 @@ COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#57
 def draw(question: str, theme: str) -> None:
     """Draw validation success over sampled tokens: the mean over seeds, and a band from the lowest to the highest."""
     import numpy as np
-    from matplotlib import rcParams
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rcParams["svg.hashsalt"] = question  # the same rows give the same file
     paper, ink, grid = THEMES[theme]
     groups = {key: rows for key, rows in groups_of(question).items() if all(len(row["curve"]) > 1 for row in rows)}
     settings = list(dict.fromkeys(setting for setting, _ in groups))
@@ -255,7 +254,8 @@ def draw(question: str, theme: str) -> None:
             part.set_color(ink)
         for side in axis.spines.values():
             side.set_color(grid)
-    figure.savefig(IMAGES / f"learning-{question}-{theme}.svg", metadata={"Date": None})
+    with rc_context({"svg.hashsalt": question}):  # the same rows give the same file
+        figure.savefig(IMAGES / f"learning-{question}-{theme}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

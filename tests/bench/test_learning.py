@@ -204,7 +204,7 @@ def test_pictures_have_the_curves_of_the_rows(tmp_path, monkeypatch):
     """One curve and one band for each contender with validations, in the drawn picture and in the committed one."""
     import report
 
-    committed = [path for path in report.IMAGES.glob("learning-*-light.svg")]
+    committed = list(report.IMAGES.glob("learning-*-light.svg"))
     assert len(committed) >= 3
     monkeypatch.setattr(report, "IMAGES", tmp_path)
     for path in committed:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from turnwise.train.config.policies import WarmStartConfig
-from turnwise.train.update.sft import Demonstration, constant_credit, warm_start
+from turnwise.train.update.sft import Demonstration, constant_credit, default_lr, warm_start
 
 SFT = importlib.import_module("turnwise.train.update.sft")
 ROWS = [Demonstration([1, 10 + i], [20 + i, 40 + i, 2]) for i in range(8)]
@@ -120,3 +120,14 @@ def test_rows_of_one_prompt_that_follow_one_another_are_drawn_together(small_mod
         assert batch[0][0] == batch[1][0] != batch[2][0] == batch[3][0]
     assert sorted(last for batch in drawn[:3] for _, last in batch) == list(range(20, 32))
     assert [batch[::2] for batch in drawn[:3]] != [batch[::2] for batch in drawn[3:]], "in another order each time"
+
+
+def test_the_default_rate_fits_the_size_of_the_model(small_model):
+    """At the rate of a tiny model a pretrained one would forget; the rate is the one that the updates use."""
+    with torch.device("meta"):
+        assert [default_lr(nn.Linear(width, 1000, bias=False)) for width in (9_999, 10_000)] == [2e-3, 2e-5]
+    losses = {
+        lr: warm_start(small_model()[0], ROWS, WarmStartConfig(steps=4, batch_size=8, lr=lr), seed=0).loss
+        for lr in (None, 2e-3, 2e-5)
+    }
+    assert losses[None] == losses[2e-3] != losses[2e-5]

@@ -60,8 +60,8 @@ def warm_start(
     prompts are held out (:func:`~turnwise.train.update.held_out.choose_held_out`) and measured before the first step,
     every ``config.check_every`` steps and at the end; ``on_check`` gets these measurements. :class:`Stop` decides when
     the warm start ends early. Successive rows with the same prompt are drawn together, so that in a trie the prompt
-    passes through the model once. ``micro_batch_tokens`` bounds the tokens of one forward pass. The learning rate falls
-    linearly to a tenth.
+    passes through the model once. ``micro_batch_tokens`` bounds the tokens of one forward pass. The learning rate
+    (``config.lr``, or :func:`default_lr`) falls linearly to a tenth.
     Raises ``ValueError`` for no demonstrations, and for targets with too few prompts to hold some out;
     ``FloatingPointError`` for a loss that is not finite.
     """
