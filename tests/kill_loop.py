@@ -5,6 +5,7 @@
     python tests/kill_loop.py --kills 50 --mode lora        # two adapters over one base
     python tests/kill_loop.py --kills 50 --mode full        # a model per actor
     python tests/kill_loop.py --kills 50 --mode async       # sampling ahead of training, deterministic
+    python tests/kill_loop.py --kills 50 --mode curriculum  # questions by their solve rates, two batches ahead
     python tests/kill_loop.py --kills 50 --mode league      # games against past policies, some of which leave the pool
     python tests/kill_loop.py --kills 20 --ranks 2          # sharded over two ranks, of which torchrun restarts both
 
@@ -64,6 +65,10 @@ MODES: dict[str, dict[str, Any]] = {
     "lora": {"policy_sharing": "lora_per_actor"},
     "full": {"policy_sharing": "model_per_actor"},
     "async": {"loop": {"max_staleness": 2, "deterministic": True}},
+    "curriculum": {
+        "curriculum": {"sampling": "learnability", "pool": 12, "window": 4, "gate": 0.01},
+        "loop": {"max_staleness": 2, "deterministic": True},
+    },
     "league": {
         "task": "kuhn_poker",
         "task_options": {"max_tokens": 4},

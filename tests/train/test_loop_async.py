@@ -154,7 +154,7 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
     now, generators_now = sampler_state(trainer)
     assert arena["credit"] == {"baseline": 1.0} and generators["trainer"] == generators_now["trainer"]
     assert generators["trainer"] != before[1]["trainer"], "the trainer's own draws since then stand"
-    drawn_from = set(before[0]) - {"credit", "stores"}
+    drawn_from = set(before[0]) - {"credit", "curriculum", "stores"}
     assert {key: arena[key] for key in drawn_from} == {key: before[0][key] for key in drawn_from}
     assert any(now[key] != before[0][key] for key in drawn_from), "sampling draws from what is taken back"
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from turnwise.arena import ArtifactStore
+from turnwise.arena.curriculum import Curriculum
 from turnwise.credit import RAECredit
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.resume import QUEUE
@@ -58,6 +59,15 @@ def storing(trainer, folder):
     trainer.arena.source = draw
 
 
+def learning(trainer, folder):
+    """Questions come from a curriculum, which learns from each batch."""
+    arena, pool = trainer.arena, [EpisodeRequest("letters", f"q{n}", group_id=n) for n in range(6)]
+    ahead = trainer.config.loop.max_staleness
+    arena.curriculum = Curriculum(pool, metric="success/first", uniform=0.01, window=2, ahead=ahead)
+    arena.source = lambda: arena.curriculum.draw(arena.batches - 1, arena.batches, 3, 1)
+    arena.credit = RAECredit()
+
+
 KL = {"coef": 0.5, "apply_to": "reward", "target": 1e-4, "horizon": 30}
 UPDATE = {"lr": 3e-3, "num_minibatches": 2, "warmup": 3, "min_lr_ratio": 0.1}
 SETTINGS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any]]] = {
@@ -70,6 +80,8 @@ SETTINGS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any]]] = {
     "two ahead": (drawing, {"loop": {"max_staleness": 2, "deterministic": True}}),
     "two ahead, in any order": (drawing, {"loop": {"max_staleness": 2}}),
     "store": (storing, {}),
+    "curriculum": (learning, {}),
+    "curriculum two ahead": (learning, {"loop": {"max_staleness": 2, "deterministic": True}}),
 }
 
 
@@ -155,6 +167,8 @@ CASES = [
     *(("two ahead, in any order", name) for name in ("a rollout fails", "an update fails")),
     *((name, "its steps are done") for name in ("recomputed", "kl", "two policies", "one ahead")),
     *(("store", name) for name in ENDINGS if name.startswith("killed")),
+    *(("curriculum", name) for name in ("its steps are done", "an update fails", "killed in an update")),
+    *(("curriculum two ahead", name) for name in ("its steps are done", *AHEAD[:3])),
 ]
 
 
@@ -186,6 +200,8 @@ def left_by(trainer):
         for name, store in trainer.arena.stores.items()
     }
     state = getattr(trainer.arena.credit, "state_dict", dict)()
+    if trainer.arena.curriculum is not None:
+        state = {**state, "curriculum": trainer.arena.curriculum.state_dict()}
     policies = {name: (policy.kl_coef, policy.version) for name, policy in trainer.policies.items()}
     weights = {name: weights_of(trainer, name) for name in trainer.policies}
     return lines_of(trainer.config.run_dir), stores, state, policies, weights
@@ -258,6 +274,9 @@ async def test_the_runs_above_have_something_to_lose(whole):
     lines, _, state, *_ = await whole("two ahead")
     assert [line["staleness_max"] for line in lines] == [0, 1, 2, 2, 2] and state["baselines"]
     _, stores, *_ = await whole("store")
+    lines, _, state, *_ = await whole("curriculum two ahead")
+    assert [line["curriculum/seen"] for line in lines][-1] == 6 and "curriculum/drawn_p" in lines[-1]
+    assert len(state["curriculum"]["recent"]) == 3 and all(p < 1 for *_, p in state["curriculum"]["questions"])
     assert len(stores["q"]) == 9 and sum(outcome.attempts for *_, outcome in stores["q"]) > 0
     assert [line["step"] for line in (await whole("validated"))[0]] == list(range(STEPS + 1))
 

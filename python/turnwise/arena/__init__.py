@@ -1,6 +1,7 @@
 """The arena: actors, episodes (nested too), rubrics, stores and tree sampling; requests in, a training batch out.
 
-Read in this order: arena, episode, multi_turn, answers, runner, dynamic_sampling, episode_checkpoints, setup.
+Read in this order: arena, episode, multi_turn, answers, runner, curriculum, dynamic_sampling, episode_checkpoints,
+setup.
 May import: types, utils, state, chat, samples.
 """
 

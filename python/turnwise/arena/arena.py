@@ -106,11 +106,16 @@ class Arena(ArenaSetup):
         self.assign_credit(results)
         if self.stores:
             self._attempts.append(attempts_of(results, self.attempt_result))
-        return self.build_training_batch(results)
+        batch = self.build_training_batch(results)
+        if self.curriculum is not None:
+            batch.metrics |= self.curriculum.record(results, self.attempt_result)
+        return batch
 
     def take_back_credit(self, state: dict[str, Any] | None) -> None:
         """Undo the last :meth:`assign_credit_and_pack`: restore ``state``, the credit rule's state before it."""
         self._attempts.clear()
+        if self.curriculum is not None:
+            self.curriculum.take_back(self.last_results)
         if self.credit is not None and state:
             self.credit.load_state_dict(state)
 
@@ -348,6 +353,7 @@ class Arena(ArenaSetup):
             "rng": rng_state(self.rng),
             "stores": {name: store.state_dict() for name, store in self.stores.items()},
             "credit": state_of(self.credit),
+            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
             "opponent_assignment": None if self.opponent_assignment is None else self.opponent_assignment.state_dict(),
         }
 
@@ -364,6 +370,8 @@ class Arena(ArenaSetup):
             store.load_state_dict(state["stores"][name])
         if self.credit is not None and state["credit"]:
             self.credit.load_state_dict(state["credit"])
+        if self.curriculum is not None and state.get("curriculum") is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
         if self.opponent_assignment is not None and state.get("opponent_assignment") is not None:
             self.opponent_assignment.load_state_dict(state["opponent_assignment"])
 

@@ -91,9 +91,10 @@ def check_stateless(credit: CreditAssigner | None) -> None:
 
 
 def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Sample]) -> dict[str, float]:
-    """Count the questions drawn after the first batch (``resampled_groups``) and those that train
-    (``informative_groups``)."""
+    """Count the draws after the first (``extra_batches``) with their questions (``resampled_groups``), and the
+    questions that train (``informative_groups``)."""
     later = {top.group_id for top in results if top.rollout.meta.get("draw", 0)}
     first = {top.group_id for top in results if not top.rollout.meta.get("draw", 0)}
     kept = {sample.root_result.group_id for sample in trained if sample.root_result is not None}
-    return {"resampled_groups": len(later - first), "informative_groups": len(kept)}
+    extra = max((top.rollout.meta.get("draw", 0) for top in results), default=0)
+    return {"extra_batches": extra, "resampled_groups": len(later - first), "informative_groups": len(kept)}

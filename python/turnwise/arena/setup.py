@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from turnwise.arena.curriculum import Curriculum
 from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
@@ -108,6 +109,8 @@ class ArenaSetup:
         """Reason why calls under a grammar do not train; empty under a trainer that takes them."""
         self.record_episodes = False
         """Record each top episode for ``turnwise replay``."""
+        self.curriculum: Curriculum | None = None
+        """Learns solve rates from each batch that it drew; :meth:`get_batch` draws from it."""
         self.opponent_assignment: OpponentAssignment | None = None
         """Replaces the policies of some seats in training batches, as a league does."""
         self.workers: EpisodeWorkers | None = None

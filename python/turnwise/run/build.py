@@ -25,7 +25,7 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
-from turnwise.run.parts import build_callbacks
+from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
 from turnwise.run.start import run_warm_start, starting_questions
@@ -61,7 +61,7 @@ from turnwise.utils.threads import run_to_end
 
 
 class TaskArena(Arena):
-    """An arena whose step ``k`` plays the ``k``-th batch of a shipped task; ``k`` is saved with it."""
+    """An arena whose ``k``-th draw is the ``k``-th batch of a task, or of its curriculum; ``k`` is saved with it."""
 
     def __init__(self, *args: Any, task: Task, rollout: RolloutConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +70,11 @@ class TaskArena(Arena):
 
     def get_batch(self) -> list[EpisodeRequest]:
         self.drawn += 1
-        requests = self.task.requests(self.drawn, self.rollout.prompts_per_step, self.rollout.group_size)
+        questions, copies = self.rollout.prompts_per_step, self.rollout.group_size
+        if self.curriculum is None:
+            requests = self.task.requests(self.drawn, questions, copies)
+        else:
+            requests = self.curriculum.draw(self.batches - 1, self.drawn, questions, copies)
         return [replace(request, timeout=self.rollout.timeout) for request in requests]
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,6 +220,7 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         arena = arena_for_client(client, config, task, actors, tokenizer, context)
     else:
         learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh)
+    arena.curriculum = build_curriculum(config, task)
     attach_workers(config, task, arena)
     callbacks = build_callbacks(
         config, actors, capabilities_of(task, TaskCapabilities).seats, arena, exploitability_of(task)

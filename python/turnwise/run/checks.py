@@ -14,7 +14,7 @@ from turnwise.arena.setup import mix_of, reward_problems
 from turnwise.credit import build_rule
 from turnwise.run.clients import check_client
 from turnwise.run.models import describe_models
-from turnwise.run.parts import Measure, ablations_of, check_selfplay, sampler_of, tree_problem
+from turnwise.run.parts import Measure, ablations_of, build_curriculum, check_selfplay, sampler_of, tree_problem
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
@@ -78,6 +78,8 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
         check_reward(config, episodes_of(config, task))
     with problems.gathered():
         eval_sets(config, task)
+    with problems.gathered():
+        build_curriculum(config, task)
     with problems.gathered():
         actors, resolved = resolve_policies(config, task.actors, task.name)
     with problems.gathered():

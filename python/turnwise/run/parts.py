@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from turnwise.arena import Arena, TreeSampler
+from turnwise.arena.curriculum import Curriculum
 from turnwise.credit import registry
-from turnwise.tasks.base import SplittableTask, Task
+from turnwise.tasks.base import PooledTask, SplittableTask, Task
 from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.sampling import TreeConfig
 from turnwise.train.config.schema import TrainConfig
@@ -72,6 +73,34 @@ def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:
             f"'vine', not {rule!r}, or rollout.tree.score_by = 'value'"
         )
     return ""
+
+
+def build_curriculum(config: TrainConfig, task: Task) -> Curriculum | None:
+    """Build the curriculum over the task's questions; ``None`` without one. Raises :class:`ConfigError`."""
+    settings = config.curriculum
+    if settings.sampling == "task":
+        return None
+    if not isinstance(task, PooledTask):
+        raise ConfigError(
+            f"config key 'curriculum.sampling' = {settings.sampling!r}: task {task.name!r} has no method "
+            "question_pool(n), which returns one request for each training question: see turnwise.tasks.base.PooledTask"
+        )
+    try:
+        pool = task.question_pool(settings.pool)
+    except ValueError as error:
+        raise ConfigError(f"config key 'curriculum.pool' = {settings.pool or 'unset'}: {error}") from error
+    try:
+        return Curriculum(
+            pool,
+            metric=task.success_metric,
+            uniform=settings.uniform,
+            window=settings.window,
+            gate=settings.gate,
+            ahead=config.loop.max_staleness,
+            seed=config.seed,
+        )
+    except ValueError as error:
+        raise ConfigError(f"config section 'curriculum': task {task.name!r}: {error}") from error
 
 
 ALL = "all"

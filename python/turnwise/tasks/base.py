@@ -100,6 +100,19 @@ class SplittableTask(Protocol):
 
 
 @runtime_checkable
+class PooledTask(Protocol):
+    """A task with a pool of training questions, from which ``[curriculum]`` draws."""
+
+    def question_pool(self, n: int | None) -> list[EpisodeRequest]:
+        """Return a request for each of ``n`` training questions, or for all. Equal calls return equal requests.
+
+        ``group_id`` names the question, and ``meta["level"]`` is its level, by default 0. Raises ``ValueError`` if
+        there are fewer than ``n``, and for ``None`` if the task can't list all.
+        """
+        ...
+
+
+@runtime_checkable
 class MatchTask(Protocol):
     """A task whose seats play tournaments."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.arena.runtime.hashing import derive_seed
@@ -38,6 +39,10 @@ class GeneratedTask(ABC):
         """The ids of the actors, in acting order."""
         return tuple(self.system_prompts)
 
+    def level(self, question: str) -> int:
+        """The level of ``question``, by which ``curriculum.gate`` admits questions."""
+        return 0
+
     def artifact(self, question: str) -> dict[str, Any]:
         """The episode's artifact for ``question``."""
         return {self.key: question}
@@ -60,6 +65,17 @@ class GeneratedTask(ABC):
             for question in self.draw("train", questions, f"{seed}/step-{step}")
             for copy in range(copies)
         ]
+
+    def question_pool(self, n: int | None) -> list[EpisodeRequest]:
+        """Draw ``n`` training questions, the same at every call."""
+        if n is None:
+            raise ValueError(f"task {self.name!r} draws its questions, without end: expected a number of them")
+        seed = self.options.seed
+        pool = []
+        for question in self.draw("train", n, f"{seed}/pool"):
+            request = self._request(question, "train", (seed, "pool"), (), is_trainable=True)
+            pool.append(replace(request, meta={"level": self.level(question)}))
+        return pool
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """Draw held-out questions. They don't depend on the task's seed, so that runs can be compared."""

@@ -25,10 +25,10 @@ class OwnTask(GeneratedTask):
     """Base of your own task, which a run's TOML selects with ``task = "module:Class"``.
 
     Set ``name``, ``success_metric`` (a reward function and an actor) and ``system_prompts`` (one per actor). Implement
-    :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. An artifact is
-    ``{"question": question}``; override :meth:`artifact` for more. A hash of its text decides the split of a question,
-    so no question is in two splits. For a warm start, tournaments and baselines also implement :meth:`demonstrations`,
-    :meth:`oracle` and :meth:`random_player`. Its credit rule and its seats are
+    :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. An artifact is ``{"question":
+    question}``; override :meth:`artifact` for more. A hash of its text decides the split of a question, so no question
+    is in two splits. Override :meth:`level` for a curriculum with levels. For a warm start, tournaments and baselines
+    also implement :meth:`demonstrations`, :meth:`oracle` and :meth:`random_player`. Its credit rule and its seats are
     its ``capabilities`` (:class:`turnwise.types.TaskCapabilities`).
 
     Example::
@@ -67,11 +67,18 @@ class OwnTask(GeneratedTask):
 
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
         """Draw ``n`` different questions of ``split``, in an order that ``seed`` determines."""
-        questions = [question for question in dict.fromkeys(self.questions()) if split_of(question) == split]
+        questions = self._listed(split)
         if len(questions) < n:
             raise ValueError(f"n={n!r}: the {split} split of task {self.name!r} has {len(questions)} questions")
         Random(f"{self.name}/{split}/{seed}").shuffle(questions)
         return questions[:n]
+
+    def question_pool(self, n: int | None) -> list[EpisodeRequest]:
+        """Draw ``n`` training questions, or return all."""
+        return super().question_pool(len(self._listed("train")) if n is None else n)
+
+    def _listed(self, split: Split) -> list[str]:
+        return [question for question in dict.fromkeys(self.questions()) if split_of(question) == split]
 
     def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """The first ``n`` held-out questions, for tournaments of a task with ``seats``."""

@@ -95,6 +95,12 @@ class GatewayTask(OwnTask):
     def artifact(self, question: str) -> Any:
         return json.loads(question)
 
+    def level(self, question: str) -> int:
+        """The number under the question's key ``level``; 0 without one."""
+        value = json.loads(question)
+        level = value.get("level") if isinstance(value, dict) else None
+        return level if isinstance(level, int) else 0
+
     def texts(self) -> list[str]:
         """The texts in the training questions."""
         train = [question for question in self._questions if split_of(question) == "train"]

@@ -23,11 +23,12 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _DECORATION = str.maketrans({"\N{MINUS SIGN}": "-", **dict.fromkeys("$€£%*\\{}`_", " ")})
+_LEVEL = re.compile(r"\d{1,9}$")  # also "Level 3", as in the dataset MATH
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
 class GSM8KQuestion(NamedTuple):
-    """A question, its worked solution without calculator marks and without the answer line, and the answer.
+    """A question, its worked solution without calculator marks and without the answer line, the answer, and the level.
 
     Example: ``GSM8KQuestion("2 apples at $3 each cost?", "2 * 3 = 6", "6")``
     """
@@ -35,6 +36,7 @@ class GSM8KQuestion(NamedTuple):
     question: str
     solution: str
     answer: str
+    level: int = 0
 
 
 def read_questions(path: str | PathLike[str]) -> list[GSM8KQuestion]:
@@ -42,6 +44,7 @@ def read_questions(path: str | PathLike[str]) -> list[GSM8KQuestion]:
 
     Raises ``FileNotFoundError`` if there is no file. Raises ``ValueError`` starting with ``file:line`` for a line that
     is not a JSON object with text under ``question`` and ``answer``, or whose answer has no number after ``####``.
+    A number under ``level`` is the question's level; without one it is 0.
     """
     file = Path(path)
     if not file.is_file():
@@ -92,7 +95,8 @@ def _read_record(record: Any) -> GSM8KQuestion:
     if answer is None:
         raise ValueError(f"answer={record['answer'][-40:]!r}: expected one number after {MARK}")
     worked = _CALCULATION.sub("", record["answer"].rpartition(MARK)[0]).strip()
-    return GSM8KQuestion(record["question"].strip(), worked, answer)
+    level = _LEVEL.search(str(record.get("level", "")))
+    return GSM8KQuestion(record["question"].strip(), worked, answer, int(level[0]) if level else 0)
 
 
 def without_thoughts(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from random import Random
 from typing import Any, ClassVar
@@ -98,6 +99,14 @@ class QuestionTask(ABC):
                 seed = derive_seed(self.name, self._seed, number, copy)
                 requests.append(self._request(question, f"{number}", seed, is_trainable=True))
         return requests
+
+    def question_pool(self, n: int | None) -> list[EpisodeRequest]:
+        """Return the first ``n`` training questions, or all, with the levels of the file."""
+        pool = []
+        for question in self.split("train", n or 1)[:n]:
+            request = self._request(question, question.question, derive_seed(self.name, self._seed, "pool"), True)
+            pool.append(replace(request, meta={"level": question.level}))
+        return pool
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         check_counts(n=n)

@@ -88,6 +88,9 @@ class ProposerSolverTask(GeneratedTask):
             request.artifact = {"example": request.artifact[self.key], "step": step}
         return requests
 
+    def question_pool(self, n: int | None) -> list[EpisodeRequest]:
+        raise ValueError(f"task {self.name!r} makes its own questions: expected curriculum.sampling = 'task'")
+
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """Draw problems of the split for a solver alone. They don't depend on the task's seed."""
         requests = super().eval_requests(split, n)

@@ -140,6 +140,10 @@ class SudokuTask(TeamTask):
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
         return [puzzle.givens for puzzle in draw_puzzles(split, n, seed, self.options.blanks)]
 
+    def level(self, question: str) -> int:
+        """The number of blank cells."""
+        return question.count(BLANK)
+
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         options = self.options
         puzzles = draw_puzzles("train", -(-n // options.answers), f"demonstrations/{seed}", options.blanks)

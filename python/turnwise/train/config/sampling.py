@@ -167,6 +167,28 @@ class RewardConfig(Section):
         return self.model_dump(exclude_none=True, exclude={"overlong_buffer", "overlong_penalty"})
 
 
+class CurriculumConfig(Section):
+    """Draw of the training questions, by default the task's own."""
+
+    sampling: Literal["task", "learnability"] = "task"
+    """Rule of the draw: the task's own, or learnability ``p (1 - p)`` of each question's solve rate ``p``."""
+    pool: int | None = Field(default=None, ge=1)
+    """Training questions to draw from; by default all, for which the task must list its questions."""
+    uniform: float = Field(default=0.1, gt=0, le=1)
+    """Share of the draws that ignores solve rates, so that always and never solved questions come again."""
+    window: int = Field(default=32, ge=1)
+    """Attempts over which the solve rate of a question is averaged; the newest count most."""
+    gate: float | None = Field(default=None, gt=0, le=1)
+    """Solve rate of a level that admits the next one; by default all levels are admitted from the start."""
+
+    @model_validator(mode="after")
+    def _check_used(self) -> Self:
+        changed = sorted(self.model_dump(exclude_defaults=True))
+        if changed and self.sampling == "task":
+            raise ValueError(f"{changed[0]} has no effect with sampling = 'task': expected sampling = 'learnability'")
+        return self
+
+
 class FilterConfig(Section):
     """Samples that don't train; they still count in the statistics of their group."""
 

@@ -17,7 +17,14 @@ from turnwise.train.config.base import Section
 from turnwise.train.config.cluster import ClusterConfig, LearnerConfig, ShardingConfig
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import OptimizerConfig, PhaseConfig, PolicyConfig, WarmStartConfig
-from turnwise.train.config.sampling import CreditConfig, FilterConfig, LoopConfig, RewardConfig, RolloutConfig
+from turnwise.train.config.sampling import (
+    CreditConfig,
+    CurriculumConfig,
+    FilterConfig,
+    LoopConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 
 
 class LeagueConfig(Section):
@@ -164,6 +171,7 @@ class TrainConfig(Section):
     """Phases in which only some policies train."""
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     loop: LoopConfig = LoopConfig()
     credit: CreditConfig = CreditConfig()
     reward: RewardConfig = RewardConfig()

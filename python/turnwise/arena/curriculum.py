@@ -1,0 +1,207 @@
+"""Curriculum: draws the questions of a batch by the solve rate of each one.
+
+The rule is a store's: :class:`~turnwise.arena.Learnability`, ``p (1 - p)``. A question without attempts has the solve
+rate of its level. With a gate, the questions of the next level are drawn once the level below is solved often enough.
+
+The solve rates that batch ``b`` is drawn from include the attempts of the batches before ``b - ahead``, no others.
+These are packed before batch ``b`` may start, so the draw does not depend on the clock, nor on a retry or a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from turnwise.arena.runtime.hashing import derive_seed
+from turnwise.arena.stores.contents import UNKNOWN
+from turnwise.arena.stores.sampling import AttemptStats, Learnability, WeightedPool
+from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
+
+CURRICULUM = "curriculum"
+"""Key of the meta of drawn requests and their rollouts: ``{"question": "5f0c...", "batch": 3, "p": 0.25}``."""
+
+SOLVED, UNSOLVED = 0.95, 0.05
+"""Solve rates from which a question counts as always solved, and up to which as never solved."""
+
+LEVEL_WINDOWS = 8
+"""Windows of a question's solve rate in that of a level, which is measured on several questions."""
+
+Attempts = Sequence[tuple[str, float]]
+"""Attempts of one batch, in its order: the question's id, and the success from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SolveRates:
+    """Statistics of the attempted questions by id, and of the attempted levels; and the number of admitted levels.
+
+    Example: ``SolveRates({"5f0c": AttemptStats(attempts=4, success=0.5)}, {1: AttemptStats(4, success=0.5)}, 1)``
+    """
+
+    questions: Mapping[str, AttemptStats]
+    levels: Mapping[int, AttemptStats]
+    admitted: int = 1
+
+
+class Curriculum:
+    """Draws questions of ``pool`` by learnability, and learns the solve rate of each from packed batches.
+
+    ``pool`` has one request for each question. Its ``group_id`` names the question, and its ``meta["level"]`` is the
+    level, by default 0. The success of an attempt is the rollout's ``metric``. ``uniform`` is the share of the draws
+    that ignores solve rates. A question's solve rate is an average over about ``window`` attempts, a level's over
+    ``LEVEL_WINDOWS`` times as many. With ``gate`` a level is admitted once the level below is solved at that rate.
+    ``ahead`` is the number of batches that may start before the update of an earlier one.
+
+    Example: ``Curriculum(task.question_pool(100), metric="solved/solver", window=16)``
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[EpisodeRequest],
+        *,
+        metric: str,
+        uniform: float = 0.1,
+        window: int = 32,
+        gate: float | None = None,
+        ahead: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.questions = {f"{derive_seed(request.episode_type, request.group_id):016x}": request for request in pool}
+        if not pool or len(self.questions) < len(pool):
+            raise ValueError(f"pool: {len(self.questions)} of its {len(pool)} questions differ: expected all, and one")
+        self.metric, self.rule, self.window, self.gate = metric, Learnability(uniform), window, gate
+        self.ahead, self.seed = ahead, seed
+        self.level_of = {id: request.meta.get("level", 0) for id, request in self.questions.items()}
+        self.levels = sorted(set(self.level_of.values()))
+        if gate is not None and len(self.levels) == 1:
+            raise ValueError(f"gate={gate!r}: all questions have level {self.levels[0]}; expected several levels")
+        self._known: tuple[SolveRates, tuple[tuple[int, Attempts], ...]] = SolveRates({}, {}), ()
+        """The rates up to a batch, and the attempts of each packed batch after it. Replaced as a whole, because the
+        next batch may draw in another thread."""
+
+    # -- drawing -------------------------------------------------------------------------------------------------------
+    def draw(self, batch: int, number: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Draw the requests of ``batch``, ``copies`` of each question. ``number`` tells the run's draws apart.
+
+        The questions are different, unless there are fewer than ``questions``.
+        """
+        rates = self.rates_for(batch)
+        pool = self.weighted(rates)
+        drawn = pool.draw(
+            questions, questions > len(pool.artifacts), Random(derive_seed(CURRICULUM, self.seed, number))
+        )
+        requests = []
+        for slot, artifact in enumerate(drawn):
+            question: EpisodeRequest = artifact.data
+            note: dict[str, Any] = {"question": artifact.id, "batch": batch}
+            if artifact.id in rates.questions:
+                note["p"] = rates.questions[artifact.id].success
+            for copy in range(copies):
+                seed = derive_seed(CURRICULUM, question.seed, number, slot, copy)
+                meta = {**question.meta, CURRICULUM: note}
+                requests.append(
+                    replace(question, group_id=f"{number}-{slot}/{question.group_id}", seed=seed, meta=meta)
+                )
+        return requests
+
+    def weighted(self, rates: SolveRates) -> WeightedPool:
+        """Return the questions of the admitted levels with their weights."""
+        admitted = self.levels if self.gate is None else self.levels[: rates.admitted]
+        ids = [id for id, level in self.level_of.items() if level in admitted]
+        artifacts = [Artifact(id, self.questions[id]) for id in ids]
+        stats = [rates.questions.get(id) or rates.levels.get(self.level_of[id], UNKNOWN) for id in ids]
+        return WeightedPool(artifacts, stats, 0, self.rule)
+
+    def rates_for(self, batch: int) -> SolveRates:
+        """Return the solve rates after the attempts of all batches before ``batch - ahead``."""
+        rates, recent = self._known
+        for number, attempts in recent:
+            if number < batch - self.ahead:
+                rates = self._after(rates, attempts)
+        return rates
+
+    def _after(self, rates: SolveRates, attempts: Attempts) -> SolveRates:
+        """Return ``rates`` after the ``attempts`` of one more batch."""
+        questions, levels = dict(rates.questions), dict(rates.levels)
+        for id, success in attempts:
+            if id not in self.questions:  # the pool has changed since
+                continue
+            before, level = questions.get(id, UNKNOWN), self.level_of[id]
+            questions[id] = before.after(success, success, None, plays=0, window=self.window)
+            wide = LEVEL_WINDOWS * self.window
+            levels[level] = levels.get(level, UNKNOWN).after(success, success, None, plays=0, window=wide)
+        admitted = rates.admitted
+        if self.gate is not None and admitted < len(self.levels):
+            highest = levels.get(self.levels[admitted - 1])
+            if highest is not None and highest.success >= self.gate:
+                admitted += 1
+        return SolveRates(questions, levels, admitted)
+
+    # -- learning ------------------------------------------------------------------------------------------------------
+    def record(
+        self, results: Sequence[GenerateResult], judge: Callable[[Rollout], tuple[float, float]]
+    ) -> dict[str, float]:
+        """Learn from the attempts of a packed batch, and return its metrics.
+
+        ``judge`` returns the reward and the success of a rollout without the metric. Failed attempts are ignored.
+        """
+        notes = [note for top in results if (note := top.rollout.meta.get(CURRICULUM)) is not None]
+        if notes:
+            attempts = [
+                (top.rollout.meta[CURRICULUM]["question"], self._success(top.rollout, judge))
+                for top in results
+                if CURRICULUM in top.rollout.meta and top.rollout.error is None and "dropped" not in top.rollout.meta
+            ]
+            batch = notes[0]["batch"]
+            rates, recent = self.rates_for(batch), self._known[1]
+            kept = tuple(entry for entry in recent if entry[0] >= batch - self.ahead)
+            self._known = rates, (*kept, (batch, attempts))
+        drawn = {top.group_id: top.rollout.meta.get(CURRICULUM, {}).get("p") for top in results}
+        return self._describe([p for p in drawn.values() if p is not None])
+
+    def take_back(self, results: Sequence[GenerateResult]) -> None:
+        """Forget the attempts of ``results``, the batch of the last :meth:`record`."""
+        batches = {top.rollout.meta[CURRICULUM]["batch"] for top in results if CURRICULUM in top.rollout.meta}
+        rates, recent = self._known
+        self._known = rates, tuple(entry for entry in recent if entry[0] not in batches)
+
+    def _success(self, rollout: Rollout, judge: Callable[[Rollout], tuple[float, float]]) -> float:
+        value = rollout.metrics[self.metric] if self.metric in rollout.metrics else judge(rollout)[1]
+        return min(max(float(value), 0.0), 1.0)
+
+    def _describe(self, drawn: Sequence[float]) -> dict[str, float]:
+        """Count the questions by what is known of them. ``drawn`` are the solve rates when the batch was drawn."""
+        rates, recent = self._known
+        for _, attempts in recent:
+            rates = self._after(rates, attempts)
+        known = [rates.questions[id].success for id in self.questions if id in rates.questions]
+        metrics: dict[str, float] = {
+            "curriculum/seen": len(known),
+            "curriculum/always": sum(p >= SOLVED for p in known),
+            "curriculum/never": sum(p <= UNSOLVED for p in known),
+        }
+        if drawn:
+            metrics["curriculum/drawn_p"] = sum(drawn) / len(drawn)
+        if self.gate is not None:
+            metrics["curriculum/level"] = self.levels[min(rates.admitted, len(self.levels)) - 1]
+        return metrics
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-ready state. Only packed batches change it, so drawing again draws the same."""
+        rates, recent = self._known
+        return {
+            "questions": [[id, stat.attempts, stat.success] for id, stat in rates.questions.items()],
+            "levels": [[level, stat.attempts, stat.success] for level, stat in rates.levels.items()],
+            "admitted": rates.admitted,
+            "recent": [[batch, [list(attempt) for attempt in attempts]] for batch, attempts in recent],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        questions, levels = (
+            {key: AttemptStats(attempts=n, reward=p, success=p) for key, n, p in state[name]}
+            for name in ("questions", "levels")
+        )
+        recent = tuple((batch, [(id, success) for id, success in attempts]) for batch, attempts in state["recent"])
+        self._known = SolveRates(questions, levels, state["admitted"]), recent
