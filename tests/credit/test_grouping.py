@@ -193,3 +193,32 @@ def test_the_rollouts_reward_is_earned_once_at_the_end(make: Any) -> None:
 def test_trees_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match=r"step 2 of rollout 'a' grew in a tree"):
         discounted_returns([make("a"), make("a", tree_node=5, step_index=2)], 1.0)
+
+
+def test_the_mean_of_the_group_can_be_the_scale(make: Any) -> None:
+    """MaxRL: one success in four weighs (1 - 1/4) / (1/4) = 3, a failure -1; three in four weigh 1/3, a failure -1."""
+    rewards = {"hard": [1.0, 0.0, 0.0, 0.0], "easy": [1.0, 1.0, 1.0, 0.0], "never": [0.0] * 4, "alone": [1.0]}
+    samples = [
+        make(f"{group}{row}", reward=reward, group_id=group)
+        for group, of_group in rewards.items()
+        for row, reward in enumerate(of_group)
+    ]
+    want = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0]
+    for rule in (GRPOCredit, DrMASCredit, ATGRPOCredit, HierarchyCredit):
+        np.testing.assert_allclose(rule(scale="mean").compute_columns(samples), want, atol=2e-5)
+    # Each attempt counts once: "a" earns the mean .5 of its calls, so the group's mean is .25. Each call counts once: a
+    # third of them succeed.
+    calls = [make("a", reward=1.0), make("a", reward=0.0), make("b", reward=0.0)]
+    np.testing.assert_allclose(GRPOCredit(scale="mean").compute_columns(calls), [1, 1, -1], atol=1e-5)
+    np.testing.assert_allclose(DrMASCredit(scale="mean").compute_columns(calls), [2, -1, -1], atol=1e-5)
+    # The mean of the others as centre, and eps beside the mean: (1 - 0) / (.25 + .25), -1/3 / .5.
+    loo = GRPOCredit(scale="mean", center="leave_one_out", eps=0.25).compute_columns(samples[:4])
+    np.testing.assert_allclose(loo, [2, -2 / 3, -2 / 3, -2 / 3], atol=1e-6)
+    assert GRPOCredit(scale="mean", eps=0.0).compute_columns(samples[8:12]).tolist() == [0.0] * 4
+    assert GRPOCredit(scale="mean", singleton="raw").compute_columns(samples[12:]).tolist() == [1.0]
+    with pytest.raises(ValueError, match=r"rewards\[1\]=-0.5: expected numbers >= 0.*scale='mean'"):
+        GRPOCredit(scale="mean").compute_columns([make("a", reward=1.0), make("b", reward=-0.5)])
+    with pytest.raises(ValueError, match="center='none': expected another one with scale='mean'"):
+        GRPOCredit(scale="mean", center="none")
+    with pytest.raises(ValueError, match="scale='median': expected one of std, none, mean"):
+        GRPOCredit(scale="median")

@@ -172,6 +172,8 @@ PLAIN: dict[str, Case] = {
     "top_entropy_mask": Case(lambda s, **_: [ops.top_entropy_mask(**s)], {"entropy": "BT", "mask": "BT"}),
     **both("off_policy_mask", Case(lambda s, **_: [ops.off_policy_mask(**s, threshold=0.5)],
         {"logprobs": "BT", "rollout_logprobs": "BT", "advantages": "B", "mask": "BT"})),
+    **both("second_moment_mask", Case(lambda s, **_: [ops.second_moment_mask(**s, threshold=0.5)],
+        {"logprobs": "BT", "rollout_logprobs": "BT", "mask": "BT"})),
     **both("rejection_mask", Case(
         lambda s, **_: [ops.rejection_mask(**s, criteria=ops.Rejection("seq-mean", "k2", 0.5)).keep],
         {"old_logprobs": "BT", "rollout_logprobs": "BT", "mask": "BT"})),

@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from turnwise.ops import Rejection, loss_normalizer, off_policy_mask, policy_loss, rejection_mask, top_entropy_mask
+from turnwise.ops import (
+    Rejection,
+    loss_normalizer,
+    off_policy_mask,
+    policy_loss,
+    rejection_mask,
+    second_moment_mask,
+    top_entropy_mask,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,6 +75,35 @@ def test_a_negative_sequence_that_drifted_is_dropped() -> None:
     # Advantages per token: a row that drifted loses its negative tokens alone.
     per_token = torch.tensor([[-1.0, 1.0]])
     assert off_policy_mask(logprobs[1:2], torch.zeros(1, 2), per_token, 0.5).tolist() == [[False, True]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Second moment
+# ---------------------------------------------------------------------------------------------------------------------
+def test_the_largest_drifts_are_dropped_until_the_rest_is_small() -> None:
+    """Squares .01, .04, .09, .25 and a masked 9: the means of the smallest are .01, .025, .0467, .0975."""
+    logprobs = torch.tensor([[-0.3, 0.1], [0.5, -0.2], [3.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
+    for threshold, kept in ((0.1, "1111"), (0.097, "1101"), (0.04, "0101"), (0.0101, "0100"), (0.009, "0000")):
+        found = second_moment_mask(logprobs, torch.zeros(3, 2, dtype=torch.float64), threshold, mask=mask)
+        assert "".join(map(str, found[:2].flatten().int().tolist())) == kept, threshold
+        assert not found[2].any()
+    # Ties with the first that is dropped are dropped with it: three of .04 and one of 0 have a mean of .03.
+    tied = torch.tensor([0.2, 0.2, -0.2, 0.0])
+    packed = {"cu_seqlens": torch.tensor([0, 2, 4])}
+    assert second_moment_mask(tied, torch.zeros(4), 0.02, **packed).tolist() == [False, False, False, True]
+    assert second_moment_mask(tied, torch.zeros(4), 0.031, **packed).all()
+    # A token that the engine could not score has no drift; one of probability 0 has too much.
+    odd = second_moment_mask(
+        torch.tensor([-1.0, -math.inf]),
+        torch.tensor([math.nan, 0.0]),
+        0.0,
+        **packed | {"cu_seqlens": torch.tensor([0, 2])},
+    )
+    assert odd.tolist() == [True, False]
+    assert second_moment_mask(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
+    with pytest.raises(ValueError, match="threshold=-1"):
+        second_moment_mask(tied, tied, -1, **packed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

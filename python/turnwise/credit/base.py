@@ -68,6 +68,9 @@ class Credit(ABC):
 class GroupCredit(Credit):
     """Advantages within groups. The fields except ``key`` are options of ``ops.group_advantage``.
 
+    ``scale="mean"`` divides by the mean of the group, whose rewards must be >= 0: with rewards 0 and 1, rare successes
+    weigh as in the gradient of the log of the success rate (MaxRL, https://arxiv.org/abs/2602.02710).
+
     ``key`` replaces the rule's own group key, for example ``key=lambda sample: (sample.group_id, sample.turn)``.
     A sample's ``group`` overrides both. A call that reached its token limit counts like any other.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from turnwise import _C
-from turnwise.utils.grouping import MODES, check_options
+from turnwise.utils.grouping import MODES, SCALES, check_choice, check_options
 
 FLOAT64, FLOAT32 = 2.0**-50, 2.0**-21
 """Four roundings of each type, relative to the largest magnitude, as in ``ops.group_advantage``."""
@@ -38,8 +38,9 @@ def grouped_advantage(
     """Return advantages ``[B]`` float64 of ``rewards [B]`` within ``groups``, as ``ops.group_advantage`` does.
 
     Tied groups (:func:`tied_groups`) get 0. The rows of each unit in ``units`` count once, with their mean.
-    ``options`` are those of ``ops.group_advantage``, all of them. Raises ``ValueError`` for a reward that is not
-    finite, and for a group of one under ``singleton="error"``.
+    ``options`` are those of ``ops.group_advantage``, all of them. ``scale`` may also be ``"mean"``, which divides by
+    the group's mean plus ``eps``, and treats a group of one as ``"none"`` does. Raises ``ValueError`` for a reward that
+    is not finite, for a negative one under ``scale="mean"``, and for a group of one under ``singleton="error"``.
     """
     rule = rule_of("rows" if units is None else "trajectory", **options)
     rewards = np.ascontiguousarray(rewards, dtype=np.float64)
@@ -54,6 +55,8 @@ def grouped_advantage(
     if len(rewards):
         weights = None if lengths is None else np.ascontiguousarray(lengths, dtype=np.float64)
         _C.group_advantage(rewards, ids, advantages, count, unit_ids, weights, None, rule, 1)
+        if options["scale"] == "mean":
+            advantages /= _mean_divisors(rewards, ids, count, unit_ids, options["eps"])[ids]
         if (options["center"], options["scale"]) != ("none", "none"):
             advantages[tied_groups(rewards, ids, count, unit_ids)[ids]] = 0.0
     return advantages
@@ -62,9 +65,29 @@ def grouped_advantage(
 def rule_of(
     pool: str, *, center: str, scale: str, ddof: int, eps: float, singleton: str, min_std: float
 ) -> _C.GroupAdvantageRule:
-    """Return the options as the compiled module takes them. Raises ``ValueError`` that names a wrong one."""
+    """Return the options as the compiled module takes them. Raises ``ValueError`` that names a wrong one.
+
+    The module doesn't know the scale ``"mean"``; the rule is then that of ``"none"``.
+    """
+    check_choice("scale", scale, (*SCALES, "mean"))
+    if scale == "mean" and center == "none":
+        raise ValueError("center='none': expected another one with scale='mean', which needs deviations from a centre")
+    scale = "none" if scale == "mean" else scale
     check_options(pool, center, scale, ddof, eps, singleton, min_std)
     return _C.GroupAdvantageRule(*MODES[pool, center, scale, singleton], int(ddof), float(eps), float(min_std))
+
+
+def _mean_divisors(
+    rewards: np.ndarray, groups: np.ndarray, count: int, units: np.ndarray | None, eps: float
+) -> np.ndarray:
+    """Return the mean of each group plus ``eps``, ``[count]``; 1 for a group of one, or whose rewards are all 0."""
+    if len(negative := np.flatnonzero(rewards < 0)):
+        value = float(rewards[negative[0]])
+        raise ValueError(f"rewards[{negative[0]}]={value!r}: expected numbers >= 0 with scale='mean', such as 0 and 1")
+    means, of = _members(rewards, groups, units)
+    sizes = np.bincount(of, minlength=count)
+    means_of_groups = np.bincount(of, means, minlength=count) / np.maximum(sizes, 1)
+    return np.where((sizes > 1) & (means_of_groups > 0), means_of_groups + eps, 1.0)
 
 
 def _check_singletons(ids: np.ndarray, units: np.ndarray | None, groups: Sequence[Hashable]) -> None:
@@ -102,17 +125,19 @@ def tied_groups(values: np.ndarray, groups: np.ndarray, count: int, units: np.nd
 
     ``groups`` and ``units`` are ids from 0. The rows of one unit in a group are one member, their mean.
     """
-    means, of = values, groups
-    if units is not None:
-        pairs, entry, rows = np.unique(
-            groups * (units.max(initial=0) + 1) + units, return_inverse=True, return_counts=True
-        )
-        base = np.full(len(pairs), np.inf)
-        np.minimum.at(base, entry, values)
-        means = base + np.bincount(entry, values - base[entry]) / rows
-        of = pairs // (units.max(initial=0) + 1)
+    means, of = _members(values, groups, units)
     low, high = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(low, of, means)
     np.maximum.at(high, of, means)
     several = np.bincount(of, minlength=count) > 1
     return several & (high - low <= tolerances(values, groups, count))
+
+
+def _members(values: np.ndarray, groups: np.ndarray, units: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the value and the group of each member ``[M]``: of each row, or of each unit in a group, as its mean."""
+    if units is None:
+        return values, groups
+    pairs, entry, rows = np.unique(groups * (units.max(initial=0) + 1) + units, return_inverse=True, return_counts=True)
+    base = np.full(len(pairs), np.inf)
+    np.minimum.at(base, entry, values)
+    return base + np.bincount(entry, values - base[entry]) / rows, pairs // (units.max(initial=0) + 1)

@@ -40,7 +40,14 @@ from turnwise.ops.loss.options import (
 )
 from turnwise.ops.loss.policy_loss import PolicyLoss, policy_loss
 from turnwise.ops.loss.variants import select_tokens
-from turnwise.ops.masks import Rejection, RejectionMask, off_policy_mask, rejection_mask, top_entropy_mask
+from turnwise.ops.masks import (
+    Rejection,
+    RejectionMask,
+    off_policy_mask,
+    rejection_mask,
+    second_moment_mask,
+    top_entropy_mask,
+)
 from turnwise.ops.parallel import dtensor as _dtensor  # noqa: F401 -- the ops find it in a table
 from turnwise.ops.parallel.sequence_policy_loss import sequence_parallel_policy_loss
 from turnwise.ops.parallel.vocab_logprob import vocab_parallel_linear_logprob, vocab_parallel_logprob
@@ -89,6 +96,7 @@ __all__ = [
     "optimal_token_baseline",
     "policy_loss",
     "rejection_mask",
+    "second_moment_mask",
     "select_tokens",
     "sequence_parallel_policy_loss",
     "token_returns",

@@ -119,6 +119,40 @@ def off_policy_mask(
     return trained & ((rows.spread(advantages) >= 0) | rows.spread(mean <= threshold))
 
 
+@torch.no_grad()
+def second_moment_mask(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    threshold: float = 0.04,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Mark the tokens to keep: bool, the shape of ``logprobs``.
+
+    The tokens with the largest ``(logprobs - rollout_logprobs)**2`` are dropped until the mean of the others is at most
+    ``threshold`` (M2PO, https://arxiv.org/abs/2510.01161, which uses 0.04). So few tokens bound the variance of the
+    importance weights of stale rows, where a clip would drop many. Tokens of one size are dropped together.
+
+    The arguments are those of :func:`off_policy_mask`. The mean is that of the call, so pass a whole optimizer step,
+    and cut the result into micro-batches. The paper's loss is ``ratio * advantage`` without a clip, a mean over all
+    tokens: multiply per-token advantages by the result. Nothing waits for the device, apart from checks.
+
+    Example: ``second_moment_mask(logprobs, rollout_logprobs, 0.04, mask=mask)``
+    """
+    if not (is_number(threshold) and 0 <= threshold < math.inf):
+        raise ValueError(f"threshold={threshold!r}: expected a finite number >= 0")
+    _check_pair("logprobs", logprobs, rollout_logprobs, mask, cu_seqlens)
+    trained = trained_tokens(mask, logprobs)
+    drift = torch.where(trained & ~rollout_logprobs.isnan(), rollout_logprobs.double() - logprobs.double(), 0.0)
+    squares = drift.square()
+    # The mean of the smallest squares grows with their number, so those that fit come first.
+    ordered = torch.where(trained, squares, torch.inf).flatten().sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    bound = torch.cat([ordered, ordered.new_full((1,), torch.inf)])[(means <= threshold).sum()]
+    return trained & (squares < bound)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # By the mismatch of sampler and trainer
 # ---------------------------------------------------------------------------------------------------------------------

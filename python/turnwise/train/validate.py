@@ -110,6 +110,11 @@ def contradictions(config: TrainConfig) -> list[str]:
             "config key 'loss.importance_correction': the weights compare the trainer's log-probs with the "
             "sampler's, so they need update.old_logprobs = 'recompute'"
         )
+    if config.loss.masks.rejection and update.old_logprobs != "recompute":
+        problems.append(
+            "config key 'loss.masks.rejection': it compares the trainer's log-probs with the sampler's, so it needs "
+            "update.old_logprobs = 'recompute'"
+        )
     if config.warm_start.min_reward is not None and config.warm_start.data is None:
         problems.append("config key 'warm_start.min_reward': needs warm_start.data, recorded episodes to choose from")
     if config.loss.kl.target is not None and not config.loss.kl.coef:

@@ -3,10 +3,11 @@
     GRPO      A_i = (R_i - mean(R)) / (std(R) + eps)            Shao et al., https://arxiv.org/abs/2402.03300
     Dr. GRPO  A_i = R_i - mean(R)                               Liu et al., https://arxiv.org/abs/2503.20783
     RLOO      A_i = R_i - mean(R_j, j != i)                     Ahmadian et al., https://arxiv.org/abs/2402.14740
+    MaxRL     A_i = (R_i - mean(R)) / (mean(R) + eps)           Tajwar et al., https://arxiv.org/abs/2602.02710
     OPO       A_i = R_i - sum_j(l_j R_j) / sum_j(l_j)           Hao et al., https://arxiv.org/abs/2505.23585
 
 over the trajectories ``i`` of one question. ``R_i`` is the mean of the trajectory's rewards, and ``l_i`` its number of
-completion tokens. Every model call of the trajectory gets ``A_i``.
+completion tokens. Every model call of the trajectory gets ``A_i``. MaxRL is ``scale = "mean"``.
 
 In a hierarchy of episodes, different levels must not be compared. :class:`HierarchyCredit` compares within one question
 under one parent, one episode type and one actor, and ``R`` is the rollout's reward of that actor.

@@ -38,8 +38,21 @@ class CorrectionConfig(Section):
     """Smallest and largest weight of samples that train; others are rejected."""
 
 
+class MasksConfig(Section):
+    """Tokens that don't train. ``rejection`` drops them from the loss, the others drop their policy gradient alone."""
+
+    rejection: dict[str, float | tuple[float, float]] = Field(default_factory=dict)
+    """Bounds on the mismatch of sampler and trainer, such as ``{seq-mean-k1 = [0.99, 1.01], seq-max-k2 = 2.5}``."""
+    off_policy: float | None = Field(default=None, ge=0)
+    """Most drift from the sampler, a mean over the row, of rows with a negative advantage."""
+    second_moment: float | None = Field(default=None, ge=0)
+    """Most drift of a minibatch, the mean of squares; the tokens that drifted most are dropped until it holds."""
+    top_entropy: float | None = Field(default=None, gt=0, le=1)
+    """Share of a minibatch's tokens that train: those with the largest entropies."""
+
+
 class LossConfig(Section):
-    """The policy loss, its aggregation, KL term, entropy bonus and importance weights."""
+    """The policy loss, its aggregation, KL term, entropy bonus, importance weights and masks."""
 
     type: str = "clip-higher"
     """Name in ``turnwise.train.update.loss_types``, or ``module:Class``."""
@@ -56,6 +69,7 @@ class LossConfig(Section):
     """Coefficient of an entropy bonus."""
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
+    masks: MasksConfig = MasksConfig()
 
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:

@@ -259,6 +259,12 @@ def explain_out_of_memory(micro: MicroBatch) -> Iterator[None]:
         ) from error
 
 
+def joined_cu_seqlens(micros: Sequence[MicroBatch]) -> Tensor:
+    """Return the boundaries of the rows of all ``micros``, joined in their order."""
+    lengths = torch.cat([torch.diff(micro.cu_seqlens) for micro in micros])
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
 def smallest(micros: Sequence[MicroBatch]) -> MicroBatch:
     """Return the micro-batch with the fewest tokens: the one for a pass that must not count."""
     return min(micros, key=lambda micro: micro.num_tokens)

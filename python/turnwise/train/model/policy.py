@@ -191,7 +191,9 @@ class Policy:
         return int(2 ** np.clip(np.floor(np.log2(max(tokens, 1.0))), _FEWEST, _MOST))
 
     def over_stream(self, length: int, micros: Sequence[MicroBatch], read: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Return ``read`` of all ``micros`` as values per token of the batch's stream ``[length]``; 0 for the others.
+        """Return ``read`` of all ``micros`` as values per token of the batch's stream; 0 for the others.
+
+        ``read`` returns ``[N, ...]`` of a micro-batch, and the result is ``[length, ...]``.
 
         Each rank reads its own micro-batches, and gets the values of all.
         """
@@ -200,7 +202,7 @@ class Policy:
             micro = (smallest(micros) if index is None else micros[index]).to(self.device)
             with explain_out_of_memory(micro):
                 values = read(micro)
-            stream = values.new_zeros(length) if stream is None else stream
+            stream = values.new_zeros(length, *values.shape[1:]) if stream is None else stream
             if index is not None:
                 stream[micro.token_N] = values
         return self.ranks.total(torch.zeros(length, device=self.device) if stream is None else stream)

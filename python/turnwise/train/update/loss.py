@@ -10,8 +10,9 @@ from torch import Tensor
 
 from turnwise.ops import KL, ImportanceCorrection, PolicyLoss, aggregate, loss_normalizer, policy_loss, select_tokens
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.model.micro_batch import MicroBatch
+from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.update.loss_types import make_variant
+from turnwise.train.update.masks import TokenMasks
 
 
 class Loss:
@@ -25,6 +26,7 @@ class Loss:
         self.config = config
         self.num_actors = num_actors
         self.variant = make_variant(config)
+        self.masks = TokenMasks(config.masks)
         self.kl_coef = config.kl.coef if kl_coef is None else kl_coef
         kl, in_loss = config.kl, config.kl.apply_to == "loss"
         if kl.importance_weighted and not in_loss:
@@ -46,10 +48,9 @@ class Loss:
 
     def normalizer(self, micros: Sequence[MicroBatch]) -> Tensor:
         """Return the denominator of the whole minibatch, so that any cut into micro-batches gives the same gradient."""
-        lengths = torch.cat([torch.diff(micro.cu_seqlens) for micro in micros])
         return loss_normalizer(
             self.config.aggregation,
-            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            cu_seqlens=joined_cu_seqlens(micros),
             mask=torch.cat([micro.mask_N for micro in micros]),
             actor_ids=torch.cat([micro.actor_ids_B for micro in micros]),
             num_actors=self.num_actors,
@@ -86,8 +87,9 @@ class Loss:
         *,
         entropies_N: Tensor | None = None,
         selected_N: Tensor | None = None,
+        kept_N: Tensor | None = None,
     ) -> PolicyLoss:
-        """Return loss, gradient and metrics.
+        """Return loss, gradient and metrics. Tokens outside of ``kept_N`` have an advantage of 0.
 
         The op also gets the sampler's log-probs unless they are ``old_logprobs_N`` themselves.
         """
@@ -95,7 +97,7 @@ class Loss:
         out = policy_loss(
             logprobs_N,
             old_logprobs_N,
-            micro.advantages_B,
+            micro.advantages_B if kept_N is None else micro.advantages_B[micro.row_N] * kept_N,
             variant=self.variant,
             kl=self.kl,
             ref_logprobs=ref_logprobs_N,

@@ -16,6 +16,7 @@ from turnwise.train.model.micro_batch import MicroBatch, SingleRank, explain_out
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.kl import adapted, coefficient
 from turnwise.train.update.loss import Loss
+from turnwise.train.update.masks import MaskedMicroBatch
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import is_out_of_memory
 
@@ -95,6 +96,8 @@ def skip_draws(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: 
 
 def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss, log: UpdateLog) -> None:
     """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
+    masked = loss.masks.apply(policy, micros, olds)
+    micros = [one.micro for one in masked]
     normalizer = loss.normalizer(micros)
     selected = select(policy, micros, olds, loss)
     for index in policy.ranks.indices(len(micros)):
@@ -105,10 +108,10 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
             if index is None:  # the other ranks have one more micro-batch
                 (0.0 * logprobs_N.sum()).backward()
                 continue
-            extra = {"entropies_N": entropies_N, "selected_N": selected[index]}
+            extra = {"entropies_N": entropies_N, "selected_N": selected[index], "kept_N": masked[index].kept_N}
             out = loss(logprobs_N, micro, olds[index], ref_N, normalizer, **extra)
             out.loss.backward()
-        log.add_micro(out, micro, logprobs_N.detach())
+        log.add_micro(out, masked[index], logprobs_N.detach())
 
 
 @torch.no_grad()
@@ -187,6 +190,8 @@ class MicroBatchMetrics:
     """Number of tokens that train."""
     trained_by_actor: np.ndarray
     """The same by actor ``[num_actors]`` int64."""
+    dropped_by_actor: Mapping[str, np.ndarray]
+    """Number of tokens that each mask drops, by actor ``[num_actors]`` int64."""
     loss: float
     metrics: Mapping[str, Tensor]
     actor_metrics: Mapping[str, Tensor]
@@ -219,18 +224,22 @@ class UpdateLog:
         self.mismatch: float | None = None
         self.computed = self.tokens = 0
 
-    def add_micro(self, out: PolicyLoss, micro: MicroBatch, logprobs_N: Tensor) -> None:
+    def add_micro(self, out: PolicyLoss, masked: MaskedMicroBatch, logprobs_N: Tensor) -> None:
+        micro = masked.micro
         trained = micro.mask_N.bool()
-        tokens_by_actor = torch.zeros(len(self.actors), dtype=torch.int64, device=trained.device).index_add_(
-            0, micro.actor_ids_B[micro.row_N], trained.long()
-        )
+        actors_N = micro.actor_ids_B[micro.row_N]
+
+        def by_actor(tokens_N: Tensor) -> np.ndarray:
+            return torch.bincount(actors_N[tokens_N], minlength=len(self.actors)).cpu().numpy()
+
         difference_N = (logprobs_N - micro.rollout_logprobs_N).abs()
         bad_N = trained & ~(difference_N + micro.advantages_B[micro.row_N]).isfinite()
         difference = difference_N[trained & ~bad_N]
         self.current.append(
             MicroBatchMetrics(
                 trained=int(trained.sum()),
-                trained_by_actor=tokens_by_actor.cpu().numpy(),
+                trained_by_actor=by_actor(trained),
+                dropped_by_actor={name: by_actor(tokens_N) for name, tokens_N in masked.dropped.items()},
                 loss=float(out.loss.detach()),
                 metrics=out.metrics,
                 actor_metrics=out.actor_metrics,
@@ -289,7 +298,20 @@ class UpdateLog:
             for i, actor in enumerate(self.actors):
                 if actor_tokens[:, i].any():
                     metrics[f"{actor}/{name}"] = _reduce(name, values[:, i], actor_tokens[:, i])
-        return metrics
+        return metrics | self._masked_shares()
+
+    def _masked_shares(self) -> dict[str, float]:
+        """Return the share of tokens that each mask drops, over all tokens and by actor."""
+        names = list(self.micros[0].dropped_by_actor)
+        dropped = {name: np.sum([one.dropped_by_actor[name] for one in self.micros], axis=0) for name in names}
+        # Rejected tokens are no longer among those that train.
+        tokens = np.sum([one.trained_by_actor for one in self.micros], axis=0) + dropped.get("rejection", 0)
+        shares: dict[str, float] = {}
+        for name, counts in dropped.items():
+            shares[f"masked/{name}"] = float(counts.sum() / max(tokens.sum(), 1))
+            by_actor = zip(self.actors, counts.tolist(), tokens.tolist(), strict=True)
+            shares |= {f"{actor}/masked/{name}": count / total for actor, count, total in by_actor if total}
+        return shares
 
 
 def _reduce(name: str, values: np.ndarray, tokens: np.ndarray) -> float:

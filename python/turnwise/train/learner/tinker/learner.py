@@ -32,6 +32,7 @@ from turnwise.train.learner.tinker.remote import Passed, RemoteAdapter, RemotePo
 from turnwise.train.learner.tinker.wire import SERVERS, server_loss, stream_of, wire_rows
 from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, minibatches, pack
 from turnwise.train.update.loss import Loss
+from turnwise.train.update.masks import MaskedMicroBatch
 from turnwise.train.update.update import UpdateLog, describe_bad_rows, rows_of
 from turnwise.types import TrainingBatch
 
@@ -153,7 +154,7 @@ class TinkerLearner:
             stream = stream_of(batch, one.rows, one.passed().logprobs)
             logprobs_N = torch.from_numpy(stream)[one.micro.token_N]
             out = loss(logprobs_N, one.micro, one.micro.rollout_logprobs_N, None, one.normalizer)
-            log.add_micro(out, one.micro, logprobs_N)
+            log.add_micro(out, MaskedMicroBatch(one.micro), logprobs_N)
             log.join(SINGLE_RANK)
             norms = (float(value) for key, value in one.stepped().items() if "grad_norm" in key)
             norm = next(norms, math.nan)  # not every server reports it
