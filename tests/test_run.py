@@ -449,6 +449,30 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
 
 
+def test_an_actor_comes_closer_to_its_teacher(tmp_path):
+    """Its reverse KL falls; the other actor learns from its reward, the teacher stays; the config resumes."""
+    one, two = save_tiny(tmp_path / "one"), save_tiny(tmp_path / "two", hidden_size=48)
+    config = config_of(
+        tmp_path / "run",
+        steps=8,
+        warm_start={"steps": 0},
+        policy_sharing="model_per_actor",
+        policies={"default": {"path": one, "optimizer": {"lr": 3e-3}}, "big": {"path": two}},
+        actors={"reviser": {"teacher": "big"}},
+        eval={"every": 0},
+    )
+    assert "# actor 'reviser' is taught by policy 'big'\n" in dry_run(config)
+    run = build_run(config)
+    before = all_weights_of(run)
+    run.train()
+    assert moved(run, before) >= {"reviser"} and "big" not in moved(run, before)
+    kl = [line["teacher_kl/reviser"] for line in lines_of(tmp_path / "run") if "teacher_kl/reviser" in line]
+    assert len(kl) == 8 and kl[-1] < 0.5 * kl[0], kl
+    assert not any("teacher_kl/proposer" in line for line in lines_of(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"'distill.coef' = 2.0: has no effect without a teacher"):
+        build_run(config_of(tmp_path / "none", distill={"coef": 2.0}))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Interruption: real processes, real signals
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from turnwise.inference import (
 )
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling
+from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling, ScoringClient
 
 from .engine_server import engine_here
 from .helpers import CONTEXT, build
@@ -94,6 +95,28 @@ async def test_one_response_per_request_in_order(client: Any) -> None:
     for response, request in zip(responses, requests, strict=True):
         check(response, request, version=0)
     assert await client.generate([]) == []
+
+
+async def test_a_client_that_scores_gives_the_logprobs_of_its_samples(client: Any) -> None:
+    """Also of the other policy's samples, and beside samples of the same batch."""
+    if not isinstance(client, ScoringClient):
+        assert isinstance(client, ScriptedClient)
+        return
+    requests = [ask("one"), ask("a longer two", seed=2), ask("one", max_tokens=1)]
+    responses = await client.generate(requests)
+    completions = [response.completion_token_ids for response in responses]
+    scores, others = await asyncio.gather(
+        client.score(requests, completions),
+        client.score([replace(request, policy="other") for request in requests], completions),
+    )
+    for response, logprobs, other in zip(responses, scores, others, strict=True):
+        assert logprobs == pytest.approx(response.logprobs, abs=2e-5)
+        assert len(other) == len(logprobs) and other != pytest.approx(logprobs, abs=1e-3)
+    assert await client.score([], []) == []
+    with pytest.raises(ValueError, match="completions: expected at least one token"):
+        await client.score([ask()], [[]])
+    with pytest.raises(ContextLengthError):
+        await client.score([ask("x" * (CONTEXT - 2))], [[1, 2, 3]])
 
 
 async def test_stop_token_is_kept(client: Any) -> None:

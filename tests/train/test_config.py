@@ -200,8 +200,8 @@ def test_what_is_unset_is_a_key(tmp_path, keys):
 def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [
-        "actors", "checkpoint", "cluster", "credit", "curriculum", "device", "eval", "filter", "gateway", "health",
-        "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies",
+        "actors", "checkpoint", "cluster", "credit", "curriculum", "device", "distill", "eval", "filter", "gateway",
+        "health", "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies",
         "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options",
         "threads", "update", "warm_start",
     ]  # fmt: skip

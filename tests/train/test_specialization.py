@@ -4,7 +4,7 @@ import pytest
 
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.train.config.toml import ConfigError, to_toml
-from turnwise.train.validate import config_from_dict
+from turnwise.train.validate import config_from_dict, load_config
 from turnwise.types import Actor
 
 TEAM = [Actor("solver"), Actor("critic")]
@@ -50,13 +50,39 @@ def test_each_actor_gets_a_policy_that_bears_its_id(level):
 
 
 def test_the_resolved_config_says_the_same_again(tmp_path):
-    from turnwise.train.validate import load_config
-
     policies = {"default": {"path": "m"}, "critic": {"optimizer": {"lr": 1e-4}}}
     actors, resolved = resolve(policy_sharing="lora_per_actor", policies=policies)
     (tmp_path / "config.toml").write_text(to_toml(resolved))
     again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM, "sums")
     assert again == actors and twice == resolved
+
+
+@pytest.mark.parametrize("level", ["shared", "lora_per_actor", "model_per_actor"])
+def test_a_teacher_is_a_frozen_policy_unless_it_also_plays(tmp_path, level):
+    policies = {"default": {"path": "small"}, "big": {"path": "big"}}
+    actors, resolved = resolve(policy_sharing=level, actors={"critic": {"teacher": "big"}}, policies=policies)
+    assert played(actors)["critic"] == ("default" if level == "shared" else "critic")
+    assert resolved.teachers() == {"critic": "big"}
+    assert not resolved.policies["big"].trainable and resolved.policies["big"].lora is None
+    assert all(settings.trainable for name, settings in resolved.policies.items() if name != "big")
+    (tmp_path / "config.toml").write_text(to_toml(resolved))
+    again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM, "sums")
+    assert again == actors and twice == resolved
+    # One that also plays trains as before.
+    both = {"solver": "big", "critic": {"policy": "default", "teacher": "big"}}
+    actors, resolved = resolve(actors=both, policies=policies)
+    assert played(actors) == {"solver": "big", "critic": "default"} and resolved.policies["big"].trainable
+
+
+def test_a_teacher_that_teaches_nothing_is_refused():
+    with pytest.raises(ConfigError) as error:
+        resolve(actors={"critic": {"teacher": "big"}, "solver": {"teacher": "default"}})
+    assert str(error.value).splitlines() == [
+        "config key 'actors.critic.teacher' = 'big': there is no section [policies.big]; policies: default",
+        "config key 'actors.solver.teacher' = 'default': 'solver' plays with it, so it teaches nothing: expected "
+        "another, or distill.hint",
+    ]
+    resolve(actors={"solver": {"teacher": "default"}}, distill={"hint": "best"})
 
 
 def test_everything_that_does_not_fit_is_told_at_once():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,11 +58,12 @@ def test_any_cut_into_micro_batches_gives_the_same_update(monkeypatch, aggregati
     assert_same_moves(moves_of(model, random_batch(0, rows=11), loss))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["rows", "tokens"])
 @pytest.mark.parametrize("kind", sorted(registry))
-def test_any_cut_gives_the_same_update_with_every_loss(monkeypatch, kind, random_batch, small_model):
+def test_any_cut_gives_the_same_update_with_every_loss(monkeypatch, kind, own, random_batch, small_model):
     monkeypatch.setattr(Policy, "__init__", near_sgd(Policy.__init__))
     model, _ = small_model()
-    batch = random_batch(5, rows=11)
+    batch = with_token_advantages(random_batch(5, rows=11)) if own else random_batch(5, rows=11)
     options = {"clip-cov": {"share": 0.2, "lower": 0.0}, "kl-cov": {"share": 0.2}, "dro": {"beta": 0.1}}.get(kind, {})
     unit = {"aggregation": "seq-mean-token-sum"} if kind == "luspo" else {}
     assert_same_moves(moves_of(model, batch, LossConfig(type=kind, options=options, **unit)))
@@ -115,10 +117,18 @@ def test_each_actor_counts_alike_within_its_policy(monkeypatch, random_batch, sm
     assert (alone[0] - alone[1]).abs().max() > 1e-3
 
 
-def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_model):
+def with_token_advantages(batch):
+    """Give the tokens that train advantages of their own."""
+    values = np.random.default_rng(9).normal(size=len(batch.token_ids)).astype(np.float32)
+    return replace(batch, token_advantages=values * batch.loss_mask)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["rows", "tokens"])
+def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_model, own):
     """Ratio 1, token mean: the loss is the mean of -A over tokens and its gradient the policy gradient's."""
     model, _ = small_model()
     batch = random_batch(3, rows=6)
+    batch = with_token_advantages(batch) if own else batch
     policy = Policy("default", model, UpdateConfig(), total_steps=1)
     micro = pack(batch, np.arange(6))
     with torch.no_grad():
@@ -128,6 +138,8 @@ def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_mo
     logits = expected(input_ids=block.input_ids, attention_mask=block.attention_mask).logits
     logprobs = torch.log_softmax(logits, -1)[block.row, block.column, micro.targets_N]
     mask, advantages = micro.mask_N.double(), micro.advantages_B.double()[micro.row_N]
+    if own:
+        advantages += torch.from_numpy(batch.token_advantages).double()[micro.token_N]
     (-(logprobs * advantages * mask).sum() / mask.sum()).backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in expected.parameters())).item()
     metrics = update_policy(policy, batch, UpdateConfig(), LossConfig(), np.random.default_rng(0))

@@ -1,11 +1,12 @@
 """The arena: actors, episodes (nested too), rubrics, stores and tree sampling; requests in, a training batch out.
 
-Read in this order: arena, episode, multi_turn, answers, runner, curriculum, dynamic_sampling, episode_checkpoints,
-setup.
+Read in this order: arena, episode, multi_turn, answers, runner, curriculum, dynamic_sampling, distillation,
+episode_checkpoints, setup.
 May import: types, utils, state, chat, samples.
 """
 
 from turnwise.arena.arena import Arena
+from turnwise.arena.distillation import Distillation
 from turnwise.arena.episode import Episode, SingleTurnEpisode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.multi_turn import MultiTurnEpisode
@@ -31,6 +32,7 @@ __all__ = [
     "ArtifactStore",
     "AttemptStats",
     "BatchFailedError",
+    "Distillation",
     "DropRolloutError",
     "Episode",
     "EpisodeCheckpoints",

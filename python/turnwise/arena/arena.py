@@ -94,11 +94,15 @@ class Arena(ArenaSetup):
         self.record_attempts()
         requests = await hook(self.get_batch)
         if self.filters.dynamic_sampling_rounds:
-            return await sample_until_full(self, requests, on_requests_fixed)
-        if self.opponent_assignment is not None:
-            requests = await self.opponent_assignment.seat(requests)
-        on_requests_fixed()  # the next batch starts when this one waits for its first model call
-        return await self.generate_rollouts(requests)
+            results = await sample_until_full(self, requests, on_requests_fixed)
+        else:
+            if self.opponent_assignment is not None:
+                requests = await self.opponent_assignment.seat(requests)
+            on_requests_fixed()  # the next batch starts when this one waits for its first model call
+            results = await self.generate_rollouts(requests)
+        if self.distillation is not None:
+            await self.distillation.score(self, results)
+        return results
 
     def assign_credit_and_pack(self, results: list[GenerateResult]) -> TrainingBatch:
         """Assign credit to the results of :meth:`sample` and pack them. Call it in the order of the batches."""
@@ -187,6 +191,8 @@ class Arena(ArenaSetup):
                     sample.loss_mask = [0] * len(sample.completion_token_ids)  # such a sample has no penalty
             rows.penalize(samples, self.reward_penalty(samples))
         self._zero_causes = rows.set_advantages(results, samples, self.credit)
+        if self.distillation is not None:
+            self._zero_causes |= self.distillation.zero_row_advantages(results, samples)
         self._group_metrics = mixed_prompts(samples, self.credit)
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:

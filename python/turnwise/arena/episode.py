@@ -35,6 +35,7 @@ from turnwise.types import (
     ModelError,
     ModelResponse,
     Rollout,
+    Step,
 )
 from turnwise.types.protocols import ArenaForHooks
 
@@ -108,6 +109,14 @@ class Episode(ABC):
         deadline, lineage and private texts, and its failure does not affect this one. Group functions have not run yet.
         """
         return ()
+
+    def hint(self, rollout: Rollout, step: Step) -> Any:
+        """Return text for the prompt of the teacher of ``step``, such as what was wrong with it; ``None`` for no hint.
+
+        Called once the episode is scored, with ``distill.hint = "episode"``. Sync or async. The actor never sees the
+        text; it only shapes what the actor learns. Errors are counted as ``hint_errors/<episode type>``.
+        """
+        return None
 
     def unserved_rewards(self) -> dict[str, str]:
         """Return the fields of :class:`RewardMix` that have no meaning here, each with the reason.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise.arena.curriculum import Curriculum
+from turnwise.arena.distillation import Distillation
 from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
@@ -105,6 +106,8 @@ class ArenaSetup:
         """Saves running episodes, so that a killed run can resume inside a tree."""
         self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
         """Amount to subtract from each sample's reward before credit; steps and metrics keep the whole reward."""
+        self.distillation: Distillation | None = None
+        """Teachers of some actors, whose log-probabilities of the sampled tokens train them."""
         self.constrained_unsupported_reason = "only turnwise's own trainer renormalises over the allowed tokens"
         """Reason why calls under a grammar do not train; empty under a trainer that takes them."""
         self.record_episodes = False

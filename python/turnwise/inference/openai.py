@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from turnwise.chat import ChatFormat, ChatRenderer
-from turnwise.inference.common.base import GatedClient, policy_of
+from turnwise.inference.common.base import GatedClient, policy_of, reject_scored
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.types import ClientCapabilities, ContextLengthError, FinishReason, ModelRequest, ModelResponse
 from turnwise.utils.threads import to_thread
@@ -89,6 +89,7 @@ class OpenAIClient(GatedClient):
     def _body(self, request: ModelRequest) -> dict[str, Any]:
         self.version(request.policy)
         sampling, format = request.sampling, self._format
+        reject_scored(request, self)
         if not len(request.prompt_token_ids):
             raise ValueError("prompt_token_ids is empty: expected at least one token")
         if self._chat and request.messages is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from turnwise.inference.common.base import ClientBase, gather_all, policy_of
 from turnwise.types import (
@@ -14,8 +14,11 @@ from turnwise.types import (
     MeasuredClient,
     ModelRequest,
     ModelResponse,
+    ScoringClient,
     capabilities_of,
 )
+
+T = TypeVar("T")
 
 
 class RoutingClient(ClientBase):
@@ -49,17 +52,35 @@ class RoutingClient(ClientBase):
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order. Raises clients' errors; ``ValueError`` for unknown policies."""
+        return await self._shared_out(
+            requests, lambda client, share: client.generate([requests[index] for index in share])
+        )
+
+    async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return log-probabilities by the client of each request's policy; see ``ScoringClient``.
+
+        Raises ``TypeError`` for a client that can't score.
+        """
+
+        def score(client: Any, share: Sequence[int]) -> Awaitable[list[list[float]]]:
+            if not isinstance(client, ScoringClient):
+                raise TypeError(f"policy {requests[share[0]].policy!r}: {type(client).__name__} can't score tokens")
+            return client.score([requests[index] for index in share], [completions[index] for index in share])
+
+        return await self._shared_out(requests, score)
+
+    async def _shared_out(
+        self, requests: Sequence[ModelRequest], call: Callable[[InferenceClient, list[int]], Awaitable[list[T]]]
+    ) -> list[T]:
+        """Return the results of ``call``, which gets each client with the indices of its requests, in their order."""
         shares: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
             shares.setdefault(id(policy_of(self.clients, request.policy)), []).append(index)
-        calls = [
-            self.clients[requests[share[0]].policy].generate([requests[index] for index in share])
-            for share in shares.values()
-        ]
-        responses: dict[int, ModelResponse] = {}
+        calls = [call(self.clients[requests[share[0]].policy], share) for share in shares.values()]
+        results: dict[int, T] = {}
         for share, result in zip(shares.values(), await gather_all(calls), strict=True):
-            responses |= zip(share, result, strict=True)
-        return [responses[index] for index in range(len(requests))]
+            results |= zip(share, result, strict=True)
+        return [results[index] for index in range(len(requests))]
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Hand ``weights`` to the client of ``policy``."""

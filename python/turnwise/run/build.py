@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from turnwise.arena import Arena, Filters, OverlongPenalty
+from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
 from turnwise.inference.common.hf_model import shortest_context
 from turnwise.run.checks import (
     build_credit,
@@ -312,6 +312,8 @@ def arena_for_client(
         task=task,
         rollout=rollout,
     )
+    if teachers := config.teachers():
+        arena.distillation = Distillation(teachers=teachers, **config.distill.model_dump())
     for actor in actors:
         arena.add_actor(actor)
     for name, episode in episodes_of(config, task).items():

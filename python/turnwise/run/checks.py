@@ -85,6 +85,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     with problems.gathered():
         actors = with_quotas(config, actors, task)
     problems.lines += check_tinker(resolved)
+    problems.lines += distill_problems(resolved)
     problems.lines += cluster_problems(resolved)
     seats = capabilities_of(task, TaskCapabilities).seats
     problems.lines += check_selfplay(resolved, actors, seats, task.name, exploitability_of(task))
@@ -124,6 +125,7 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     problems.raise_any()
     lines = [f"# {line}\n" for line in models]
     lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
+    lines += [f"# actor {name!r} is taught by policy {teacher!r}\n" for name, teacher in resolved.teachers().items()]
     for name, episode in episodes_of(config, task).items():
         mix = mix_of(episode, config.reward.of_mix())
         lines.append(f"# rewards of episode {name!r}: {mix}\n")
@@ -284,6 +286,30 @@ def warm_start_rows(config: TrainConfig, task: Task) -> SFTRows:
     shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
     rows = [SFTRow(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
     return SFTRows(rows, f"{len(rows)} demonstrations of task {task.name!r}")
+
+
+def distill_problems(config: TrainConfig) -> list[str]:
+    """Return one line for each setting of ``[distill]`` that has no effect, or that does not fit the others."""
+    teachers = config.teachers()
+    if not teachers:
+        return [
+            f"config key 'distill.{key}' = {value!r}: has no effect without a teacher: expected actors.<name>.teacher"
+            for key, value in config.distill.model_dump(exclude_defaults=True).items()
+        ]
+    lines, rollout, first = [], config.rollout, next(iter(teachers))
+    if rollout.client == "vllm" and rollout.temperature != 1:
+        lines.append(
+            f"config key 'rollout.temperature' = {rollout.temperature}: expected 1 with actors.{first}.teacher, as "
+            "vLLM scores tokens at temperature 1"
+        )
+    if rollout.client == "tinker":
+        lines.append(f"config key 'actors.{first}.teacher': rollout.client = 'tinker' does not score tokens yet")
+    if config.filter.dynamic_sampling_rounds and not config.distill.reward:
+        lines.append(
+            f"config key 'filter.dynamic_sampling_rounds' = {config.filter.dynamic_sampling_rounds}: expected 0, or "
+            "distill.reward = true: a taught actor learns from every question"
+        )
+    return lines
 
 
 def cluster_problems(config: TrainConfig) -> list[str]:

@@ -158,7 +158,9 @@ def write_card(exported: Exported, config: TrainConfig, manifest: Mapping[str, A
         "base model": origin if on_hub else "a tiny model, from random weights" if origin == TINY else "a local model",
         "weights": "a LoRA adapter" if exported.base else "whole",
         "task": config.task,
-        "actors": ", ".join(actor for actor, policy in config.actors.items() if policy == exported.policy),
+        "actors": ", ".join(
+            actor for actor, policy in config.policies_of_actors().items() if policy == exported.policy
+        ),
         "step": f"{manifest['step']} of {config.steps}",
         "episodes": progress.get("episodes"),
         "sampled tokens": progress.get("sampled_tokens"),

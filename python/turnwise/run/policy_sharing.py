@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from turnwise.train.config.policies import LoraConfig, PolicyConfig
+from turnwise.train.config.policies import ActorConfig, LoraConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import TINY
@@ -27,18 +27,24 @@ def resolve_policies(config: TrainConfig, actors: Sequence[Actor], task: str) ->
     settings of ``policies.default``, overridden by its own section. The returned configuration spells this out as
     ``policy_sharing = "shared"``. Raises :class:`ConfigError` with a line for each problem.
     """
-    derive = _DERIVED[config.policy_sharing]
+    derive, named, teachers = _DERIVED[config.policy_sharing], config.policies_of_actors(), config.teachers()
     ids = [actor.id for actor in actors]
     policies = dict(config.policies) if derive is None else _derived(config, ids, derive)
-    chosen = {actor.id: config.actors.get(actor.id, actor.policy if derive is None else actor.id) for actor in actors}
+    chosen = {actor.id: named.get(actor.id, actor.policy if derive is None else actor.id) for actor in actors}
+    for name in set(teachers.values()) & policies.keys() - set(chosen.values()):
+        policies[name] = policies[name].model_copy(update={"trainable": False})
     problems = _misfits(config, chosen, policies, task)
     if problems:
         raise ConfigError("\n".join(problems))
     players = [replace(actor, policy=chosen[actor.id]) for actor in actors]
     if derive is None:
-        return players, config
-    played = {name: policies[name] for name in dict.fromkeys(chosen.values())}
-    return players, config.model_copy(update={"policy_sharing": "shared", "actors": chosen, "policies": played})
+        return players, config.model_copy(update={"policies": policies}) if teachers else config
+    used = {name: policies[name] for name in dict.fromkeys([*chosen.values(), *teachers.values()])}
+    settings = {
+        name: ActorConfig(policy=policy, teacher=teachers[name]) if name in teachers else policy
+        for name, policy in chosen.items()
+    }
+    return players, config.model_copy(update={"policy_sharing": "shared", "actors": settings, "policies": used})
 
 
 def own_bases(config: TrainConfig) -> bool:
@@ -58,9 +64,9 @@ def _derived(
 ) -> dict[str, PolicyConfig]:
     """Return the policies of the config, and one for each actor without an entry in ``actors``."""
     template = config.policies.get(TEMPLATE, PolicyConfig())
-    policies = dict(config.policies)
+    policies, named = dict(config.policies), config.policies_of_actors()
     for name in ids:
-        if name not in config.actors:
+        if name not in named:
             section = config.policies.get(name)
             changes = {} if section is None else {key: getattr(section, key) for key in section.model_fields_set}
             policies[name] = derive(template.model_copy(update=changes))
@@ -79,12 +85,19 @@ def _misfits(config: TrainConfig, chosen: dict[str, str], policies: dict[str, Po
         for actor, name in chosen.items()
         if name not in policies
     ]
+    teachers = config.teachers()
+    for actor, teacher in teachers.items():
+        key = f"config key 'actors.{actor}.teacher' = {teacher!r}"
+        if teacher not in policies:
+            problems.append(f"{key}: there is no section [policies.{teacher}]; policies: {', '.join(policies)}")
+        elif teacher == chosen.get(actor) and config.distill.hint == "none":
+            problems.append(f"{key}: {actor!r} plays with it, so it teaches nothing: expected another, or distill.hint")
     # Policies that no actor uses, and phases with policies that can't train.
     template = set() if config.policy_sharing == "shared" else {TEMPLATE}
     played = ", ".join(f"{actor!r} with {name!r}" for actor, name in chosen.items())
     problems += [
         f"config key 'policies.{name}': no actor of task {task!r} plays with it: {played}"
-        for name in sorted(set(policies) - set(chosen.values()) - template)
+        for name in sorted(set(policies) - {*chosen.values(), *teachers.values()} - template)
     ]
     for index, phase in enumerate(config.phases):
         for name in phase.train:

@@ -61,6 +61,8 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         step.reward is not None,
         step.info,
         top,
+        None,
+        step.info.get("token_advantages"),
     )
 
 

@@ -24,7 +24,7 @@ class Filters:
     """
 
     drop_zero_advantage: bool = True
-    """Drop samples with advantage 0, as in tied groups."""
+    """Drop samples with advantage 0, as in tied groups, that have no advantages of single tokens either."""
     drop_truncated: bool = False
     """Drop completions that reached their token limit."""
     max_length: int | None = None
@@ -48,7 +48,7 @@ class Filters:
     def _cause(self, sample: Sample, zero_causes: Mapping[StepKey, str]) -> str | None:
         if self.drop_truncated and sample.finish_reason == "length":
             return "truncated"
-        if self.drop_zero_advantage and sample.advantage == 0:
+        if self.drop_zero_advantage and sample.advantage == 0 and sample.token_advantages is None:
             return zero_causes.get((sample.rollout_id, sample.step_index), ZERO_ADVANTAGE)
         length = len(sample.prompt_token_ids) + len(sample.completion_token_ids)
         return "max_length" if self.max_length is not None and length > self.max_length else None

@@ -149,6 +149,7 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         if sample.loss_mask is not None:
             end, length = cu_seqlens[row + 1], lengths[row, 1]
             loss_mask[end - length : end] = _check_loss_mask(sample.loss_mask, length, _name(sample))
+    token_advantages = _join_token_advantages(samples, cu_seqlens)
     allowed = _join_allowed(samples, cu_seqlens)
     if allowed is not None:  # a token without an alternative is no choice of the policy
         single = np.unpackbits(allowed.masks, axis=1).sum(axis=1) == 1
@@ -173,7 +174,25 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         drops=drops,
         metrics=metrics,
         allowed=allowed,
+        token_advantages=token_advantages,
     )
+
+
+def _join_token_advantages(samples: Sequence[Sample], cu_seqlens: np.ndarray) -> np.ndarray | None:
+    """Return the advantages of single tokens ``[N]`` float32, 0 on prompts; ``None`` if no sample has any."""
+    if all(sample.token_advantages is None for sample in samples):
+        return None
+    joined = np.zeros(cu_seqlens[-1], dtype=np.float32)
+    for sample, end in zip(samples, cu_seqlens[1:], strict=True):
+        if sample.token_advantages is not None:
+            values, length = np.asarray(sample.token_advantages, dtype=np.float32), len(sample.completion_token_ids)
+            if values.shape != (length,) or not np.isfinite(values).all():
+                raise ValueError(
+                    f"{_name(sample)}: token_advantages={sample.token_advantages!r:.80}: expected {length} finite "
+                    "numbers, one per completion token"
+                )
+            joined[end - length : end] = values
+    return joined
 
 
 def _join_allowed(samples: Sequence[Sample], cu_seqlens: np.ndarray) -> AllowedTokens | None:
@@ -296,6 +315,10 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     if allowed is not None:
         mask_index = np.concatenate([allowed.mask_index[:0], *(allowed.mask_index[span] for span in spans)])
         allowed = replace(allowed, mask_index=mask_index)
+    if batch.token_advantages is not None:
+        by_token["token_advantages"] = np.concatenate(
+            [batch.token_advantages[:0], *(batch.token_advantages[span] for span in spans)]
+        )
     return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, drops=dict(batch.drops), allowed=allowed)
 
 
@@ -317,7 +340,16 @@ def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch
     return kept
 
 
-MEANS = ("reward", "raw_reward", "metric", "completion_tokens", "truncated", "overlong_penalty", "team_difference")
+MEANS = (
+    "reward",
+    "raw_reward",
+    "metric",
+    "completion_tokens",
+    "truncated",
+    "overlong_penalty",
+    "team_difference",
+    "teacher_kl",
+)
 """Keys that :func:`describe` reports by actor, and metrics by their names."""
 
 
@@ -345,7 +377,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     episodes that ended at ``max_turns``; ``ended/context``, the share of all finished ones that outgrew their context;
     with an overlong penalty, ``overlong_penalty/<actor>`` and
     ``raw_reward/<actor>``, the reward before the penalty; with ``reward.difference``, ``team_difference/<actor>``, the
-    mean change of the team's value by an action.
+    mean change of the team's value by an action; with a teacher, ``teacher_kl/<actor>``, the mean of the sampled
+    tokens' log-probabilities minus the teacher's, which estimates the reverse KL per token.
     """
     # Rewards and metrics of episodes without an error.
     rollouts = [result.rollout for top in results for result in top.walk()]
@@ -367,7 +400,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         if actor is not None:
             means["completion_tokens"][actor].append(length)
             means["truncated"][actor].append(step.finish_reason == "length")
-            for kind in ("team_difference", "overlong_penalty"):
+            for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
                 if kind in info:
                     means[kind][actor].append(info[kind])
 

@@ -106,6 +106,8 @@ class Trainer:
                 raise ValueError(
                     f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}"
                 )
+        if arena.distillation is not None:
+            arena.distillation.check({actor.id: actor.policy for actor in arena.actors.values()}, arena.client)
         needing = [
             name for name, episode in arena.episodes.items() if getattr(episode, "samples_under_grammars", False)
         ]

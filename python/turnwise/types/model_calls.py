@@ -82,7 +82,9 @@ class Sampling:
 class ModelRequest:
     """A request for one completion. Siblings of a tree are requests with equal prompts and different seeds.
 
-    ``messages`` is the chat behind the prompt, for clients that send text.
+    ``messages`` is the chat behind the prompt, for clients that send text. ``scored_token_ids`` are tokens to score
+    instead of sampling, for clients whose ``score`` sends it (:class:`ScoringClient`): the response has them as its
+    completion.
 
     Example: ``ModelRequest([1, 17, 9], Sampling(max_tokens=8, seed=3), policy="default")``
     """
@@ -91,6 +93,7 @@ class ModelRequest:
     sampling: Sampling = Sampling()
     policy: str = "default"
     messages: Messages | None = field(default=None, compare=False, repr=False)
+    scored_token_ids: Sequence[int] | None = None
 
 
 @dataclass(slots=True)

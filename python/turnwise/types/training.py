@@ -68,6 +68,8 @@ class Sample:
     """The result at the top of this call's tree of episodes."""
     allowed: AllowedTokens | None = field(default=None, repr=False, compare=False)
     """The tokens that its grammar allowed, position by position; ``None`` without a grammar."""
+    token_advantages: list[float] | None = None
+    """Advantages of single completion tokens ``[C]``, which are added to ``advantage``; ``None`` if there are none."""
 
     @property
     def trajectory_key(self) -> tuple[str, int | None]:
@@ -88,7 +90,8 @@ class TrainingBatch:
     ``temperatures [B]`` float32, ``actor_index [B]`` and ``policy_index [B]`` int64 into ``actors`` and ``policies``,
     ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``drops`` counts the model
     calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if
-    a row was sampled under a grammar, else it is ``None``.
+    a row was sampled under a grammar, else it is ``None``. ``token_advantages [N]`` float32 are added to the rows'
+    advantages; ``None`` if no row has any.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """
@@ -108,6 +111,7 @@ class TrainingBatch:
     drops: dict[tuple[str, str], int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     allowed: AllowedTokens | None = None
+    token_advantages: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1

@@ -144,6 +144,25 @@ class GatedClient(ClientBase):
         return self._seconds + (time.perf_counter() - self._since if self._running else 0.0)
 
 
+class GatedScoringClient(GatedClient):
+    """Base of gated clients that score through ``generate``: their requests may have ``scored_token_ids``."""
+
+    async def score(self, requests: Sequence[ModelRequest], completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return log-probabilities of ``completions[i]`` after the prompt of ``requests[i]``; see ``ScoringClient``.
+
+        Raises the errors of :meth:`generate`, and ``ValueError`` for an empty completion or a grammar.
+        """
+        asked = [
+            replace(request, scored_token_ids=scored_ids(request, completion))
+            for request, completion in zip(requests, completions, strict=True)
+        ]
+        responses = await self.generate(asked)
+        for request, response in zip(asked, responses, strict=True):
+            if response.completion_token_ids != request.scored_token_ids:
+                raise ModelError(f"{type(self).__name__} sampled a completion that it was asked to score")
+        return [response.logprobs for response in responses]
+
+
 def policy_of(policies: Mapping[str, T], name: str) -> T:
     """Return ``policies[name]``. Raises ``ValueError`` for a policy that the client doesn't serve."""
     if name not in policies:
@@ -161,6 +180,21 @@ async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+def scored_ids(request: ModelRequest, completion: Sequence[int]) -> list[int]:
+    """Return ``completion`` as a list. Raises ``ValueError`` if it is empty, or if the request has a grammar."""
+    if request.sampling.grammar is not None:
+        raise ValueError("sampling.grammar: expected none, as scores are those over all tokens")
+    if not len(completion):
+        raise ValueError("completions: expected at least one token in each, to be scored")
+    return list(map(int, completion))
+
+
+def reject_scored(request: ModelRequest, client: object) -> None:
+    """Raise ``ValueError`` for a request with tokens to score."""
+    if request.scored_token_ids is not None:
+        raise ValueError(f"scored_token_ids: {type(client).__name__} can't score tokens, expected none")
+
+
 def completion_limit(request: ModelRequest, vocabulary: int, context_length: int | None) -> int:
     """The largest number of tokens in the completion: the request's limit, or the room left in the model's context.
 

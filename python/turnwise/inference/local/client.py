@@ -22,6 +22,7 @@ from turnwise.inference.common.base import (
     completion_limit,
     gather_all,
     policy_of,
+    scored_ids,
     stop_check,
     stop_token_ids,
 )
@@ -150,6 +151,8 @@ class TransformersClient(ClientBase):
         """
         if self._closed:
             raise ModelError("the client is closed")
+        if any(request.scored_token_ids is not None for request in requests):
+            return await self._generate_and_score(requests)
         for grammar in {request.sampling.grammar for request in requests}:
             if grammar is not None:
                 await to_thread(check_grammar, self._tokenizer, grammar)
@@ -183,6 +186,26 @@ class TransformersClient(ClientBase):
                 computed = await loop.run_in_executor(self._worker, self._score, policy, batch_rows)
                 scores |= zip(batch, computed, strict=True)
         return [scores[index] for index in range(len(rows))]
+
+    async def _generate_and_score(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Sample the completions of some requests, and score those of the others."""
+        scored = [request for request in requests if request.scored_token_ids is not None]
+        sampled = [request for request in requests if request.scored_token_ids is None]
+        completions = [list(request.scored_token_ids or ()) for request in scored]
+        logprobs, responses = await asyncio.gather(self.score(scored, completions), self.generate(sampled))
+        scores = iter(
+            ModelResponse(
+                text=self._tokenizer.decode(ids, skip_special_tokens=True),
+                completion_token_ids=ids,
+                logprobs=values,
+                finish_reason="stop",
+                policy_versions=[(len(ids), self.version(request.policy))],
+                prompt_token_ids=list(request.prompt_token_ids),
+            )
+            for request, ids, values in zip(scored, completions, logprobs, strict=True)
+        )
+        samples = iter(responses)
+        return [next(samples if request.scored_token_ids is None else scores) for request in requests]
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Copy ``weights`` (pairs of name and tensor) into ``policy``. Later tokens have the version ``version``.
@@ -257,11 +280,9 @@ class TransformersClient(ClientBase):
         whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
         room = None if loaded.context_length is None else loaded.context_length + 1  # no new token needs room
         completion_limit(whole, vocabulary_size(loaded.model), room)
-        if request.sampling.grammar is not None:
-            raise ValueError("sampling.grammar: expected none, as scores are those over all tokens")
-        if not completion:
-            raise ValueError("completions: expected at least one token in each, to be scored")
-        return ScoredSequence(tuple(request.prompt_token_ids), tuple(completion), request.sampling.temperature)
+        return ScoredSequence(
+            tuple(request.prompt_token_ids), tuple(scored_ids(request, completion)), request.sampling.temperature
+        )
 
     # -- collecting ---------------------------------------------------------------------------------------------------
     def _draining(self) -> asyncio.Task[None] | None:

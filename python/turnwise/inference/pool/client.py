@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inference.common.base import GatedClient, gather_all
+from turnwise.inference.common.base import GatedScoringClient, gather_all
 from turnwise.inference.common.http import LoopThread
 from turnwise.inference.pool.engine import EngineFailed, EngineLimits, PoolEngine, PrefixRouter, Published, Router
 from turnwise.inference.weights.load import collect_weights
@@ -37,7 +37,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
 """Seconds until a failed engine is looked at again, or a request goes to it again: the first time, and at most."""
 
 
-class PoolClient(GatedClient):
+class PoolClient(GatedScoringClient):
     """Completes prompts with one or several engines that serve the same policies, and repeats what failed.
 
     - ``engines``: clients of the same kind by name. Engines may :meth:`join` and :meth:`leave` later.

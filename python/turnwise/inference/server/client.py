@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from turnwise.chat.tokenizers import own_copy
 from turnwise.inference.common.base import (
-    GatedClient,
+    GatedScoringClient,
     check_sampling_by_vllm,
     completion_limit,
     cut_at_stop,
@@ -34,6 +34,7 @@ from turnwise.inference.server.remote import (
     RemoteServer,
     ServerCompletion,
     read_completion,
+    read_scores,
     sampling_error,
 )
 from turnwise.inference.weights.load import check_weights, collect_weights, shapes_of
@@ -43,6 +44,14 @@ from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.inference.weights.wire import LOOPBACK, address_towards
 from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 from turnwise.utils.threads import to_thread
+
+
+def _whole(request: ModelRequest) -> ModelRequest:
+    """Return a request to score tokens as one for a single token after them, which has their log-probabilities."""
+    if request.scored_token_ids is None:
+        return request
+    ids = [*request.prompt_token_ids, *request.scored_token_ids]
+    return replace(request, prompt_token_ids=ids, sampling=request.sampling.with_(max_tokens=1))
 
 
 @dataclass(slots=True)
@@ -62,7 +71,7 @@ class _ServedPolicy:
     version: int = 0
 
 
-class VLLMServerClient(GatedClient):
+class VLLMServerClient(GatedScoringClient):
     """Completes prompts with a vLLM server that ``turnwise serve`` started, on this host or another.
 
     - ``server``: its URL, or an :class:`~turnwise.inference.common.http.Endpoint` with key and timeout.
@@ -200,8 +209,12 @@ class VLLMServerClient(GatedClient):
     def _check(self, request: ModelRequest) -> None:
         policy_of(self._policies, request.policy)
         check_sampling_by_vllm(request.sampling)
+        if request.scored_token_ids is not None and request.sampling.temperature != 1:
+            raise ValueError(
+                f"temperature={request.sampling.temperature}: expected 1, as vLLM scores tokens at temperature 1"
+            )
         info = self._server.info
-        completion_limit(request, info.vocabulary if info else 2**63, info.context_length if info else None)
+        completion_limit(_whole(request), info.vocabulary if info else 2**63, info.context_length if info else None)
 
     async def _prepare(self) -> None:
         if not self.ready:
@@ -212,12 +225,14 @@ class VLLMServerClient(GatedClient):
         info, sampling = self._server.info, request.sampling
         assert info is not None
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+        request = _whole(request)
         return {
             "model": self._policies[request.policy].served,
             "token_ids": list(map(int, request.prompt_token_ids)),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_tokens": completion_limit(request, info.vocabulary, info.context_length),
+                **({} if request.scored_token_ids is None else {"prompt_logprobs": 0}),
                 "stop_token_ids": list(stop_token_ids(request, self._tokenizer)),
                 "ignore_eos": True,  # stop_token_ids ends a completion, not the server's tokenizer
                 "seed": seed & (2**63 - 1),  # torch's generators take 63 bits; vLLM reads -1 as no seed
@@ -244,7 +259,23 @@ class VLLMServerClient(GatedClient):
             versions = self._versions_of(request.policy, completion)
         if versions is None:
             raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", passes=True)
+        if request.scored_token_ids is not None:
+            return self._scored(request, content, versions[-1][1])
         return self._response(request, completion, versions)
+
+    def _scored(self, request: ModelRequest, content: Any, version: int) -> ModelResponse:
+        """Return the scored tokens as a completion. The token that the server sampled after them doesn't count."""
+        ids = list(request.scored_token_ids or ())
+        self._stats["requests"] += 1
+        self._stats["prompt_tokens"] += len(request.prompt_token_ids) + len(ids)
+        return ModelResponse(
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            completion_token_ids=ids,
+            logprobs=read_scores(content, self._server.where, ids),
+            finish_reason="stop",
+            policy_versions=[(len(ids), version)],
+            prompt_token_ids=list(request.prompt_token_ids),
+        )
 
     async def _wait_for_update(self) -> None:
         """Return once this client knows the server's weights, if another client sends them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -292,6 +292,22 @@ def _logprobs(reader: _FieldReader, choice: dict[str, Any], token_ids: list[int]
         if type(value) not in (int, float) or not math.isfinite(value) or not FLOOR < value <= 0:
             raise reader.wrong(f"{field}.logprob", value, f"a number from {FLOOR} (excluded) to 0")
     return [float(entry["logprob"]) for entry in content]
+
+
+def read_scores(content: Any, where: str, token_ids: Sequence[int]) -> list[float]:
+    """Read the log-probabilities of the last prompt tokens, which are ``token_ids``, from an answer of ``where``."""
+    reader, field = _FieldReader(where), "prompt_logprobs"
+    values = reader.typed(reader.typed(content, dict, "(the answer)").get(field), list, field)
+    if len(values) <= len(token_ids):
+        raise reader.wrong(field, f"{len(values)} log-probabilities", f"more than {len(token_ids)}")
+    scores = []
+    for entry, token in zip(values[-len(token_ids) :], token_ids, strict=True):
+        scored = reader.typed(reader.typed(entry, dict, field).get(str(token)), dict, f"{field}.{token}")
+        value: Any = scored.get("logprob")
+        if type(value) not in (int, float) or not FLOOR < value <= 0:
+            raise reader.wrong(f"{field}.{token}.logprob", value, f"a number from {FLOOR} (excluded) to 0")
+        scores.append(float(value))
+    return scores
 
 
 def _labels(reader: _FieldReader, choice: dict[str, Any], count: int) -> list[tuple[int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ MOST_BYTES = 2**26
 
 SAMPLING = {
     "temperature": (int, float), "max_tokens": (int,), "stop_token_ids": (list,), "ignore_eos": (bool,), "seed": (int,),
-    "logprobs": (int,), "detokenize": (bool,),
+    "logprobs": (int,), "detokenize": (bool,), "prompt_logprobs": (int,),
 }  # fmt: skip
 """Sampling parameters that a request may have, and their types."""
 
@@ -86,12 +87,20 @@ class Routes:
         asked = ModelRequest(_ids(body, "token_ids"), _sampling(body.get("sampling_params")), policy=model)
         try:
             [response] = await self._engine.generate([asked])
+            scores = await self._scores(asked) if "prompt_logprobs" in body["sampling_params"] else {}
         except ContextLengthError as error:
             raise ContextLengthError(
                 f"This model's maximum context length is {self._engine.context_length} tokens. However, your prompt "
                 f"contains {len(asked.prompt_token_ids)} input tokens, which leaves none for the output."
             ) from error
-        return web.json_response(self._answer(response))
+        return web.json_response(self._answer(response) | scores)
+
+    async def _scores(self, asked: ModelRequest) -> dict[str, Any]:
+        """Return the log-probabilities of the prompt's tokens after the first, as vLLM writes them."""
+        first, *others = asked.prompt_token_ids
+        [logprobs] = await self._engine.score([replace(asked, prompt_token_ids=[first])], [others])
+        scores = [{str(token): {"logprob": value}} for token, value in zip(others, logprobs, strict=True)]
+        return {"prompt_logprobs": [None, *scores]}
 
     def _answer(self, response: ModelResponse) -> dict[str, Any]:
         """``response`` as vLLM's token endpoint writes it."""
@@ -225,8 +234,8 @@ def _sampling(given: Any) -> Sampling:
         if type(value) not in SAMPLING[name]:
             expected = " or ".join(kind.__name__ for kind in SAMPLING[name])
             raise ValueError(f"sampling_params.{name}={str(value)[:80]}: expected {expected}")
-    for name, value in FIXED.items():
-        if given.get(name) != value:
+    for name, value in {**FIXED, "prompt_logprobs": 0}.items():
+        if given.get(name, 0 if name == "prompt_logprobs" else None) != value:
             raise ValueError(f"sampling_params.{name}={given.get(name)!r}: expected {value!r}")
     stops = tuple(_ids(given, "stop_token_ids"))
     plain = {name: given[name] for name in ("temperature", "max_tokens", "seed") if name in given}

@@ -78,6 +78,17 @@ class LossConfig(Section):
         return self
 
 
+class DistillConfig(Section):
+    """On-policy distillation of actors with a ``teacher``: reverse KL of their own tokens, as an advantage."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Factor of a token's advantage, the teacher's log-probability minus the sampler's."""
+    reward: bool = False
+    """Add these advantages to those of the reward; without it taught actors learn from their teachers alone."""
+    hint: Literal["none", "best", "episode"] = "none"
+    """Text in the teacher's prompt alone: ``best``, a better answer of the group, or ``episode``, ``Episode.hint``."""
+
+
 class UpdateConfig(OptimizerConfig):
     """Optimizer steps on one batch: epochs, minibatches, sequence layout and AdamW."""
 

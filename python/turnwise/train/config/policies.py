@@ -63,6 +63,15 @@ class PolicyConfig(Section):
     """Keys of the optimizer in ``[update]`` with other values for this policy, such as ``lr``."""
 
 
+class ActorConfig(Section):
+    """Policies of one actor."""
+
+    policy: str | None = None
+    """Policy that plays it; by default the one that it would have without this table."""
+    teacher: str | None = None
+    """Policy that teaches it by on-policy distillation; one that plays no actor is frozen."""
+
+
 class PhaseConfig(Section):
     """A phase in which only some policies train; after the last phase the first one follows again."""
 

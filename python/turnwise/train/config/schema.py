@@ -15,8 +15,14 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from turnwise.train.config import nulls
 from turnwise.train.config.base import Section
 from turnwise.train.config.cluster import ClusterConfig, LearnerConfig, ShardingConfig
-from turnwise.train.config.optimization import LossConfig, UpdateConfig
-from turnwise.train.config.policies import OptimizerConfig, PhaseConfig, PolicyConfig, WarmStartConfig
+from turnwise.train.config.optimization import DistillConfig, LossConfig, UpdateConfig
+from turnwise.train.config.policies import (
+    ActorConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    PolicyConfig,
+    WarmStartConfig,
+)
 from turnwise.train.config.sampling import (
     CreditConfig,
     CurriculumConfig,
@@ -163,8 +169,8 @@ class TrainConfig(Section):
     """Resume from the newest checkpoint in the run folder."""
     policy_sharing: Literal["shared", "lora_per_actor", "model_per_actor"] = "shared"
     """Weights of the actors: one policy for all, an adapter for each, or a model for each."""
-    actors: dict[str, str] = Field(default_factory=dict)
-    """Policy of single actors, by their names; overrides ``policy_sharing``."""
+    actors: dict[str, str | ActorConfig] = Field(default_factory=dict)
+    """Policy of single actors, by their names; overrides ``policy_sharing``. A table may also name a ``teacher``."""
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"default": PolicyConfig()}, min_length=1)
     """The policies, by their names."""
     phases: list[PhaseConfig] = Field(default_factory=list)
@@ -176,6 +182,7 @@ class TrainConfig(Section):
     credit: CreditConfig = CreditConfig()
     reward: RewardConfig = RewardConfig()
     filter: FilterConfig = FilterConfig()
+    distill: DistillConfig = DistillConfig()
     loss: LossConfig = LossConfig()
     update: UpdateConfig = UpdateConfig()
     eval: EvalConfig = EvalConfig()
@@ -186,6 +193,16 @@ class TrainConfig(Section):
     sharding: ShardingConfig = ShardingConfig()
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
+
+    def teachers(self) -> dict[str, str]:
+        """Return the teacher of each actor that has one."""
+        named = {name: each.teacher for name, each in self.actors.items() if isinstance(each, ActorConfig)}
+        return {name: teacher for name, teacher in named.items() if teacher is not None}
+
+    def policies_of_actors(self) -> dict[str, str]:
+        """Return the policy of each actor for which ``actors`` names one."""
+        named = {name: each.policy if isinstance(each, ActorConfig) else each for name, each in self.actors.items()}
+        return {name: policy for name, policy in named.items() if policy is not None}
 
     def optimizer_of(self, policy: str) -> OptimizerConfig:
         """Return the settings of ``[update]`` with the overrides of ``policies.<policy>.optimizer``."""

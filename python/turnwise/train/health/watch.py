@@ -33,6 +33,8 @@ CAUSES = {
     "equal_step_rewards": "earned the same step reward as all calls of its group, while the rubric's rewards of their "
     "attempts differ: a call with a step reward doesn't train on the rubric's, so let step_reward return None, or add "
     "what the rubric pays",
+    "untaught": "has no teacher, as there was no hint for it: no attempt at the same prompt earned more, "
+    "Episode.hint gave none, or it was too long; set distill.reward = true to train such calls on their reward",
     "alone": "is alone in its group: raise rollout.group_size or rollout.branches, or give attempts "
     "that belong together one group_id",
     "min_std": "is in a group whose rewards hardly differ: lower credit.options.min_std",

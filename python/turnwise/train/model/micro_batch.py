@@ -36,6 +36,7 @@ class MicroBatch:
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
     temperatures_B, actor_ids_B`` are per row. If some were sampled under a grammar, ``mask_index_N`` (int64) is the row
     of each token in ``masks_UW``, -1 for those that weren't (:class:`~turnwise.types.AllowedTokens`).
+    ``token_advantages_N`` are added to the rows' advantages, if there are any.
     """
 
     token_ids_T: Tensor
@@ -54,6 +55,13 @@ class MicroBatch:
     actor_ids_B: Tensor
     mask_index_N: Tensor | None = None
     masks_UW: Tensor | None = None
+    token_advantages_N: Tensor | None = None
+
+    @property
+    def advantages_N(self) -> Tensor:
+        """Advantage of each token: its row's, and its own if it has one."""
+        of_rows_N = self.advantages_B[self.row_N]
+        return of_rows_N if self.token_advantages_N is None else of_rows_N + self.token_advantages_N
 
     @property
     def num_tokens(self) -> int:
@@ -210,6 +218,9 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         actor_ids_B=torch.from_numpy(batch.actor_index[rows]),
         mask_index_N=None if allowed is None else torch.from_numpy(allowed.mask_index[where]),
         masks_UW=None if allowed is None else torch.from_numpy(allowed.masks),
+        token_advantages_N=(
+            None if batch.token_advantages is None else torch.from_numpy(batch.token_advantages[where])
+        ),
     )
 
 

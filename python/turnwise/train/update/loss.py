@@ -65,7 +65,7 @@ class Loss:
         The variant sees the tokens in the order of the batch's own stream, so a random choice is the same for any cut.
         """
         order = torch.cat([micro.token_N for micro in micros]).argsort()
-        advantages = torch.cat([micro.advantages_B[micro.row_N] for micro in micros])[order]
+        advantages = torch.cat([micro.advantages_N for micro in micros])[order]
         chosen = torch.zeros(len(order), dtype=torch.bool, device=order.device)
         chosen[order] = select_tokens(
             torch.cat(list(logprobs))[order],
@@ -94,10 +94,11 @@ class Loss:
         The op also gets the sampler's log-probs unless they are ``old_logprobs_N`` themselves.
         """
         config, aggregation = self.config, self._aggregation(micro, normalizer)
+        advantages = micro.advantages_B if micro.token_advantages_N is None else micro.advantages_N
         out = policy_loss(
             logprobs_N,
             old_logprobs_N,
-            micro.advantages_B if kept_N is None else micro.advantages_B[micro.row_N] * kept_N,
+            advantages if kept_N is None else micro.advantages_N * kept_N,
             variant=self.variant,
             kl=self.kl,
             ref_logprobs=ref_logprobs_N,

@@ -92,7 +92,7 @@ class TokenMasks:
         rollout_N = torch.cat([micro.rollout_logprobs_N for micro in micros])
         layout = {"mask": mask_N, "cu_seqlens": cu_seqlens}
         if config.off_policy is not None:
-            advantages_N = torch.cat([micro.advantages_B[micro.row_N] for micro in micros])
+            advantages_N = torch.cat([micro.advantages_N for micro in micros])
             kept["off_policy"] = off_policy_mask(logprobs_N, rollout_N, advantages_N, config.off_policy, **layout)
         if config.second_moment is not None:
             kept["second_moment"] = second_moment_mask(logprobs_N, rollout_N, config.second_moment, **layout)

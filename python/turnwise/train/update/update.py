@@ -233,7 +233,7 @@ class UpdateLog:
             return torch.bincount(actors_N[tokens_N], minlength=len(self.actors)).cpu().numpy()
 
         difference_N = (logprobs_N - micro.rollout_logprobs_N).abs()
-        bad_N = trained & ~(difference_N + micro.advantages_B[micro.row_N]).isfinite()
+        bad_N = trained & ~(difference_N + micro.advantages_N).isfinite()
         difference = difference_N[trained & ~bad_N]
         self.current.append(
             MicroBatchMetrics(

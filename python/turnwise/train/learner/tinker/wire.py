@@ -101,7 +101,7 @@ def wire_rows(
     ``weights_N`` are :meth:`~turnwise.train.update.loss.Loss.token_weights`.
     """
     scaled = np.zeros(len(batch.token_ids), dtype=np.float32)
-    scaled[micro.token_N.numpy()] = (micro.advantages_B[micro.row_N] * weights_N).numpy()
+    scaled[micro.token_N.numpy()] = (micro.advantages_N * weights_N).numpy()
     logprobs = np.where(scaled != 0, batch.rollout_logprobs, np.float32(0))
     sent = []
     for row in rows.tolist():

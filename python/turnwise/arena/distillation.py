@@ -1,0 +1,178 @@
+"""On-policy distillation: actors learn from a teacher's log-probabilities of the tokens that they sampled themselves.
+
+The teacher of an actor is a policy: a larger model, one that was trained before, or with hints the actor's own. Each
+sampled token gets the advantage ``coef * (teacher's log-prob - sampler's log-prob)``, whose expectation is the negative
+reverse KL divergence of the two at this token (on-policy distillation, https://arxiv.org/abs/2306.13649). A hint is text that the teacher's prompt alone has: a better answer to the same prompt,
+or what the episode says about the attempt (self-distillation, https://arxiv.org/abs/2601.20802).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from turnwise.arena.runtime.user_code import hook
+from turnwise.arena.runtime.watch import count_error, count_in_process
+from turnwise.samples.collect import collect_samples
+from turnwise.samples.filters import StepKey
+from turnwise.samples.pack import GRAMMAR
+from turnwise.types import (
+    GenerateResult,
+    InferenceClient,
+    Messages,
+    ModelRequest,
+    Rollout,
+    RoutedClient,
+    Sample,
+    Sampling,
+    ScoringClient,
+    Step,
+)
+from turnwise.utils.signals import contained
+
+BETTER_ANSWER = "This answer to the task above earned more reward than others:\n{hint}\n\nAnswer the task yourself."
+"""Text that a teacher sees after the prompt with ``hint="best"``; ``{hint}`` is the better answer."""
+
+TOKENS, KL = "token_advantages", "teacher_kl"
+"""Keys of ``step.info``: the advantages of the step's tokens, and the mean of their log-probs minus the teacher's."""
+
+Hint = Literal["none", "best", "episode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """Teachers of actors, for ``arena.distillation``.
+
+    ``teachers`` maps actors to the policies that teach them, which the arena's client must serve and score with.
+    ``coef`` scales the advantages of the tokens. With ``reward`` they are added to the credit rule's; without it a
+    taught actor learns from its teacher alone, whatever reward it earns. ``hint`` is what the teacher sees in addition
+    to the prompt: with ``"best"`` the best answer that an attempt at the same prompt gave, if it earned more; with
+    ``"episode"`` the text of :meth:`~turnwise.arena.Episode.hint`. A call without a hint then has no teacher.
+
+    Example: ``arena.distillation = Distillation(teachers={"reviser": "big"}, coef=1.0)``
+    """
+
+    teachers: Mapping[str, str]
+    coef: float = 1.0
+    reward: bool = False
+    hint: Hint = "none"
+
+    def __post_init__(self) -> None:
+        if not self.coef > 0:
+            raise ValueError(f"coef={self.coef!r}: expected a number > 0")
+        if self.hint not in ("none", "best", "episode"):
+            raise ValueError(f"hint={self.hint!r}: expected 'none', 'best' or 'episode'")
+
+    def check(self, policies: Mapping[str, str], client: InferenceClient) -> None:
+        """Raise ``ValueError`` unless ``client`` can score with each teacher. ``policies`` are those of the actors."""
+        for actor, teacher in self.teachers.items():
+            if actor not in policies:
+                raise ValueError(f"teachers={dict(self.teachers)}: expected actors, {sorted(policies)}, got {actor!r}")
+            if teacher == policies[actor] and self.hint == "none":
+                raise ValueError(
+                    f"actor {actor!r} is taught by its own policy {teacher!r}, which agrees with itself: expected "
+                    "another policy, or a hint for the teacher ('best' or 'episode')"
+                )
+            scoring = client.clients.get(teacher) if isinstance(client, RoutedClient) else client
+            if not isinstance(scoring, ScoringClient):
+                raise ValueError(
+                    f"teacher {teacher!r} of actor {actor!r}: {type(scoring).__name__} can't score tokens: expected "
+                    "rollout.client = 'transformers' or 'vllm'"
+                )
+
+    async def score(self, arena: Any, results: Sequence[GenerateResult]) -> None:
+        """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
+        samples = [sample for sample in collect_samples(results) if sample.actor in self.teachers]
+        steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
+        hints = await self._hints(arena, results, samples)
+        taught, requests = [], []
+        for sample, hint in zip(samples, hints, strict=True):
+            step = steps[sample.rollout_id][sample.step_index]
+            prompt = sample.prompt_token_ids if self.hint == "none" else hinted_prompt(arena, step, hint)
+            too_long = prompt is not None and (
+                arena.max_context is not None and len(prompt) + len(sample.completion_token_ids) > arena.max_context
+            )
+            if prompt is None or too_long or GRAMMAR in sample.info:
+                continue
+            sampling = Sampling(temperature=sample.temperature, max_tokens=1)
+            taught.append((sample, step))
+            requests.append(ModelRequest(prompt, sampling, self.teachers[sample.actor]))
+        scores = await arena.client.score(requests, [sample.completion_token_ids for sample, _ in taught])
+        for (sample, step), teacher_logprobs in zip(taught, scores, strict=True):
+            gains = [t - s for t, s in zip(teacher_logprobs, sample.rollout_logprobs, strict=True)]
+            step.info[TOKENS] = [self.coef * gain for gain in gains]
+            step.info[KL] = -sum(gains) / len(gains)
+
+    async def _hints(
+        self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]
+    ) -> list[str | None]:
+        if self.hint == "none":
+            return [None] * len(samples)
+        rollouts = {result.rollout.id: result.rollout for top in results for result in top.walk()}
+        if self.hint == "episode":
+            asked = [(rollouts[sample.rollout_id], sample.step_index) for sample in samples]
+            return [await _hint_of(arena, rollout, rollout.steps[index]) for rollout, index in asked]
+        groups: defaultdict[Any, list[Sample]] = defaultdict(list)
+        for sample in samples:
+            groups[_question(sample)].append(sample)
+        best = {key: max(group, key=lambda sample: sample.reward) for key, group in groups.items()}
+        better = [best[_question(sample)] for sample in samples]
+        return [
+            BETTER_ANSWER.replace("{hint}", rollouts[one.rollout_id].steps[one.step_index].completion)
+            if one.reward > sample.reward
+            else None
+            for sample, one in zip(samples, better, strict=True)
+        ]
+
+    def zero_row_advantages(self, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[StepKey, str]:
+        """Without ``reward``, set the advantages of taught actors' calls to 0: their tokens have their own.
+
+        Return the cause of 0 for calls that a teacher has not scored.
+        """
+        if self.reward:
+            return {}
+        steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
+        causes = {}
+        for sample in samples:
+            if sample.actor in self.teachers:
+                steps[sample.rollout_id][sample.step_index].advantage = 0.0
+                if TOKENS not in sample.info:
+                    causes[sample.rollout_id, sample.step_index] = "untaught"
+        return causes
+
+
+async def _hint_of(arena: Any, rollout: Rollout, step: Step) -> str | None:
+    try:
+        with contained(f"hint of episode {rollout.episode_type!r}"):
+            hint = await hook(arena.episodes[rollout.episode_type].hint, rollout, step)
+            if hint is not None and not isinstance(hint, str):
+                raise TypeError(f"{hint!r:.80}: expected a text or None")
+            return hint
+    except Exception as error:
+        count_error("hint", rollout.episode_type, error)
+        count_in_process(f"hint_errors/{rollout.episode_type}")  # no episode is running that could count it
+        return None
+
+
+def _question(sample: Sample) -> tuple[Any, ...]:
+    return sample.group_id, sample.actor, tuple(sample.prompt_token_ids)
+
+
+def hinted_prompt(arena: Any, step: Step, hint: str | None) -> list[int] | None:
+    """Return the tokens of the step's prompt with ``hint`` after its last message.
+
+    ``None`` without a hint, and for a prompt that the arena's own format doesn't write, such as one with tools.
+    """
+    if not hint or step.actor_id is None:
+        return None
+    format = arena.plain_format(arena.actors[step.actor_id])
+    if list(format.prompt_ids(step.prompt)) != list(step.prompt_token_ids):
+        return None
+    messages: Messages = [dict(message) for message in step.prompt]
+    if messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
+        messages[-1]["content"] += f"\n\n{hint}"
+    else:
+        messages.append({"role": "user", "content": hint})
+    return list(format.prompt_ids(messages))

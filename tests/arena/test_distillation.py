@@ -1,0 +1,135 @@
+"""Teachers of actors: which tokens they score, the advantages that follow, and the hints that they see."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from turnwise.arena import Distillation
+from turnwise.arena.distillation import BETTER_ANSWER
+from turnwise.arena.runtime.watch import take_counts
+from turnwise.credit import GRPOCredit
+from turnwise.inference import OpenAIClient, RoutingClient
+from turnwise.types import EpisodeRequest, ScoringClient
+
+from .conftest import FakeClient
+from .helpers import Guess
+
+ANSWERS = ["1", "3", "3", "2"]
+
+
+class TeachingClient(FakeClient):
+    """A client whose every score is -0.25 for tokens with an even index and -2 for the others."""
+
+    def __init__(self, reply=None):
+        super().__init__(reply)
+        self.scored = []
+
+    async def score(self, requests, completions):
+        self.scored += [("".join(map(chr, r.prompt_token_ids)), r.policy) for r in requests]
+        return [[-0.25 if i % 2 == 0 else -2.0 for i in range(len(ids))] for ids in completions]
+
+
+@pytest.fixture
+def taught(make_arena):
+    def make(episode=None, answers=ANSWERS, **options):
+        arena = make_arena(actors=["solver"], episodes=[episode or Guess()], credit=GRPOCredit())
+        arena.client = TeachingClient(lambda prompt, request, left=iter(answers): next(left))
+        arena.source = lambda: [EpisodeRequest("guess", "a digit", group_id="q") for _ in answers]
+        arena.distillation = Distillation(teachers={"solver": "big"}, **options)
+        return arena
+
+    return make
+
+
+async def test_the_advantage_of_a_token_is_the_teachers_logprob_minus_the_samplers(taught):
+    """The sampler's log-probs are -0.5: gains of .25 and -1.5, times 2. All rows train, tied groups too."""
+    arena = taught(coef=2.0, answers=["3", "3"])
+    batch = await arena.step()
+    assert arena.client.scored == [("<user>Guess a digit\n<assistant>", "big")] * 2
+    assert len(batch) == 2 and batch.dropped == {} and batch.advantages.tolist() == [0.0, 0.0]
+    prompt = len("<user>Guess a digit\n<assistant>")
+    assert batch.token_advantages.dtype == np.float32
+    assert batch.token_advantages.tolist() == 2 * ([0.0] * prompt + [0.5, -3.0])
+    assert batch.metrics["teacher_kl/solver"] == pytest.approx((-0.25 + 1.5) / 2)
+
+
+async def test_they_add_to_the_reward_if_asked(taught):
+    pure, added = await taught().step(), await taught(reward=True).step()
+    assert pure.advantages.tolist() == [0.0] * 4
+    credit = np.array([1.0, 3.0, 3.0, 2.0])
+    np.testing.assert_allclose(added.advantages, (credit - credit.mean()) / credit.std(ddof=1), rtol=1e-5)
+    np.testing.assert_array_equal(pure.token_advantages, added.token_advantages)
+
+
+async def test_an_actor_without_a_teacher_keeps_its_advantages(taught, make_arena):
+    plain = make_arena(lambda p, r, left=iter(ANSWERS): next(left), episodes=[Guess()], credit=GRPOCredit())
+    plain.source = lambda: [EpisodeRequest("guess", "a digit", group_id="q") for _ in ANSWERS]
+    other = taught()
+    other.distillation = Distillation(teachers={"nobody": "big"})
+    batches = [await plain.step(), await other.step()]
+    assert batches[1].token_advantages is None and other.client.scored == []
+    np.testing.assert_array_equal(batches[0].advantages, batches[1].advantages)
+
+
+async def test_the_hint_is_a_better_answer_to_the_same_prompt(taught):
+    """1 and 2 see the first 3; both 3 have no better answer, so they have no teacher."""
+    arena = taught(hint="best")
+    batch = await arena.step()
+    begin, end = "<user>Guess a digit\n\n", "\n<assistant>"
+    assert [prompt for prompt, _ in arena.client.scored] == [begin + BETTER_ANSWER.format(hint="3") + end] * 2
+    assert len(batch) == 2 and batch.dropped == {"untaught": 2}
+    assert [bytes(batch.token_ids[end - 2 : end - 1].tolist()) for end in batch.cu_seqlens[1:]] == [b"1", b"2"]
+    # With the reward those without a hint train on it.
+    batch = await taught(hint="best", reward=True).step()
+    assert len(batch) == 4 and (batch.token_advantages[-2:] != 0).all()
+
+
+async def test_the_episode_may_give_the_hint(taught):
+    class Told(Guess):
+        def hint(self, rollout, step):
+            if rollout.rewards["solver"] == 3:
+                raise KeyError("no hint")
+            return f"It was not {step.completion}."
+
+    arena = taught(Told(), hint="episode")
+    with pytest.warns(RuntimeWarning, match="no hint"):
+        batch = await arena.step()
+    assert [prompt for prompt, _ in arena.client.scored] == [
+        f"<user>Guess a digit\n\nIt was not {digit}.\n<assistant>" for digit in (1, 2)
+    ]
+    assert len(batch) == 2 and batch.dropped == {"untaught": 2}
+    assert take_counts()["hint_errors/guess"] == 2
+
+
+async def test_a_hint_that_leaves_no_room_is_no_hint(taught):
+    arena = taught(hint="best")
+    arena.max_context = 40
+    batch = await arena.step()
+    assert arena.client.scored == [] and batch.dropped == {"untaught": 4}
+
+
+async def test_an_evaluation_asks_no_teacher(taught):
+    arena = taught()
+    await arena.evaluation().generate_rollouts(arena.source())
+    assert arena.client.scored == []
+
+
+def test_teachers_that_can_not_teach_are_refused():
+    client, actors = TeachingClient(), {"solver": "default"}
+    assert isinstance(client, ScoringClient)
+    Distillation(teachers={"solver": "big"}).check(actors, client)
+    Distillation(teachers={"solver": "default"}, hint="best").check(actors, client)
+    with pytest.raises(ValueError, match=r"'solver' is taught by its own policy 'default'.*or a hint"):
+        Distillation(teachers={"solver": "default"}).check(actors, client)
+    with pytest.raises(ValueError, match=r"expected actors, \['solver'\], got 'nobody'"):
+        Distillation(teachers={"nobody": "big"}).check(actors, client)
+    with pytest.raises(ValueError, match=r"teacher 'big' of actor 'solver': FakeClient can't score tokens"):
+        Distillation(teachers={"solver": "big"}).check(actors, FakeClient())
+    routed = RoutingClient({"default": client, "big": FakeClient()})
+    with pytest.raises(ValueError, match=r"teacher 'big' of actor 'solver': FakeClient can't score"):
+        Distillation(teachers={"solver": "big"}).check(actors, routed)
+    assert not isinstance(OpenAIClient, ScoringClient)
+    for wrong in ({"coef": 0}, {"hint": "worst"}):
+        with pytest.raises(ValueError, match=r"(coef=0|hint='worst'): expected"):
+            Distillation(teachers={}, **wrong)
