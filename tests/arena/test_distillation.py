@@ -34,7 +34,8 @@ class TeachingClient(FakeClient):
 def taught(make_arena):
     def make(episode=None, answers=ANSWERS, **options):
         arena = make_arena(actors=["solver"], episodes=[episode or Guess()], credit=GRPOCredit())
-        arena.client = TeachingClient(lambda prompt, request, left=iter(answers): next(left))
+        left = iter(answers)
+        arena.client = TeachingClient(lambda prompt, request: next(left))
         arena.source = lambda: [EpisodeRequest("guess", "a digit", group_id="q") for _ in answers]
         arena.distillation = Distillation(teachers={"solver": "big"}, **options)
         return arena
@@ -63,7 +64,8 @@ async def test_they_add_to_the_reward_if_asked(taught):
 
 
 async def test_an_actor_without_a_teacher_keeps_its_advantages(taught, make_arena):
-    plain = make_arena(lambda p, r, left=iter(ANSWERS): next(left), episodes=[Guess()], credit=GRPOCredit())
+    left = iter(ANSWERS)
+    plain = make_arena(lambda prompt, request: next(left), episodes=[Guess()], credit=GRPOCredit())
     plain.source = lambda: [EpisodeRequest("guess", "a digit", group_id="q") for _ in ANSWERS]
     other = taught()
     other.distillation = Distillation(teachers={"nobody": "big"})

@@ -19,7 +19,15 @@ from turnwise.inference import (
 )
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse, Sampling, ScoringClient
+from turnwise.types import (
+    ContextLengthError,
+    InferenceClient,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    Sampling,
+    ScoringClient,
+)
 
 from .engine_server import engine_here
 from .helpers import CONTEXT, build

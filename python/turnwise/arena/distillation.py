@@ -2,8 +2,9 @@
 
 The teacher of an actor is a policy: a larger model, one that was trained before, or with hints the actor's own. Each
 sampled token gets the advantage ``coef * (teacher's log-prob - sampler's log-prob)``, whose expectation is the negative
-reverse KL divergence of the two at this token (on-policy distillation, https://arxiv.org/abs/2306.13649). A hint is text that the teacher's prompt alone has: a better answer to the same prompt,
-or what the episode says about the attempt (self-distillation, https://arxiv.org/abs/2601.20802).
+reverse KL divergence of the two at this token (https://arxiv.org/abs/2306.13649). A hint is text that the teacher's
+prompt alone has: a better answer to the same prompt, or what the episode says about the attempt (self-distillation,
+https://arxiv.org/abs/2601.20802).
 """
 
 from __future__ import annotations
