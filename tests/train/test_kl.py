@@ -10,10 +10,12 @@ import torch
 from turnwise.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfig
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.kl import KLPenalty, adapted
 from turnwise.train.update.update import update_policy
+from turnwise.train.validate import load_config
 from turnwise.types import Sample
 
 from ..trained import lines_of
@@ -127,3 +129,68 @@ def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_traine
     assert lines[2]["kl_coef"] != 0.5 and trainer.policies["default"].kl_coef != lines[2]["kl_coef"]
     for line, rewards in zip(lines, seen, strict=True):
         assert np.mean(rewards) == pytest.approx(line["reward"] - line["kl_penalty"], abs=1e-6)
+
+
+def test_the_reference_is_refreshed_every_second_step(tmp_path, random_batch, small_model):
+    """Steps 1 to 5: the reference has the weights of steps 0, 2, 2, 4, 4, and the KL of steps 3 and 5 starts at 0."""
+    config = TrainConfig(loss={"kl": {"coef": 0.1, "refresh_every": 2}}, update={"lr": 1e-2})
+
+    def fresh(seed):
+        return Policy("default", small_model(seed=seed)[0], config.update, total_steps=9, with_reference=True)
+
+    def weights_of(model):
+        return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+
+    def equal(one, other):
+        return all(torch.equal(one[key], other[key]) for key in one.keys() | other.keys())
+
+    policy = fresh(0)
+    learner, rng, versions, kls = LocalLearner({"default": policy}, config), np.random.default_rng(0), [], []
+    weights = [weights_of(policy.model)]
+    for step in range(1, 6):
+        updated = learner.update(random_batch(step, rows=6), ["default"], 0.0, rng, lambda done, total: None)
+        weights.append(weights_of(policy.model))
+        versions.append(updated.metrics["default"]["reference_version"])
+        kls.append(updated.metrics["default"]["kl"])
+        assert equal(weights_of(policy.reference), weights[versions[-1]])
+        assert not equal(weights[-1], weights[-2])
+    assert versions == [0, 2, 2, 4, 4]
+    assert kls[0] == kls[2] == kls[4] == 0 < min(kls[1], kls[3])
+    # A checkpoint has the weights of the reference.
+    path = learner.save(tmp_path, 5, {})
+    other = fresh(1)
+    LocalLearner({"default": other}, config).load(path)
+    assert equal(weights_of(other.reference), weights[4]) and equal(weights_of(other.model), weights[5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss.kl.refresh_every": 2}, r"'loss.kl.refresh_every': needs loss.kl.coef > 0"),
+        (
+            {"loss.kl.coef": 0.1, "loss.kl.refresh_every": 2, "policies": {"a": {"lora": {}}}},
+            r"'loss.kl.refresh_every': the reference of the adapter 'policies.a' is its base",
+        ),
+        (
+            {"loss.kl.coef": 0.1, "loss.kl.refresh_every": 2, "policies": {"a": {"reference": "tiny"}}},
+            r"'loss.kl.refresh_every': expected no policies.a.reference",
+        ),
+        ({"loss.kl.refresh_every": 0}, r"'loss.kl.refresh_every' = 0"),
+    ],
+)
+def test_what_can_not_be_refreshed_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, changes)
+
+
+def test_a_learner_of_adapters_refreshes_no_reference(small_model):
+    pytest.importorskip("peft")
+    from peft import LoraConfig
+
+    from turnwise.inference.weights.lora import SharedBase
+
+    adapter = SharedBase(small_model()[0]).add_adapter("a", LoraConfig(target_modules=["q_proj"]), seed=0)
+    config = TrainConfig(loss={"kl": {"coef": 0.1, "refresh_every": 2}})
+    policy = Policy("a", adapter, config.update, total_steps=9, with_reference=True)
+    with pytest.raises(ConfigError, match=r"'loss.kl.refresh_every' = 2: the reference of the adapter 'a' is its base"):
+        LocalLearner({"a": policy}, config)

@@ -68,12 +68,13 @@ def learning(trainer, folder):
     arena.credit = RAECredit()
 
 
-KL = {"coef": 0.5, "apply_to": "reward", "target": 1e-4, "horizon": 30}
+KL = {"coef": 0.5, "apply_to": "reward", "target": 1e-4, "horizon": 30, "refresh_every": 2}
+ADAPTIVE = {"kl": KL, "entropy_coef": 0.01, "entropy_target": 4.0, "entropy_step": 0.001}
 UPDATE = {"lr": 3e-3, "num_minibatches": 2, "warmup": 3, "min_lr_ratio": 0.1}
 SETTINGS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any]]] = {
     "plain": (drawing, {"update": UPDATE}),
     "recomputed": (drawing, {"update": {**UPDATE, "old_logprobs": "recompute"}}),
-    "kl": (drawing, {"loss": {"kl": KL}, "with_reference": True}),
+    "kl": (drawing, {"loss": ADAPTIVE, "with_reference": True}),
     "validated": (drawing, {"eval": {"every": 2}}),
     "two policies": (drawing, {"policies": {"first": "learner", "second": "rival"}}),
     "one ahead": (drawing, {"loop": {"max_staleness": 1, "deterministic": True}}),
@@ -202,7 +203,7 @@ def left_by(trainer):
     state = getattr(trainer.arena.credit, "state_dict", dict)()
     if trainer.arena.curriculum is not None:
         state = {**state, "curriculum": trainer.arena.curriculum.state_dict()}
-    policies = {name: (policy.kl_coef, policy.version) for name, policy in trainer.policies.items()}
+    policies = {name: (policy.extra_state(), policy.version) for name, policy in trainer.policies.items()}
     weights = {name: weights_of(trainer, name) for name in trainer.policies}
     return lines_of(trainer.config.run_dir), stores, state, policies, weights
 

@@ -69,6 +69,8 @@ def _unserved(config: TrainConfig, kind: ServerKind) -> Iterator[tuple[str, Any,
         yield "loss.kl.coef", loss.kl.coef, "its losses have no KL term: expected 0, or loss.kl.apply_to = 'reward'"
     if loss.entropy_coef:
         yield "loss.entropy_coef", loss.entropy_coef, "its losses have no entropy bonus: expected 0"
+    if loss.entropy_target is not None:
+        yield "loss.entropy_target", loss.entropy_target, "its losses have no entropy bonus: expected no setting"
     if masks := loss.masks.model_dump(exclude_defaults=True):
         yield "loss.masks", masks, "its losses have no masks: expected no setting"
     if update.old_logprobs != "rollout":

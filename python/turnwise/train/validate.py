@@ -119,6 +119,9 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append("config key 'warm_start.min_reward': needs warm_start.data, recorded episodes to choose from")
     if config.loss.kl.target is not None and not config.loss.kl.coef:
         problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
+    if config.loss.entropy_target is not None and config.loss.entropy_coef < 0:
+        problems.append("config key 'loss.entropy_target': needs loss.entropy_coef >= 0, from which it starts")
+    problems += _refresh_problems(config)
     problems += check_loss(config.loss)
     # Checkpoints and the loop.
     if config.checkpoint.keep_best and not config.eval.every:
@@ -130,6 +133,25 @@ def contradictions(config: TrainConfig) -> list[str]:
             "config key 'loop.deterministic' = True: vLLM's batches depend on the clock, so log-probs differ in their "
             "last bits; use rollout.client = 'transformers'"
         )
+    return problems
+
+
+def _refresh_problems(config: TrainConfig) -> list[str]:
+    """Return the problems of ``loss.kl.refresh_every`` with other keys."""
+    if config.loss.kl.refresh_every is None:
+        return []
+    key = "config key 'loss.kl.refresh_every'"
+    problems = [] if config.loss.kl.coef else [f"{key}: needs loss.kl.coef > 0, without which there is no reference"]
+    for name, policy in config.policies.items():
+        if not policy.trainable:
+            continue
+        if policy.lora is not None:
+            problems.append(
+                f"{key}: the reference of the adapter 'policies.{name}' is its base without it, which has no weights "
+                "of its own: expected no lora"
+            )
+        elif policy.reference is not None:
+            problems.append(f"{key}: expected no policies.{name}.reference, as its reference takes its weights")
     return problems
 
 

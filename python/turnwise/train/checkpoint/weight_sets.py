@@ -17,7 +17,8 @@ from turnwise.train.model.weights import MasterWeights, named_weights
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One set of weights. ``file`` has it whole; ``label`` names it in messages; a ``frozen`` one never changes."""
+    """One set of weights. ``file`` has it whole; ``label`` names it in messages. A ``frozen`` one has no optimizer: its
+    file is linked to that of the checkpoint before while its bits are the same."""
 
     file: str
     label: str

@@ -25,6 +25,8 @@ class KLConfig(Section):
     """KL per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/1909.08593, section 2.2)."""
     horizon: int = Field(default=10_000, ge=1)
     """Samples over which the coefficient grows by ``clip(kl / target - 1, ±0.2)``."""
+    refresh_every: int | None = Field(default=None, ge=1)
+    """Steps of a policy after which its reference takes its weights; by default the reference never changes."""
 
 
 class CorrectionConfig(Section):
@@ -67,6 +69,10 @@ class LossConfig(Section):
     kl: KLConfig = KLConfig()
     entropy_coef: float = 0.0
     """Coefficient of an entropy bonus."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/2505.22312)."""
+    entropy_step: float = Field(default=0.005, gt=0)
+    """Change of an adaptive coefficient per step."""
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
     masks: MasksConfig = MasksConfig()

@@ -19,9 +19,10 @@ from turnwise.train.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.learner import Show, T, Updated, Weights
 from turnwise.train.model.policy import Policy, fingerprints
-from turnwise.train.update.kl import reference_logprobs
+from turnwise.train.update.kl import reference_logprobs, refresh, refresh_problem
 from turnwise.train.update.update import skip_draws, update_policy
 from turnwise.types import TrainingBatch
 
@@ -36,6 +37,8 @@ class LocalLearner:
     constrained_unsupported_reason = ""
 
     def __init__(self, policies: Mapping[str, Policy], config: TrainConfig) -> None:
+        if problem := refresh_problem(policies, config.loss.kl):
+            raise ConfigError(problem)
         self.policies, self.config = dict(policies), config
         self.trained = self.policies  # here, and not by other processes
         self.torn = False
@@ -62,6 +65,8 @@ class LocalLearner:
             assert not idle, f"an update changed the weights of {idle}, which didn't train"
             for name in sorted(updated.trained):
                 self._check_finite(name)
+            for name in updated.trained:
+                metrics[name] |= refresh(self.policies[name], self.config.loss.kl)
         except BaseException:
             self.torn = not undo.restore()
             raise

@@ -62,6 +62,8 @@ class Policy:
         self.skipped = 0  # updates in a row that were not finite
         self.is_stepping = False  # an optimizer step has begun and not ended
         self.kl_coef: float | None = None  # the adaptive coefficient, once it has changed
+        self.entropy_coef: float | None = None  # as kl_coef
+        self.last_entropy: float | None = None  # of the last step, if the coefficient is adaptive
         self._auto_tokens: int | None = None  # tokens of a micro-batch, once chosen
         self._halved = False
         self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
@@ -128,6 +130,13 @@ class Policy:
     def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         """Return log-probs ``[N]`` under the reference; ``None`` if the policy has no reference."""
         return None if self.reference_forward is None else self.reference_forward(micro)[0]
+
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        """Give the reference the policy's present weights."""
+        assert self.reference is not None, f"policy {self.name!r} has no reference"
+        for (_, tensor), (_, weight) in zip(named_weights(self.reference), named_weights(self.model), strict=True):
+            tensor.copy_(weight)
 
     def cut(self, batch: TrainingBatch, rows: np.ndarray, max_tokens: int) -> list[MicroBatch]:
         """Cut ``rows`` of ``batch`` into micro-batches of at most ``max_tokens`` tokens, the same on every rank.
@@ -263,6 +272,8 @@ class Policy:
         return {
             "skipped": self.skipped,
             "kl_coef": self.kl_coef,
+            "entropy_coef": self.entropy_coef,
+            "last_entropy": self.last_entropy,
             "auto_tokens": self._auto_tokens,
             "halved": self._halved,
         }
@@ -270,6 +281,7 @@ class Policy:
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`extra_state`."""
         self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
+        self.entropy_coef, self.last_entropy = state.get("entropy_coef"), state.get("last_entropy")
         self._auto_tokens, self._halved = state["auto_tokens"], state["halved"]
 
     @property

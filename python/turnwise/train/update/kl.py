@@ -1,4 +1,4 @@
-"""Two options of the KL term: an adaptive coefficient, and a penalty on the reward instead of a term in the loss."""
+"""Options of the KL term: an adaptive coefficient, a moving reference, and a penalty on the reward."""
 
 from __future__ import annotations
 
@@ -33,6 +33,29 @@ def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
         return coef
     error = float(np.clip(kl / config.target - 1, -ERROR_BOUND, ERROR_BOUND))
     return coef * (1 + error * min(1.0, samples / config.horizon))
+
+
+def refresh_problem(policies: Mapping[str, Policy], config: KLConfig) -> str:
+    """Return why ``refresh_every`` can't be served for one of ``policies``; empty if it can."""
+    for name, policy in policies.items() if config.refresh_every is not None else ():
+        if policy.base is not None and policy.reference is not None:
+            return (
+                f"config key 'loss.kl.refresh_every' = {config.refresh_every}: the reference of the adapter {name!r} "
+                "is its base without it, which has no weights of its own. Train whole models, or leave the key out"
+            )
+    return ""
+
+
+def refresh(policy: Policy, config: KLConfig) -> dict[str, float]:
+    """Refresh the reference of ``policy`` if its version is a multiple of ``refresh_every``, and return metrics.
+
+    The version counts the policy's steps. ``reference_version`` is that of the weights that the reference has.
+    """
+    if config.refresh_every is None or policy.reference is None:
+        return {}
+    if policy.version % config.refresh_every == 0:
+        policy.refresh_reference()
+    return {"reference_version": policy.version - policy.version % config.refresh_every}
 
 
 @torch.no_grad()

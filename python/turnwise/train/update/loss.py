@@ -18,16 +18,19 @@ from turnwise.train.update.masks import TokenMasks
 class Loss:
     """Calls :func:`turnwise.ops.policy_loss` on packed micro-batches with the normaliser of a whole optimizer step.
 
-    ``kl_coef`` is the present coefficient of the KL term, by default the configured one. Raises ``ValueError`` naming
-    the invalid config key.
+    ``kl_coef`` and ``entropy_coef`` are the present coefficients, by default the configured ones. Raises ``ValueError``
+    naming the invalid config key.
     """
 
-    def __init__(self, config: LossConfig, num_actors: int, kl_coef: float | None = None) -> None:
+    def __init__(
+        self, config: LossConfig, num_actors: int, kl_coef: float | None = None, entropy_coef: float | None = None
+    ) -> None:
         self.config = config
         self.num_actors = num_actors
         self.variant = make_variant(config)
         self.masks = TokenMasks(config.masks)
         self.kl_coef = config.kl.coef if kl_coef is None else kl_coef
+        self.entropy_coef = config.entropy_coef if entropy_coef is None else entropy_coef
         kl, in_loss = config.kl, config.kl.apply_to == "loss"
         if kl.importance_weighted and not in_loss:
             raise ValueError(
@@ -93,7 +96,7 @@ class Loss:
 
         The op also gets the sampler's log-probs unless they are ``old_logprobs_N`` themselves.
         """
-        config, aggregation = self.config, self._aggregation(micro, normalizer)
+        aggregation = self._aggregation(micro, normalizer)
         advantages = micro.advantages_B if micro.token_advantages_N is None else micro.advantages_N
         out = policy_loss(
             logprobs_N,
@@ -109,9 +112,9 @@ class Loss:
             **aggregation,
         )
         # The entropy bonus needs gradients, so it is added outside of the op.
-        if not config.entropy_coef or entropies_N is None:
+        if not self.entropy_coef or entropies_N is None:
             return out
-        return out._replace(loss=out.loss - config.entropy_coef * aggregate(entropies_N, **aggregation))
+        return out._replace(loss=out.loss - self.entropy_coef * aggregate(entropies_N, **aggregation))
 
     def token_weights(self, micro: MicroBatch, normalizer: Tensor) -> Tensor:
         """Return the weight ``[N]`` float32 with which each token's loss enters the loss; 0 for masked tokens."""

@@ -14,6 +14,7 @@ from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.micro_batch import MicroBatch, SingleRank, explain_out_of_memory, minibatches, smallest
 from turnwise.train.model.policy import Policy
+from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
 from turnwise.train.update.kl import adapted, coefficient
 from turnwise.train.update.loss import Loss
 from turnwise.train.update.masks import MaskedMicroBatch
@@ -37,7 +38,8 @@ def update_policy(
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
         return {}
-    loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl))
+    entropy_coef = entropy_coefficient(policy, loss_config)
+    loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl), entropy_coef)
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
     # One optimizer step for each minibatch of each epoch.
@@ -52,10 +54,13 @@ def update_policy(
         else:
             log.add_step(norm)
         show(done, len(parts))
-    # Adapt the KL coefficient to what the updates measured.
+    # Adapt the coefficients to what the updates measured.
     metrics = log.result()
     if metrics["updates"]:
         metrics["learning_rate"] = rate
+    if loss_config.entropy_target is not None and "entropy" in metrics:
+        metrics["entropy_coef"] = entropy_coef
+        adapt_entropy_coefficient(policy, metrics["entropy"], loss_config)
     if loss.kl is not None and "kl" in metrics:
         metrics["kl_coef"] = loss.kl_coef
         policy.kl_coef = adapted(loss.kl_coef, metrics["kl"], len(rows), loss_config.kl)
