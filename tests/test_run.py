@@ -449,8 +449,9 @@ def test_a_mix_of_bases_adapters_and_frozen_weights(tmp_path):
     assert {name: policy.version for name, policy in policies.items()} == {"solver": 4, "proposer": 0, "rival": 2}
 
 
-def test_an_actor_comes_closer_to_its_teacher(tmp_path):
-    """Its reverse KL falls; the other actor learns from its reward, the teacher stays; the config resumes."""
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_an_actor_comes_closer_to_its_teacher(tmp_path, top_k):
+    """The KL falls, reverse or forward; the other actor learns from its reward, and the teacher stays."""
     one, two = save_tiny(tmp_path / "one"), save_tiny(tmp_path / "two", hidden_size=48)
     config = config_of(
         tmp_path / "run",
@@ -459,6 +460,7 @@ def test_an_actor_comes_closer_to_its_teacher(tmp_path):
         policy_sharing="model_per_actor",
         policies={"default": {"path": one, "optimizer": {"lr": 3e-3}}, "big": {"path": two}},
         actors={"reviser": {"teacher": "big"}},
+        distill={"top_k": top_k},
         eval={"every": 0},
     )
     assert "# actor 'reviser' is taught by policy 'big'\n" in dry_run(config)
@@ -466,7 +468,8 @@ def test_an_actor_comes_closer_to_its_teacher(tmp_path):
     before = all_weights_of(run)
     run.train()
     assert moved(run, before) >= {"reviser"} and "big" not in moved(run, before)
-    kl = [line["teacher_kl/reviser"] for line in lines_of(tmp_path / "run") if "teacher_kl/reviser" in line]
+    name = "reviser/reviser/teacher_forward_kl" if top_k else "teacher_kl/reviser"
+    kl = [line[name] for line in lines_of(tmp_path / "run") if name in line]
     assert len(kl) == 8 and kl[-1] < 0.5 * kl[0], kl
     assert not any("teacher_kl/proposer" in line for line in lines_of(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"'distill.coef' = 2.0: has no effect without a teacher"):

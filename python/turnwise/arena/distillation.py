@@ -50,7 +50,8 @@ class Distillation:
     ``coef`` scales the advantages of the tokens. With ``reward`` they are added to the credit rule's; without it a
     taught actor learns from its teacher alone, whatever reward it earns. ``hint`` is what the teacher sees in addition
     to the prompt: with ``"best"`` the best answer that an attempt at the same prompt gave, if it earned more; with
-    ``"episode"`` the text of :meth:`~turnwise.arena.Episode.hint`. A call without a hint then has no teacher.
+    ``"episode"`` the text of :meth:`~turnwise.arena.Episode.hint`. A call without a hint then has no teacher. Without
+    ``scores`` no teacher is asked here, as the trainer's loss has its KL.
 
     Example: ``arena.distillation = Distillation(teachers={"reviser": "big"}, coef=1.0)``
     """
@@ -59,6 +60,7 @@ class Distillation:
     coef: float = 1.0
     reward: bool = False
     hint: Hint = "none"
+    scores: bool = True
 
     def __post_init__(self) -> None:
         if not self.coef > 0:
@@ -76,6 +78,8 @@ class Distillation:
                     f"actor {actor!r} is taught by its own policy {teacher!r}, which agrees with itself: expected "
                     "another policy, or a hint for the teacher ('best' or 'episode')"
                 )
+            if not self.scores:
+                continue
             scoring = client.clients.get(teacher) if isinstance(client, RoutedClient) else client
             if not isinstance(scoring, ScoringClient):
                 raise ValueError(
@@ -87,6 +91,10 @@ class Distillation:
         """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
         samples = [sample for sample in collect_samples(results) if sample.actor in self.teachers]
         steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
+        if not self.scores:
+            for sample in samples:
+                steps[sample.rollout_id][sample.step_index].info[TOKENS] = [0.0] * len(sample.completion_token_ids)
+            return
         hints = await self._hints(arena, results, samples)
         taught, requests = [], []
         for sample, hint in zip(samples, hints, strict=True):

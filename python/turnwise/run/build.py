@@ -54,7 +54,9 @@ from turnwise.train.model.loading import (
     load_models,
     load_references,
 )
+from turnwise.train.model.policy import Policy
 from turnwise.train.run_folder import RunLock, check_records
+from turnwise.train.update.teaching import Teaching
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import run_to_end
@@ -244,7 +246,18 @@ def _build_here(
     # Build the arena with its client, and the policies.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
     policies = build_policies(config, models, _moved(_load_references(config, task), device))
+    if config.distill.top_k:
+        attach_teachers(policies, {actor.id: actor.policy for actor in actors}, config)
     return policies if mesh is None else shard(policies, config, mesh), arena
+
+
+def attach_teachers(policies: Mapping[str, Policy], policy_of: Mapping[str, str], config: TrainConfig) -> None:
+    """Give each policy the teachers of its actors, whose forward KL is in the loss."""
+    by_policy: dict[str, dict[str, Policy]] = {}
+    for actor, teacher in config.teachers().items():
+        by_policy.setdefault(policy_of[actor], {})[actor] = policies[teacher]
+    for name, teachers in by_policy.items():
+        policies[name].teaching = Teaching(teachers, config.distill.top_k, config.distill.coef)
 
 
 def _prepare_torch(config: TrainConfig) -> None:
@@ -313,7 +326,8 @@ def arena_for_client(
         rollout=rollout,
     )
     if teachers := config.teachers():
-        arena.distillation = Distillation(teachers=teachers, **config.distill.model_dump())
+        settings = config.distill.model_dump(exclude={"top_k"})
+        arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
     for actor in actors:
         arena.add_actor(actor)
     for name, episode in episodes_of(config, task).items():

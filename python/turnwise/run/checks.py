@@ -19,7 +19,7 @@ from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
-from turnwise.train.config.cluster import ClusterConfig
+from turnwise.train.config.cluster import ClusterConfig, ShardingConfig
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
@@ -297,13 +297,19 @@ def distill_problems(config: TrainConfig) -> list[str]:
             for key, value in config.distill.model_dump(exclude_defaults=True).items()
         ]
     lines, rollout, first = [], config.rollout, next(iter(teachers))
-    if rollout.client == "vllm" and rollout.temperature != 1:
+    if rollout.client == "vllm" and rollout.temperature != 1 and not config.distill.top_k:
         lines.append(
             f"config key 'rollout.temperature' = {rollout.temperature}: expected 1 with actors.{first}.teacher, as "
             "vLLM scores tokens at temperature 1"
         )
     if rollout.client == "tinker":
         lines.append(f"config key 'actors.{first}.teacher': rollout.client = 'tinker' does not score tokens yet")
+    if config.distill.top_k:
+        key = f"config key 'distill.top_k' = {config.distill.top_k}"
+        if config.distill.hint != "none":
+            lines.append(f"{key}: the loss reads the actor's own prompts: expected 0 with distill.hint")
+        if config.sharding != ShardingConfig():
+            lines.append(f"{key}: expected 0 with [sharding]: a sharded teacher can't join an update yet")
     if config.filter.dynamic_sampling_rounds and not config.distill.reward:
         lines.append(
             f"config key 'filter.dynamic_sampling_rounds' = {config.filter.dynamic_sampling_rounds}: expected 0, or "

@@ -93,6 +93,8 @@ class DistillConfig(Section):
     """Add these advantages to those of the reward; without it taught actors learn from their teachers alone."""
     hint: Literal["none", "best", "episode"] = "none"
     """Text in the teacher's prompt alone: ``best``, a better answer of the group, or ``episode``, ``Episode.hint``."""
+    top_k: int = Field(default=0, ge=0)
+    """Teacher's likeliest tokens at each position whose forward KL is in the loss; 0 takes samples' reverse KL."""
 
 
 class UpdateConfig(OptimizerConfig):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwise.inference.common.token_masks import unpack_masks
 
-_MOST_LOGITS = 1 << 24
+MOST_LOGITS = 1 << 24
 """Logits that a chunk of tokens may have at a time: 64 MiB in float32."""
 
 
@@ -42,7 +42,7 @@ def constrained_logprob(
         entropies = -(finite.exp().masked_fill(~allowed, 0.0) * finite).sum(-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropies
 
-    size = max(1, _MOST_LOGITS // (8 * masks_UW.shape[1]))
+    size = max(1, MOST_LOGITS // (8 * masks_UW.shape[1]))
     chunks = zip(*(column.split(size) for column in (index_n, targets_n, temperature_n, mask_index_n)), strict=True)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))

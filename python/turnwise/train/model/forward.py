@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from turnwise.inference.common.hf_model import (
 )
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
-from turnwise.train.model.constrained import constrained_logprob
+from turnwise.train.model.constrained import MOST_LOGITS, constrained_logprob
 from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad, trial
 from turnwise.train.model.support import causal_lm, facts_of, in_mode, softcap_of, stream_inputs
 
@@ -44,10 +44,12 @@ class ModelInputs(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Reads tokens by their indices: their log-probs, or the logits ``[n, V]`` that predict them."""
+    """Reads tokens by their indices: their log-probs, the logits ``[n, V]`` that predict them, or those ``[n, k]`` of
+    the given ids ``[n, k]``."""
 
     read: Callable[[Any, Tensor, float, bool], Result]
     logits: Callable[[Tensor], Tensor]
+    logits_of: Callable[[Tensor], Tensor]
 
 
 class Layout(NamedTuple):
@@ -161,30 +163,70 @@ class Forward:
         Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1. Under a grammar
         both are those of the distribution over the allowed tokens.
         """
+        results = [(tokens, self._read(head, micro, tokens, entropy)) for head, tokens in self._passes(micro)]
+        return results[0][1] if self.packed else _in_order([one for one, _ in results], [one for _, one in results])
+
+    def with_others(self, micro: MicroBatch, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return log-probs and entropies as a call does, and log-probs ``[N, k]`` of other tokens, ``ids_Nk``.
+
+        Tokens under a grammar get those of no distribution.
+        """
+        where, results, others = [], [], []
+        for head, tokens in self._passes(micro):
+            logprobs, entropies = self._read(head, micro, tokens, True)
+            ids = torch.cat([micro.targets_N[tokens, None], ids_Nk[tokens]], dim=1)
+            # The target's log-prob gives the normalizer, so no logits of the whole vocabulary are held.
+            scaled = head.logits_of(ids) / self._temperatures(micro, tokens)[:, None]
+            where.append(tokens)
+            results.append((logprobs, entropies))
+            others.append(scaled[:, 1:] - scaled[:, :1] + logprobs[:, None])
+        if self.packed:
+            return *results[0], others[0]
+        return *_in_order(where, results), torch.cat(others)[torch.cat(where).argsort()]
+
+    @torch.no_grad()
+    def top(self, micro: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
+        """Return the ids ``[N, k]`` of the most likely tokens at each position, and their log-probs ``[N, k]``."""
+        where, parts = [], []
+        for head, tokens in self._passes(micro):
+            temperature = self._temperatures(micro, tokens)
+            places = torch.arange(len(temperature), device=temperature.device)
+            for part in places.split(max(1, MOST_LOGITS // vocabulary_size(self.lm))):
+                scaled = _wide(head.logits(part)) / temperature[part, None]
+                parts.append(torch.log_softmax(scaled, dim=-1).topk(k, dim=-1))
+            where.append(places if self.packed else tokens)
+        order = torch.cat(where).argsort()
+        return torch.cat([part.indices for part in parts])[order], torch.cat([part.values for part in parts])[order]
+
+    def _passes(self, micro: MicroBatch) -> Iterator[tuple[_Head, Any]]:
+        """Run the model, and yield its head with the indices of the tokens of ``micro`` that the head reads.
+
+        A stream takes one pass, padded rows one for each group of rows of similar length.
+        """
+        make = self._from_hidden if self.fused else self._from_logits
         if self.packed:
             others = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
             inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, repeated=micro.tree is not None)
-            return self._read(inputs, micro, slice(None), entropy)
+            yield make(inputs), slice(None)
+            return
         assert micro.tree is None, "a model that needs padded rows got a trie"
-        # Padded rows: one pass for each group of rows of similar length.
-        where, results = [], []
         for group in like_lengths(micro.lengths):
             block = pad(micro, group)
             at = block.row * block.input_ids.shape[1] + block.column
-            inputs = ModelInputs(block.input_ids, {"attention_mask": block.attention_mask}, at)
-            where.append(block.token)
-            results.append(self._read(inputs, micro, block.token, entropy))
-        return _in_order(where, results)
+            yield make(ModelInputs(block.input_ids, {"attention_mask": block.attention_mask}, at)), block.token
 
-    def _read(self, inputs: ModelInputs, micro: MicroBatch, tokens: Any, entropy: bool) -> Result:
-        """Run the model once, then its head once per temperature; nearly always there is only one.
+    @staticmethod
+    def _temperatures(micro: MicroBatch, tokens: Any) -> Tensor:
+        temperature_N = micro.temperatures_B[micro.row_N[tokens]]
+        return torch.where(temperature_N > 0, temperature_N, 1.0)
+
+    def _read(self, head: _Head, micro: MicroBatch, tokens: Any, entropy: bool) -> Result:
+        """Read tokens with ``head``, once per temperature; nearly always there is only one.
 
         ``tokens`` are the indices of the tokens to read among those of ``micro``. Tokens under a grammar are read by
         :func:`constrained_logprob`.
         """
-        head = self._from_hidden(inputs) if self.fused else self._from_logits(inputs)
-        targets_N, temperature_N = micro.targets_N[tokens], micro.temperatures_B[micro.row_N[tokens]]
-        temperature_N = torch.where(temperature_N > 0, temperature_N, 1.0)
+        targets_N, temperature_N = micro.targets_N[tokens], self._temperatures(micro, tokens)
         if micro.mask_index_N is None or micro.masks_UW is None:
             distinct = temperature_N.unique().tolist() or [1.0]
             if len(distinct) == 1:
@@ -224,6 +266,11 @@ class Forward:
             raw = nn.functional.linear(hidden[inputs.at[which]], weight, bias)
             return raw if softcap is None else softcap * torch.tanh(raw / softcap)
 
+        def logits_of(ids: Tensor) -> Tensor:
+            raw = (_wide(hidden[inputs.at])[:, None] * _wide(weight[ids])).sum(-1)
+            raw = raw if bias is None else raw + bias[ids]
+            return raw if softcap is None else softcap * torch.tanh(raw / softcap)
+
         def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             at, pair_of = inputs.at[which], None
             if inputs.repeated:
@@ -237,7 +284,7 @@ class Forward:
                 return logprobs, entropies
             return logprobs[pair_of], None if entropies is None else entropies[pair_of]
 
-        return _Head(read, logits)
+        return _Head(read, logits, logits_of)
 
     def _from_logits(self, inputs: ModelInputs) -> _Head:
         """Return a head that reads logits; the model computes only the needed ones if it has ``logits_to_keep``."""
@@ -249,7 +296,12 @@ class Forward:
         def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))
 
-        return _Head(read, lambda which: logits_NV[at[which]])
+        return _Head(read, lambda which: logits_NV[at[which]], lambda ids: _wide(logits_NV[at].gather(1, ids)))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in float32, or as it is in float64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _pair(result: Tensor | tuple[Tensor, Tensor]) -> Result:

@@ -68,6 +68,7 @@ class Policy:
         self._halved = False
         self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
         self.max_grad_norm = config.max_grad_norm
+        self.teaching: Any = None  # the teachers of its actors, if their forward KL is in the loss
         self.ranks = SINGLE_RANK  # the processes that hold its shards
         if with_reference and reference is None:
             reference = model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)

@@ -14,6 +14,9 @@ from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.update.loss_types import make_variant
 from turnwise.train.update.masks import TokenMasks
 
+TEACHER_KL = "teacher_forward_kl"
+"""Metric: the forward KL per token of the teachers, with ``distill.top_k``."""
+
 
 class Loss:
     """Calls :func:`turnwise.ops.policy_loss` on packed micro-batches with the normaliser of a whole optimizer step.
@@ -115,6 +118,23 @@ class Loss:
         if not self.entropy_coef or entropies_N is None:
             return out
         return out._replace(loss=out.loss - self.entropy_coef * aggregate(entropies_N, **aggregation))
+
+    def add_teacher_kl(
+        self, out: PolicyLoss, kl_N: Tensor, coef: float, micro: MicroBatch, normalizer: Tensor
+    ) -> PolicyLoss:
+        """Add ``coef`` times the teachers' KL ``[N]`` to the loss, aggregated as it, and its means to the metrics."""
+        loss = out.loss + coef * aggregate(kl_N, **self._aggregation(micro, normalizer))
+        measured_N, actor_N = kl_N.detach() * micro.mask_N, micro.actor_ids_B[micro.row_N]
+        sums, tokens = (
+            torch.zeros(self.num_actors, device=kl_N.device).index_add_(0, actor_N, values.float())
+            for values in (measured_N, micro.mask_N)
+        )
+        by_actor = sums / tokens.clamp_min(1)
+        return out._replace(
+            loss=loss,
+            metrics={**out.metrics, TEACHER_KL: sums.sum() / tokens.sum().clamp_min(1)},
+            actor_metrics={**out.actor_metrics, TEACHER_KL: by_actor},
+        )
 
     def token_weights(self, micro: MicroBatch, normalizer: Tensor) -> Tensor:
         """Return the weight ``[N]`` float32 with which each token's loss enters the loss; 0 for masked tokens."""

@@ -108,13 +108,19 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
     for index in policy.ranks.indices(len(micros)):
         micro = smallest(micros) if index is None else micros[index]
         with explain_out_of_memory(micro):
-            logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
+            teaching, teacher_kl_N = policy.teaching, None
+            if teaching is None:
+                logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
+            else:
+                logprobs_N, entropies_N, teacher_kl_N = teaching.logprobs(policy, micro, log.actors)
             ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
             if index is None:  # the other ranks have one more micro-batch
                 (0.0 * logprobs_N.sum()).backward()
                 continue
             extra = {"entropies_N": entropies_N, "selected_N": selected[index], "kept_N": masked[index].kept_N}
             out = loss(logprobs_N, micro, olds[index], ref_N, normalizer, **extra)
+            if teaching is not None and teacher_kl_N is not None:
+                out = loss.add_teacher_kl(out, teacher_kl_N, teaching.coef, micro, normalizer)
             out.loss.backward()
         log.add_micro(out, masked[index], logprobs_N.detach())
 
