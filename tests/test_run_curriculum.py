@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from turnwise.run.build import build_run, train_from_config
-from turnwise.run.checks import task_of
+from turnwise.run.checks import resolve_config, task_of
 from turnwise.tasks import build_task
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
-from turnwise.train.validate import config_from_dict
+from turnwise.train.config.toml import ConfigError, Problems
+from turnwise.train.validate import config_from_dict, load_config
 
 from .trained import SMALL, equal, lines_of, rows_of
 
@@ -83,6 +84,12 @@ def test_a_run_without_a_curriculum_has_none(tmp_path):
 def test_settings_that_draw_from_nothing_are_refused(tmp_path, changes, error):
     with pytest.raises(ConfigError, match=error):
         build_run(config_of(tmp_path / "run", **{**changes, "rollout": {}, "warm_start": {"steps": 0}}))
+
+
+def test_the_example_fits_together():
+    config, problems = load_config(Path(__file__).parents[1] / "examples" / "curriculum.toml"), Problems()
+    resolve_config(config, task_of(config), problems)
+    assert not problems.lines and config.curriculum.pool == 600 and config.task_options["blanks"] == [1, 10]
 
 
 def test_pools_of_shipped_tasks_have_levels_and_never_a_held_out_question(tmp_path):

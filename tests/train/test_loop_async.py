@@ -12,11 +12,13 @@ import threading
 import pytest
 
 from turnwise.arena import Arena
+from turnwise.arena.curriculum import Curriculum
 from turnwise.inference import TransformersClient
 from turnwise.train import Trainer
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError, read_listed, write_manifest
 from turnwise.train.resume import QUEUE, rewound_state, sampler_state
+from turnwise.types import EpisodeRequest
 
 from ..trained import equal, lines_of, notes_of, weights_of
 from .test_resume import at_the, watch
@@ -146,12 +148,16 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
     trainer = make_trainer("again", loop={"max_staleness": 1})
     taught = {"baseline": 0.0}
     monkeypatch.setattr(trainer.arena.credit, "state_dict", lambda: dict(taught), raising=False)
+    pool = [EpisodeRequest("letters", f"q{n}", group_id=n) for n in range(4)]
+    trainer.arena.curriculum = curriculum = Curriculum(pool, metric="success/first", ahead=1)
+    trainer.arena.source = lambda: curriculum.draw(trainer.arena.batches - 1, trainer.arena.batches, 3, 1)
     before = sampler_state(trainer)
-    await trainer.arena.sample(lambda: None)  # draws, so that there is something to take back
+    curriculum.record(await trainer.arena.sample(lambda: None), trainer.arena.attempt_result)
     taught["baseline"] = 1.0
     trainer.rng.random()
     arena, generators = rewound_state(trainer, before)
     now, generators_now = sampler_state(trainer)
+    assert arena["curriculum"] == now["curriculum"] != before[0]["curriculum"]
     assert arena["credit"] == {"baseline": 1.0} and generators["trainer"] == generators_now["trainer"]
     assert generators["trainer"] != before[1]["trainer"], "the trainer's own draws since then stand"
     drawn_from = set(before[0]) - {"credit", "curriculum", "stores"}

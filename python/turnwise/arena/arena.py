@@ -118,8 +118,6 @@ class Arena(ArenaSetup):
     def take_back_credit(self, state: dict[str, Any] | None) -> None:
         """Undo the last :meth:`assign_credit_and_pack`: restore ``state``, the credit rule's state before it."""
         self._attempts.clear()
-        if self.curriculum is not None:
-            self.curriculum.take_back(self.last_results)
         if self.credit is not None and state:
             self.credit.load_state_dict(state)
 

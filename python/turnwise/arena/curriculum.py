@@ -144,7 +144,8 @@ class Curriculum:
     ) -> dict[str, float]:
         """Learn from the attempts of a packed batch, and return its metrics.
 
-        ``judge`` returns the reward and the success of a rollout without the metric. Failed attempts are ignored.
+        ``judge`` returns the reward and the success of a rollout without the metric. Failed attempts are ignored. A
+        batch that is packed again, because its update failed, replaces its attempts.
         """
         notes = [note for top in results if (note := top.rollout.meta.get(CURRICULUM)) is not None]
         if notes:
@@ -155,16 +156,10 @@ class Curriculum:
             ]
             batch = notes[0]["batch"]
             rates, recent = self.rates_for(batch), self._known[1]
-            kept = tuple(entry for entry in recent if entry[0] >= batch - self.ahead)
+            kept = tuple(entry for entry in recent if batch - self.ahead <= entry[0] < batch)
             self._known = rates, (*kept, (batch, attempts))
         drawn = {top.group_id: top.rollout.meta.get(CURRICULUM, {}).get("p") for top in results}
         return self._describe([p for p in drawn.values() if p is not None])
-
-    def take_back(self, results: Sequence[GenerateResult]) -> None:
-        """Forget the attempts of ``results``, the batch of the last :meth:`record`."""
-        batches = {top.rollout.meta[CURRICULUM]["batch"] for top in results if CURRICULUM in top.rollout.meta}
-        rates, recent = self._known
-        self._known = rates, tuple(entry for entry in recent if entry[0] not in batches)
 
     def _success(self, rollout: Rollout, judge: Callable[[Rollout], tuple[float, float]]) -> float:
         value = rollout.metrics[self.metric] if self.metric in rollout.metrics else judge(rollout)[1]
