@@ -381,6 +381,36 @@ def curriculum(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Does drawing questions by their solve rates save tokens?
+# ---------------------------------------------------------------------------------------------------------------------
+MIXED: Settings = merged(
+    BASE,
+    {"task": "tasks:Mixed", "max_sampled_tokens": 60_000, "update": {"lr": 5e-4, "num_minibatches": 1}},
+    {"rollout": {"prompts_per_step": 24}, "eval": {"every": 4}},
+    COPIES,
+    credit("grpo"),
+)
+POOL: Settings = {"sampling": "learnability", "pool": 600}
+MIXED_CONTENDERS: dict[str, Settings] = {
+    "untrained": {"steps": 0},
+    "task": {},
+    "uniform": {"curriculum": {**POOL, "uniform": 1.0}},
+    "learnability": {"curriculum": POOL},
+}
+
+
+def drawn(seed: int) -> list[Cell]:
+    """New questions at each step, the questions of a pool equally often, and those of the pool by learnability.
+
+    All seeds share a start, as it takes minutes.
+    """
+    start = WarmStart("tasks:Mixed", {}, {"steps": 300, "batch_size": 128, "lr": 2.5e-3}, SEEDS[0])
+    return [
+        Cell("drawn", "mixed", name, seed, merged(MIXED, changed), start) for name, changed in MIXED_CONTENDERS.items()
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Does a real model learn?
 # ---------------------------------------------------------------------------------------------------------------------
 ADAPTERS: Settings = {
@@ -476,7 +506,7 @@ def smallest() -> Cell:
 
 
 CELLS = [smallest(), *(cell for seed in SWEEP_SEEDS for cell in sweep(seed))]
-QUESTIONS = (views, roles, drill, sudoku, plan_path, sokoban, code_duel, stability, rae, curriculum, real)
+QUESTIONS = (views, roles, drill, sudoku, plan_path, sokoban, code_duel, stability, rae, curriculum, drawn, real)
 CELLS += [cell for seed in SEEDS for cells in QUESTIONS for cell in cells(seed)]
 
 assert len({cell.name for cell in CELLS}) == len(CELLS), "each cell needs another name"

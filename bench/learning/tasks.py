@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena import MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.tasks import Demonstration, OwnOptions, OwnTask, Player, Split
 from turnwise.tasks.base import split_of
 from turnwise.tasks.proposer_solver import (
@@ -177,6 +177,73 @@ class Relay(Drawn):
 
     def texts(self) -> list[str]:
         return [*RELAY_PROMPTS.values(), f"{DIGITS}\n---"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixed: one agent alone on one to four rows, half of the questions easy
+# ---------------------------------------------------------------------------------------------------------------------
+class MixedOptions(OwnOptions):
+    """Demonstrated digits beyond the first row's are right with chance ``quality``."""
+
+    quality: float = 0.3
+    max_tokens: int = 5
+
+
+class MixedEpisode(SingleTurnEpisode):
+    """The rows are folded digit by digit: the larger, then the smaller, then the larger. One row is copied."""
+
+    episode_type = "mixed"
+    actor = "solver"
+
+    def __init__(self) -> None:
+        self.rubric = Rubric([whole])
+
+    def get_prompt(self, artifact: Any) -> str:
+        return "\n".join(artifact["question"].split("/"))
+
+
+def folded(question: str) -> str:
+    """The answer: ``folded("1950/2784") == "2984"``."""
+    sent, *rows = question.split("/")
+    for operation, row in zip((max, min, max), rows, strict=False):
+        sent = "".join(map(operation, row, sent))
+    return sent
+
+
+def whole(completion: str, artifact: Any) -> dict[str, float]:
+    return {"solver": float(completion.strip() == folded(artifact["question"]))}
+
+
+class Mixed(Drawn):
+    """Half of the questions are one row to copy, which the start can do; the others have two to four rows."""
+
+    name = "mixed"
+    success_metric = "whole/solver"
+    system_prompts: ClassVar[dict[str, str]] = {"solver": "Fold."}
+    options_type = MixedOptions
+
+    def question(self, rng: Random) -> str:
+        count = rng.choices((1, 2, 3, 4), weights=(3, 1, 1, 1))[0]
+        return "/".join("".join(rng.choices(DIGITS, k=4)) for _ in range(count))
+
+    def level(self, question: str) -> int:
+        return question.count("/") + 1
+
+    def episodes(self, tree: TreeSampler | None = None) -> dict[str, MixedEpisode]:
+        return {"mixed": MixedEpisode()}
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        """Each digit is right with chance ``quality``; else it is the last row's."""
+        rng, made = Random(f"mixed-demonstrations/{seed}"), []
+        for question in islice(self.stream("train", f"demonstrations/{seed}"), n):
+            rows = question.split("/")
+            pairs = zip(folded(question), rows[-1], strict=True)
+            said = (right if rng.random() < self.options.quality else habit for right, habit in pairs)
+            made.append(("solver", chat("Fold.", "\n".join(rows)), "".join(said)))
+        return made
+
+    def texts(self) -> list[str]:
+        return ["Fold.", f"{DIGITS}\n{DIGITS}"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
