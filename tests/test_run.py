@@ -472,6 +472,11 @@ def test_an_actor_comes_closer_to_its_teacher(tmp_path, top_k):
     kl = [line[name] for line in lines_of(tmp_path / "run") if name in line]
     assert len(kl) == 8 and kl[-1] < 0.5 * kl[0], kl
     assert not any("teacher_kl/proposer" in line for line in lines_of(tmp_path / "run"))
+    row = rows_of(tmp_path / "run", "rollouts.jsonl")[-1]
+    assert "equals the record, bit for bit" in str(replay(tmp_path / "run", row["id"]))
+    assert compare_credit(tmp_path / "run").notes == [
+        "the run set the advantages of reviser to 0: they learned from teachers"
+    ]
     with pytest.raises(ConfigError, match=r"'distill.coef' = 2.0: has no effect without a teacher"):
         build_run(config_of(tmp_path / "none", distill={"coef": 2.0}))
 

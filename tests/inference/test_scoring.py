@@ -34,6 +34,25 @@ async def test_samples_are_scored_as_they_were_sampled(family: str) -> None:
         assert torch.allclose(torch.tensor(found), reference.float(), atol=2e-4)
 
 
+async def test_a_common_beginning_is_computed_once(family: str) -> None:
+    """Two actors of twelve calls each; every row has the scores that it has alone."""
+    model = build(family)
+    begins = [list(range(1, 31)), list(range(60, 31, -1))]
+    rows = [
+        (begins[place % 2] + [place + 1] * (place % 5), [place + 2, 7, place + 3][: 1 + place % 3])
+        for place in range(24)
+    ]
+    async with TransformersClient(model, ByteTokenizer()) as client:
+        requests = [ModelRequest(prompt, Sampling(temperature=0.7)) for prompt, _ in rows]
+        together = await client.score(requests, [completion for _, completion in rows])
+        alone = [(await client.score([one], [row[1]]))[0] for one, row in zip(requests, rows, strict=True)]
+    for one, other in zip(together, alone, strict=True):
+        assert one == pytest.approx(other, abs=2e-5)
+    scored = [ScoredSequence(tuple(prompt), tuple(completion), 0.7) for prompt, completion in rows]
+    batches = length_batches(range(24), scored, 512, 10**6)
+    assert [{index % 2 for index in batch} for batch in batches] == [{0}, {1}]
+
+
 async def test_all_one_token_completions_sum_to_one() -> None:
     async with TransformersClient(build(), ByteTokenizer()) as client:
         request = ModelRequest([3, 1, 4], Sampling(temperature=0.8))

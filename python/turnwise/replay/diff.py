@@ -18,6 +18,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
 _META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps")
 _STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
+_INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl")
 """Fields that belong to the batch, or that the code compares separately."""
 
 
@@ -103,9 +104,15 @@ def _step_differences(
     for name in ("prompt_token_ids", "completion_token_ids"):
         if pair := token_diff(old[name], new[name], tokenizer):
             yield FirstDifference(_title(name), where, *pair)
+    old, new = ({**each, "info": _of_the_call(each.get("info", {}))} for each in (old, new))
     for name in old:
         if name not in _STEP_OF_THE_BATCH and (pair := _pair(old[name], new.get(name))):
             yield FirstDifference(_title(name), where, *pair)
+
+
+def _of_the_call(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``info`` without those of a teacher, which scores whole batches."""
+    return {key: value for key, value in info.items() if key not in _INFO_OF_THE_BATCH}
 
 
 def _title(name: str) -> str:

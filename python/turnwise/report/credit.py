@@ -104,6 +104,10 @@ def compare_credit(
     if not comparison.calls:
         where = "no step" if step is None else f"step={step!r}: no step of this number"
         raise ValueError(f"{where} of {folder / 'rollouts.jsonl'} holds a call with an advantage")
+    actors = config.get("actors", {}).items()
+    taught = [name for name, each in actors if isinstance(each, Mapping) and each.get("teacher")]
+    if taught and not config.get("distill", {}).get("reward"):
+        comparison.notes.append(f"the run set the advantages of {', '.join(taught)} to 0: they learned from teachers")
     kl = config.get("loss", {}).get("kl", {})
     if kl.get("coef", 0) and kl.get("apply_to") == "reward":
         comparison.notes.append("the run took a KL penalty from its rewards, which the record does not hold")

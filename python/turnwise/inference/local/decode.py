@@ -14,6 +14,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Unc
 from turnwise.inference.local.sampling import RowGrammars, RowSampler
 from turnwise.inference.weights.lora import activated
 from turnwise.types import FinishReason, Sampling
+
+_BEGINNING, _FEWEST_ALIKE = 16, 8
+"""Tokens by which the beginnings of prompts are compared, and the fewest rows that get batches of their own."""
 
 _LEAST_PREFIX = 8
 """Least tokens of a common prefix that are computed once for all prompts."""
@@ -112,6 +116,16 @@ def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
     return same if len(prompts) > 1 and same >= _LEAST_PREFIX else 0
 
 
+def _prefilled(model: Any, prefix: Sequence[int], count: int, device: torch.device) -> Any:
+    """Return a cache with the keys and values of ``prefix`` for ``count`` rows; an empty one without a prefix."""
+    cache = DynamicCache(config=model.config)
+    if prefix:
+        start = torch.tensor([list(prefix)], device=device)
+        model(input_ids=start, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.batch_repeat_interleave(count)
+    return cache
+
+
 def _prefill(
     model: Any, prompts: Sequence[tuple[int, ...]], prefix: int, device: torch.device
 ) -> tuple[Tensor, Any, Tensor | None]:
@@ -120,11 +134,7 @@ def _prefill(
 
     The padding lies between the prefix and the rest. The mask is ``None`` if no prompt is padded.
     """
-    cache = DynamicCache(config=model.config)
-    if prefix:
-        start = torch.tensor([prompts[0][:prefix]], device=device)
-        model(input_ids=start, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache.batch_repeat_interleave(len(prompts))
+    cache = _prefilled(model, prompts[0][:prefix], len(prompts), device)
     rests = [list(prompt[prefix:]) for prompt in prompts]
     width = max(map(len, rests))
     ids = torch.tensor([[0] * (width - len(rest)) + rest for rest in rests], device=device)
@@ -326,18 +336,28 @@ def completion_logprobs(
 ) -> list[list[float]]:
     """Compute the float32 log-probability of each completion token, in the order of ``rows``.
 
-    Each row must fit into the model's context. A model that can't be ``cached`` may not support padding, and takes the
-    rows one by one.
+    Each row must fit into the model's context. The beginning that all prompts have in common is computed once. A model
+    that can't be ``cached`` may not support padding, and takes the rows one by one.
     """
     if not cached and len(rows) > 1:
         return [completion_logprobs(model, [row], device, cached=False)[0] for row in rows]
-    width, kept = max(map(len, rows)), max(len(row.completion) for row in rows) + 1
-    ids = torch.tensor([[0] * (width - len(row)) + [*row.prompt, *row.completion] for row in rows], device=device)
-    pads = torch.tensor([width - len(row) for row in rows], device=device)
+    shares = cached and model.config.model_type in SHARED_PREFIX_MODELS
+    prefix = _common_prefix([row.prompt for row in rows]) if shares else 0
+    width, kept = max(map(len, rows)) - prefix, max(len(row.completion) for row in rows) + 1
+    rests = [[*row.prompt[prefix:], *row.completion] for row in rows]
+    ids = torch.tensor([[0] * (width - len(rest)) + rest for rest in rests], device=device)
+    pads = torch.tensor([width - len(rest) for rest in rests], device=device)
     columns = torch.arange(width, device=device)
-    placed = {} if not cached else {"position_ids": (columns - pads[:, None]).clamp(min=0), "logits_to_keep": kept}
-    mask = (columns >= pads[:, None]).long() if bool(pads.any()) else None
-    output = model(input_ids=ids, use_cache=False, **placed, **({} if mask is None else {"attention_mask": mask}))
+    options: dict[str, Any] = {"use_cache": False}
+    if prefix:
+        options = {"use_cache": True, "past_key_values": _prefilled(model, rows[0].prompt[:prefix], len(rows), device)}
+    if cached:
+        options |= {"position_ids": prefix + (columns - pads[:, None]).clamp(min=0), "logits_to_keep": kept}
+    if bool(pads.any()):
+        options["attention_mask"] = torch.cat(
+            [columns.new_ones(len(rests), prefix), (columns >= pads[:, None]).long()], dim=1
+        )
+    output = model(input_ids=ids, **options)
     # The logits in column c - 1 predict the token in column c, so the last column is not needed.
     temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
     logprobs = torch.log_softmax(output.logits[:, -kept:-1].float() / temperatures[:, None, None], dim=-1)
@@ -348,10 +368,17 @@ def completion_logprobs(
 def length_batches(
     indices: Sequence[int], rows: Sequence[ScoredSequence], max_rows: int, max_tokens: int
 ) -> list[list[int]]:
-    """Group ``indices`` of ``rows`` into batches within both limits. Rows of similar length share a batch."""
-    batches: list[list[int]] = [[]]
-    for index in sorted(indices, key=lambda index: len(rows[index])):
-        if batches[-1] and (len(batches[-1]) == max_rows or (len(batches[-1]) + 1) * len(rows[index]) > max_tokens):
+    """Group ``indices`` of ``rows`` into batches within both limits.
+
+    Rows of similar length share a batch, and many rows whose prompts begin alike, such as those of one actor.
+    """
+    begins = {index: rows[index].prompt[:_BEGINNING] for index in indices}
+    alike = Counter(begins.values())
+    begins = {index: begin if alike[begin] >= _FEWEST_ALIKE else () for index, begin in begins.items()}
+    batches: list[list[int]] = []
+    for index in sorted(indices, key=lambda index: (begins[index], len(rows[index]))):
+        batch = batches[-1] if batches and begins[batches[-1][0]] == begins[index] else []
+        if not batch or len(batch) == max_rows or (len(batch) + 1) * len(rows[index]) > max_tokens:
             batches.append([])
         batches[-1].append(index)
-    return [batch for batch in batches if batch]
+    return batches
