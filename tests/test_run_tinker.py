@@ -45,6 +45,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hosted", {"loss": {"options": {"dual_clip": 3.0}}}, "'loss.type' = 'clip-higher': loss.options.dual_clip = 3.0"),
     ("hosted", {"loss": {"kl": {"coef": 0.1}}}, "'loss.kl.coef' = 0.1: .*expected 0, or loss.kl.apply_to = 'reward'"),
     ("hosted", {"loss": {"entropy_coef": 0.1}}, "'loss.entropy_coef' = 0.1: its losses have no entropy bonus"),
+    (
+        "hosted",
+        {"loss": {"critic": {}}, "filter": {"drop_zero_advantage": False}},
+        "'loss.critic' = .*: no model is here for a value head",
+    ),
     ("hosted", {"loss": {"masks": {"top_entropy": 0.2}}}, r"'loss.masks' = \{'top_entropy': 0.2\}: its losses have no"),
     ("hosted", {"update": {"old_logprobs": "recompute"}}, "'update.old_logprobs' = 'recompute': expected 'rollout'"),
     ("hosted", {"update": {"sequence_layout": "trie"}}, "'update.sequence_layout' = 'trie': the server decides this"),

@@ -7,6 +7,7 @@ A kill at any moment leaves the last complete checkpoint. Layout of ``checkpoint
                                   adapter without its base
     base-default.safetensors      the base that adapters share, named after the first of them
     reference-default.safetensors the frozen model of a KL term
+    critic-default.safetensors    the value head of a policy, if critics train
     optimizer-default.safetensors first and second moments and step counts, keyed "<parameter index>.<name>"
     rng.safetensors               the states of torch's generators
 
@@ -298,7 +299,7 @@ def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, descri
     restore_progress(policy, described)
     if moments is None or policy.optimizer is None or policy.schedule is None:
         return
-    parameters = policy.optimizer.param_groups[0]["params"]
+    parameters = [parameter for group in policy.optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in moments.items():
         index, slot = key.split(".", 1)

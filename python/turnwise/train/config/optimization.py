@@ -53,6 +53,15 @@ class MasksConfig(Section):
     """Share of a minibatch's tokens that train: those with the largest entropies."""
 
 
+class CriticConfig(Section):
+    """A value head for each policy that trains: advantages per token by GAE of the rewards that credit gives."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate of the value heads."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """GAE's lambda: 1 has no bias, less has less variance."""
+
+
 class LossConfig(Section):
     """The policy loss, its aggregation, KL term, entropy bonus, importance weights and masks."""
 
@@ -76,6 +85,8 @@ class LossConfig(Section):
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
     masks: MasksConfig = MasksConfig()
+    critic: CriticConfig | None = None
+    """A trained critic; by default there is none."""
 
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.learner import Show, T, Updated, Weights
 from turnwise.train.model.policy import Policy, fingerprints
+from turnwise.train.update.critic import value_head
 from turnwise.train.update.kl import reference_logprobs, refresh, refresh_problem
 from turnwise.train.update.update import skip_draws, update_policy
 from turnwise.types import TrainingBatch
@@ -40,6 +41,10 @@ class LocalLearner:
         if problem := refresh_problem(policies, config.loss.kl):
             raise ConfigError(problem)
         self.policies, self.config = dict(policies), config
+        if config.loss.critic is not None:
+            for policy in self.policies.values():
+                if policy.trainable:
+                    policy.add_critic(value_head(policy), config.loss.critic.lr)
         self.trained = self.policies  # here, and not by other processes
         self.torn = False
 
@@ -119,7 +124,7 @@ class Undo:
         size = sum(3 * x.nbytes for policy in self.policies.values() for x in policy.trained_parameters())
         if size <= MAX_COPIED_BYTES:
             self._copies = {
-                name: ({key: tensor.clone() for key, tensor in policy.saved_weights()}, _copied(policy.optimizer))
+                name: ({key: tensor.clone() for key, tensor in _restored(policy)}, _copied(policy.optimizer))
                 for name, policy in self.policies.items()
             }
 
@@ -137,13 +142,20 @@ class Undo:
             if changed and self._copies is not None:
                 weights, optimizer = self._copies[name]
                 with torch.no_grad():
-                    for key, tensor in policy.saved_weights():
+                    for key, tensor in _restored(policy):
                         tensor.copy_(weights[key])
                 policy.masters.write()
                 policy.optimizer.load_state_dict(optimizer)
             policy.is_stepping = False
             restore_progress(policy, self._progress[name])
         return True
+
+
+def _restored(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that an update may change, of the policy and its critic."""
+    yield from policy.saved_weights()
+    if policy.critic is not None:
+        yield from ((f"critic.{name}", tensor.detach()) for name, tensor in policy.critic.named_parameters())
 
 
 def _copied(optimizer: Any) -> dict[str, Any]:

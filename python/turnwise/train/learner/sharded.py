@@ -30,6 +30,7 @@ from turnwise.train.checkpoint.files import CheckpointError, read_manifest, read
 from turnwise.train.checkpoint.run_state import set_generator_states
 from turnwise.train.checkpoint.shards import generators_file, write_shards
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.learner import Show, T, Updated, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
@@ -66,6 +67,8 @@ class ShardedLearner(LocalLearner):
         param_dtype: torch.dtype | None = None,
         offload: bool = False,
     ) -> None:
+        if config.loss.critic is not None:
+            raise ConfigError("config key 'loss.critic': a value head trains in one process: expected no setting here")
         super().__init__(policies, config)
         self.rank = mesh.get_rank()
         self._calls = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_IDLE, backend="gloo")

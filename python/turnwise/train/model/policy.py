@@ -82,6 +82,8 @@ class Policy:
         self._set_mode(dropout)
         self.forward: Any = Forward(model, layout, dropout=dropout and trainable)
         self.reference_forward: Any = None if self.reference is None else Forward(self.reference, layout)
+        self.critic: nn.Module | None = None  # the head of a value loss, which learners with a critic add
+        self.critic_lr = 0.0
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         self._config, self._total_steps = config, total_steps
@@ -109,14 +111,22 @@ class Policy:
         self.masters.drop()
         if self.trainable:
             self.masters = MasterWeights(self._own_parameters())
+            groups: list[dict[str, Any]] = [{"params": self.trained_parameters()}]
+            if self.critic is not None:
+                groups.append({"params": list(self.critic.parameters()), "lr": self.critic_lr, "weight_decay": 0.0})
             self.optimizer = torch.optim.AdamW(
-                self.trained_parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+                groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
             )
             falling, total = SCHEDULES[config.schedule], self._total_steps
             self.schedule = torch.optim.lr_scheduler.LambdaLR(
                 self.optimizer,
                 lambda step: _rate(step, total, self.run_share, config.warmup, config.min_lr_ratio, falling),
             )
+
+    def add_critic(self, head: nn.Module, lr: float) -> None:
+        """Train ``head`` with the policy, at the peak rate ``lr``. The optimizer starts again."""
+        self.critic, self.critic_lr = head, lr
+        self.build_optimizer()
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
         """Return log-probs ``[N]`` of the packed completion tokens, of ``log_softmax(logits / temperature)``.

@@ -14,6 +14,7 @@ from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.micro_batch import MicroBatch, SingleRank, explain_out_of_memory, minibatches, smallest
 from turnwise.train.model.policy import Policy
+from turnwise.train.update.critic import Targets, add_value_loss, estimate_advantages, keep_states, values_of
 from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
 from turnwise.train.update.kl import adapted, coefficient
 from turnwise.train.update.loss import Loss
@@ -42,12 +43,17 @@ def update_policy(
     loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl), entropy_coef)
     log = UpdateLog(batch.actors)
     recomputed = old_logprobs(policy, batch, rows, update) if update.old_logprobs == "recompute" else None
+    targets: Targets | None = None
+    measured: dict[str, float] = {}
+    if policy.critic is not None and loss_config.critic is not None:
+        max_tokens = policy.micro_batch_tokens(update.micro_batch_tokens)
+        batch, targets, measured = estimate_advantages(policy, batch, rows, max_tokens, loss_config.critic)
     # One optimizer step for each minibatch of each epoch.
     rate = policy.learning_rate
     policy.model.train(policy.dropout)  # without dropout the first ratio is 1, as the sampler has none
     parts = [part for _ in range(update.ppo_epochs) for part in minibatches(batch, rows, update.num_minibatches, rng)]
     for done, part in enumerate(parts, start=1):
-        micros = _accumulate_part(policy, batch, part, update, recomputed, loss, log)
+        micros = _accumulate_part(policy, batch, part, update, recomputed, loss, log, targets)
         log.join(policy.ranks)
         if (norm := step_or_skip(policy, batch, micros, log, update.max_nonfinite_updates)) is None:
             log.skip_step()
@@ -55,7 +61,7 @@ def update_policy(
             log.add_step(norm)
         show(done, len(parts))
     # Adapt the coefficients to what the updates measured.
-    metrics = log.result()
+    metrics = log.result() | measured
     if metrics["updates"]:
         metrics["learning_rate"] = rate
     if loss_config.entropy_target is not None and "entropy" in metrics:
@@ -75,6 +81,7 @@ def _accumulate_part(
     recomputed: Tensor | None,
     loss: Loss,
     log: UpdateLog,
+    targets: Targets | None,
 ) -> list[MicroBatch]:
     """Accumulate the gradient of the rows ``part``, and return its micro-batches, which halve if memory runs out."""
     while True:
@@ -82,7 +89,7 @@ def _accumulate_part(
         try:
             micros = [micro.to(policy.device) for micro in cut]
             olds = [m.rollout_logprobs_N if recomputed is None else recomputed[m.token_N] for m in micros]
-            accumulate(policy, micros, olds, loss, log)
+            accumulate(policy, micros, olds, loss, log, targets)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error) or not policy.halve_micro_batches(cut):
                 raise
@@ -99,20 +106,30 @@ def skip_draws(policy: Policy, batch: TrainingBatch, update: UpdateConfig, rng: 
             minibatches(batch, rows, update.num_minibatches, rng)
 
 
-def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], loss: Loss, log: UpdateLog) -> None:
+def accumulate(
+    policy: Policy,
+    micros: list[MicroBatch],
+    olds: list[Tensor],
+    loss: Loss,
+    log: UpdateLog,
+    targets: Targets | None = None,
+) -> None:
     """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
     masked = loss.masks.apply(policy, micros, olds)
     micros = [one.micro for one in masked]
     normalizer = loss.normalizer(micros)
     selected = select(policy, micros, olds, loss)
+    tokens = sum(int(micro.mask_N.bool().sum()) for micro in micros) if targets is not None else 0
     for index in policy.ranks.indices(len(micros)):
         micro = smallest(micros) if index is None else micros[index]
         with explain_out_of_memory(micro):
             teaching, teacher_kl_N = policy.teaching, None
-            if teaching is None:
-                logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
-            else:
-                logprobs_N, entropies_N, teacher_kl_N = teaching.logprobs(policy, micro, log.actors)
+            with keep_states(policy) as states:
+                if teaching is None:
+                    logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
+                else:
+                    logprobs_N, entropies_N, teacher_kl_N = teaching.logprobs(policy, micro, log.actors)
+            values_N = values_of(policy, micro, states)
             ref_N = policy.reference_logprobs(micro) if loss.reads_reference else None
             if index is None:  # the other ranks have one more micro-batch
                 (0.0 * logprobs_N.sum()).backward()
@@ -122,6 +139,7 @@ def accumulate(policy: Policy, micros: list[MicroBatch], olds: list[Tensor], los
             if teaching is not None and teacher_kl_N is not None:
                 out = loss.add_teacher_kl(out, teacher_kl_N, teaching.coef, micro, normalizer)
             out.loss.backward()
+            out = add_value_loss(out, values_N, micro, targets, tokens)
         log.add_micro(out, masked[index], logprobs_N.detach())
 
 

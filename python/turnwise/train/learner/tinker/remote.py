@@ -36,7 +36,7 @@ class RemotePolicy(Policy):
         self.name, self.trainable = name, trainable
         self.version = self.updates = self.skipped = 0
         self.kl_coef, self.run_share = None, 0.0
-        self.entropy_coef = self.last_entropy = None
+        self.entropy_coef = self.last_entropy = self.critic = None
         self.max_grad_norm = config.max_grad_norm
         self._auto_tokens, self._halved = None, False
         self.ranks = SINGLE_RANK

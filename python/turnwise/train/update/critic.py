@@ -1,0 +1,163 @@
+"""A trained critic: a value head for each policy, advantages per token by GAE, and the loss of the head.
+
+    A_t   generalised advantage estimate (https://arxiv.org/abs/1506.02438) with gamma = 1, whitened for each actor
+    R_t   A_t + V_t before whitening, the target of the value head
+    loss  PPO's clipped value loss, :func:`turnwise.ops.value_loss`
+
+The reward of a row is the advantage that the credit rule gave it, at its last trained token; so a rule without a
+baseline fits, such as ``episodic``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from turnwise.ops import PolicyLoss, gae, value_loss
+from turnwise.train.config.optimization import CriticConfig
+from turnwise.train.model.micro_batch import MicroBatch, pack
+from turnwise.train.model.policy import Policy
+from turnwise.types import TrainingBatch
+
+CLIP = 0.2
+"""Most change of a value in one step that lowers its loss."""
+
+
+class Targets(NamedTuple):
+    """What a batch's update of a critic reads, per token of the batch's stream, on the policy's device."""
+
+    old_values: Tensor
+    returns: Tensor
+
+
+def value_head(policy: Policy) -> nn.Linear:
+    """Make a linear map from the last hidden states of ``policy`` to values, which are 0 at first.
+
+    Raises ``ValueError`` for a model whose rows must be padded.
+    """
+    if not policy.forward.packed:
+        raise ValueError(
+            f"config key 'loss.critic': policy {policy.name!r} needs padded rows, and a value head reads packed ones: "
+            "expected another model, or no critic"
+        )
+    size = policy.forward.lm.config.get_text_config().hidden_size
+    head = nn.utils.skip_init(nn.Linear, size, 1, device=policy.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+@contextmanager
+def keep_states(policy: Policy) -> Iterator[list[Tensor]]:
+    """Yield a list that gets the last hidden states of each pass in the block, if the policy has a critic."""
+    states: list[Tensor] = []
+    if policy.critic is None:
+        yield states
+        return
+    decoder = policy.forward.lm.get_decoder()
+    hook = decoder.register_forward_hook(lambda module, given, output: states.append(output.last_hidden_state))
+    try:
+        yield states
+    finally:
+        hook.remove()
+
+
+def values_of(policy: Policy, micro: MicroBatch, states: Sequence[Tensor]) -> Tensor | None:
+    """Return the values ``[N]`` of the states in which the tokens were chosen; ``None`` without a critic.
+
+    ``states`` are those of :func:`keep_states`; the policy's pass is the last one. No gradient reaches the policy.
+    """
+    if policy.critic is None:
+        return None
+    states_N = states[-1].detach().flatten(0, 1)[micro.source_N].float()
+    values: Tensor = policy.critic(states_N)[:, 0]
+    return values
+
+
+@torch.no_grad()
+def estimate_advantages(
+    policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int, config: CriticConfig
+) -> tuple[TrainingBatch, Targets, dict[str, float]]:
+    """Return ``batch`` with advantages per token for ``rows``, the critic's targets, and metrics."""
+
+    def read_values(micro: MicroBatch) -> Tensor:
+        with keep_states(policy) as states:
+            policy.logprobs(micro)
+        values_N = values_of(policy, micro, states)
+        assert values_N is not None, f"policy {policy.name!r} has no critic"
+        return values_N
+
+    policy.model.eval()
+    read = policy.over_stream(len(batch.token_ids), policy.cut(batch, rows, max_tokens), read_values)
+    whole = pack(batch, rows)
+    trained_N, values_N = whole.mask_N != 0, read.cpu()[whole.token_N]
+    rewards_N = _at_last_token(whole.advantages_B, whole.row_N, trained_N)
+    advantages_N, returns_N = gae(rewards_N, values_N, mask=whole.mask_N, cu_seqlens=whole.cu_seqlens, lam=config.lam)
+    metrics: dict[str, float] = {}
+    for index, actor in enumerate(batch.actors):
+        of_actor = trained_N & (whole.actor_ids_B[whole.row_N] == index)
+        if of_actor.any():
+            metrics[f"{actor}/explained_variance"] = explained_variance(values_N[of_actor], returns_N[of_actor])
+            advantages_N[of_actor] = whitened(advantages_N[of_actor])
+    metrics["explained_variance"] = explained_variance(values_N[trained_N], returns_N[trained_N])
+    # Rows have advantages per token alone; those of a teacher are kept.
+    token_advantages = np.zeros(len(batch.token_ids), dtype=np.float32)
+    if batch.token_advantages is not None:
+        token_advantages += batch.token_advantages
+    token_advantages[whole.token_N.numpy()] += advantages_N.numpy()
+    advantages = batch.advantages.copy()
+    advantages[rows] = 0
+    returns = torch.zeros_like(read)
+    returns[whole.token_N.to(read.device)] = returns_N.to(read.device)
+    return replace(batch, advantages=advantages, token_advantages=token_advantages), Targets(read, returns), metrics
+
+
+def _at_last_token(rewards_B: Tensor, row_N: Tensor, trained_N: Tensor) -> Tensor:
+    """Return the rewards of rows at their last trained tokens, 0 at the others: ``[N]``."""
+    rewards_N, index_N = torch.zeros(len(row_N)), torch.arange(len(row_N))
+    last_B = torch.full((len(rewards_B),), -1).scatter_reduce(0, row_N, torch.where(trained_N, index_N, -1), "amax")
+    rewards_N[last_B[last_B >= 0]] = rewards_B[last_B >= 0]
+    return rewards_N
+
+
+def whitened(values: Tensor) -> Tensor:
+    """Scale ``values [n]`` to mean 0 and standard deviation 1 (the population's); equal ones become 0."""
+    wide = values.double()
+    return ((wide - wide.mean()) / (wide.std(correction=0) + 1e-8)).to(values.dtype)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Return ``1 - Var(returns - values) / Var(returns)``: 1 for a perfect critic, and 0 if all returns are equal."""
+    spread = float(returns.double().var(correction=0))
+    return 1 - float((returns.double() - values.double()).var(correction=0)) / spread if spread > 0 else 0.0
+
+
+def add_value_loss(
+    out: PolicyLoss, values_N: Tensor | None, micro: MicroBatch, targets: Targets | None, tokens: int
+) -> PolicyLoss:
+    """Add the value loss of a micro-batch, over the ``tokens`` of its minibatch, to the gradient and the metrics."""
+    if values_N is None or targets is None:
+        return out
+    result = value_loss(
+        values_N,
+        targets.old_values[micro.token_N],
+        targets.returns[micro.token_N],
+        mask=micro.mask_N,
+        cu_seqlens=micro.cu_seqlens,
+        clip=CLIP,
+        normalizer=float(tokens),
+    )
+    result.loss.backward()
+    trained = micro.mask_N.bool().sum().clamp(min=1)
+    metrics = {
+        "value_loss": result.loss.detach() * tokens / trained,
+        "value_mean": result.metrics["value_mean"],
+        "value_clip_fraction": result.metrics["clip_fraction"],
+    }
+    return out._replace(metrics={**out.metrics, **metrics})

@@ -1,0 +1,135 @@
+"""The critic: advantages and targets in worked numbers, the gradient of its head, what it learns, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from turnwise.train.config.optimization import CriticConfig, LossConfig, UpdateConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.learner.local import LocalLearner
+from turnwise.train.model.micro_batch import micro_batches
+from turnwise.train.model.policy import Policy
+from turnwise.train.update.critic import estimate_advantages, keep_states, value_head, values_of
+from turnwise.train.update.loss import Loss
+from turnwise.train.update.update import UpdateLog, accumulate, update_policy
+from turnwise.train.validate import load_config
+
+ROWS = np.arange(3)
+
+
+@pytest.fixture
+def three_rows(random_batch):
+    """Rows of a prompt token and two completion tokens, with rewards 1, 0, 1; the last one is of another actor."""
+    return replace(
+        random_batch(0, rows=3),
+        token_ids=np.array([5, 9, 12, 6, 8, 7, 30, 31, 33]),
+        cu_seqlens=np.array([0, 3, 6, 9]),
+        loss_mask=np.array([0, 1, 1] * 3, dtype=np.uint8),
+        rollout_logprobs=np.array([0, -1, -1] * 3, dtype=np.float32),
+        advantages=np.array([1, 0, 1], dtype=np.float32),
+        actor_index=np.array([0, 0, 1]),
+    )
+
+
+@pytest.fixture
+def policy(small_model):
+    """A policy whose critic gives 0.5 to every state."""
+    made = Policy("default", small_model()[0], UpdateConfig(), total_steps=100)
+    made.add_critic(value_head(made), 0.05)
+    with torch.no_grad():
+        made.critic.bias.fill_(0.5)
+    return made
+
+
+def test_worked_advantages(policy, three_rows):
+    """GAE with lambda 1/2: the last token has R - V = .5 or -.5, the one before half of it; the targets add V."""
+    config = CriticConfig(lam=0.5)
+    batch, targets, metrics = estimate_advantages(policy, three_rows, ROWS, 100, config)
+    assert targets.old_values.tolist() == [0, 0.5, 0.5] * 3
+    assert targets.returns.tolist() == [0, 0.75, 1.0, 0, 0.25, 0.0, 0, 0.75, 1.0]
+    # The first actor's .25, .5, -.25, -.5 have a deviation of .39528, the second one's .25 and .5 of .125 around .375.
+    whitened = [0, 0.63246, 1.26491, 0, -0.63246, -1.26491, 0, -1, 1]
+    np.testing.assert_allclose(batch.token_advantages, whitened, atol=1e-5)
+    assert batch.advantages.tolist() == [0, 0, 0] and three_rows.advantages.tolist() == [1, 0, 1]
+    # A constant explains nothing.
+    assert metrics == {"first/explained_variance": 0, "second/explained_variance": 0, "explained_variance": 0}
+    # With lambda 1 each target is the reward; advantages of a teacher are added after whitening.
+    taught = replace(three_rows, token_advantages=np.full(9, 2, dtype=np.float32))
+    batch, targets, _ = estimate_advantages(policy, taught, ROWS, 100, CriticConfig(lam=1.0))
+    assert targets.returns.tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1]
+    np.testing.assert_allclose(batch.token_advantages, [2, 3, 3, 2, 1, 1, 2, 2, 2], atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 100])
+def test_the_gradient_of_the_head_is_that_of_half_the_squared_error(policy, three_rows, budget):
+    """At the old values the clip has no effect: the gradient of the bias is the mean of V - R, of the weight that of
+    (V - R) * state. The policy has the gradient that it has without a critic."""
+    batch, targets, _ = estimate_advantages(policy, three_rows, ROWS, 100, CriticConfig(lam=0.5))
+    loss = Loss(LossConfig(type="reinforce"), num_actors=2)
+    gradients = []
+    for given in (targets, None):
+        policy.optimizer.zero_grad(set_to_none=True)
+        micros = list(micro_batches(batch, ROWS, budget))
+        log = UpdateLog(batch.actors)
+        accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], loss, log, given)
+        gradients.append([parameter.grad.clone() for parameter in policy.trained_parameters()])
+        if given is not None:
+            error = torch.tensor([0.5 - r for r in (0.75, 1.0, 0.25, 0.0, 0.75, 1.0)])
+            assert float(policy.critic.bias.grad) == pytest.approx(float(error.mean()), rel=1e-5)
+            (whole,) = micro_batches(batch, ROWS, 100)
+            states = policy.model.model(whole.token_ids_T.view(3, 3)).last_hidden_state[:, :2].reshape(6, -1)
+            torch.testing.assert_close(policy.critic.weight.grad[0], error @ states.detach() / 6, rtol=1e-3, atol=1e-6)
+            log.join(policy.ranks)
+            log.add_step(1.0)
+            metrics = log.result()
+            assert metrics["value_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-5)
+            assert metrics["value_mean"] == 0.5 and metrics["value_clip_fraction"] == 0
+    assert policy.critic.bias.grad is None
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
+
+
+def test_the_head_learns_the_rewards_of_its_states(policy, three_rows):
+    loss, update = LossConfig(critic=CriticConfig(lam=1.0)), UpdateConfig(lr=1e-9)
+    explained = [
+        update_policy(policy, three_rows, update, loss, np.random.default_rng(0))["explained_variance"]
+        for _ in range(25)
+    ]
+    assert explained[0] == 0 and explained[-1] > 0.8, explained
+    (micro,) = micro_batches(three_rows, ROWS, 100)
+    with keep_states(policy) as states:
+        policy.logprobs(micro)
+    values = values_of(policy, micro, states).tolist()
+    assert min(values[0], values[1], values[4], values[5]) > max(values[2], values[3])
+
+
+def test_a_checkpoint_has_the_head_and_its_moments(tmp_path, small_model, three_rows):
+    config = TrainConfig(loss={"critic": {"lam": 1.0}}, filter={"drop_zero_advantage": False})
+
+    def learner(seed):
+        made = Policy("default", small_model(seed=seed)[0], config.update, total_steps=9)
+        return made, LocalLearner({"default": made}, config)
+
+    def step(learner):
+        return learner.update(three_rows, ["default"], 0.0, np.random.default_rng(0), lambda done, total: None)
+
+    (one, trains), (other, resumes) = learner(0), learner(1)
+    assert step(trains).metrics["default"]["value_loss"] == pytest.approx(1 / 3, rel=1e-5)  # mean(1, 0, 1) / 2
+    resumes.load(trains.save(tmp_path, 1, {}))
+    assert one.critic.weight.abs().max() > 0
+    step(trains), step(resumes)
+    for mine, theirs in zip(one.critic.parameters(), other.critic.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_can_have_no_critic_is_named(small_model):
+    with pytest.raises(ConfigError, match=r"'loss.critic': needs filter.drop_zero_advantage = false"):
+        load_config(None, {"loss.critic": {}})
+    padded = Policy("default", small_model()[0], UpdateConfig(), total_steps=9, layout="padded")
+    with pytest.raises(ValueError, match=r"'loss.critic': policy 'default' needs padded rows"):
+        value_head(padded)
