@@ -422,7 +422,11 @@ ADAPTERS: Settings = {
 
 
 def real(seed: int) -> list[Cell]:
-    """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise."""
+    """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise.
+
+    ``distilled`` also needs the teacher that ``turnwise train examples/smollm2/views.toml`` leaves.
+    """
+    distill = raw_settings(EXAMPLES / "smollm2" / "distill.toml")
     untrained: Settings = {"steps": 0}
     views: dict[str, Settings] = {
         **{"untrained": untrained, "team": {}, "team-grpo": {"credit": {"rule": "grpo"}}},
@@ -441,6 +445,7 @@ def real(seed: int) -> list[Cell]:
             name: merged({"threads": 1}, more) for name, more in {"untrained": untrained, **changed}.items()
         }
         settings["kuhn_poker"] = {"rae": {}}
+        views["distilled"] = {key: value for key, value in distill.items() if key != "run_dir"}
     made = []
     for name, contenders in settings.items():
         example = raw_settings(EXAMPLES / "smollm2" / f"{name}.toml")

@@ -157,11 +157,12 @@ class Column:
 def to_target(rows: list[Row], groups: Groups) -> str:
     """Return the tokens to nine tenths of what every seed of team + GRPO reaches, and their ratio to its tokens.
 
-    That is its lowest last validation in this setting, so the target is a number of its own per setting. For ``drawn``
-    it is all of what the task's own questions reach, because its start has most of it already.
+    That is its lowest last validation in this setting, so the target is a number of its own per setting. A real model's
+    reference is its team. For ``drawn`` it is all of what the task's own questions reach, because its start has most
+    of it already.
     """
     question, setting, *_ = rows[0]["cell"].split("/")
-    reference, share = ("task", 1.0) if question == "drawn" else ("team-grpo", 0.9)
+    reference, share = {"drawn": ("task", 1.0), "real": ("team", 0.9)}.get(question, ("team-grpo", 0.9))
     theirs = groups.get((setting, reference), [])
     if not theirs or not rows[0]["steps"]:
         return ""
@@ -212,6 +213,7 @@ def rewards(rows: list[Row], _: Groups) -> str:
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
     Column("tokens to a success, ratio to task (lowest to highest seed)", ("drawn",), to_target),
+    Column("tokens to a success, ratio to team (lowest to highest seed)", ("real",), to_target),
     Column("last actor fixes, breaks", ("credit", "real"), contribution),
     Column("gradient norm, p99/p50", ("stability",), spikes),
     Column("exploitability", ("rae", "real"), exploitability),
