@@ -34,6 +34,9 @@ from .warm_python import started
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# No test cuts the power, and to wait for the disk takes as long as a small run. A closed file still raises.
+os.fsync = os.fstat  # type: ignore[assignment]
+
 # A shell's background jobs ignore Ctrl-C, and programs that tests start inherit that. Some tests send them Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -504,7 +504,7 @@ def some(examples: int) -> settings:
 
 
 class TestHistories(Histories.TestCase):  # type: ignore[misc, valid-type]
-    settings = some(40)
+    settings = some(20)
 
 
 @pytest.mark.slow
