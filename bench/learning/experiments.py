@@ -402,9 +402,9 @@ MIXED_CONTENDERS: dict[str, Settings] = {
 def drawn(seed: int) -> list[Cell]:
     """New questions at each step, the questions of a pool equally often, and those of the pool by learnability.
 
-    All seeds share a start, as it takes minutes.
+    All seeds share the start of the sweep, as it takes minutes.
     """
-    start = WarmStart("tasks:Mixed", {}, {"steps": 300, "batch_size": 128, "lr": 2.5e-3}, SEEDS[0])
+    start = WarmStart("tasks:Mixed", {}, {"steps": 300, "batch_size": 128, "lr": 2.5e-3}, SWEEP_SEEDS[0])
     return [
         Cell("drawn", "mixed", name, seed, merged(MIXED, changed), start) for name, changed in MIXED_CONTENDERS.items()
     ]

@@ -158,15 +158,14 @@ def to_target(rows: list[Row], groups: Groups) -> str:
     """Return the tokens to nine tenths of what every seed of team + GRPO reaches, and their ratio to its tokens.
 
     That is its lowest last validation in this setting, so the target is a number of its own per setting. A real model's
-    reference is its team. For ``drawn`` it is all of what the task's own questions reach, because its start has most
-    of it already.
+    reference is its team, that of ``drawn`` is ``task``.
     """
     question, setting, *_ = rows[0]["cell"].split("/")
-    reference, share = {"drawn": ("task", 1.0), "real": ("team", 0.9)}.get(question, ("team-grpo", 0.9))
+    reference = {"drawn": "task", "real": "team"}.get(question, "team-grpo")
     theirs = groups.get((setting, reference), [])
     if not theirs or not rows[0]["steps"]:
         return ""
-    target = share * min(row["curve"][-1][1] for row in theirs)
+    target = 0.9 * min(row["curve"][-1][1] for row in theirs)
     ours = {row["cell"].rpartition("/")[2]: tokens_to(row, target) for row in rows}
     base = {row["cell"].rpartition("/")[2]: tokens_to(row, target) for row in theirs}
     reached = [tokens for tokens in ours.values() if tokens is not None]

@@ -180,7 +180,7 @@ class Relay(Drawn):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mixed: one agent alone on one to four rows, half of the questions easy
+# Mixed: one agent alone on one to four rows, most questions for training easy
 # ---------------------------------------------------------------------------------------------------------------------
 class MixedOptions(OwnOptions):
     """Demonstrated digits beyond the first row's are right with chance ``quality``."""
@@ -215,16 +215,25 @@ def whole(completion: str, artifact: Any) -> dict[str, float]:
 
 
 class Mixed(Drawn):
-    """Half of the questions are one row to copy, which the start can do; the others have two to four rows."""
+    """Three in four training questions are one row to copy, which the start can do; the others have two to four rows,
+    as all held-out questions do."""
 
     name = "mixed"
     success_metric = "whole/solver"
     system_prompts: ClassVar[dict[str, str]] = {"solver": "Fold."}
     options_type = MixedOptions
 
-    def question(self, rng: Random) -> str:
-        count = rng.choices((1, 2, 3, 4), weights=(3, 1, 1, 1))[0]
-        return "/".join("".join(rng.choices(DIGITS, k=4)) for _ in range(count))
+    def stream(self, split: Split, seed: int | str) -> Iterator[str]:
+        return self.rows(split, seed, easy=9 if split == "train" else 0)
+
+    def rows(self, split: Split, seed: int | str, easy: int) -> Iterator[str]:
+        """Draw questions with one row ``easy`` times as often as with two, with three, and with four."""
+        rng = Random(f"{self.name}/{split}/{seed}")
+        while True:
+            count = rng.choices((1, 2, 3, 4), weights=(easy, 1, 1, 1))[0]
+            question = "/".join("".join(rng.choices(DIGITS, k=4)) for _ in range(count))
+            if split_of(question) == split:
+                yield question
 
     def level(self, question: str) -> int:
         return question.count("/") + 1
@@ -233,9 +242,9 @@ class Mixed(Drawn):
         return {"mixed": MixedEpisode()}
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """Each digit is right with chance ``quality``; else it is the last row's."""
+        """Each digit is right with chance ``quality``; else it is the last row's. Half have one row."""
         rng, made = Random(f"mixed-demonstrations/{seed}"), []
-        for question in islice(self.stream("train", f"demonstrations/{seed}"), n):
+        for question in islice(self.rows("train", f"demonstrations/{seed}", easy=3), n):
             rows = question.split("/")
             pairs = zip(folded(question), rows[-1], strict=True)
             said = (right if rng.random() < self.options.quality else habit for right, habit in pairs)
