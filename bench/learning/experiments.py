@@ -390,6 +390,9 @@ MIXED: Settings = merged(
     COPIES,
     credit("grpo"),
 )
+SIX_QUESTIONS = merged(
+    MIXED, {"max_sampled_tokens": 20_000}, {"rollout": {"prompts_per_step": 6}, "eval": {"every": 8}}
+)
 POOL: Settings = {"sampling": "learnability", "pool": 600}
 MIXED_CONTENDERS: dict[str, Settings] = {
     "untrained": {"steps": 0},
@@ -406,7 +409,9 @@ def drawn(seed: int) -> list[Cell]:
     """
     start = WarmStart("tasks:Mixed", {}, {"steps": 300, "batch_size": 128, "lr": 2.5e-3}, SWEEP_SEEDS[0])
     return [
-        Cell("drawn", "mixed", name, seed, merged(MIXED, changed), start) for name, changed in MIXED_CONTENDERS.items()
+        Cell("drawn", setting, name, seed, merged(base, changed), start)
+        for setting, base in (("mixed", MIXED), ("mixed-6", SIX_QUESTIONS))
+        for name, changed in MIXED_CONTENDERS.items()
     ]
 
 
