@@ -111,6 +111,14 @@ async def test_a_hint_that_leaves_no_room_is_no_hint(taught):
     assert arena.client.scored == [] and batch.dropped == {"untaught": 4}
 
 
+async def test_a_token_in_the_last_place_of_the_context_is_not_scored(taught):
+    arena = taught(answers=["3", "3"])
+    arena.max_context = len("<user>Guess a digit\n<assistant>") + 2
+    batch = await arena.step()
+    assert len(batch) == 2 and batch.token_advantages.reshape(2, -1)[:, -2:].tolist() == [[0.25, 0.0]] * 2
+    assert batch.metrics["teacher_kl/solver"] == -0.25
+
+
 async def test_an_evaluation_asks_no_teacher(taught):
     arena = taught()
     await arena.evaluation().generate_rollouts(arena.source())

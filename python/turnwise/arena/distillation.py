@@ -84,7 +84,7 @@ class Distillation:
             if not isinstance(scoring, ScoringClient):
                 raise ValueError(
                     f"teacher {teacher!r} of actor {actor!r}: {type(scoring).__name__} can't score tokens: expected "
-                    "rollout.client = 'transformers' or 'vllm'"
+                    "a client with score(requests, completions), such as those of rollout.client"
                 )
 
     async def score(self, arena: Any, results: Sequence[GenerateResult]) -> None:
@@ -96,22 +96,27 @@ class Distillation:
                 steps[sample.rollout_id][sample.step_index].info[TOKENS] = [0.0] * len(sample.completion_token_ids)
             return
         hints = await self._hints(arena, results, samples)
-        taught, requests = [], []
+        taught: list[tuple[Sample, Step]] = []
+        requests: list[ModelRequest] = []
+        completions: list[list[int]] = []
         for sample, hint in zip(samples, hints, strict=True):
-            step = steps[sample.rollout_id][sample.step_index]
+            step, ids = steps[sample.rollout_id][sample.step_index], sample.completion_token_ids
             prompt = sample.prompt_token_ids if self.hint == "none" else hinted_prompt(arena, step, hint)
-            too_long = prompt is not None and (
-                arena.max_context is not None and len(prompt) + len(sample.completion_token_ids) > arena.max_context
-            )
-            if prompt is None or too_long or GRAMMAR in sample.info:
+            if prompt is None or GRAMMAR in sample.info:
                 continue
-            sampling = Sampling(temperature=sample.temperature, max_tokens=1)
+            # Servers need room for one more token, so they can't score one in the context's last place.
+            room = len(ids) if arena.max_context is None else arena.max_context - 1 - len(prompt)
+            if room < max(1, len(ids) - 1):
+                continue
             taught.append((sample, step))
+            completions.append(ids[:room])
+            sampling = Sampling(temperature=sample.temperature, max_tokens=1)
             requests.append(ModelRequest(prompt, sampling, self.teachers[sample.actor]))
-        scores = await arena.client.score(requests, [sample.completion_token_ids for sample, _ in taught])
+        scores = await arena.client.score(requests, completions)
         for (sample, step), teacher_logprobs in zip(taught, scores, strict=True):
-            gains = [t - s for t, s in zip(teacher_logprobs, sample.rollout_logprobs, strict=True)]
-            step.info[TOKENS] = [self.coef * gain for gain in gains]
+            gains = [t - s for t, s in zip(teacher_logprobs, sample.rollout_logprobs, strict=False)]
+            unscored = len(sample.completion_token_ids) - len(gains)
+            step.info[TOKENS] = [self.coef * gain for gain in gains] + [0.0] * unscored
             step.info[KL] = -sum(gains) / len(gains)
 
     async def _hints(

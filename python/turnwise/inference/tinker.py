@@ -23,7 +23,15 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from turnwise.chat.tokenizers import own_copy
-from turnwise.inference.common.base import GatedClient, completion_limit, cut_at_stop, policy_of, stop_token_ids
+from turnwise.inference.common.base import (
+    GatedScoringClient,
+    completion_limit,
+    cut_at_stop,
+    policy_of,
+    scored_as_prompt,
+    scored_response,
+    stop_token_ids,
+)
 from turnwise.inference.common.http import LoopThread
 from turnwise.inference.common.proxies import bypass_proxies, is_loopback
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling, Tokenizer
@@ -194,7 +202,7 @@ def datum(token_ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> Any:
     return types.Datum(model_input=token_input(token_ids[:-1]), loss_fn_inputs=tensors)
 
 
-class TinkerClient(GatedClient):
+class TinkerClient(GatedScoringClient):
     """Completes prompts with weights that a server of the Tinker API holds.
 
     ``policies`` are their names. ``load_weights`` takes the name of weights instead of the weights:
@@ -233,7 +241,7 @@ class TinkerClient(GatedClient):
     def _check(self, request: ModelRequest) -> None:
         policy_of(self._policies, request.policy)
         check_sampling(request.sampling)
-        completion_limit(request, self.vocabulary, self.context_length)
+        completion_limit(scored_as_prompt(request), self.vocabulary, self.context_length)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Let ``policy`` sample with the server's weights that ``weights`` names. See the class."""
@@ -268,6 +276,8 @@ class TinkerClient(GatedClient):
         (sampler, version), stops = self._policies[request.policy], stop_token_ids(request, self._tokenizer)
         if sampler is None:
             raise ModelError(f"policy {request.policy!r} has no weights yet: call load_weights first")
+        if request.scored_token_ids is not None:
+            return await self._scored(request, sampler, version)
         limit = completion_limit(request, self.vocabulary, self.context_length)
         seed = int(self._seeds.integers(SEEDS)) if sampling.seed is None else sampling.seed % SEEDS
         parameters = tinker_or_raise().types.SamplingParams(
@@ -287,6 +297,16 @@ class TinkerClient(GatedClient):
             prompt_token_ids=list(request.prompt_token_ids),
         )
         return cut_at_stop(response, sampling, self._tokenizer)
+
+    async def _scored(self, request: ModelRequest, sampler: Any, version: int) -> ModelResponse:
+        ids = list(request.scored_token_ids or ())
+        answer = await self.server.answer(sampler.compute_logprobs(token_input([*request.prompt_token_ids, *ids])))
+        logprobs = list(answer)[-len(ids) :]
+        if len(logprobs) != len(ids) or not all(x is not None and math.isfinite(x) and x <= 0 for x in logprobs):
+            raise self._wrong(f"log-probs {str(logprobs)[:80]}", f"{len(ids)} finite ones, none above 0")
+        self._stats["requests"] += 1
+        self._stats["prompt_tokens"] += len(request.prompt_token_ids) + len(ids)
+        return scored_response(request, list(map(float, logprobs)), version, self._tokenizer)
 
     def _checked(self, answer: Any, limit: int, stops: Sequence[int]) -> tuple[list[int], list[float], Any]:
         """Return tokens, log-probs and finish reason of an answer. Raises :class:`TinkerServerError` for a bad one."""

@@ -302,14 +302,14 @@ def distill_problems(config: TrainConfig) -> list[str]:
             f"config key 'rollout.temperature' = {rollout.temperature}: expected 1 with actors.{first}.teacher, as "
             "vLLM scores tokens at temperature 1"
         )
-    if rollout.client == "tinker":
-        lines.append(f"config key 'actors.{first}.teacher': rollout.client = 'tinker' does not score tokens yet")
     if config.distill.top_k:
         key = f"config key 'distill.top_k' = {config.distill.top_k}"
         if config.distill.hint != "none":
             lines.append(f"{key}: the loss reads the actor's own prompts: expected 0 with distill.hint")
         if config.sharding != ShardingConfig():
             lines.append(f"{key}: expected 0 with [sharding]: a sharded teacher can't join an update yet")
+        if is_remote(config):
+            lines.append(f"{key}: expected 0 with learner.type = 'tinker', whose losses have no such term")
     if config.filter.dynamic_sampling_rounds and not config.distill.reward:
         lines.append(
             f"config key 'filter.dynamic_sampling_rounds' = {config.filter.dynamic_sampling_rounds}: expected 0, or "

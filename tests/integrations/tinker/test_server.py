@@ -153,6 +153,10 @@ async def test_sampling_as_any_client_does(connected: TinkerServer, base: Path) 
         logprobs = model(ids).logits.log_softmax(-1)[0, len(PROMPT) - 1 : -1]
     assert logprobs.argmax(-1).tolist() == greedy.completion_token_ids
     assert greedy.logprobs == pytest.approx(logprobs.max(-1).values.tolist(), abs=1e-4)
+    # Given tokens are scored as they were sampled.
+    scores = await client.score([ask(), ask()], [first.completion_token_ids, other.completion_token_ids])
+    assert scores[0] == pytest.approx(first.logprobs, abs=1e-4)
+    assert scores[1] == pytest.approx(other.logprobs, abs=1e-4)
     # A stop token ends a completion and is kept; so does a stop string.
     stop = first.completion_token_ids[3]
     place = first.completion_token_ids.index(stop)
@@ -169,7 +173,7 @@ async def test_sampling_as_any_client_does(connected: TinkerServer, base: Path) 
         await client.generate([ModelRequest([5] * 2048)])
     with pytest.raises(ValueError, match=r"policy='other': expected one of \['default'\]"):
         await client.generate([ModelRequest(PROMPT, policy="other")])
-    assert client.stats()["requests"] == 7
+    assert client.stats()["requests"] == 9
     await client.close()
     with pytest.raises(RuntimeError, match="the client is closed"):
         await client.generate([ask()])

@@ -189,6 +189,27 @@ def scored_ids(request: ModelRequest, completion: Sequence[int]) -> list[int]:
     return list(map(int, completion))
 
 
+def scored_as_prompt(request: ModelRequest) -> ModelRequest:
+    """Return a request to score tokens as one for a single token after them; others as they are."""
+    if request.scored_token_ids is None:
+        return request
+    ids = [*request.prompt_token_ids, *request.scored_token_ids]
+    return replace(request, prompt_token_ids=ids, sampling=request.sampling.with_(max_tokens=1))
+
+
+def scored_response(request: ModelRequest, logprobs: list[float], version: int, tokenizer: Tokenizer) -> ModelResponse:
+    """Return the response to a request to score tokens: they are its completion, by weights of ``version``."""
+    ids = list(request.scored_token_ids or ())
+    return ModelResponse(
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+        completion_token_ids=ids,
+        logprobs=logprobs,
+        finish_reason="stop",
+        policy_versions=[(len(ids), version)],
+        prompt_token_ids=list(request.prompt_token_ids),
+    )
+
+
 def reject_scored(request: ModelRequest, client: object) -> None:
     """Raise ``ValueError`` for a request with tokens to score."""
     if request.scored_token_ids is not None:

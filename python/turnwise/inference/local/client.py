@@ -23,6 +23,7 @@ from turnwise.inference.common.base import (
     gather_all,
     policy_of,
     scored_ids,
+    scored_response,
     stop_check,
     stop_token_ids,
 )
@@ -194,15 +195,8 @@ class TransformersClient(ClientBase):
         completions = [list(request.scored_token_ids or ()) for request in scored]
         logprobs, responses = await asyncio.gather(self.score(scored, completions), self.generate(sampled))
         scores = iter(
-            ModelResponse(
-                text=self._tokenizer.decode(ids, skip_special_tokens=True),
-                completion_token_ids=ids,
-                logprobs=values,
-                finish_reason="stop",
-                policy_versions=[(len(ids), self.version(request.policy))],
-                prompt_token_ids=list(request.prompt_token_ids),
-            )
-            for request, ids, values in zip(scored, completions, logprobs, strict=True)
+            scored_response(request, values, self.version(request.policy), self._tokenizer)
+            for request, values in zip(scored, logprobs, strict=True)
         )
         samples = iter(responses)
         return [next(samples if request.scored_token_ids is None else scores) for request in requests]

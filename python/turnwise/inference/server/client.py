@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,8 @@ from turnwise.inference.common.base import (
     completion_limit,
     cut_at_stop,
     policy_of,
+    scored_as_prompt,
+    scored_response,
     stop_token_ids,
 )
 from turnwise.inference.common.http import Endpoint, EndpointError
@@ -44,14 +46,6 @@ from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.inference.weights.wire import LOOPBACK, address_towards
 from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
 from turnwise.utils.threads import to_thread
-
-
-def _whole(request: ModelRequest) -> ModelRequest:
-    """Return a request to score tokens as one for a single token after them, which has their log-probabilities."""
-    if request.scored_token_ids is None:
-        return request
-    ids = [*request.prompt_token_ids, *request.scored_token_ids]
-    return replace(request, prompt_token_ids=ids, sampling=request.sampling.with_(max_tokens=1))
 
 
 @dataclass(slots=True)
@@ -214,7 +208,9 @@ class VLLMServerClient(GatedScoringClient):
                 f"temperature={request.sampling.temperature}: expected 1, as vLLM scores tokens at temperature 1"
             )
         info = self._server.info
-        completion_limit(_whole(request), info.vocabulary if info else 2**63, info.context_length if info else None)
+        completion_limit(
+            scored_as_prompt(request), info.vocabulary if info else 2**63, info.context_length if info else None
+        )
 
     async def _prepare(self) -> None:
         if not self.ready:
@@ -225,7 +221,7 @@ class VLLMServerClient(GatedScoringClient):
         info, sampling = self._server.info, request.sampling
         assert info is not None
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
-        request = _whole(request)
+        request = scored_as_prompt(request)
         return {
             "model": self._policies[request.policy].served,
             "token_ids": list(map(int, request.prompt_token_ids)),
@@ -260,22 +256,12 @@ class VLLMServerClient(GatedScoringClient):
         if versions is None:
             raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", passes=True)
         if request.scored_token_ids is not None:
-            return self._scored(request, content, versions[-1][1])
+            self._stats["requests"] += 1
+            self._stats["prompt_tokens"] += len(body["token_ids"])
+            # The token that the server sampled after the scored ones doesn't count.
+            scores = read_scores(content, self._server.where, request.scored_token_ids)
+            return scored_response(request, scores, versions[-1][1], self._tokenizer)
         return self._response(request, completion, versions)
-
-    def _scored(self, request: ModelRequest, content: Any, version: int) -> ModelResponse:
-        """Return the scored tokens as a completion. The token that the server sampled after them doesn't count."""
-        ids = list(request.scored_token_ids or ())
-        self._stats["requests"] += 1
-        self._stats["prompt_tokens"] += len(request.prompt_token_ids) + len(ids)
-        return ModelResponse(
-            text=self._tokenizer.decode(ids, skip_special_tokens=True),
-            completion_token_ids=ids,
-            logprobs=read_scores(content, self._server.where, ids),
-            finish_reason="stop",
-            policy_versions=[(len(ids), version)],
-            prompt_token_ids=list(request.prompt_token_ids),
-        )
 
     async def _wait_for_update(self) -> None:
         """Return once this client knows the server's weights, if another client sends them."""
