@@ -450,6 +450,8 @@ def real(seed: int) -> list[Cell]:
             name: merged({"threads": 1}, more) for name, more in {"untrained": untrained, **changed}.items()
         }
         settings["kuhn_poker"] = {"rae": {}}
+        own = {actor: {"teacher": "default"} for actor in ("describer", "guesser")}
+        views["own-teacher"] = {"actors": own, "distill": {"hint": "best", "reward": True}}
         views["distilled"] = {key: value for key, value in distill.items() if key != "run_dir"}
     made = []
     for name, contenders in settings.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +26,8 @@ ON_GPU = {
 
 
 def test_a_micro_batch_moves_whole(random_batch):
-    micro = pack(random_batch(0, rows=4), [0, 2])
+    batch = random_batch(0, rows=4)
+    micro = pack(replace(batch, token_advantages=np.ones_like(batch.rollout_logprobs)), [0, 2])
     moved = micro.to(torch.device("meta"))
     without_grammars = ("lengths", "tree", "mask_index_N", "masks_UW")
     tensors = [getattr(moved, name) for name in moved.__dataclass_fields__ if name not in without_grammars]
