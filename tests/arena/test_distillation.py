@@ -125,6 +125,23 @@ async def test_an_evaluation_asks_no_teacher(taught):
     assert arena.client.scored == []
 
 
+@pytest.mark.parametrize("scores", [True, False])
+async def test_calls_under_a_grammar_have_no_teacher(taught, scores):
+    """Their log-probs are those over the allowed tokens; they are counted, and don't train on nothing."""
+
+    class Constrained(Guess):
+        async def rollout(self, arena, artifact, state=None):
+            state = await super().rollout(arena, artifact, state)
+            if state.last_completion_text == "1":
+                state.trajectory[-1].info["grammar"] = "any"
+            return state
+
+    arena = taught(Constrained(), scores=scores)
+    batch = await arena.step()
+    assert len(batch) == 3 and batch.dropped == {"untaught": 1}
+    assert len(arena.client.scored) == (3 if scores else 0)
+
+
 def test_teachers_that_can_not_teach_are_refused():
     client, actors = TeachingClient(), {"solver": "default"}
     assert isinstance(client, ScoringClient)

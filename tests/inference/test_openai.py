@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,14 @@ async def test_a_chat() -> None:
     assert server.asked == [(CHAT, {"model": "judge-1", "messages": MESSAGES, **sampling})]
     assert (response.text, response.completion_token_ids, response.finish_reason) == ("4", [52, 256], "stop")
     assert (response.logprobs, response.policy_versions, response.trainable) == ([0.0, 0.0], [(2, 0)], False)
+
+
+async def test_tokens_can_not_be_scored() -> None:
+    with faking({CHAT: Say(said())}) as server:
+        async with client_of(server) as client:
+            with pytest.raises(ValueError, match=r"OpenAIClient can't score tokens"):
+                await client.generate([replace(request_of(), scored_token_ids=[52])])
+    assert server.asked == []
 
 
 async def test_completions_send_the_prompt_as_text() -> None:

@@ -52,6 +52,13 @@ async def asked(endpoint: Any, path: str, body: Any = None, method: str = "POST"
     return await asyncio.wrap_future(endpoint.thread.submit(work))
 
 
+async def test_scores_of_another_temperature_are_refused_as_vllm_has_none() -> None:
+    with engine_here(build("served")) as (endpoint, _):
+        async with client_of(endpoint) as client:
+            with pytest.raises(ValueError, match=r"temperature=0.5: expected 1, as vLLM scores"):
+                await client.score([ModelRequest([1, 2], Sampling(temperature=0.5))], [[3]])
+
+
 @pytest.mark.parametrize("in_flight", [False, True])
 async def test_updates_arrive_exactly(in_flight: bool) -> None:
     model = build("served", seed=3)

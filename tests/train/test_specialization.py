@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from turnwise.run.checks import distill_problems
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict, load_config
@@ -83,6 +84,26 @@ def test_a_teacher_that_teaches_nothing_is_refused():
         "another, or distill.hint",
     ]
     resolve(actors={"solver": {"teacher": "default"}}, distill={"hint": "best"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"rollout": {"client": "vllm", "temperature": 0.7}},
+            "'rollout.temperature' = 0.7: expected 1 with",
+        ),
+        ({"distill": {"top_k": 4, "hint": "best"}}, "'distill.top_k' = 4: the loss reads the actor's own prompts"),
+        ({"distill": {"top_k": 4}, "sharding": {"offload": True}}, "'distill.top_k' = 4: expected 0 with [sharding]"),
+        ({"filter": {"dynamic_sampling_rounds": 2}}, "'filter.dynamic_sampling_rounds' = 2: expected 0, or"),
+        ({"distill": {"top_k": 4}, "rollout": {"client": "vllm", "temperature": 0.7}}, None),
+        ({"distill": {"reward": True}, "filter": {"dynamic_sampling_rounds": 2}}, None),
+    ],
+)
+def test_settings_that_do_not_fit_a_teacher_are_told(changes, problem):
+    config = {"actors": {"critic": {"teacher": "big"}}, "policies": {"default": {}, "big": {}}, **changes}
+    lines = distill_problems(config_from_dict(config))
+    assert (problem is None and lines == []) or (len(lines) == 1 and problem in lines[0]), lines
 
 
 def test_everything_that_does_not_fit_is_told_at_once():

@@ -89,7 +89,9 @@ class Distillation:
 
     async def score(self, arena: Any, results: Sequence[GenerateResult]) -> None:
         """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
-        samples = [sample for sample in collect_samples(results) if sample.actor in self.teachers]
+        # Log-probs under a grammar are those over the allowed tokens, so no teacher's can be compared with them.
+        free = [sample for sample in collect_samples(results) if GRAMMAR not in sample.info]
+        samples = [sample for sample in free if sample.actor in self.teachers]
         steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
         if not self.scores:
             for sample in samples:
@@ -102,7 +104,7 @@ class Distillation:
         for sample, hint in zip(samples, hints, strict=True):
             step, ids = steps[sample.rollout_id][sample.step_index], sample.completion_token_ids
             prompt = sample.prompt_token_ids if self.hint == "none" else hinted_prompt(arena, step, hint)
-            if prompt is None or GRAMMAR in sample.info:
+            if prompt is None:
                 continue
             # Servers need room for one more token, so they can't score one in the context's last place.
             room = len(ids) if arena.max_context is None else arena.max_context - 1 - len(prompt)
