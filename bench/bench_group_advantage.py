@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, finish, medians, peer, served
+from common import arguments, finishing, medians, peer, served
 from torch import Tensor
 
 from turnwise.ops import factorize, group_advantage
@@ -129,28 +129,29 @@ SLOW = ("dictionary loop", "verl")
 
 def main() -> None:
     options = arguments(__doc__)
-    rows: list[dict[str, Any]] = []
-    for size in SIZES[: 1 if options.quick else None]:
-        calls = cases(size, options.device)
-        verify(calls)
-        slow = {name: call for name, call in calls.items() if name[1] in SLOW}
-        quick = {name: call for name, call in calls.items() if name not in slow}
-        seconds = medians({str(n): c for n, c in quick.items()}, options.rounds, device=options.device)
-        seconds |= medians({str(n): c for n, c in slow.items()}, max(3, options.rounds // 10), device=options.device)
-        for given, method in sorted(calls, key=lambda key: ("dense", "uuid", "three keys").index(key[0])):
-            taken = seconds[str((given, method))]
-            mine = seconds.get(str((given, "turnwise")))
-            rows.append(
-                {
-                    "rows": size,
-                    "input": given,
-                    "method": method,
-                    "µs": taken * 1e6,
-                    "× turnwise": taken / mine if mine else None,
-                    "GB/s": size * BYTES_PER_ROW / taken / 1e9 if given == "dense" else None,
-                }
+    with finishing("group_advantage", f"group_advantage, fp32, groups of {GROUP}", options) as rows:
+        for size in SIZES[: 1 if options.quick else None]:
+            calls = cases(size, options.device)
+            verify(calls)
+            slow = {name: call for name, call in calls.items() if name[1] in SLOW}
+            quick = {name: call for name, call in calls.items() if name not in slow}
+            seconds = medians({str(n): c for n, c in quick.items()}, options.rounds, device=options.device)
+            seconds |= medians(
+                {str(n): c for n, c in slow.items()}, max(3, options.rounds // 10), device=options.device
             )
-    finish("group_advantage", f"group_advantage, fp32, groups of {GROUP}", rows, options)
+            for given, method in sorted(calls, key=lambda key: ("dense", "uuid", "three keys").index(key[0])):
+                taken = seconds[str((given, method))]
+                mine = seconds.get(str((given, "turnwise")))
+                rows.append(
+                    {
+                        "rows": size,
+                        "input": given,
+                        "method": method,
+                        "µs": taken * 1e6,
+                        "× turnwise": taken / mine if mine else None,
+                        "GB/s": size * BYTES_PER_ROW / taken / 1e9 if given == "dense" else None,
+                    }
+                )
 
 
 if __name__ == "__main__":

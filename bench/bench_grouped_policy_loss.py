@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed, sizes
+from common import against_copy, arguments, finishing, forward_backward, peer, served, sets_needed, sizes
 from peers import verl_config
 from torch import Tensor
 
@@ -131,16 +131,15 @@ def main() -> None:
     options = arguments(__doc__)
     device = options.device
     calls = methods(device)
-    rows: list[dict[str, Any]] = []
-    for height, width in sizes(options, SIZES):
-        verify(calls, make(height, width, device, 0))
-        moved = height * width * BYTES_PER_TOKEN
-        sets = [make(height, width, device, seed) for seed in range(sets_needed(moved, device))]
-        timed = {name: forward_backward(call, sets) for name, call in calls.items()}
-        rows += against_copy({"shape": f"[{height}, {width}]"}, timed, moved, options.rounds, device)
-        del sets, timed
-        gc.collect()
-    finish("grouped_policy_loss", "grouped_policy_loss, forward and backward, fp32", rows, options)
+    with finishing("grouped_policy_loss", "grouped_policy_loss, forward and backward, fp32", options) as rows:
+        for height, width in sizes(options, SIZES):
+            verify(calls, make(height, width, device, 0))
+            moved = height * width * BYTES_PER_TOKEN
+            sets = [make(height, width, device, seed) for seed in range(sets_needed(moved, device))]
+            timed = {name: forward_backward(call, sets) for name, call in calls.items()}
+            rows += against_copy({"shape": f"[{height}, {width}]"}, timed, moved, options.rounds, device)
+            del sets, timed
+            gc.collect()
 
 
 if __name__ == "__main__":

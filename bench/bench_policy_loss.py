@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import against_copy, arguments, finish, forward_backward, peer, served, sets_needed, sizes
+from common import against_copy, arguments, finish, finishing, forward_backward, peer, served, sets_needed, sizes
 from peers import TRLLoss, trl_config, verl_config
 from torch import Tensor
 
@@ -294,20 +294,19 @@ def main() -> None:
     options = arguments(__doc__)
     device = options.device
     calls = methods(device)
-    rows: list[dict[str, Any]] = []
-    for height, width in sizes(options, SIZES):
-        tokens = height * width
-        for form in FORMS:
-            verify(calls, make(height, width, form, device, 0))
-            moved = tokens * BYTES_PER_TOKEN[form]
-            sets = [make(height, width, form, device, seed) for seed in range(sets_needed(moved, device))]
-            with_floor = {**calls, "autograd alone": autograd_alone}
-            timed = {name: forward_backward(call, sets) for name, call in with_floor.items()}
-            case = {"shape": f"[{height}, {width}]", "form": form}
-            rows += against_copy(case, timed, moved, options.rounds, device, unmoved=["autograd alone"])
-            del sets, timed
-            gc.collect()
-    finish("policy_loss", "policy_loss, forward and backward, fp32", rows, options)
+    with finishing("policy_loss", "policy_loss, forward and backward, fp32", options) as rows:
+        for height, width in sizes(options, SIZES):
+            tokens = height * width
+            for form in FORMS:
+                verify(calls, make(height, width, form, device, 0))
+                moved = tokens * BYTES_PER_TOKEN[form]
+                sets = [make(height, width, form, device, seed) for seed in range(sets_needed(moved, device))]
+                with_floor = {**calls, "autograd alone": autograd_alone}
+                timed = {name: forward_backward(call, sets) for name, call in with_floor.items()}
+                case = {"shape": f"[{height}, {width}]", "form": form}
+                rows += against_copy(case, timed, moved, options.rounds, device, unmoved=["autograd alone"])
+                del sets, timed
+                gc.collect()
     finish("policy_loss", "from logits: log-probabilities, policy_loss and back", from_logits(options), options)
 
 

@@ -16,7 +16,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import RotatingCopy, RotatingRead, arguments, finish, medians, peak_memory, peer, served, sets_needed, sizes
+from common import (
+    RotatingCopy,
+    RotatingRead,
+    arguments,
+    finishing,
+    medians,
+    peak_memory,
+    peer,
+    served,
+    sets_needed,
+    sizes,
+)
 from torch import Tensor
 
 from turnwise.ops import gae, token_returns, token_reward_sum
@@ -185,11 +196,10 @@ def measure(rows: int, width: int, options: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     options = arguments(__doc__)
-    rows: list[dict[str, Any]] = []
-    for height, width in sizes(options, SIZES):
-        rows += measure(height, width, options)
-        gc.collect()
-    finish("token_rewards", "token rewards, fp32", rows, options)
+    with finishing("token_rewards", "token rewards, fp32", options) as rows:
+        for height, width in sizes(options, SIZES):
+            rows += measure(height, width, options)
+            gc.collect()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -230,6 +231,17 @@ def finish(name: str, title: str, rows: Sequence[Mapping[str, Any]], options: ar
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} threads"
     print(f"## {title}, {where}\n\n{table(rows, list(rows[0]))}\n")
     write_rows(name, rows, options.threads, options.json, options.device)
+
+
+@contextmanager
+def finishing(name: str, title: str, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Yield a list for rows, and finish with those in it, also when the time is up or a case fails."""
+    rows: list[dict[str, Any]] = []
+    try:
+        yield rows
+    finally:
+        if rows:
+            finish(name, title, rows, options)
 
 
 def write_rows(

@@ -1,6 +1,6 @@
 """Build, tests, sanitizers and benches on a machine with a GPU, in one report. ``make gpu-check``.
 
-    python bench/gpu_check.py                    # all stages, under 8 minutes, into bench/results
+    python bench/gpu_check.py                    # all stages, about 15 minutes, into bench/results
     python bench/gpu_check.py --stages build benches --wheels wheels --out /tmp/report
 
 The script uses the interpreter that runs it, with its torch for CUDA, Triton, nvcc, cmake and ninja, and no network.
@@ -38,16 +38,25 @@ WHEELS = (
     *("pybind11", "scikit-build-core", "packaging", "pathspec"),
     *("pytest", "iniconfig", "pluggy", "pygments", "hypothesis", "sortedcontainers", "pytest-xdist", "execnet"),
     "liger-kernel",
+    *("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "tomli-w", "pytest-asyncio"),
 )
 PROGRAMS = ("nvcc", "cmake", "ninja")
 PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # searched after the PATH
 # Benches that use no GPU or several, exceed a stage's time, or need a package that the image lacks.
 NO_GPU = {"arena", "constrained", "gateway", "grammars", "publish", "sharded", "state", "step", "train", "trie",
           "inference", "real_model", "trl", "verl", "workers"}  # fmt: skip
+# Beside one another, processes with a thread for each core take most of the time from one another.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # float32 products would take the whole time
-PYTEST_INI = (
-    "[pytest]\naddopts = --import-mode=importlib -p no:cacheprovider\nmarkers =\n    gpu: needs a GPU\n    slow: slow\n"
-)
+PYTEST_INI = f"""[pytest]
+addopts = --import-mode=importlib -p no:cacheprovider
+pythonpath = {ROOT}
+asyncio_mode = auto
+markers =
+    gpu: needs a GPU
+    slow: slow
+    representative: slow, but one of its kind
+"""
 
 
 class Stage(NamedTuple):
@@ -64,7 +73,7 @@ class Result(NamedTuple):
     name: str
     status: str  # "ok", or the failure in a few words
     seconds: float
-    output: str  # the last 20,000 characters
+    output: str  # the first and the last 10,000 characters
 
 
 def missing() -> list[str]:
@@ -105,21 +114,25 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[
     python = [sys.executable, "-P"]
     build = install("--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=ON")
     build += [f"--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}-real"]
+    build += ["--config-settings=cmake.define.TURNWISE_UNITY=OFF"]  # such machines have many cores
     build += [f"--config-settings=build-dir={BUILD / 'cmake'}", str(ROOT)]
     probe = (
         "from turnwise import _C; assert _C.with_cuda; print('CUDA', _C.cuda_architectures(), _C.cuda_device_count())"
     )
     pytest = [*python, "-m", "pytest", "-c", str(BUILD / "pytest.ini"), "--rootdir", str(ROOT), "-q", "-m", "gpu"]
+    pytest += ["--tb", "short", "--maxfail", "20"]  # an error of the device fails all tests after it
     layouts = [*pytest, str(ROOT / "tests/ops/test_contracts.py")]  # every op on small, awkward inputs
     spread = ["-n", str(workers), "--dist", "worksteal"] if workers else []
     tests = [*pytest, str(ROOT / "tests/ops"), *spread]
+    training = [*pytest, str(ROOT / "tests/train/test_gpu.py"), str(ROOT / "tests/inference/test_sync_gpu.py"), *spread]
     native, triton = (["-k", f"(layout or one_row) and {which}"] for which in ("not triton and not torch", "triton"))
     passed = r"\d+ passed"
     every = [
         Stage("build", build, 180),
         Stage("import", [*python, "-c", probe], 30, "CUDA"),
         Stage("ops", [*layouts, *native], 60, passed),
-        Stage("tests", [*tests, "-k", "not triton"], 120, passed),
+        Stage("tests", [*tests, "-k", "not triton"], 240, passed, ONE_THREAD),
+        Stage("training", training, 180, passed, ONE_THREAD),
     ]
     # Sanitizers instrument turnwise's kernels alone: torch's and cuBLAS's would take minutes. Without the caching
     # allocator an access past the end of an allocation does not land in another.
@@ -131,10 +144,10 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[
     for name in benches:
         command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cuda", "--rounds", "15"]
         command += [*FEWER.get(name, []), "--json", str(BUILD / f"{name}.json")]
-        every.append(Stage(f"bench {name}", command, 90, r"^\|"))
+        every.append(Stage(f"bench {name}", command, 180, r"^\|"))  # of these torch.compile takes most
     # Last: Triton compiles every kernel for every kind of input, one after another.
     every.append(Stage("ops triton", [*layouts, *triton], 120, passed))
-    every.append(Stage("tests triton", [*tests, *triton], 200, passed))
+    every.append(Stage("tests triton", [*tests, *triton], 200, passed, ONE_THREAD))
     return every
 
 
@@ -167,7 +180,9 @@ def run_stage(stage: Stage, limit: float) -> Result:
         output = process.communicate()[0]
     if status == "ok" and stage.needs and not re.search(stage.needs, output, flags=re.MULTILINE):
         status = f"exited with 0, but printed nothing like {stage.needs!r}"
-    return Result(stage.name, status, time.monotonic() - start, output[-20_000:])
+    if len(output) > 20_000:  # what failed first is often why the rest did
+        output = f"{output[:10_000]}\n[...]\n{output[-10_000:]}"
+    return Result(stage.name, status, time.monotonic() - start, output)
 
 
 def run_all(
@@ -230,14 +245,14 @@ def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches
     return stem.with_suffix(".md")
 
 
-GROUPS = ("wheels", "build", "import", "ops", "tests", "benches", "memcheck", "racecheck")
+GROUPS = ("wheels", "build", "import", "ops", "tests", "training", "benches", "memcheck", "racecheck")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", nargs="+", choices=GROUPS, help="these alone (default: all)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
-    parser.add_argument("--seconds", type=float, default=470, help="for all stages together (default 470)")
+    parser.add_argument("--seconds", type=float, default=1200, help="for all stages together (default 1200)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
     options = parser.parse_args(arguments)
     if options.wheels is not None and not any(options.wheels.glob("*.whl")):
@@ -266,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in benches:
         (BUILD / f"{name}.json").unlink(missing_ok=True)
     machine = gpu()
-    workers = min(8, (os.cpu_count() or 1) // 2) if importlib.util.find_spec("xdist") else 0
+    workers = min(12, 3 * (os.cpu_count() or 1) // 4) if importlib.util.find_spec("xdist") else 0
     wanted = options.stages or GROUPS
     todo = [
         stage

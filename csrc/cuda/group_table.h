@@ -113,18 +113,16 @@ __device__ __forceinline__ void join_peers(unsigned peers, Word (&values)[count]
 struct BlockTable {
     static constexpr int kValues = 6;       // most values of a slot
     static constexpr int kRow = kWarp + 1;  // places of a warp, and one that keeps the warps in different banks
-    static constexpr int bytes(int threads) { return threads / kWarp * kRow * (8 + 8 * kValues + 4); }
+    static constexpr int bytes(int threads) { return threads / kWarp * kRow * (8 + 8 * kValues); }
 
     __device__ explicit BlockTable(void* memory)
         : size(int(blockDim.x) / kWarp * kRow),
           slots(static_cast<int64_t*>(memory)),
-          values(reinterpret_cast<Word*>(slots + size)),
-          owners(reinterpret_cast<int*>(values + kValues * size)) {}
+          values(reinterpret_cast<Word*>(slots + size)) {}
 
     int size;        // kRow for each warp
     int64_t* slots;  // [size]; kNotValid: none
     Word* values;    // [kValues, size]
-    int* owners;     // [size]: the lane that took the place
 };
 
 // Joins the values of the lanes with the same slot, see join_peers. True in the lane that has the result.
@@ -143,13 +141,13 @@ __device__ __forceinline__ void join_block(const BlockTable& block, int64_t slot
                                            const Join& join, const Add& add) {
     const int thread = int(threadIdx.x), lane = thread % kWarp, warps = int(blockDim.x) / kWarp;
     const bool leads = join_warp(slot, values, join);
-    // The lane that has a slot takes the slot's place. Where two want one, the other adds its values itself.
-    int* owners = block.owners + thread / kWarp * BlockTable::kRow;
+    // The lane that has a slot takes the slot's place. Where several want one, the lowest gets it, and the others add
+    // their values themselves.
     const int place = int(slot & (kWarp - 1)), at = thread / kWarp * BlockTable::kRow + place;
     block.slots[thread / kWarp * BlockTable::kRow + lane] = kNotValid;
-    if (leads) owners[place] = lane;
+    const unsigned rivals = __match_any_sync(kFullWarp, leads ? place : kWarp + lane);
+    const bool owns = leads && __ffs(int(rivals)) - 1 == lane;
     __syncwarp();
-    const bool owns = leads && owners[place] == lane;
     if (owns) {
         block.slots[at] = slot;
 #pragma unroll

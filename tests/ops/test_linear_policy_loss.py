@@ -100,7 +100,7 @@ def run(
 
 def assert_same(got: tuple[Any, dict[str, Tensor]], want: tuple[Any, dict[str, Tensor]], tolerance: float) -> None:
     (result, grads), (expected, expected_grads) = got, want
-    torch.testing.assert_close(result.loss.cpu().double(), expected.loss.double(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.loss.cpu().double(), expected.loss.cpu().double(), rtol=tolerance, atol=tolerance)
     assert grads.keys() == expected_grads.keys()
     for name, value in expected_grads.items():
         close = {"rtol": tolerance, "atol": tolerance * value.abs().max().item()}
@@ -109,7 +109,7 @@ def assert_same(got: tuple[Any, dict[str, Tensor]], want: tuple[Any, dict[str, T
         assert list(mine) == list(theirs)
         close = {"rtol": 4 * tolerance, "atol": 4 * tolerance}
         for name in theirs:
-            torch.testing.assert_close(mine[name].cpu(), theirs[name].float(), **close, msg=name)
+            torch.testing.assert_close(mine[name].cpu(), theirs[name].cpu().float(), **close, msg=name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -241,17 +241,31 @@ def test_what_a_loss_cannot_combine_is_named(target) -> None:
         ops.policy_loss(*streams, backend=target.backend, cu_seqlens=target.on(torch.tensor([0, 6])))
 
 
-def test_kernels_narrow_actor_ids_once_they_are_in_range(kernel, monkeypatch) -> None:
+def test_actor_ids_out_of_range_give_nan(target, monkeypatch) -> None:
     """As on a GPU, where nothing looks at the ids before: NaN, not an id modulo 2**32. A CPU's kernels look."""
-    if kernel.quick and kernel.device == "cpu":
+    if target.quick and target.device == "cpu":
         return
     monkeypatch.setattr(importlib.import_module("turnwise.ops.loss.policy_loss"), "check_call", lambda *_: None)
-    given = kernel.on(draw(CASES["policy_loss"], Size(3, 5)))
-    for wrong in (2**32 + 1, 7):
-        actors = kernel.on(torch.tensor([0, wrong, 1]))
+    given = target.on(draw(CASES["policy_loss"], Size(3, 5)))
+    for wrong in (2**32 + 1, 7, -1):
+        actors = target.on(torch.tensor([0, wrong, 1]))
         for aggregation in ("token-mean", "agent-mean"):
-            call = {"actor_ids": actors, "num_actors": 2, "aggregation": aggregation, "backend": kernel.backend}
+            call = {"actor_ids": actors, "num_actors": 2, "aggregation": aggregation, "backend": target.backend}
             assert ops.policy_loss(**given, **call).loss.isnan()
+
+
+@pytest.mark.parametrize("name", ["logprob", "linear_logprob"])
+def test_a_target_out_of_range_gives_nan(target, monkeypatch, name) -> None:
+    """As on a GPU, where nothing looks at the ids before. A CPU's kernels look."""
+    if target.quick and target.device == "cpu":
+        return
+    monkeypatch.setattr(importlib.import_module(f"turnwise.ops.logprob.{name}"), "check_id_values", lambda *_: None)
+    given = target.on(draw(CASES[name], Size(3, 5)))
+    given["targets"] = given["targets"].clone()
+    for index, wrong in enumerate((-1, VOCABULARY, 2**40)):
+        given["targets"].view(-1)[2 * index] = wrong
+    logprobs = CASES[name].call(given, backend=target.backend)[0].view(-1)
+    assert logprobs[:6].isnan().tolist() == [True, False] * 3
 
 
 @pytest.mark.parametrize("name", LOSSES)

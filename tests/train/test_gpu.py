@@ -19,7 +19,6 @@ from ..trained import SMALL
 ON_GPU = {
     **SMALL,
     "device": "cuda",
-    "credit": {"rule": "episodic"},
     "update": {"lr": 1e-3, "ppo_epochs": 2, "num_minibatches": 2, "old_logprobs": "recompute"},
     "loss": {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "importance_correction": {"level": "token"}},
 }

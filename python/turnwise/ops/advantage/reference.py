@@ -82,7 +82,7 @@ def _normalize(
         case "length_weighted":
             total = _segment_sum(weights, groups, num_groups)
             weighted = _segment_sum(weights * offset, groups, num_groups) / total
-            centred = offset - torch.where(total > 0, weighted, mean)[groups]
+            centred = offset - torch.where(total == 0, mean, weighted)[groups]
         case _:
             centred = values
 
@@ -91,17 +91,17 @@ def _normalize(
     std = torch.where(n > 1, variance.sqrt()[groups], 0.0)
     divisor = std + options.eps * scale if options.scale == "std" else scale
     tied = std < options.min_std * scale
+    span = torch.zeros_like(base).scatter_reduce(0, groups, offset, "amax")[groups]
     if options.center != "none" or options.scale != "none":
-        span = torch.zeros_like(base).scatter_reduce(0, groups, offset, "amax")[groups]
         tied = tied | (span <= tolerance[groups] * scale)
     if options.scale == "std":
         tied = tied | (std == 0)
     advantages = torch.where(tied, 0.0, centred / divisor)
     if options.center != "none" or options.scale != "none":
         alone = raw / (1 + options.eps) if options.scale == "std" else raw
-        alone = torch.zeros_like(alone) if options.singleton == "zero" else alone
+        alone = {"zero": torch.zeros_like(alone), "error": alone * torch.nan}.get(options.singleton, alone)
         advantages = torch.where(n == 1, alone, advantages)
-    return advantages
+    return torch.where(span.isfinite(), advantages, torch.nan)
 
 
 def reference(columns: GroupColumns, options: GroupOptions) -> Tensor:
@@ -112,10 +112,13 @@ def reference(columns: GroupColumns, options: GroupOptions) -> Tensor:
         rewards = rewards.float()
     values, groups = rewards.double(), group_ids
     weights = torch.ones_like(values) if lengths is None else lengths.double()
-    if valid is not None:  # invalid rows get a group of their own, as torch.func can't drop rows
-        valid = valid != 0
-        values, weights = torch.where(valid, values, 0.0), torch.where(valid, weights, 0.0)
-        groups, num_groups = torch.where(valid, groups, num_groups), num_groups + 1
+    # Rows that count in no group get one of their own, as torch.func can't drop rows.
+    outside = (groups < 0) | (groups >= num_groups)
+    weights = torch.where(weights < 0, torch.nan, weights)
+    valid = torch.ones_like(outside) if valid is None else valid != 0
+    counts = valid & ~outside
+    values, weights = torch.where(counts, values, 0.0), torch.where(counts, weights, 0.0)
+    groups, num_groups = torch.where(counts, groups, num_groups), num_groups + 1
     if num_groups > 2 * rewards.numel() + 1024:  # sparse ids could need any amount of memory
         distinct, groups = torch.unique(groups, return_inverse=True)
         num_groups = distinct.numel()
@@ -127,5 +130,5 @@ def reference(columns: GroupColumns, options: GroupOptions) -> Tensor:
         values, groups, weights, entry = _pool_trajectories(values, groups, trajectory_ids, weights)
 
     advantages = _normalize(values, groups, num_groups, weights, tie_of(rewards.dtype) * sizes, options)
-    result = advantages[entry]
-    return (result if valid is None else torch.where(valid, result, 0.0)).to(rewards.dtype)
+    result = torch.where(outside, torch.nan, advantages[entry])  # as the kernels give
+    return torch.where(valid, result, 0.0).to(rewards.dtype)

@@ -313,6 +313,14 @@ def check_actor_values(actor_ids: Tensor, num_actors: int) -> None:
         check_each("actor_ids", actor_ids, outside, f"an id in [0, {num_actors})")
 
 
+def bounded(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ids, those outside of ``[0, count)`` moved into it, and which those are. What they index gets NaN.
+
+    A GPU's values are not looked at before, and there PyTorch's own index out of range ends all work of the process.
+    """
+    return ids.clamp(0, max(count - 1, 0)), (ids < 0) | (ids >= count)
+
+
 def check_streams(s: Streams, num_actors: int | None) -> None:
     """Check shapes, dtypes and devices of every stream. Raises an error that names the stream."""
     lp = s.logprobs

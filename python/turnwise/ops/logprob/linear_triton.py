@@ -100,7 +100,7 @@ def forward_kernel(
             HAS_BIAS, ALIGNED, PRECISION, WIDEN, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
         x = tl.where((columns < vocabulary)[None, :], scaled_logits(x, scale, cap, HAS_CAP), float("-inf"))
-        hit = columns[None, :] == target[:, None]
+        hit = (columns[None, :] == target[:, None]) & (columns < vocabulary)[None, :]
         here = tl.max(hit.to(tl.int32), axis=1) != 0
         picked = tl.where(here, tl.sum(tl.where(hit, x, 0.0), axis=1), picked)
         top, total, weighted = add_logits(x, top, total, weighted, ENTROPY)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend
-from turnwise.ops.common.layout import FLOATS, transform_reason
+from turnwise.ops.common.layout import FLOATS, bounded, transform_reason
 from turnwise.ops.logprob import tiles as logprob_tiles
 from turnwise.ops.logprob.checks import check_id_values, check_ids, make_softmax
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
@@ -27,7 +27,8 @@ def reference(logits: Tensor, targets: Tensor, softmax: Softmax, entropy: bool) 
     if softmax.softcap is not None:
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
     logs = torch.log_softmax(logits / softmax.temperature, dim=-1)
-    logprob = logs.gather(-1, targets.long()[..., None])[..., 0]
+    targets, outside = bounded(targets.long(), logs.shape[-1])
+    logprob = logs.gather(-1, targets[..., None])[..., 0].masked_fill(outside, torch.nan)
     entropies = entropy_of(logs) if entropy else None
     if ignored is not None:
         logprob = logprob.masked_fill(ignored, 0.0)

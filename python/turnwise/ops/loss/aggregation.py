@@ -15,6 +15,7 @@ from torch import Tensor
 
 from turnwise.ops.common.layout import (
     RowLayout,
+    bounded,
     check_actor_values,
     check_actors,
     check_cu_seqlens,
@@ -102,12 +103,15 @@ class AgentMean(Aggregation):
         self, lengths: Tensor, actor_ids: Tensor | None, num_actors: int | None, max_length: float | None
     ) -> Tensor:
         assert actor_ids is not None and num_actors is not None
-        return torch.zeros(num_actors, dtype=lengths.dtype, device=lengths.device).index_add(0, actor_ids, lengths)
+        ids, outside = bounded(actor_ids, num_actors)
+        counted = torch.where(outside, torch.nan, lengths.double())
+        return torch.zeros(num_actors, dtype=counted.dtype, device=lengths.device).index_add(0, ids, counted)
 
     def weights(self, lengths: Tensor, normalizer: Tensor, actor_ids: Tensor | None) -> Tensor:
         assert actor_ids is not None
         active = (normalizer > 0).to(lengths.dtype).sum()
-        return (_inverse(normalizer) * _inverse(active))[actor_ids]
+        ids, outside = bounded(actor_ids, normalizer.shape[0])
+        return (_inverse(normalizer) * _inverse(active))[ids].masked_fill(outside, torch.nan)
 
     def check(self, actor_ids: object, max_length: float | None) -> None:
         if actor_ids is None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.layout import RowLayout, Streams, trained_tokens
+from turnwise.ops.common.layout import RowLayout, Streams, bounded, trained_tokens
 from turnwise.ops.loss.aggregation import Aggregation
 from turnwise.ops.loss.options import KL, ImportanceCorrection, Variant
 from turnwise.ops.loss.variants import LOG_RATIO_BOUND, Tokens, importance_ratio, token_loss
@@ -109,6 +109,10 @@ def reference(s: Streams, objective: Objective, rows: RowLayout | None = None) -
     dtype = torch.float64 if s.logprobs.dtype == torch.float64 else torch.float32
     rows = RowLayout(s.logprobs, s.cu_seqlens) if rows is None else rows
     mask = trained_tokens(s.mask, s.logprobs)
+    outside = None
+    if s.actor_ids is not None:
+        ids, outside = bounded(s.actor_ids, objective.num_actors)
+        s = s._replace(actor_ids=ids)
 
     def stream(values: Tensor) -> Tensor:
         # Masked tokens may hold any value, NaN included, so they become 0 before any arithmetic.
@@ -145,6 +149,8 @@ def reference(s: Streams, objective: Objective, rows: RowLayout | None = None) -
     # Weigh the rows, and sum in float64.
     weights = objective.row_weights(s, rows.sum(mask.double()))
     total = (rows.sum(torch.where(mask, loss, 0.0).double()) * weights).sum().to(dtype)
+    if outside is not None:
+        total = torch.where(outside.any(), torch.nan, total)
     with torch.no_grad():
         sums = torch.stack([rows.sum(torch.where(mask, c.detach().double(), 0.0)) for c in columns], dim=1)
         metrics = _metrics(sums, ratio.detach(), mask, rows, s, objective)
