@@ -40,6 +40,13 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
+class SeveralWarmStart(WarmStart):
+    """A start on several tasks, the tables of ``[tasks]``; ``task`` names it alone."""
+
+    tasks: Settings = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Cell:
     """One run, or with ``steps = 0`` the measurement of a start.
 

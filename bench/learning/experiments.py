@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cells import HERE, RESULTS, SEEDS, SWEEP_SEEDS, Cell, Settings, WarmStart, merged, read_results
+from cells import HERE, RESULTS, SEEDS, SWEEP_SEEDS, Cell, Settings, SeveralWarmStart, WarmStart, merged, read_results
 
 from turnwise.train.config.toml import raw_settings
 
@@ -416,6 +416,32 @@ def drawn(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Does one run of two tasks reach what a run of each does?
+# ---------------------------------------------------------------------------------------------------------------------
+BOTH: dict[str, Settings] = {"sudoku": {"options": SUDOKU_PLAY}, "split_clues": {}}
+EACH_ALONE = {"sudoku": 190_000, "split_clues": 50_000}
+"""Sampled tokens of each task alone; a run of both has their sum, which a run of another seed divided so."""
+
+
+def several(seed: int) -> list[Cell]:
+    """From one start that has learned both tasks; alone, a task has half of the questions of a step of both."""
+    start = SeveralWarmStart("+".join(BOTH), {}, {"steps": 700, "batch_size": 96, "lr": 2.5e-3}, seed, tasks=BOTH)
+    base = merged(BASE, tree("first"), credit("at_grpo"), {"update": {"lr": 5e-4}, "eval": {"every": 2}})
+    both = merged(
+        base, {"tasks": BOTH, "rollout": {"prompts_per_step": 48}, "max_sampled_tokens": sum(EACH_ALONE.values())}
+    )
+    contenders = {
+        "untrained": merged(both, {"steps": 0}),
+        "both": both,
+        "both-by_task": merged(both, {"loss": {"by_task": True}}),
+    }
+    for task, tokens in EACH_ALONE.items():
+        alone = {"tasks": {task: BOTH[task]}, "rollout": {"prompts_per_step": 24}, "max_sampled_tokens": tokens}
+        contenders[task] = merged(base, alone)
+    return [Cell("several", "+".join(BOTH), name, seed, config, start) for name, config in contenders.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Does a real model learn?
 # ---------------------------------------------------------------------------------------------------------------------
 ADAPTERS: Settings = {
@@ -518,7 +544,21 @@ def smallest() -> Cell:
 
 
 CELLS = [smallest(), *(cell for seed in SWEEP_SEEDS for cell in sweep(seed))]
-QUESTIONS = (views, roles, drill, sudoku, plan_path, sokoban, code_duel, stability, rae, curriculum, drawn, real)
+QUESTIONS = (
+    views,
+    roles,
+    drill,
+    sudoku,
+    plan_path,
+    sokoban,
+    code_duel,
+    stability,
+    rae,
+    curriculum,
+    drawn,
+    several,
+    real,
+)
 CELLS += [cell for seed in SEEDS for cells in QUESTIONS for cell in cells(seed)]
 
 assert len({cell.name for cell in CELLS}) == len(CELLS), "each cell needs another name"

@@ -29,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from cells import Cell, WarmStart, merged, read_results, result_of  # noqa: E402
+from cells import Cell, SeveralWarmStart, WarmStart, merged, read_results, result_of  # noqa: E402
 from common import environment  # noqa: E402
 from experiments import CELLS  # noqa: E402
 
@@ -174,10 +174,15 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
         "series": {name: series(lines, name) for name in SERIES},
         "rewards": rewards(lines),
         "seconds_warm_start": seconds_of(cell.warm, work),
+        **({"tokens_by_task": tokens_by_task(lines, config.tasks)} if config.tasks else {}),
         "config": cell.config,
         "environment": environment(threads),
     }
     return row
+
+
+def tokens_by_task(lines: Sequence[dict[str, Any]], tasks: Sequence[str]) -> dict[str, float]:
+    return {task: sum(line.get(f"{task}/sampled_tokens", 0) for line in lines) for task in tasks}
 
 
 def measured(result: Any) -> dict[str, Any]:
@@ -186,6 +191,7 @@ def measured(result: Any) -> dict[str, Any]:
     from turnwise.train.eval.ablate import addition_metrics
 
     metrics = {**result.metrics, **addition_metrics(result)}
+    by_task = {task: [at.mean, at.low, at.high] for task, at in result.by_task.items()}
     return {
         "success": result.success,
         "low": result.low,
@@ -194,6 +200,7 @@ def measured(result: Any) -> dict[str, Any]:
         "failed": result.failed,
         "values": result.values,
         "metrics": {name: round(value, 4) for name, value in metrics.items()},
+        **({"by_task": by_task} if by_task else {}),
     }
 
 
@@ -258,9 +265,8 @@ def warm_folder(warm: WarmStart, work: Path) -> Path:
     """Return the folder of the warm-started model; train it if it is not there."""
     from rich.console import Console
 
-    from turnwise.run.checks import tiny_model, warm_start_rows
+    from turnwise.run.checks import task_of, tiny_model, warm_start_rows
     from turnwise.run.start import run_warm_start
-    from turnwise.tasks import build_task
     from turnwise.train.log.run_log import RunLog
     from turnwise.train.validate import config_from_dict
 
@@ -271,11 +277,12 @@ def warm_folder(warm: WarmStart, work: Path) -> Path:
 
         torch.set_num_threads(1)
         started = time.perf_counter()
-        made = {key: value for key, value in asdict(warm).items() if key not in ("settings", "policies")}
+        left_out = {"settings", "policies", *(("task", "task_options") if isinstance(warm, SeveralWarmStart) else ())}
+        made = {key: value for key, value in asdict(warm).items() if key not in left_out}
         config = config_from_dict(
             {**made, "warm_start": warm.settings, "policies": warm.policies, "run_dir": str(folder / "run")}
         )
-        task = build_task(config.task, {"seed": config.seed, **config.task_options})
+        task = task_of(config)
         tokenizer, model = tiny_model(config, task)
         rows = warm_start_rows(config, task)
         log = RunLog(folder, 0, console=Console(stderr=True, soft_wrap=True), progress=False)

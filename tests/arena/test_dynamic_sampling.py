@@ -125,3 +125,27 @@ def test_a_rule_that_cannot_be_asked_twice_is_refused(make_arena, credit, messag
     with pytest.raises(ValueError, match=message):
         make_arena(credit=credit, filters=Filters(dynamic_sampling_rounds=1))
     assert isinstance(make_arena(credit=credit, filters=Filters()), Arena)
+
+
+def test_each_of_several_tasks_keeps_as_many_questions_as_it_has_in_the_first_draw(make_arena):
+    """One of "a" and two of "b". "a" has its odd question at once; what it draws later is over its quota, while "b"
+    waits for its second one."""
+    draws = [
+        [("a", "odd1"), ("b", "even1"), ("b", "odd2")],
+        [("a", "odd3"), ("b", "even2"), ("b", "even3")],
+        [("a", "odd4"), ("b", "odd5"), ("b", "odd6")],
+    ]
+    left = [*draws]
+
+    def source():
+        return [
+            EpisodeRequest("guess", question, seed=copy, meta={"task": task})
+            for task, question in left.pop(0)
+            for copy in (1, 2)
+        ]
+
+    arena = make_arena(reply, credit=GRPOCredit(), filters=Filters(dynamic_sampling_rounds=5), episodes=[Guess()])
+    arena.source = source
+    batch = asyncio.run(arena.step())
+    assert not left and informative_groups(arena) == ["odd1", "odd2", "odd5"]
+    assert batch.dropped == {"resample": 6, "over_quota": 6} and len(batch) == 6

@@ -203,7 +203,7 @@ def test_the_flags_are_these():
         "actors", "checkpoint", "cluster", "credit", "curriculum", "device", "distill", "eval", "filter", "gateway",
         "health", "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies",
         "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options",
-        "threads", "update", "warm_start",
+        "tasks", "threads", "update", "warm_start",
     ]  # fmt: skip
     # A limit of the arena has one default.
     arena = inspect.signature(Arena.__init__).parameters

@@ -157,7 +157,10 @@ class Arena(ArenaSetup):
         failures = FailureBudget(len(contexts), self.failure_threshold)
         if parent is None and self.workers is not None:
             with self.episode_counter.batch(len(contexts)) as ended:
-                return await self.workers.play(self, requests, contexts, failures, concurrency, ended)
+                results = await self.workers.play(self, requests, contexts, failures, concurrency, ended)
+            if self.labels is not None:
+                self.labels.label(results)
+            return results
         pairs = zip(requests, contexts, strict=True)
         running = run_limited([partial(run_episode, self, *pair, failures) for pair in pairs], concurrency)
         if parent is None:
@@ -168,6 +171,8 @@ class Arena(ArenaSetup):
         await score_groups(self, results, contexts, parent, failures)
         if parent is not None:
             parent.children.extend(results)
+        elif self.labels is not None:
+            self.labels.label(results)
         return results
 
     def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
@@ -200,6 +205,8 @@ class Arena(ArenaSetup):
         metrics = rows.describe(results) | self._group_metrics
         if self.filters.dynamic_sampling_rounds:
             metrics |= describe_draws(results, samples)
+        if self.labels is not None:
+            metrics |= self.labels.weigh(samples, results)
         batch = rows.pack(samples, drops, metrics)
         if self.check_private:
             check_batch(batch, results)

@@ -17,6 +17,7 @@ from typing import Any
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.stores.contents import UNKNOWN
 from turnwise.arena.stores.sampling import AttemptStats, Learnability, WeightedPool
+from turnwise.arena.task_labels import TASK
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
 
 CURRICULUM = "curriculum"
@@ -200,3 +201,47 @@ class Curriculum:
         )
         recent = tuple((batch, [(id, success) for id, success in attempts]) for batch, attempts in state["recent"])
         self._known = SolveRates(questions, levels, state["admitted"]), recent
+
+
+class Curricula:
+    """A curriculum for each task of a run with several; ``counts(number, questions)`` gives the questions of each.
+
+    ``adapt(task, requests)`` makes requests of the run from those of a task.
+
+    Example: ``Curricula({"sudoku": Curriculum(...), "gsm8k": Curriculum(...)}, several.counts, several.labelled)``
+    """
+
+    def __init__(
+        self,
+        curricula: Mapping[str, Curriculum],
+        counts: Callable[[int, int], Mapping[str, int]],
+        adapt: Callable[[str, Sequence[EpisodeRequest]], list[EpisodeRequest]],
+    ) -> None:
+        self.curricula, self.counts, self.adapt = dict(curricula), counts, adapt
+
+    def draw(self, batch: int, number: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Draw the requests of ``batch``, see :meth:`Curriculum.draw`."""
+        requests: list[EpisodeRequest] = []
+        for task, count in self.counts(number, questions).items():
+            if count:
+                requests += self.adapt(task, self.curricula[task].draw(batch, number, count, copies))
+        return requests
+
+    def record(
+        self, results: Sequence[GenerateResult], judge: Callable[[Rollout], tuple[float, float]]
+    ) -> dict[str, float]:
+        """Learn from a packed batch, and return the metrics of each task under its name."""
+        metrics: dict[str, float] = {}
+        for task, curriculum in self.curricula.items():
+            own = curriculum.record([top for top in results if top.rollout.meta.get(TASK) == task], judge)
+            metrics |= {f"{task}/{name}": value for name, value in own.items()}
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-ready state of each curriculum, by task."""
+        return {task: curriculum.state_dict() for task, curriculum in self.curricula.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for task, each in state.items():
+            if task in self.curricula:
+                self.curricula[task].load_state_dict(each)

@@ -2,15 +2,18 @@
 
 A question gives no gradient if all its samples have advantage 0: every attempt was right, or every attempt was wrong.
 The arena draws more batches until as many questions are informative as the first batch had questions. It drops extra
-questions, starting with the last one drawn (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
+questions, starting with the last one drawn (DAPO, https://arxiv.org/abs/2503.14476, section 3.2). Where a run has
+several tasks, each keeps as many questions as it has in the first batch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from turnwise.arena.runtime.user_code import hook
+from turnwise.arena.task_labels import TASK
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
 from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Sample
@@ -28,7 +31,7 @@ async def sample_until_full(
     ``on_requests_fixed`` once no more draws can follow.
     """
     results: list[GenerateResult] = []
-    draws, wanted, informative = arena.filters.dynamic_sampling_rounds, 0, []
+    draws, wanted, informative, kept = arena.filters.dynamic_sampling_rounds, Counter[Any](), [], set[Hashable]()
     # Draw until enough questions are informative, or no draws are left.
     for draw in range(draws + 1):
         if draw == draws:
@@ -37,16 +40,22 @@ async def sample_until_full(
         for top in more:
             top.rollout.meta["draw"] = draw
         results += more
-        wanted = wanted or len({top.group_id for top in results})
+        task_of = {top.group_id: top.rollout.meta.get(TASK) for top in results}
+        wanted = wanted or Counter(task_of.values())
         informative = informative_groups(arena, results)
+        kept = {
+            question
+            for task, count in wanted.items()
+            for question in [each for each in informative if task_of[each] == task][:count]
+        }
         if draw == draws:
             break
-        if len(informative) >= wanted:
+        if len(kept) == wanted.total():
             on_requests_fixed()
             break
         requests = await hook(arena.get_batch)
     # Questions outside the quota stay in the results, and do not train.
-    kept, over_quota = set(informative[:wanted]), set(informative[wanted:])
+    over_quota = set(informative) - kept
     for top in results:
         if top.group_id not in kept:
             for result in top.walk():

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.arena.curriculum import Curriculum
+from turnwise.arena.curriculum import Curricula, Curriculum
 from turnwise.arena.distillation import Distillation
 from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.episode import Episode, check_episode
@@ -16,11 +16,13 @@ from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.rewards.length_penalty import OverlongPenalty
 from turnwise.arena.rewards.mix import RewardMix, check_keys
 from turnwise.arena.runtime.concurrency import AnswerLimit, EpisodeCounter, PrioritySemaphore
+from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.arena.runtime.watch import not_counted
 from turnwise.arena.stores.contents import Attempt
 from turnwise.arena.stores.store import ArtifactStore
+from turnwise.arena.task_labels import TaskLabels
 from turnwise.chat.formats import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.tokenizers import own_copy
@@ -94,7 +96,13 @@ class ArenaSetup:
         """Raise ``LeakError`` if an actor saw another's private text, or would train on it."""
 
         # Registered objects, and settings that are attributes only.
-        self.actors: dict[str, Actor] = {}
+        self._actors: dict[str, Actor] = {}
+        self.teams: dict[str, dict[str, Actor]] = {}
+        """The actors of single episodes, by type; other episodes are played by all :attr:`actors`."""
+        self.labels: TaskLabels | None = None
+        """Names the task of each rollout in its metrics, where there are several."""
+        self.rewards_by_type: dict[str, dict[str, Any]] = {}
+        """What replaces :attr:`reward` for single episodes, by type."""
         self.episodes: dict[str, Episode] = {}
         self.stores: dict[str, ArtifactStore] = {}
         self.source: Callable[[], Sequence[EpisodeRequest] | Awaitable[Sequence[EpisodeRequest]]] | None = None
@@ -112,7 +120,7 @@ class ArenaSetup:
         """Reason why calls under a grammar do not train; empty under a trainer that takes them."""
         self.record_episodes = False
         """Record each top episode for ``turnwise replay``."""
-        self.curriculum: Curriculum | None = None
+        self.curriculum: Curriculum | Curricula | None = None
         """Learns solve rates from each batch that it drew; :meth:`get_batch` draws from it."""
         self.opponent_assignment: OpponentAssignment | None = None
         """Replaces the policies of some seats in training batches, as a league does."""
@@ -170,8 +178,8 @@ class ArenaSetup:
 
     # -- registration --------------------------------------------------------------------------------------------------
     def add_actor(self, actor: Actor) -> Actor:
-        check_actor(actor, self.actors)
-        self.actors[actor.id] = actor
+        check_actor(actor, self._actors)
+        self._actors[actor.id] = actor
         if actor.max_concurrency is not None:
             self.quotas[actor.id] = PrioritySemaphore(actor.max_concurrency)
         return actor
@@ -206,7 +214,17 @@ class ArenaSetup:
 
     def mix_of(self, episode_type: str) -> RewardMix:
         """Return the mix of an episode's rewards: its own, with the keys of ``reward`` that it serves."""
-        return mix_of(self.episodes[episode_type], self.reward)
+        return mix_of(self.episodes[episode_type], self.rewards_by_type.get(episode_type, self.reward))
+
+    @property
+    def actors(self) -> dict[str, Actor]:
+        """The actors by id: inside an episode those of its team, else all."""
+        context = current_context() if self.teams else None
+        return self._actors if context is None else self.teams.get(context.rollout.episode_type, self._actors)
+
+    @actors.setter
+    def actors(self, actors: dict[str, Actor]) -> None:
+        self._actors = actors
 
     @property
     def credit_assigner(self) -> CreditAssigner | None:
@@ -220,7 +238,7 @@ class ArenaSetup:
     @property
     def policies(self) -> list[str]:
         """Names of the policies behind the actors, in order of appearance."""
-        return list(dict.fromkeys(actor.policy for actor in self.actors.values()))
+        return list(dict.fromkeys(actor.policy for actor in self._actors.values()))
 
 
 def check_actor(actor: Actor, others: Collection[str]) -> None:

@@ -377,6 +377,8 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
             group = said.get(one.rollout.id)
             if one.rollout.error is None and group is not None:
                 apply_group_scores(one, group)
+        if arena.labels is not None:
+            arena.labels.label([result])
         return result
     finally:
         for task in (playing, over):

@@ -71,6 +71,7 @@ def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]
         "contributions": contributions(rows),
         "warnings": read_metrics(folder, "warnings.jsonl"),
         "actors": names([actor_of(name) for row in rows for name in row], [step["actor"] for step in calls]),
+        "tasks": list(settings.get("tasks", {})),
         "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
         "recorded": recorded,
         "episodes": episodes,

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
+from turnwise.arena.task_labels import SUCCESS, TASK
 from turnwise.inference.common.hf_model import shortest_context
 from turnwise.run.checks import (
     build_credit,
@@ -21,6 +22,7 @@ from turnwise.run.checks import (
     episodes_of,
     eval_sets,
     exploitability_of,
+    parts_of,
     task_of,
     tiny_model,
 )
@@ -33,6 +35,7 @@ from turnwise.run.tinker import build_remote, export_adapters, is_remote
 from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
+from turnwise.tasks.several import SeveralTasks
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import seed_generators
@@ -106,8 +109,11 @@ class Run:
         with self.trainer.lock:
             check_questions(self.config, self.task)
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
-            if begins and (asked := starting_questions(self.config, self.task)):
-                run_to_end(check_start(self.trainer, asked, self.task.success_metric))
+            asked = starting_questions(self.config, self.task) if begins else []
+            for task in dict.fromkeys(request.meta.get(TASK) for request in asked):
+                own = [request for request in asked if request.meta.get(TASK) == task]
+                metric = f"{task}/{SUCCESS}" if task in self.config.tasks else self.task.success_metric
+                run_to_end(check_start(self.trainer, own, metric))
             progress = run_to_end(self.trainer.run())
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
@@ -182,7 +188,10 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
         if run.trainer.interrupted:
             log.note(f"stopped; run the same command again to go on from {run.trainer.checkpoints}")
         else:
-            log.note(f"held-out {describe(run.evaluate())}")
+            held_out = run.evaluate()
+            log.note(f"held-out {describe(held_out)}")
+            for name, one in held_out.by_task.items():
+                log.note(f"  {name}: {one.mean:.1%} (95% interval {one.low:.1%}–{one.high:.1%})")
         return run
 
 
@@ -306,7 +315,7 @@ def arena_for_client(
     arena = kind(
         client,
         tokenizer,
-        credit=build_credit(config),
+        credit=build_credit(config, task),
         sampling=Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens),
         max_concurrency=rollout.max_concurrency,
         max_context=max_context,
@@ -318,7 +327,7 @@ def arena_for_client(
             max_length=config.filter.max_length,
             dynamic_sampling_rounds=config.filter.dynamic_sampling_rounds,
         ),
-        reward=config.reward.of_mix(),
+        reward={} if isinstance(task, SeveralTasks) else config.reward.of_mix(),
         overlong=OverlongPenalty(*overlong) if overlong[0] else None,
         check_private=rollout.check_private,
         answer_timeout=rollout.answer_timeout,
@@ -328,6 +337,12 @@ def arena_for_client(
     if teachers := config.teachers():
         settings = config.distill.model_dump(exclude={"top_k"})
         arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
+    if isinstance(task, SeveralTasks):
+        balance: Literal["rows", "tokens"] = "rows" if config.loss.aggregation.startswith("seq-") else "tokens"
+        arena.labels = replace(task.labels(), balance=balance if config.loss.by_task else None)
+        arena.teams = task.teams(actors)
+        mixes = {name: one.reward.of_mix() for name, (one, _) in parts_of(config, task).items()}
+        arena.rewards_by_type = {kind: mixes[name] for kind, name in task.part_of_type().items()}
     for actor in actors:
         arena.add_actor(actor)
     for name, episode in episodes_of(config, task).items():

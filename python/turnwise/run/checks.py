@@ -12,6 +12,7 @@ from turnwise.arena import Episode
 from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.setup import mix_of, reward_problems
 from turnwise.credit import build_rule
+from turnwise.credit.by_task import CreditByTask
 from turnwise.run.clients import check_client
 from turnwise.run.models import describe_models
 from turnwise.run.parts import Measure, ablations_of, build_curriculum, check_selfplay, sampler_of, tree_problem
@@ -19,6 +20,7 @@ from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
+from turnwise.tasks.several import Part, SeveralTasks
 from turnwise.train.config.cluster import ClusterConfig, ShardingConfig
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
@@ -31,7 +33,14 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.update.sft_data import RowReader, SFTRow, SFTRows
 from turnwise.train.validate import contradictions
-from turnwise.types import Actor, CreditAssigner, CreditCapabilities, TaskCapabilities, capabilities_of
+from turnwise.types import (
+    Actor,
+    CreditAssigner,
+    CreditCapabilities,
+    EpisodeRequest,
+    TaskCapabilities,
+    capabilities_of,
+)
 from turnwise.utils.registry import code_in, did_you_mean
 
 TINY_CONTEXT = 2048
@@ -73,9 +82,10 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     # Keys, credit rule, episodes, questions and actors, each of which may add problems.
     problems.lines += contradictions(config)
     with problems.gathered():
-        build_credit(config)
-    with problems.gathered():
-        check_reward(config, episodes_of(config, task))
+        build_credit(config, task)
+    for one, part in parts_of(config, task).values():
+        with problems.gathered():
+            check_reward(one, episodes_of(one, part))
     with problems.gathered():
         eval_sets(config, task)
     with problems.gathered():
@@ -133,7 +143,18 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
 
 
 def task_of(config: TrainConfig) -> Task:
-    """Build the task that ``config`` names, with its options."""
+    """Build the task that ``config`` names, with its options, or the several of ``[tasks.<name>]``."""
+    if config.tasks:
+        parts: dict[str, Part] = {}
+        for name, one in config.tasks.items():
+            try:
+                parts[name] = Part(task_of(config.of_task(name)), one.weight)
+            except ValueError as error:
+                raise ConfigError(f"config section 'tasks.{name}': {error}") from error
+        try:
+            return SeveralTasks(parts)
+        except ValueError as error:
+            raise ConfigError(f"config section 'tasks': {error}") from error
     options = {"seed": config.seed, **config.task_options}
     if config.gateway and not config.task.startswith(("gateway:", "verifiers:")):
         raise ConfigError(
@@ -151,7 +172,7 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
         asked = [held_out(task, "eval", n), held_out(task, "validation", n) if config.eval.every else []]
     except ValueError as error:
         raise ConfigError(f"config key 'eval.num_prompts' = {n or 'unset'}: {error}") from None
-    if problems := task_problems(task, task.episodes(), [*asked[0], *asked[1]]):
+    if problems := _problems_of(task, [*asked[0], *asked[1]]):
         raise ConfigError("\n".join(problems))
     try:
         ablations = ablations_of(task) if config.eval.ablate else []
@@ -170,8 +191,22 @@ def check_questions(config: TrainConfig, task: Task) -> None:
         asked = task.requests(1, questions, 1)
     except ValueError as error:
         raise ConfigError(f"config key 'rollout.prompts_per_step' = {questions}: {error}") from None
-    if problems := task_problems(task, task.episodes(), asked, measured=False):
+    if problems := _problems_of(task, asked, measured=False):
         raise ConfigError("\n".join(problems))
+
+
+def _problems_of(task: Task, requests: Sequence[EpisodeRequest], *, measured: bool = True) -> list[str]:
+    if isinstance(task, SeveralTasks):
+        return task.problems(requests, measured=measured)
+    return task_problems(task, task.episodes(), requests, measured=measured)
+
+
+def parts_of(config: TrainConfig, task: Task) -> dict[str, tuple[TrainConfig, Task]]:
+    """Return each of several tasks with its config, by name; one task under its own name."""
+    if not isinstance(task, SeveralTasks):
+        return {task.name: (config, task)}
+    alone = {name: config.of_task(name) for name in task.parts}
+    return {name: (with_default_credit(part.task, alone[name]), part.task) for name, part in task.parts.items()}
 
 
 def exploitability_of(task: Task) -> Measure | None:
@@ -231,15 +266,26 @@ def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> lis
 
 def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
     """Replace ``credit.rule = "task"`` by the task's own credit rule."""
-    if config.credit.rule != "task":
+    if config.credit.rule != "task" or isinstance(task, SeveralTasks):  # of several each has its own
         return config
     declared = capabilities_of(task, TaskCapabilities)
     credit = {"rule": declared.credit_rule, "options": {**declared.credit_options, **config.credit.options}}
     return config.model_copy(update={"credit": config.credit.model_copy(update=credit)})
 
 
-def build_credit(config: TrainConfig) -> CreditAssigner:
-    """Build the rule that ``credit.rule`` names, with ``credit.options``. Raises :class:`ConfigError`."""
+def build_credit(config: TrainConfig, task: Task) -> CreditAssigner:
+    """Build the rule that ``credit.rule`` names, with ``credit.options``, for each of several tasks its own.
+
+    Raises :class:`ConfigError`.
+    """
+    if isinstance(task, SeveralTasks):
+        rules = {}
+        for name, (one, part) in parts_of(config, task).items():
+            try:
+                rules[name] = build_credit(one, part)
+            except ConfigError as error:
+                raise ConfigError(f"config section 'tasks.{name}': {error}") from error
+        return CreditByTask(rules, task.part_of_type())
     try:
         credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
     except ValueError as error:

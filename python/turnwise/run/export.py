@@ -157,7 +157,7 @@ def write_card(exported: Exported, config: TrainConfig, manifest: Mapping[str, A
     facts = {
         "base model": origin if on_hub else "a tiny model, from random weights" if origin == TINY else "a local model",
         "weights": "a LoRA adapter" if exported.base else "whole",
-        "task": config.task,
+        "task": ", ".join(config.tasks) or config.task,
         "actors": ", ".join(
             actor for actor, policy in config.policies_of_actors().items() if policy == exported.policy
         ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from turnwise.arena import Arena, TreeSampler
-from turnwise.arena.curriculum import Curriculum
+from turnwise.arena.curriculum import Curricula, Curriculum
 from turnwise.credit import registry
 from turnwise.tasks.base import PooledTask, SplittableTask, Task
+from turnwise.tasks.several import SeveralTasks
 from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.sampling import TreeConfig
 from turnwise.train.config.schema import TrainConfig
@@ -75,11 +76,19 @@ def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:
     return ""
 
 
-def build_curriculum(config: TrainConfig, task: Task) -> Curriculum | None:
-    """Build the curriculum over the task's questions; ``None`` without one. Raises :class:`ConfigError`."""
-    settings = config.curriculum
-    if settings.sampling == "task":
+def build_curriculum(config: TrainConfig, task: Task) -> Curriculum | Curricula | None:
+    """Build the curriculum over the questions of each task; ``None`` without one. Raises :class:`ConfigError`."""
+    if config.curriculum.sampling == "task":
         return None
+    if not isinstance(task, SeveralTasks):
+        return _curriculum_of(config, task)
+    return Curricula(
+        {name: _curriculum_of(config, part.task) for name, part in task.parts.items()}, task.counts, task.labelled
+    )
+
+
+def _curriculum_of(config: TrainConfig, task: Task) -> Curriculum:
+    settings = config.curriculum
     if not isinstance(task, PooledTask):
         raise ConfigError(
             f"config key 'curriculum.sampling' = {settings.sampling!r}: task {task.name!r} has no method "

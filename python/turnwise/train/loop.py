@@ -374,8 +374,8 @@ class Trainer:
         self.client_metrics.take()  # validation doesn't count as the step's sampling
         self.progress.evaluations[str(self.progress.step)] = score.success
         self.watch.validation(score)
-        added = addition_metrics(score, additions).items()
-        return {"validation": score.success, **{f"validation/{name}": value for name, value in added}}
+        added = {name: one.mean for name, one in score.by_task.items()} | addition_metrics(score, additions)
+        return {"validation": score.success, **{f"validation/{name}": value for name, value in added.items()}}
 
     async def validate_missing(self) -> None:
         """Make and log a validation that the present step should have but lacks: at the start, or after a resume.

@@ -1,4 +1,4 @@
-// The tab of curves: metrics that differ by actor or policy alone share a chart; a filter, an x axis, smoothing.
+// The tab of curves: metrics that differ by task, actor or policy alone share a chart; a filter, an x axis, smoothing.
 
 const FIRST = ["validation", "success", "success_selected", "reward", "step_reward", "loss", "grad_norm", "entropy", "kl", "tokens_per_second",
   "completion_tokens"];
@@ -11,7 +11,7 @@ function familyOf(name, known) {
 }
 
 function families(run) {
-  const known = new Set([...run.actors, ...run.policies]);
+  const known = new Set([...run.tasks, ...run.actors, ...run.policies]);
   const found = new Map();
   for (const name of Object.keys(run.curves.series)) {
     const family = familyOf(name, known);
@@ -27,7 +27,7 @@ function labelOf(name, family, known) {
 }
 
 function linesOf(run, family, members) {
-  const known = new Set([...run.actors, ...run.policies]);
+  const known = new Set([...run.tasks, ...run.actors, ...run.policies]);
   const order = [...known];
   return members.map((name) => {
     const label = labelOf(name, family, known);

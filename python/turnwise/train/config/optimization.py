@@ -85,6 +85,8 @@ class LossConfig(Section):
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
     masks: MasksConfig = MasksConfig()
+    by_task: bool = False
+    """Average the loss in each of ``[tasks.<name>]`` first, and then over the tasks, by their weights."""
     critic: CriticConfig | None = None
     """A trained critic; by default there is none."""
 

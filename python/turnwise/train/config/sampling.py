@@ -167,6 +167,21 @@ class RewardConfig(Section):
         return self.model_dump(exclude_none=True, exclude={"overlong_buffer", "overlong_penalty"})
 
 
+class TaskConfig(Section):
+    """One task of several in a run; a step asks questions of each in shares of their weights."""
+
+    task: str | None = None
+    """Name of a shipped task, or ``module:Class``; by default the name of this table."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of a step's questions, relative to the weights of the other tasks."""
+    credit: CreditConfig | None = None
+    """Credit rule of this task; by default that of ``[credit]``."""
+    reward: RewardConfig | None = None
+    """Rewards of this task; by default those of ``[reward]``."""
+
+
 class CurriculumConfig(Section):
     """Draw of the training questions, by default the task's own."""
 

@@ -30,6 +30,7 @@ from turnwise.train.config.sampling import (
     LoopConfig,
     RewardConfig,
     RolloutConfig,
+    TaskConfig,
 )
 
 
@@ -149,6 +150,8 @@ class TrainConfig(Section):
     """Name of a shipped task, or ``module:Class``."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task."""
+    tasks: dict[str, TaskConfig] = Field(default_factory=dict)
+    """Several tasks in one run, by their names, in place of ``task``; see docs/tasks.md."""
     gateway: dict[str, Any] = Field(default_factory=dict)
     """Settings of the gateway, for ``task = "gateway:..."``; see docs/agents.md."""
     run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
@@ -209,6 +212,29 @@ class TrainConfig(Section):
         names = OptimizerConfig.model_fields
         shared = {name: getattr(self.update, name) for name in names}
         return OptimizerConfig.model_validate({**shared, **self.policies[policy].optimizer})
+
+    def of_task(self, name: str) -> Self:
+        """Return the config of a run of ``tasks.<name>`` alone."""
+        one = self.tasks[name]
+        changes = {"task": one.task or name, "task_options": one.options, "tasks": {}}
+        changes |= {key: own for key in ("credit", "reward") if (own := getattr(one, key)) is not None}
+        return self.model_copy(update=changes)
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        fields = type(self).model_fields
+        for key in ("task", "task_options", "gateway") if self.tasks else ():
+            default = fields[key].get_default(call_default_factory=True)
+            if getattr(self, key) != default:
+                raise ValueError(f"{key} = {getattr(self, key)!r}: expected none beside [tasks.<name>], which name all")
+        for name, one in self.tasks.items():
+            if one.reward is not None and one.reward.overlong_buffer:
+                raise ValueError(
+                    f"tasks.{name}.reward.overlong_buffer: has no effect, set reward.overlong_buffer for all"
+                )
+        if self.loss.by_task and not self.tasks:
+            raise ValueError("loss.by_task = true: has no effect without [tasks.<name>]")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ import numpy as np
 
 from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
+from turnwise.arena.task_labels import TASK
 from turnwise.samples.pack import with_zero_counts
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Sampling
@@ -26,7 +27,8 @@ class Evaluation:
     by ``k`` for ``samples`` attempts at each question, if success is 0 or 1. ``values`` and ``clusters`` hold the
     success and the question of every episode, in the order of the requests. ``contributions`` counts by actor how often
     it changed, fixed and broke the answers that it was handed, over the finished episodes; only actors that were handed
-    an answer (``MultiTurnEpisode.team_answer``) are in it.
+    an answer (``MultiTurnEpisode.team_answer``) are in it. ``by_task`` has the success of each task of a run with
+    several.
     """
 
     success: float
@@ -42,6 +44,7 @@ class Evaluation:
     values: list[float] = field(default_factory=list, repr=False)
     clusters: list[Hashable] = field(default_factory=list, repr=False)
     contributions: dict[str, Contribution] = field(default_factory=dict)
+    by_task: dict[str, Estimate] = field(default_factory=dict)
 
 
 def describe(result: Evaluation) -> str:
@@ -105,6 +108,7 @@ async def evaluate(
         values=values,
         clusters=clusters,
         contributions=_contributions(results),
+        by_task=_by_task(results, values, clusters),
     )
 
 
@@ -128,6 +132,18 @@ def _contributions(results: Sequence[GenerateResult]) -> dict[str, Contribution]
     for step in (step for rollout in finished for step in rollout.steps):
         contributions[str(step.actor_id)] += Contribution(**step.info.get("handed", {}))
     return {actor: contribution for actor, contribution in contributions.items() if contribution.handed}
+
+
+def _by_task(
+    results: Sequence[GenerateResult], values: Sequence[float], clusters: Sequence[Hashable]
+) -> dict[str, Estimate]:
+    of_task: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
+    for result, value, cluster in zip(results, values, clusters, strict=True):
+        if TASK in result.rollout.meta:
+            own = of_task[result.rollout.meta[TASK]]
+            own[0].append(value)
+            own[1].append(cluster)
+    return {task: estimate(*own) for task, own in of_task.items()}
 
 
 def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:

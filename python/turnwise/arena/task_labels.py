@@ -1,0 +1,77 @@
+"""Metrics by task, where a run has several: names its task in each rollout's metrics, and weighs tasks in the loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from turnwise.types import GenerateResult, Sample
+
+TASK = "task"
+"""Key of the meta of requests and rollouts that names the task."""
+
+SUCCESS = "success"
+"""Metric of a rollout: the success of its own task, ``<task>/success`` beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLabels:
+    """``metrics`` names the success metric of each task, ``shares`` its share of a step, which add up to 1.
+
+    ``balance`` has each task weigh in the loss by its share of the step, not by its trained ``"tokens"`` or ``"rows"``.
+
+    Example: ``TaskLabels({"sudoku": "solved/proposer", "gsm8k": "right/solver"}, {"sudoku": 0.5, "gsm8k": 0.5})``
+    """
+
+    metrics: Mapping[str, str]
+    shares: Mapping[str, float]
+    balance: Literal["tokens", "rows"] | None = None
+
+    def label(self, results: Sequence[GenerateResult]) -> None:
+        """Add the success of its own task to the metrics of each top rollout, and all its metrics under its task."""
+        for rollout in (result.rollout for result in results):
+            task = str(rollout.meta.get(TASK))
+            if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
+                continue
+            own = {**rollout.metrics, **{f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}}
+            if self.metrics[task] in rollout.metrics:
+                own[SUCCESS] = rollout.metrics[SUCCESS] = rollout.metrics[self.metrics[task]]
+            rollout.metrics |= {f"{task}/{name}": value for name, value in own.items()}
+
+    def weigh(self, samples: Sequence[Sample], results: Sequence[GenerateResult]) -> dict[str, float]:
+        """Balance the advantages of ``samples``, those of ``results`` that train. Return the metrics of each task:
+        ``episodes`` and ``sampled_tokens``, the ``samples`` and ``tokens`` that train, and ``loss_scale``.
+
+        A loss that is a mean over tokens, or over rows, is then the mean of the tasks' own means, by their shares. A
+        task without samples has no part in it.
+        """
+        names = [_task_of(sample) for sample in samples]
+        rows, tokens = Counter(names), Counter[str]()
+        for name, sample in zip(names, samples, strict=True):
+            mask = sample.loss_mask
+            tokens[name] += len(sample.completion_token_ids) if mask is None else sum(map(bool, mask))
+        metrics: dict[str, float] = {}
+        for task in self.shares:
+            tops = [top for top in results if top.rollout.meta.get(TASK) == task]
+            steps = [step for top in tops for node in top.walk() for step in node.rollout.steps]
+            metrics[f"{task}/episodes"] = len(tops)
+            metrics[f"{task}/sampled_tokens"] = sum(len(step.completion_token_ids) for step in steps)
+            metrics[f"{task}/samples"], metrics[f"{task}/tokens"] = rows[task], tokens[task]
+        if self.balance is None:
+            return metrics
+        counts = tokens if self.balance == "tokens" else rows
+        present = {task: share for task, share in self.shares.items() if counts[task]}
+        whole, total = sum(present.values()), sum(counts[task] for task in present)
+        scales = {task: share / whole * total / counts[task] for task, share in present.items()}
+        for name, sample in zip(names, samples, strict=True):
+            scale = scales.get(name, 1.0)
+            sample.advantage = (sample.advantage or 0.0) * scale
+            if sample.token_advantages is not None:
+                sample.token_advantages = [advantage * scale for advantage in sample.token_advantages]
+        return metrics | {f"{task}/loss_scale": scale for task, scale in scales.items()}
+
+
+def _task_of(sample: Sample) -> str:
+    return "" if sample.root_result is None else str(sample.root_result.rollout.meta.get(TASK, ""))

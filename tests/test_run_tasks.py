@@ -1,0 +1,143 @@
+"""Whole runs of several tasks: metrics by task, shares, resumes, the loss by task, evaluation, and errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from turnwise.arena.task_labels import TaskLabels
+from turnwise.replay.replay import replay
+from turnwise.run.build import build_run, train_from_config
+from turnwise.run.checks import resolve_config, task_of
+from turnwise.train.config.toml import ConfigError, Problems
+from turnwise.train.validate import config_from_dict
+from turnwise.types import GenerateResult, Rollout, Sample
+
+from .trained import SMALL, equal, lines_of, rows_of
+
+pytestmark = pytest.mark.usefixtures("narrow_model")
+
+TASKS = {
+    "easy": {"task": "sudoku", "options": {"blanks": [1, 1]}},
+    "hard": {"task": "sudoku", "options": {"blanks": [3, 4]}, "weight": 2, "credit": {"rule": "at_grpo"}},
+    "split_clues": {"reward": {"alpha": 0.5}},
+}
+
+
+def config_of(run_dir, **changes):
+    rollout = {"prompts_per_step": 4, "branches": 2}
+    log = {"rollouts_per_step": 99, "progress": False}
+    base = {**SMALL, "rollout": rollout, "log": log, "tasks": TASKS, "credit": {"rule": "constant"}}
+    return config_from_dict({**base, "run_dir": str(run_dir), **changes})
+
+
+def test_a_run_of_three_tasks_resumes_with_the_same_bits(tmp_path):
+    """Also with a rule with state, and with questions that a curriculum draws."""
+    tasks = {**TASKS, "easy": {**TASKS["easy"], "credit": {"rule": "rae"}}}
+    changes = {
+        "tasks": tasks,
+        "curriculum": {"sampling": "learnability", "pool": 6},
+        "eval": {"every": 1, "num_prompts": 3},
+    }
+    whole = train_from_config(config_of(tmp_path / "whole", steps=4, **changes))
+    train_from_config(config_of(tmp_path / "parts", steps=2, **changes))
+    parts = train_from_config(config_of(tmp_path / "parts", steps=4, **changes))
+    lines = lines_of(tmp_path / "whole")
+    assert lines == lines_of(tmp_path / "parts")
+    first, second = (dict(run.trainer.policies["default"].all_weights()) for run in (whole, parts))
+    assert equal(first, second) and whole.arena.state_dict()["curriculum"] == parts.arena.state_dict()["curriculum"]
+    assert set(whole.arena.state_dict()["credit"]) == {"easy"}
+    # Shares of 4 questions by weights 1, 2 and 1, in each step; metrics by task, which add up.
+    for line in lines[1:]:
+        assert [line[f"{task}/episodes"] for task in TASKS] == [1, 2, 1]
+        assert sum(line[f"{task}/samples"] for task in TASKS) == line["samples"]
+        assert sum(line[f"{task}/sampled_tokens"] for task in TASKS) == line["sampled_tokens"]
+        assert {f"metric/{task}/success" for task in TASKS} <= line.keys() and "easy/curriculum/seen" in line
+    assert {f"validation/{task}" for task in TASKS} <= lines[0].keys()
+    shares = [lines[0][f"validation/{task}"] for task in TASKS]
+    assert lines[0]["validation"] == pytest.approx(sum(shares) / 3)
+    # Each row says its task, and plays with that task's prompts; the record replays.
+    recorded = rows_of(tmp_path / "whole", "rollouts.jsonl")
+    assert {(row["meta"]["task"], row["episode_type"]) for row in recorded} == {
+        ("easy", "easy/sudoku"), ("hard", "hard/sudoku"), ("split_clues", "split_clues")
+    }  # fmt: skip
+    for row in recorded:
+        assert row["metrics"]["success"] == row["metrics"][f"{row['meta']['task']}/success"]
+    for row in (recorded[0], recorded[-1]):
+        assert replay(tmp_path / "whole", row["id"]).divergence is None
+    evaluated = whole.evaluate()
+    assert list(evaluated.by_task) == list(TASKS) and evaluated.episodes == 9
+
+
+def test_each_task_has_its_own_rule_rewards_and_rounds(tmp_path):
+    run = build_run(config_of(tmp_path, warm_start={"steps": 0}))
+    rules = {name: type(rule).__name__ for name, rule in run.arena.credit.rules.items()}
+    assert rules == {"easy": "ConstantCredit", "hard": "ATGRPOCredit", "split_clues": "ConstantCredit"}
+    assert run.arena.mix_of("split_clues").alpha == 0.5 != run.arena.mix_of("hard/sudoku").alpha
+    assert {actor.id for actor in run.arena.teams["split_clues"].values()} == {"reader", "writer"}
+    run.close()
+
+
+def sample(task, tokens, advantage, **more):
+    top = GenerateResult(Rollout("r", task, "q", meta={"task": task}))
+    return Sample(
+        "q", task, "solver", 0, 0, None, "r", 0, "default", [1], [2] * tokens, [-1.0] * tokens, [(tokens, 0)], 1.0, 1.0,
+        advantage, root_result=top, **more,
+    )  # fmt: skip
+
+
+def test_the_loss_by_task_is_the_mean_of_the_tasks_means():
+    """Tokens 6 and 2 with weights 1 and 3: the factors are 8/6/4 = 1/3 and 3/4 * 8/2 = 3. Rows 2 and 1: 3/2/4 and
+    3/4 * 3."""
+    labels = TaskLabels({"a": "x", "b": "x"}, {"a": 0.25, "b": 0.75}, "tokens")
+
+    def samples():
+        masked = sample("a", 5, -1.0, loss_mask=[1, 1, 0, 0, 0], token_advantages=[3.0] * 5)
+        return [sample("a", 4, 1.0), masked, sample("b", 2, 2.0)]
+
+    made = samples()
+    metrics = labels.weigh(made, [])
+    assert [each.advantage for each in made] == pytest.approx([1 / 3, -1 / 3, 6.0])
+    assert made[1].token_advantages == pytest.approx([1.0] * 5)
+    assert metrics["a/loss_scale"] == pytest.approx(1 / 3) and metrics["b/tokens"] == 2
+    # Token means: the loss of all tokens is the weighted mean of each task's own.
+    old = samples()
+    own = {task: sum(s.advantage * n for s, n in rows) / sum(n for _, n in rows) for task, rows in (
+        ("a", [(old[0], 4), (old[1], 2)]), ("b", [(old[2], 2)]))}  # fmt: skip
+    mean = sum(s.advantage * n for s, n in zip(made, (4, 2, 2), strict=True)) / 8
+    assert mean == pytest.approx(0.25 * own["a"] + 0.75 * own["b"])
+    by_rows = samples()
+    replace(labels, balance="rows").weigh(by_rows, [])
+    assert [each.advantage for each in by_rows] == pytest.approx([3 / 8, -3 / 8, 2 * 9 / 4])
+    only = [sample("a", 4, 1.0)]
+    assert labels.weigh(only, [])["a/loss_scale"] == 1 and only[0].advantage == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"task": "split_clues"}, r"task = 'split_clues': expected none beside \[tasks.<name>\]"),
+        ({"tasks": {}, "loss": {"by_task": True}}, r"loss.by_task = true: has no effect without"),
+        ({"tasks": {"a": {"task": "sudokuu"}}}, r"section 'tasks.a': .*sudoku"),
+        ({"tasks": {"a": {"task": "sudoku", "options": {"blank": 1}}}}, r"section 'tasks.a': .*unknown option 'blank'"),
+        ({"tasks": {"sudoku": {"credit": {"rule": "nope"}}}}, r"section 'tasks.sudoku': .*'nope'"),
+        ({"tasks": {"sudoku": {"weight": 0}}}, r"tasks.sudoku.weight"),
+        ({"tasks": {"sudoku": {"reward": {"overlong_buffer": 4}}}}, r"reward.overlong_buffer: has no effect"),
+        ({"eval": {"every": 1, "ablate": True}}, r"eval.ablate"),
+        ({"league": {"share": 0.5}}, r"league"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_with_several_tasks(tmp_path, changes, error):
+    with pytest.raises(ConfigError, match=error):
+        config = config_of(tmp_path, **changes)
+        problems = Problems()
+        resolve_config(config, task_of(config), problems)
+        problems.raise_any()
+
+
+def test_the_written_config_reads_back(tmp_path):
+    run = build_run(config_of(tmp_path, warm_start={"steps": 0}))
+    assert config_from_dict(json.loads(run.config.model_dump_json())) == run.config
+    run.close()
