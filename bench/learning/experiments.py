@@ -430,15 +430,15 @@ def several(seed: int) -> list[Cell]:
     both = merged(
         base, {"tasks": BOTH, "rollout": {"prompts_per_step": 48}, "max_sampled_tokens": sum(EACH_ALONE.values())}
     )
-    contenders = {
-        "untrained": merged(both, {"steps": 0}),
-        "both": both,
-        "both-by_task": merged(both, {"loss": {"by_task": True}}),
+    made = {
+        ("both", "untrained"): merged(both, {"steps": 0}),
+        ("both", "together"): both,
+        ("both", "by_task"): merged(both, {"loss": {"by_task": True}}),
     }
     for task, tokens in EACH_ALONE.items():
         alone = {"tasks": {task: BOTH[task]}, "rollout": {"prompts_per_step": 24}, "max_sampled_tokens": tokens}
-        contenders[task] = merged(base, alone)
-    return [Cell("several", "+".join(BOTH), name, seed, config, start) for name, config in contenders.items()]
+        made[task, "alone"] = merged(base, alone)
+    return [Cell("several", *names, seed, config, start) for names, config in made.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
