@@ -52,8 +52,8 @@ def test_worked_advantages(policy, three_rows):
     batch, targets, metrics = estimate_advantages(policy, three_rows, ROWS, 100, config)
     assert targets.old_values.tolist() == [0, 0.5, 0.5] * 3
     assert targets.returns.tolist() == [0, 0.75, 1.0, 0, 0.25, 0.0, 0, 0.75, 1.0]
-    # The first actor's .25, .5, -.25, -.5 have a deviation of .39528, the second one's .25 and .5 of .125 around .375.
-    whitened = [0, 0.63246, 1.26491, 0, -0.63246, -1.26491, 0, -1, 1]
+    # The first actor's .25, .5, -.25, -.5 have a variance of .625 / 3, the second one's .25 and .5 of 2 * .125**2.
+    whitened = [0, 0.54772, 1.09545, 0, -0.54772, -1.09545, 0, -0.70711, 0.70711]
     np.testing.assert_allclose(batch.token_advantages, whitened, atol=1e-5)
     assert batch.advantages.tolist() == [0, 0, 0] and three_rows.advantages.tolist() == [1, 0, 1]
     # A constant explains nothing.
@@ -62,7 +62,8 @@ def test_worked_advantages(policy, three_rows):
     taught = replace(three_rows, token_advantages=np.full(9, 2, dtype=np.float32))
     batch, targets, _ = estimate_advantages(policy, taught, ROWS, 100, CriticConfig(lam=1.0))
     assert targets.returns.tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1]
-    np.testing.assert_allclose(batch.token_advantages, [2, 3, 3, 2, 1, 1, 2, 2, 2], atol=1e-5)
+    up, down = 2 + 0.75**0.5, 2 - 0.75**0.5  # of .5, .5, -.5, -.5 with variance 1 / 3
+    np.testing.assert_allclose(batch.token_advantages, [2, up, up, 2, down, down, 2, 2, 2], atol=1e-5)
 
 
 @pytest.mark.parametrize("budget", [1, 100])

@@ -75,7 +75,8 @@ def values_of(policy: Policy, micro: MicroBatch, states: Sequence[Tensor]) -> Te
     """
     if policy.critic is None:
         return None
-    states_N = states[-1].detach().flatten(0, 1)[micro.source_N].float()
+    dtype = next(policy.critic.parameters()).dtype
+    states_N = states[-1].detach().flatten(0, 1)[micro.source_N].to(dtype)
     values: Tensor = policy.critic(states_N)[:, 0]
     return values
 
@@ -127,9 +128,10 @@ def _at_last_token(rewards_B: Tensor, row_N: Tensor, trained_N: Tensor) -> Tenso
 
 
 def whitened(values: Tensor) -> Tensor:
-    """Scale ``values [n]`` to mean 0 and standard deviation 1 (the population's); equal ones become 0."""
+    """Scale ``values [n]`` to mean 0 and variance 1, with divisor ``n - 1`` as in TRL and verl; equal ones give 0."""
     wide = values.double()
-    return ((wide - wide.mean()) / (wide.std(correction=0) + 1e-8)).to(values.dtype)
+    centred = wide - wide.mean()
+    return (centred * torch.rsqrt(centred.square().sum() / max(len(wide) - 1, 1) + 1e-8)).to(values.dtype)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
