@@ -9,6 +9,8 @@ import pytest
 
 from turnwise.arena.task_labels import TaskLabels
 from turnwise.replay.replay import replay
+from turnwise.report.credit import compare_credit
+from turnwise.report.read import read_run
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import resolve_config, task_of
 from turnwise.train.config.toml import ConfigError, Problems
@@ -67,6 +69,10 @@ def test_a_run_of_three_tasks_resumes_with_the_same_bits(tmp_path):
         assert row["metrics"]["success"] == row["metrics"][f"{row['meta']['task']}/success"]
     for row in (recorded[0], recorded[-1]):
         assert replay(tmp_path / "whole", row["id"]).divergence is None
+    with pytest.raises(ValueError, match="several tasks, each with its own; name one by --rule"):
+        compare_credit(tmp_path / "whole")
+    assert compare_credit(tmp_path / "whole", "grpo").own_exact is None
+    assert read_run(tmp_path / "whole")["tasks"] == list(TASKS)
     evaluated = whole.evaluate()
     assert list(evaluated.by_task) == list(TASKS) and evaluated.episodes == 9
 

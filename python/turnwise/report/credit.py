@@ -80,10 +80,13 @@ def compare_credit(
     """
     config = parse_config(read_config_text(folder / "config.toml"))
     own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
-    if own_name == "task":  # a program with its own arena chose the rule, which no config names
+    if own_name == "task" or config.get("tasks"):  # no config names the one rule: a program, or each task, has its own
         own_name, own_options = None, {}
     if (rule or own_name) is None:
-        raise ValueError(f"rule=None: {folder} has no config.toml that names the run's own; name one by --rule")
+        reason = (
+            "several tasks, each with its own" if config.get("tasks") else "no config.toml that names the run's own"
+        )
+        raise ValueError(f"rule=None: {folder} has {reason}; name one by --rule")
     # Build both rules.
     name = str(rule or own_name)
     types = option_types(import_by_name(registry, name, "rule"))
