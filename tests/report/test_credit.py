@@ -122,7 +122,7 @@ def place(rollouts):
 def test_a_program_with_a_rule_of_its_own_has_no_rule_in_its_config(played, copied):
     text = (copied / "config.toml").read_text()
     (copied / "config.toml").write_text(text.replace('rule = "rae"', 'rule = "task"'))
-    with pytest.raises(ValueError, match=r"no config.toml that names the run's own"):
+    with pytest.raises(ValueError, match=r"no config.toml that names its own"):
         compare_credit(copied)
     found, known = (compare_credit(folder, "episodic") for folder in (copied, played))
     assert found.own_rule is None and found.own_exact is None and found.calls == known.calls

@@ -43,8 +43,9 @@ class ReportLimits:
 
 def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]:
     """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``contributions``, ``warnings``,
-    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all recorded episodes.
-    ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`), ``None`` for others.
+    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all
+    recorded episodes. ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`),
+    ``None`` for others.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
