@@ -84,7 +84,7 @@ def compare_credit(
         own_name, own_options = None, {}
     if (rule or own_name) is None:
         reason = (
-            "several tasks, each with its own" if config.get("tasks") else "no config.toml that names the run's own"
+            "several tasks, each with its own" if config.get("tasks") else "no config.toml that names its own"
         )
         raise ValueError(f"rule=None: {folder} has {reason}; name one by --rule")
     # Build both rules.
