@@ -254,7 +254,8 @@ def rewards(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Return the values of each reward function by step, as ``"right/solver"``; others' metrics have longer names."""
     steps = [line for line in lines if "success" in line]
     names = [key for key in (steps[0] if steps else ()) if key.startswith("metric/") and key.count("/") == 2]
-    return {name.removeprefix("metric/"): [round(line[name], 4) for line in steps] for name in names}
+    found = {name: [round(line[name], 4) if name in line else None for line in steps] for name in names}
+    return {name.removeprefix("metric/"): values for name, values in found.items()}
 
 
 def seconds_of(warm: WarmStart | None, work: Path) -> float:
