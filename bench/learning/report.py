@@ -209,11 +209,26 @@ def rewards(rows: list[Row], _: Groups) -> str:
     return ", ".join(f"{name} {first:.0%} → {last:.0%}" for name, (first, last) in ends.items())
 
 
+def by_task(rows: list[Row], groups: Groups) -> str:
+    """Return the success of each task, and its difference to a run of that task alone."""
+    found = []
+    tasks = list(rows[0].get("by_task", ()))
+    for place, task in enumerate(tasks):
+        each = len(rows[0]["values"]) // len(tasks)
+        own = [{**row, "values": row["values"][place * each : (place + 1) * each]} for row in rows]
+        sampled = mean(row["tokens_by_task"][task] for row in rows)
+        alone = groups.get((task, "alone")) if len(tasks) > 1 else None
+        minus = f", minus alone {difference(own, alone)}" if alone and rows[0]["steps"] else ""
+        found.append(f"{task} {pooled(own)}, {sampled:,.0f} tokens{minus}")
+    return "; ".join(found)
+
+
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
     Column("tokens to a success, ratio to task (lowest to highest seed)", ("drawn",), to_target),
     Column("tokens to a success, ratio to team (lowest to highest seed)", ("real",), to_target),
     Column("last actor fixes, breaks", ("credit", "real"), contribution),
+    Column("by task", ("several",), by_task),
     Column("gradient norm, p99/p50", ("stability",), spikes),
     Column("exploitability", ("rae", "real"), exploitability),
     Column("rewards of the first and the last step", ("real",), rewards),

@@ -105,7 +105,8 @@ class SeveralTasks:
         while len(given) <= step + 1:  # each question goes to the part that lacks most of its share
             total = dict(given[-1])
             for number in range((len(given) - 1) * questions + 1, len(given) * questions + 1):
-                total[max(self.parts, key=lambda name: self.shares[name] * number - total[name])] += 1
+                lacks = {name: share * number - total[name] for name, share in self.shares.items()}
+                total[max(lacks, key=lacks.__getitem__)] += 1
             given.append(total)
         return {name: given[step + 1][name] - given[step][name] for name in self.parts}
 
