@@ -10,6 +10,7 @@ import pytest
 from turnwise.arena import Arena, BatchFailedError, Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.credit import ATGRPOCredit, GRPOCredit
 from turnwise.inference import ScriptedClient
+from turnwise.samples.pack import SHORTENED, describe
 from turnwise.types import Actor, ContextLengthError, EpisodeRequest, GenerateResult
 
 from ..chat.families import chat_tokenizer
@@ -94,6 +95,9 @@ def test_a_hook_may_shorten_the_chat(keeps: int | None, ended: str, turns: int) 
 
     [result] = play(arena_of(Forgets(), lambda request: "x" * 10))
     assert (result.rollout.meta["ended"], len(result.rollout.steps)) == (ended, turns)
+    marked = [index for index, step in enumerate(result.rollout.steps) if SHORTENED in step.info]
+    assert marked == (list(range(marked[0], 20, marked[1] - marked[0])) if keeps == 2 else []), "each time it is full"
+    assert describe([result]).get("shortened/solver", 0) == len(marked)
 
 
 class Looking(Talk):

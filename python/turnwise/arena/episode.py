@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import watched
 from turnwise.arena.stores.store import ArtifactStore
+from turnwise.samples.pack import SHORTENED
 from turnwise.types import (
     ContextLengthError,
     EpisodeRequest,
@@ -154,7 +156,8 @@ class Episode(ABC):
                 return await arena.call_model(actor_id, prompt, **options)
             except ContextLengthError as error:
                 shorter = await self._shorten(prompt, error, arena)
-            return await arena.call_model(actor_id, shorter, **options)
+            with _noting_shortened():
+                return await arena.call_model(actor_id, shorter, **options)
         schemas = [tool for tool in actor.tools if isinstance(tool, Mapping)]
         if schemas and type(self).run_tool is Episode.run_tool:
             raise ValueError(
@@ -172,7 +175,8 @@ class Episode(ABC):
             if len(context.state.trajectory) > begun:  # it was no opening prompt, but the results of tools
                 raise
             shorter = await self._shorten(prompt, error, arena)
-        return await call_with_tools(arena, actor, shorter, arena.chat_format(actor), run_tool, ask)
+        with _noting_shortened():
+            return await call_with_tools(arena, actor, shorter, arena.chat_format(actor), run_tool, ask)
 
     async def _shorten(self, prompt: str | Messages, error: ContextLengthError, arena: ArenaForHooks) -> str | Messages:
         """Return the chat that ``on_context`` gives instead of ``prompt``. Raise ``error`` if it gives none."""
@@ -265,6 +269,16 @@ class Episode(ABC):
         fail_step(acted[-1], error, self.invalid_reward - cost)
         context.rollout.meta["ended"] = INVALID
         return context.state
+
+
+@contextmanager
+def _noting_shortened() -> Iterator[None]:
+    """Note in the first step of the block that its chat was shortened."""
+    state = require_context().state
+    begun = len(state.trajectory)
+    yield
+    for step in state.trajectory[begun : begun + 1]:
+        step.info[SHORTENED] = True
 
 
 class SingleTurnEpisode(Episode):

@@ -83,9 +83,7 @@ def compare_credit(
     if own_name == "task" or config.get("tasks"):  # no config names the one rule: a program, or each task, has its own
         own_name, own_options = None, {}
     if (rule or own_name) is None:
-        reason = (
-            "several tasks, each with its own" if config.get("tasks") else "no config.toml that names its own"
-        )
+        reason = "several tasks, each with its own" if config.get("tasks") else "no config.toml that names its own"
         raise ValueError(f"rule=None: {folder} has {reason}; name one by --rule")
     # Build both rules.
     name = str(rule or own_name)

@@ -340,6 +340,9 @@ def drop_stale(batch: TrainingBatch, oldest: Mapping[str, int]) -> TrainingBatch
     return kept
 
 
+SHORTENED = "shortened"
+"""Key of the info of a step whose chat was shortened to fit the context (``Episode.on_context``)."""
+
 MEANS = (
     "reward",
     "raw_reward",
@@ -373,7 +376,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
     ``metric/<name>`` over episodes without an error; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
     share of calls that reached their token limit, over all calls; sums of what went wrong in episodes, such as
-    ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``ended/max_turns``, the share of finished multi-turn
+    ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``shortened/<actor>``, the calls whose chat ``on_context``
+    had shortened; ``ended/max_turns``, the share of finished multi-turn
     episodes that ended at ``max_turns``; ``ended/context``, the share of all finished ones that outgrew their context;
     with an overlong penalty, ``overlong_penalty/<actor>`` and
     ``raw_reward/<actor>``, the reward before the penalty; with ``reward.difference``, ``team_difference/<actor>``, the
@@ -393,6 +397,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     # Tokens, also of failed attempts, group functions, playouts and judges; lengths by actor.
     metas = [rollout.meta for rollout in rollouts]
     sampled = sum(meta.get("lost_tokens", 0) + meta.get("group", {}).get("sampled_tokens", 0) for meta in metas)
+    shortened = Counter[str]()
     playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
     for step in (step for rollout in rollouts for step in rollout.steps):
         actor, info, length = step.actor_id, step.info, len(step.completion_token_ids)
@@ -400,6 +405,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         if actor is not None:
             means["completion_tokens"][actor].append(length)
             means["truncated"][actor].append(step.finish_reason == "length")
+            shortened[f"shortened/{actor}"] += SHORTENED in info
             for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
                 if kind in info:
                     means[kind][actor].append(info[kind])
@@ -413,6 +419,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     }
     if playout_tokens:
         counts["playout_tokens"] = playout_tokens
+    counts |= {name: count for name, count in shortened.items() if count}
     for meta in metas:
         for name, count in (meta.get("mishaps") or {}).items():
             counts[name] = counts.get(name, 0) + count

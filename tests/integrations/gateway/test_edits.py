@@ -40,3 +40,40 @@ def test_each_answer_that_comes_back_is_extended_or_counted(edit, stop, extended
     for step, later in zip(played.steps, played.steps[1:], strict=False):
         seen = [*step.prompt_token_ids, *step.completion_token_ids]
         assert (list(later.prompt_token_ids[: len(seen)]) == seen) == ("rewritten" not in later.info)
+
+
+SUMMARY = "The user plans a trip of three days to Rome and wants quiet hotels near the station."
+
+
+@pytest.mark.parametrize(
+    ("begins", "carried"),
+    [
+        (lambda text: f"<summary>\n{text}\n</summary>\nGo on.", [None, 0, None]),
+        (lambda text: text[:-20] + "…", [None, None, None]),
+        (lambda text: "Go on.", [None, None, None]),
+    ],
+    ids=["its own summary", "a cut one", "without"],
+)
+def test_an_agent_that_compacts_its_chat_begins_a_row_that_carries_its_answer(begins, carried):
+    """The new chat continues none, and says so; what continues it is extended as ever."""
+
+    async def agent(seen, models):
+        model = models["solver"]
+        headers = {"Authorization": f"Bearer {model.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+
+            async def ask(chat):
+                async with http.post(f"{model.base_url}/chat/completions", json={"messages": chat}) as sent:
+                    return (await sent.json())["choices"][0]["message"]["content"]
+
+            system = {"role": "system", "content": "You plan trips."}
+            text = await ask([system, {"role": "user", "content": "A trip to Rome. Now sum up our talk."}])
+            chat = [system, {"role": "user", "content": begins(text)}]
+            chat += [{"role": "assistant", "content": await ask(chat)}, {"role": "user", "content": "And then?"}]
+            await ask(chat)
+
+    played = play(agent, [SUMMARY, "Take the train.", "Sleep."])
+    assert [step.info.get("carries") for step in played.steps] == carried
+    metrics = {name.removeprefix("gateway/").removesuffix("/solver"): n for name, n in played.metrics.items()}
+    assert metrics.get("carried_rows", 0) == (carried[1] is not None)
+    assert (metrics["extended_rows"], metrics["rewritten_rows"]) == (1, 0)

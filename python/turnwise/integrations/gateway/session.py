@@ -16,6 +16,7 @@ from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
+from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, Tool, with_answer
 from turnwise.integrations.gateway.constrained import grammar_of
 from turnwise.integrations.gateway.models import Model
@@ -54,6 +55,8 @@ class GatewayCall:
     undelivered: bool = False
     """True if the client left while the answer was being sent."""
     steps: list[Step] = field(default_factory=list)
+    carries: int | None = None
+    """The actor's call whose answer stands in this new chat, where it continues none."""
 
     def leave(self) -> None:
         """Note that a client left. The call ends with the last client that waits for it."""
@@ -86,6 +89,13 @@ class Seat:
     """The latest call with each body, which a repeated request joins."""
     earlier: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
     """The chats by the ids of their answers, which a request may continue by such an id."""
+    said: dict[str, int] = field(default_factory=dict)
+    """The texts of long answers, and the calls that gave them."""
+
+    def carried_in(self, messages: Messages) -> int | None:
+        """Return the latest call whose whole answer stands in a message of the agent, as its summary of a chat does."""
+        given = "\n".join(message["content"] for message in messages if message["role"] != "assistant")
+        return next((call for text, call in reversed(self.said.items()) if text in given), None)
 
 
 class GatewaySession:
@@ -196,6 +206,8 @@ class GatewaySession:
         prompt = self.rendered(seat, ask)
         if prompt.continues is not None:
             prompt.continues.info[CONTINUED] = True
+        else:
+            call.carries = seat.carried_in(ask.messages)
         constrains = self.settings.structured == "constrained"
         grammar = await grammar_of(ask, prompt, self.format, self.arena) if constrains else None
         sampling = [{**self._sampling(seat, call, prompt, index), "grammar": grammar} for index in range(ask.n)]
@@ -203,6 +215,7 @@ class GatewaySession:
         choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
         began = time.perf_counter()
         self._count(seat, ask, prompt, choices)
+        seat.counts["carried_rows"] += len(choices) * (call.carries is not None)
         answered = Answered(
             f"{self.id[:8]}{call.number}{seat.actor}",
             int(time.time()),
@@ -301,6 +314,10 @@ class GatewaySession:
             step.info["tool_calls"] = [made.status for made in choice.parsed.calls]
         if prompt.rewritten:
             step.info["rewritten"] = prompt.rewritten
+        if call.carries is not None:
+            step.info["carries"] = call.carries
+        if len(text := choice.content.strip()) >= DISTINCT and choice.finish != "length":
+            seat.said[text] = call.turn
         call.steps.append(step)
         self.keep(seat, call.ask, prompt.ids, choice, step)
 
