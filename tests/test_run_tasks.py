@@ -15,7 +15,7 @@ from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import resolve_config, task_of
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.validate import config_from_dict
-from turnwise.types import GenerateResult, Rollout, Sample
+from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 from .trained import SMALL, equal, lines_of, rows_of
 
@@ -86,39 +86,53 @@ def test_each_task_has_its_own_rule_rewards_and_rounds(tmp_path):
     run.close()
 
 
-def sample(task, tokens, advantage, **more):
-    top = GenerateResult(Rollout("r", task, "q", meta={"task": task}))
+def played(task, *lengths):
+    steps = [
+        Step(
+            actor_id="solver", turn=0, prompt=[], completion="", policy="default", finish_reason="stop",
+            prompt_token_ids=[1], completion_token_ids=[2] * length, completion_logprobs=[-1.0] * length,
+            policy_versions=[(length, 0)],
+        )
+        for length in lengths
+    ]  # fmt: skip
+    return GenerateResult(Rollout("r", task, "q", meta={"task": task}, steps=steps))
+
+
+def sample(top, tokens, advantage, **more):
     return Sample(
-        "q", task, "solver", 0, 0, None, "r", 0, "default", [1], [2] * tokens, [-1.0] * tokens, [(tokens, 0)], 1.0, 1.0,
-        advantage, root_result=top, **more,
+        "q", top.rollout.episode_type, "solver", 0, 0, None, "r", 0, "default", [1], [2] * tokens, [-1.0] * tokens,
+        [(tokens, 0)], 1.0, 1.0, advantage, root_result=top, **more,
     )  # fmt: skip
 
 
-def test_the_loss_by_task_is_the_mean_of_the_tasks_means():
-    """Tokens 6 and 2 with weights 1 and 3: the factors are 8/6/4 = 1/3 and 3/4 * 8/2 = 3. Rows 2 and 1: 3/2/4 and
-    3/4 * 3."""
+def test_the_loss_by_task_weighs_each_task_by_its_share():
+    """Sampled tokens 12 and 4 with shares 1/4 and 3/4: the factors are 16/12/4 = 1/3 and 3/4 * 16/4 = 3. Calls 3 and 2:
+    5/3/4 and 3/4 * 5/2. Calls that don't train count, so fewer that train change no factor."""
     labels = TaskLabels({"a": "x", "b": "x"}, {"a": 0.25, "b": 0.75}, "tokens")
+    a, b = played("a", 4, 5, 3), played("b", 2, 2)
 
     def samples():
-        masked = sample("a", 5, -1.0, loss_mask=[1, 1, 0, 0, 0], token_advantages=[3.0] * 5)
-        return [sample("a", 4, 1.0), masked, sample("b", 2, 2.0)]
+        masked = sample(a, 5, -1.0, loss_mask=[1, 1, 0, 0, 0], token_advantages=[3.0] * 5)
+        return [sample(a, 4, 1.0), masked, sample(b, 2, 2.0)]
 
     made = samples()
-    metrics = labels.weigh(made, [])
+    metrics = labels.weigh(made, [a, b])
     assert [each.advantage for each in made] == pytest.approx([1 / 3, -1 / 3, 6.0])
     assert made[1].token_advantages == pytest.approx([1.0] * 5)
-    assert metrics["a/loss_scale"] == pytest.approx(1 / 3) and metrics["b/tokens"] == 2
-    # Token means: the loss of all tokens is the weighted mean of each task's own.
-    old = samples()
-    own = {task: sum(s.advantage * n for s, n in rows) / sum(n for _, n in rows) for task, rows in (
-        ("a", [(old[0], 4), (old[1], 2)]), ("b", [(old[2], 2)]))}  # fmt: skip
-    mean = sum(s.advantage * n for s, n in zip(made, (4, 2, 2), strict=True)) / 8
-    assert mean == pytest.approx(0.25 * own["a"] + 0.75 * own["b"])
-    by_rows = samples()
-    replace(labels, balance="rows").weigh(by_rows, [])
-    assert [each.advantage for each in by_rows] == pytest.approx([3 / 8, -3 / 8, 2 * 9 / 4])
-    only = [sample("a", 4, 1.0)]
-    assert labels.weigh(only, [])["a/loss_scale"] == 1 and only[0].advantage == 1.0
+    assert metrics == pytest.approx({
+        "a/episodes": 1, "a/sampled_tokens": 12, "a/samples": 2, "a/tokens": 6, "a/loss_scale": 1 / 3,
+        "b/episodes": 1, "b/sampled_tokens": 4, "b/samples": 1, "b/tokens": 2, "b/loss_scale": 3,
+    })  # fmt: skip
+    by_rows, few = samples(), samples()[:1]
+    replace(labels, balance="rows").weigh(by_rows, [a, b])
+    assert [each.advantage for each in by_rows] == pytest.approx([5 / 12, -5 / 12, 2 * 15 / 8])
+    labels.weigh(few, [a, b])
+    assert few[0].advantage == pytest.approx(1 / 3)
+    alone = samples()[:1]
+    assert labels.weigh(alone, [a])["a/loss_scale"] == 1 and alone[0].advantage == 1.0
+    unbalanced = samples()
+    assert "a/loss_scale" not in replace(labels, balance=None).weigh(unbalanced, [a, b])
+    assert [each.advantage for each in unbalanced] == [1.0, -1.0, 2.0]
 
 
 @pytest.mark.parametrize(

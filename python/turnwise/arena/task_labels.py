@@ -20,7 +20,7 @@ SUCCESS = "success"
 class TaskLabels:
     """``metrics`` names the success metric of each task, ``shares`` its share of a step, which add up to 1.
 
-    ``balance`` has each task weigh in the loss by its share of the step, not by its trained ``"tokens"`` or ``"rows"``.
+    ``balance`` has each task weigh in the loss by its share, not by its part of the ``"tokens"`` or ``"rows"``.
 
     Example: ``TaskLabels({"sudoku": "solved/proposer", "gsm8k": "right/solver"}, {"sudoku": 0.5, "gsm8k": 0.5})``
     """
@@ -44,8 +44,8 @@ class TaskLabels:
         """Balance the advantages of ``samples``, those of ``results`` that train. Return the metrics of each task:
         ``episodes`` and ``sampled_tokens``, the ``samples`` and ``tokens`` that train, and ``loss_scale``.
 
-        A loss that is a mean over tokens, or over rows, is then the mean of the tasks' own means, by their shares. A
-        task without samples has no part in it.
+        The advantages of a task are scaled by its share over its part of all sampled tokens, or rows. Those that don't
+        train count too: a task whose groups are nearly all tied does not get a large weight for the rest.
         """
         names = [_task_of(sample) for sample in samples]
         rows, tokens = Counter(names), Counter[str]()
@@ -53,20 +53,26 @@ class TaskLabels:
             mask = sample.loss_mask
             tokens[name] += len(sample.completion_token_ids) if mask is None else sum(map(bool, mask))
         metrics: dict[str, float] = {}
+        sizes: dict[str, int] = {}
         for task in self.shares:
             tops = [top for top in results if top.rollout.meta.get(TASK) == task]
-            steps = [step for top in tops for node in top.walk() for step in node.rollout.steps]
-            metrics[f"{task}/episodes"] = len(tops)
-            metrics[f"{task}/sampled_tokens"] = sum(len(step.completion_token_ids) for step in steps)
+            lengths = [
+                len(step.completion_token_ids)
+                for top in tops
+                for node in top.walk()
+                for step in node.rollout.steps
+                if step.actor_id is not None
+            ]
+            metrics[f"{task}/episodes"], metrics[f"{task}/sampled_tokens"] = len(tops), sum(lengths)
             metrics[f"{task}/samples"], metrics[f"{task}/tokens"] = rows[task], tokens[task]
+            sizes[task] = sum(lengths) if self.balance == "tokens" else len(lengths)
         if self.balance is None:
             return metrics
-        counts = tokens if self.balance == "tokens" else rows
-        present = {task: share for task, share in self.shares.items() if counts[task]}
-        whole, total = sum(present.values()), sum(counts[task] for task in present)
-        scales = {task: share / whole * total / counts[task] for task, share in present.items()}
+        present = {task: share for task, share in self.shares.items() if sizes[task]}
+        whole, total = sum(present.values()), sum(sizes.values())
+        scales = {task: share / whole * total / sizes[task] for task, share in present.items()}
         for name, sample in zip(names, samples, strict=True):
-            scale = scales.get(name, 1.0)
+            scale = scales[name]
             sample.advantage = (sample.advantage or 0.0) * scale
             if sample.token_advantages is not None:
                 sample.token_advantages = [advantage * scale for advantage in sample.token_advantages]

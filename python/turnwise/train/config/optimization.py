@@ -86,7 +86,7 @@ class LossConfig(Section):
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
     masks: MasksConfig = MasksConfig()
     by_task: bool = False
-    """Average the loss in each of ``[tasks.<name>]`` first, and then over the tasks, by their weights."""
+    """Weigh each of ``[tasks.<name>]`` in the loss by its weight, not by its part of the sampled tokens."""
     critic: CriticConfig | None = None
     """A trained critic; by default there is none."""
 
