@@ -478,6 +478,7 @@ def real(seed: int) -> list[Cell]:
         settings["kuhn_poker"] = {"rae": {}}
         own = {actor: {"teacher": "default"} for actor in ("describer", "guesser")}
         views["own-teacher"] = {"actors": own, "distill": {"hint": "best", "reward": True}}
+        views["own-teacher-tenth"] = {"actors": own, "distill": {"hint": "best", "reward": True, "coef": 0.1}}
         views["distilled"] = {key: value for key, value in distill.items() if key != "run_dir"}
     made = []
     for name, contenders in settings.items():
