@@ -67,7 +67,8 @@ SPLITS = (1, 2, 4)
 LOSS_CALLS = 14
 SCAN, GRAD, WEIGHTS = 13.4, 14.9, 17.6  # instructions per logit: bench/results/sass.json, sm_90
 ASSUMED = {
-    "cublas": "cuBLAS's large products reach 0.85 of the tensor cores' peak on an A100, 0.70 on an H100 and a B200, 0.76 on an H200",
+    "cublas": "cuBLAS's large products reach 0.85 of the tensor cores' peak on an A100, 0.70 on an H100 and a B200, "
+    "0.76 on an H200",
     "FP32": f"without tensor cores cuBLAS reaches {FP32} of the fp32 peak",
     "TRITON": f"Triton's fused products reach {TRITON} of the tensor cores' peak; one in fp32 is three in TF32",
     "KERNELS": "a multiprocessor makes 128 x 256 results at a time, or at 0.9 of the speed 128 x 128, at 0.7 64 x 128",

@@ -14,7 +14,7 @@ from turnwise.report.read import read_run
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import resolve_config, task_of
 from turnwise.train.config.toml import ConfigError, Problems
-from turnwise.train.validate import config_from_dict
+from turnwise.train.validate import config_from_dict, load_config
 from turnwise.types import GenerateResult, Rollout, Sample, Step
 
 from .trained import SMALL, equal, lines_of, rows_of
@@ -161,3 +161,12 @@ def test_the_written_config_reads_back(tmp_path):
     run = build_run(config_of(tmp_path, warm_start={"steps": 0}))
     assert config_from_dict(json.loads(run.config.model_dump_json())) == run.config
     run.close()
+
+
+def test_options_of_a_task_are_read_by_their_types():
+    """``none`` is a way to scale here, and no value elsewhere."""
+    given = {"tasks.hard.task": "sudoku", "tasks.hard.options.blanks": "[4, 6]", "tasks.hard.weight": "2"}
+    given |= {"tasks.hard.credit.rule": "grpo", "tasks.hard.credit.options.scale": "none"}
+    one = load_config(None, given).tasks["hard"]
+    assert (one.task, one.weight, one.options) == ("sudoku", 2.0, {"blanks": [4, 6]})
+    assert one.credit is not None and one.credit.options == {"scale": "none"}

@@ -163,6 +163,40 @@ def test_a_run_with_two_workers_and_an_engine_has_the_weights_of_one_process(
 
 
 @pytest.mark.slow
+def test_workers_play_several_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rows, the metrics by task and the weights of one process; a worker with another task is refused."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    tasks = {"easy": {"task": "sudoku", "options": {"blanks": [1, 1]}}, "hard": {"task": "sudoku", "weight": 2}}
+    alone = config_of(folder, "tasks-alone", tasks=tasks, rollout={"max_batch_rows": 1})
+    run = build_run(alone)
+    run.train()
+    expected = weights_of(run.trainer)
+    run.close()
+    with EngineServers(folder / "model", 1) as engines:
+        rollout = {"client": "vllm", "server": {"url": engines.urls, "api_key_env": ENGINE_KEY}}
+        plain = config_of(folder, "tasks-cluster", tasks=tasks, rollout=rollout)
+        with workers(plain, folder / "tasks.toml", 1) as addresses:
+            cluster = {"backend": "static", "arena": {"count": 1, "addresses": addresses}}
+            config = config_of(folder, "tasks-cluster", tasks=tasks, rollout=rollout, cluster=cluster)
+            run = build_run(config)
+            run.train()
+            found = weights_of(run.trainer)
+            run.close()
+            other = {**tasks, "hard": {"task": "sudoku", "weight": 2, "options": {"blanks": [2, 2]}}}
+            config = config_of(folder, "tasks-other", tasks=other, rollout=rollout, cluster=cluster)
+            run = build_run(config)
+            with pytest.raises(Exception, match="tasks: "):
+                run.train()
+            run.close()
+    assert equal(found, expected)
+    of_cluster = [
+        {key: row[key] for key in row if not key.startswith("cluster/")} for row in lines_of(folder / "tasks-cluster")
+    ]
+    assert difference(of_cluster, lines_of(folder / "tasks-alone")) == ""
+    assert of_cluster[-1]["hard/episodes"] == 2 * of_cluster[-1]["easy/episodes"] > 0
+
+
+@pytest.mark.slow
 def test_workers_are_found_in_the_file_of_the_supervisor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of another config is refused with the key in which they differ."""
     monkeypatch.setenv(KEY_VARIABLE, KEY)

@@ -188,6 +188,11 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
     try:
         if keys == ("task_options",) and task_type is not None:
             return option_types(task_type(task).options_type)
+        if keys[:1] == ("tasks",) and len(keys) > 2:  # the tables of one task among several
+            one = data["tasks"].get(keys[1]) or {}
+            alone = {**one, "task": one.get("task", keys[1])}
+            inner = ("task_options",) if keys[2:] == ("options",) else keys[2:]
+            return _options_at(inner, alone, task_type) if inner[-1:] in (("options",), ("task_options",)) else None
         if keys == ("credit", "options"):
             rule = str(data["credit"].get("rule", CreditConfig().rule))
             if rule == "task":

@@ -20,7 +20,9 @@ from turnwise.workers.link import Members, WatchedMembers, fixed_members
 from turnwise.workers.messages import PROTOCOL, Setup
 from turnwise.workers.remote import RemoteWorkers
 
-EPISODE_KEYS = ("task", "task_options", "gateway", "seed", "policy_sharing", "actors", "policies", "reward", "filter")
+EPISODE_KEYS = (
+    "task", "task_options", "tasks", "gateway", "seed", "policy_sharing", "actors", "policies", "reward", "filter",
+)  # fmt: skip
 """Sections and keys of a config that determine an episode, in addition to :data:`ROLLOUT_KEYS`."""
 
 ROLLOUT_KEYS = ("branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private")
