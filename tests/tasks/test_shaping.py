@@ -84,7 +84,7 @@ PLAYERS = {"random": random_player, "blind": blind_walker}
 async def answers_of(table, name, player, *, actors, tree, seed):
     """Groups as the trainer forms them, by the credit rule that the task's run has."""
     task = build_task(name, {"actors": actors, "max_turns": 2 if tree else 1, "seed": seed})
-    credit = build_credit(with_default_credit(task, config_from_dict({"task": name})))
+    credit = build_credit(with_default_credit(task, config_from_dict({"task": name})), task)
     sampler = TreeSampler(branches=8, select="best") if tree else None
     requests = task.requests(0, questions=16 if tree else 40, copies=1 if tree else 8)
     results = await table(task, PLAYERS[player](Random(seed)), tree=sampler).play(requests)
