@@ -139,6 +139,7 @@ def test_the_loss_by_task_weighs_each_task_by_its_share():
     ("changes", "error"),
     [
         ({"task": "split_clues"}, r"task = 'split_clues': expected none beside \[tasks.<name>\]"),
+        ({"gateway": {"max_calls": 3}}, r"section 'gateway': has no effect: expected one of \[tasks.<name>\]"),
         ({"tasks": {}, "loss": {"by_task": True}}, r"loss.by_task = true: has no effect without"),
         ({"tasks": {"a": {"task": "sudokuu"}}}, r"section 'tasks.a': .*sudoku"),
         ({"tasks": {"a": {"task": "sudoku", "options": {"blank": 1}}}}, r"section 'tasks.a': .*unknown option 'blank'"),
@@ -170,3 +171,9 @@ def test_options_of_a_task_are_read_by_their_types():
     one = load_config(None, given).tasks["hard"]
     assert (one.task, one.weight, one.options) == ("sudoku", 2.0, {"blanks": [4, 6]})
     assert one.credit is not None and one.credit.options == {"scale": "none"}
+
+
+def test_the_gateway_serves_the_tasks_that_call_it(tmp_path):
+    tasks = {**TASKS, "agents": {"task": "gateway:module:agent"}}
+    config = config_of(tmp_path, tasks=tasks, gateway={"max_calls": 3})
+    assert config.of_task("agents").gateway == {"max_calls": 3} and config.of_task("easy").gateway == {}

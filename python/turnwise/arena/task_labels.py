@@ -30,12 +30,14 @@ class TaskLabels:
     balance: Literal["tokens", "rows"] | None = None
 
     def label(self, results: Sequence[GenerateResult]) -> None:
-        """Add the success of its own task to the metrics of each top rollout, and all its metrics under its task."""
+        """Add the success of its own task to the metrics of each top rollout, and all its metrics under its task but the
+        gateway's counts."""
         for rollout in (result.rollout for result in results):
             task = str(rollout.meta.get(TASK))
             if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
                 continue
-            own = {**rollout.metrics, **{f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}}
+            own = {name: value for name, value in rollout.metrics.items() if not name.startswith("gateway/")}
+            own |= {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
             if self.metrics[task] in rollout.metrics:
                 own[SUCCESS] = rollout.metrics[SUCCESS] = rollout.metrics[self.metrics[task]]
             rollout.metrics |= {f"{task}/{name}": value for name, value in own.items()}

@@ -23,7 +23,7 @@ from turnwise.tasks.base import held_out, task_problems
 from turnwise.tasks.several import Part, SeveralTasks
 from turnwise.train.config.cluster import ClusterConfig, ShardingConfig
 from turnwise.train.config.sampling import RolloutConfig
-from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.schema import GATEWAY_TASKS, TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
 from turnwise.train.loop import EvalSet
 from turnwise.train.model.loading import (
@@ -145,6 +145,11 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
 def task_of(config: TrainConfig) -> Task:
     """Build the task that ``config`` names, with its options, or the several of ``[tasks.<name>]``."""
     if config.tasks:
+        served = any((one.task or name).startswith(GATEWAY_TASKS) for name, one in config.tasks.items())
+        if config.gateway and not served:
+            raise ConfigError(
+                "config section 'gateway': has no effect: expected one of [tasks.<name>] with 'gateway:...'"
+            )
         parts: dict[str, Part] = {}
         for name, one in config.tasks.items():
             try:
@@ -156,7 +161,7 @@ def task_of(config: TrainConfig) -> Task:
         except ValueError as error:
             raise ConfigError(f"config section 'tasks': {error}") from error
     options = {"seed": config.seed, **config.task_options}
-    if config.gateway and not config.task.startswith(("gateway:", "verifiers:")):
+    if config.gateway and not config.task.startswith(GATEWAY_TASKS):
         raise ConfigError(
             f"config section 'gateway': has no effect on task {config.task!r}: expected 'gateway:...', 'verifiers:...'"
         )

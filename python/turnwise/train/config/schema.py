@@ -33,6 +33,9 @@ from turnwise.train.config.sampling import (
     TaskConfig,
 )
 
+GATEWAY_TASKS = ("gateway:", "verifiers:")
+"""Prefixes of tasks whose agents call the gateway."""
+
 
 class LeagueConfig(Section):
     """Games against snapshots of the policies, each question once from each seat."""
@@ -216,14 +219,16 @@ class TrainConfig(Section):
     def of_task(self, name: str) -> Self:
         """Return the config of a run of ``tasks.<name>`` alone."""
         one = self.tasks[name]
-        changes = {"task": one.task or name, "task_options": one.options, "tasks": {}}
+        changes: dict[str, Any] = {"task": one.task or name, "task_options": one.options, "tasks": {}}
+        if not changes["task"].startswith(GATEWAY_TASKS):
+            changes["gateway"] = {}
         changes |= {key: own for key in ("credit", "reward") if (own := getattr(one, key)) is not None}
         return self.model_copy(update=changes)
 
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:
         fields = type(self).model_fields
-        for key in ("task", "task_options", "gateway") if self.tasks else ():
+        for key in ("task", "task_options") if self.tasks else ():
             default = fields[key].get_default(call_default_factory=True)
             if getattr(self, key) != default:
                 raise ValueError(f"{key} = {getattr(self, key)!r}: expected none beside [tasks.<name>], which name all")
