@@ -30,8 +30,10 @@ class TaskLabels:
     balance: Literal["tokens", "rows"] | None = None
 
     def label(self, results: Sequence[GenerateResult]) -> None:
-        """Add the success of its own task to the metrics of each top rollout, and all its metrics under its task but the
-        gateway's counts."""
+        """Add the success of its own task to the metrics of each top rollout, and its other metrics under its task.
+
+        The gateway's counts have no second name.
+        """
         for rollout in (result.rollout for result in results):
             task = str(rollout.meta.get(TASK))
             if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
