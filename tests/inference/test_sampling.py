@@ -155,3 +155,24 @@ def test_draws_are_those_with_whole_masks(vocabulary: int) -> None:
             assert matcher is None or matcher.accept(token)
         rows = rows[going]
     assert forced > 20 and mixed > 5
+
+
+def test_rows_whose_grammar_allows_no_further_token_end(monkeypatch) -> None:
+    """Where the compiler's limits end, a mask is empty: that row is named, and the others go on."""
+    tokenizer = build_tokenizer(["abc"], vocab_size=300)
+    text = json_grammar(ChatFormat(tokenizer), {"type": "string", "maxLength": 6})
+    grammars = RowGrammars([text, None, text, text], tokenizer, 300)
+    rows, going = torch.arange(4), torch.ones(4, dtype=torch.bool)
+    sampler = RowSampler.build([Sampling()] * 4, range(4), 4, CPU)
+    written = []
+    plain = GrammarMatcher.write_mask
+
+    def write_mask(self: GrammarMatcher) -> None:
+        plain(self)
+        written.append(self)
+        if len(written) == 2:  # that of the third row
+            self.mask[:] = 0
+
+    tokens, _ = grammars.draw(sampler, torch.zeros(4, 300), rows, 0)  # it opens the string
+    monkeypatch.setattr(GrammarMatcher, "write_mask", write_mask)
+    assert grammars.accept(rows, tokens, going) == [2] and len(written) == 3

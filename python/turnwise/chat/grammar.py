@@ -131,16 +131,15 @@ class GrammarMatcher:
 
     def write_to(self, mask: np.ndarray) -> None:
         """Write later masks into ``mask``, which has the shape and type of the present one: ``[words]`` uint32."""
-        self.mask, self._address = mask, mask.ctypes.data
+        self.mask, self._address, self._bytes = mask, mask.ctypes.data, mask.nbytes
 
-    def write_mask(self) -> bool:
-        """Write the next token's mask into ``mask``, where no token is forced. Return False if it allows none."""
+    def write_mask(self) -> None:
+        """Write the next token's mask into ``mask``, where no token is forced. It is empty if no token is allowed."""
         if not self._matcher.is_stopped():  # also true after an error
-            self._matcher.unsafe_compute_mask_ptr(self._address, self.mask.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
             if not self._matcher.is_stopped():
-                return bool(self.mask.any())
+                return
         self.mask[:] = 0
-        return False
 
     def allowed(self) -> np.ndarray:
         """Return the mask ``[W]`` uint8 of the next token, as in :class:`AllowedTokens`. The next call overwrites it.

@@ -131,13 +131,15 @@ class RowGrammars:
 
     def _look_ahead(self, rows: Iterable[int]) -> list[int]:
         """Find the forced token of each row or else its mask. Return the rows with an empty mask."""
-        empty = []
+        written = []
         for row in rows:
             matcher = self._matchers[row]
             self._forced[row] = token = matcher.forced_token()
-            if token < 0 and not matcher.write_mask():
-                empty.append(row)
-        return empty
+            if token < 0:
+                matcher.write_mask()
+                written.append(row)
+        lives = self._masks.take(written, axis=0).any(axis=1) if written else None
+        return [] if lives is None or lives.all() else [written[at] for at in np.flatnonzero(~lives)]
 
     def _allowed(self, index: list[int], device: torch.device) -> Tensor:
         """Return the masks ``[r, V]`` bool of the rows ``index``."""
