@@ -65,8 +65,7 @@ def make(
 def run(
     given: dict[str, Tensor], target: Any = None, *, linear: bool, frozen: tuple[str, ...] = (), **options: Any
 ) -> dict[str, Tensor]:
-    """Values and gradients by name; without a target by the definition in float64, whose logits it ``rounds`` to a
-    dtype."""
+    """Values and gradients by name; without a target by the definition in float64."""
     names = [name for name in (("hidden", "weight", "bias") if linear else ("logits",)) if name in given]
     moved = given if target is None else target.on(given)
     # What the op gets is no leaf; the leaf's memory is laid out as the input's.
@@ -90,15 +89,12 @@ def run(
 
 def _exact(
     leaves: dict[str, Tensor], targets: Tensor, *, softcap: float | None = None, temperature: float = 1.0,
-    ignore_index: int | None = None, positions: Tensor | None = None, rounds: torch.dtype | None = None, **_: Any,
+    ignore_index: int | None = None, positions: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kept = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
     if "hidden" in leaves:
         hidden = leaves["hidden"] if positions is None else leaves["hidden"][positions]
-        product = torch.where(kept[..., None], hidden, 0.0) @ leaves["weight"].T
-        if rounds is not None:
-            product = product + (product.to(rounds).double() - product).detach()
-        logits = product + leaves.get("bias", 0.0)
+        logits = torch.where(kept[..., None], hidden, 0.0) @ leaves["weight"].T + leaves.get("bias", 0.0)
     else:
         logits = torch.where(kept[..., None], leaves["logits"], 0.0)
     if softcap is not None:
