@@ -104,7 +104,7 @@ def test_stages(check: Any) -> None:
     assert [stage.name for stage in stages] == [*quick, "bench policy_loss", *slow]
     assert any("90-real" in word for word in stages[0].command)
     assert all(stage.needs for stage in stages[1:])
-    assert sum(stage.limit for stage in stages) < 1800
+    assert sum(stage.limit for stage in stages[:7]) < check.parse([]).seconds
     for stage in stages[5:7]:
         assert "kernel_substring=turnwise" in stage.command and "worksteal" not in stage.command
     assert [stage.name for stage in stages if "worksteal" in stage.command] == ["tests", "training", "tests triton"]

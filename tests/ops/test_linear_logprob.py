@@ -31,7 +31,7 @@ def ignored_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def compare(target: Any, given: dict[str, Tensor], tolerance: float, **options: Any) -> dict[str, Tensor]:
     got = run(given, target, linear=True, **options)
-    assert_close(got, run(given, linear=True, **options), tolerance)
+    assert_close(got, run(given, linear=True, **options), tolerance, target)
     return got
 
 

@@ -36,7 +36,7 @@ def test_equals_float64(target, shape, dtype, entropy, options) -> None:
     got = run(given, target, linear=False, **options)
     assert got["logprob"].shape == shape[:-1] and got["logprob"].dtype == torch.float32
     assert got["logits"].dtype == dtype
-    assert_close(got, run(given, linear=False, **options), TOLERANCE[dtype])
+    assert_close(got, run(given, linear=False, **options), TOLERANCE[dtype], target)
     assert all((value[given["targets"] == IGNORE] == 0).all() for value in got.values())
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.samples.collect import collect_samples
+from turnwise.credit.base import CENTERED, Credit
 from turnwise.samples.pack import advantages_of
-from turnwise.types import CreditAssigner, ExplainedCredit, GenerateResult, GroupedCredit, Sample
+from turnwise.types import CreditAssigner, ExplainedCredit, GroupedCredit, Sample
 
 
-class CreditByTask:
+class CreditByTask(Credit):
     """Computes the advantages of each task by its own rule of ``rules``.
 
     A sample is of the task that ``task_of_type`` names for the episode at the top of its tree. Each rule sees the
@@ -31,13 +31,6 @@ class CreditByTask:
             rows[self.task_of_type[top]].append(row)
         yield from ((self.rules[name], each) for name, each in rows.items() if each)
 
-    def compute(self, results: Sequence[GenerateResult]) -> dict[tuple[str, int], float]:
-        """Return ``(rollout id, step index) -> advantage``, see :class:`turnwise.types.CreditAssigner`."""
-        samples = collect_samples(results)
-        advantages = self.compute_columns(samples)
-        indices = [(sample.rollout_id, sample.step_index) for sample in samples]
-        return dict(zip(indices, advantages.tolist(), strict=True))
-
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         advantages = np.zeros(len(samples), dtype=np.float32)
@@ -49,7 +42,7 @@ class CreditByTask:
 
     def zero_causes(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[str]:
         """Return the cause of the advantage 0 for each of ``rows`` of ``samples``."""
-        causes = dict.fromkeys(rows, "zero_advantage")
+        causes = dict.fromkeys(rows, CENTERED)
         for rule, mine in self._by_task(samples):
             zeros = [place for place, row in enumerate(mine) if row in causes]
             if zeros and isinstance(rule, ExplainedCredit):
