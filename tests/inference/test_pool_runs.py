@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -160,15 +161,24 @@ def test_a_run_follows_the_members_of_its_cluster(
     files = list(weights.glob("*.safetensors")) if weights.is_dir() else []
     assert bool(files) == (transfer == "safetensors"), "a folder that other hosts see too"
     labels: list[str] = []
+    asked, reached, choose = itertools.count(1), threading.Event(), client._router.choose
+
+    def choose_and_hold(*request: Any) -> str:
+        """The first engine stops at the 15th request, so only the second one can answer it."""
+        if next(asked) == 15:
+            servers.kill(0, signal.SIGSTOP)
+            reached.set()
+        return choose(*request)
 
     def move() -> None:
-        while client.stats()["requests"] < 15:
-            time.sleep(0.005)
+        reached.wait()
         write_members(config.run_dir, 5, main={"engine-0": servers.urls[1]})
         while [engine.client._endpoint.url for engine in client._engines.values()] != servers.urls[1:]:
             time.sleep(0.01)
+        servers.kill(0, signal.SIGCONT)
         labels.append(servers.label(0))
 
+    monkeypatch.setattr(client._router, "choose", choose_and_hold)
     thread = threading.Thread(target=move, daemon=True)
     thread.start()
     run.train()

@@ -195,7 +195,7 @@ def run_part(
             return None
         rows.insert(1, Contender(part.agent, single[0].sampled_tokens, single[1]))
     say(comparison(part.task, rows))
-    return {**summarized(rows, progress, before, after), "seconds_warm_start": round(seconds_warm_start, 1)}
+    return {**summarized(rows, progress, before, after), "seconds_warm_start": round(seconds_warm_start, 3)}
 
 
 def held_out(config: TrainConfig) -> Evaluation:
@@ -222,7 +222,7 @@ def summarized(
         "episodes": progress.episodes,
         "sampled_tokens": progress.sampled_tokens,
         "steps": progress.step,
-        "seconds_training": round(progress.seconds, 1),
+        "seconds_training": round(progress.seconds, 3),
         "held_out": {
             row.name: {"success": row.result.success, "low": row.result.low, "high": row.result.high,
                        "sampled_tokens": row.sampled_tokens}
