@@ -43,11 +43,14 @@ int64_t checked_places(const PathTensors& tensors, int64_t rows, int64_t places)
     int64_t longest = 0;
     for (int64_t r = 0; r < rows; ++r) {
         require(0 <= begin[r] && begin[r] <= end[r] && end[r] <= places, "begin, end: expected places of key");
-        require(end[r] - begin[r] + path.shape[1] > 0, "begin, end, path: expected at least one place for each row");
-        longest = std::max(longest, end[r] - begin[r] + path.shape[1]);
         const int64_t* own = path.as<int64_t>() + r * path.stride[0];
-        for (int64_t s = 0; s < path.shape[1]; ++s)
-            require(0 <= own[s] && own[s] < places, "path: expected places of key");
+        int64_t count = end[r] - begin[r];
+        for (int64_t s = 0; s < path.shape[1]; ++s) {
+            require(-1 <= own[s] && own[s] < places, "path: expected places of key, or -1");
+            count += own[s] >= 0;
+        }
+        require(count > 0, "begin, end, path: expected at least one place for each row");
+        longest = std::max(longest, count);
     }
     return longest;
 }

@@ -48,7 +48,9 @@ TW_INLINE int64_t each_place(const PathCall<T>& call, int64_t row, const Body& b
     int64_t n = 0;
     for (int64_t place = call.begin[row]; place < call.end[row]; ++place) body(n++, place);
     const int64_t* path = call.path + row * call.path_row;
-    for (int64_t step = 0; step < call.steps; ++step) body(n++, path[step]);
+    for (int64_t step = 0; step < call.steps; ++step) {
+        if (path[step] >= 0) body(n++, path[step]);
+    }
     return n;
 }
 

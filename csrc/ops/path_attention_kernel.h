@@ -11,7 +11,7 @@ template <class T>
 struct PathCall {
     const T *query, *key, *value;       // [R, kv_heads * group * size], [M, kv_heads * size] twice
     T* out;                             // [R, kv_heads * group * size]
-    const int64_t *begin, *end, *path;  // [R], [R], [R, steps]
+    const int64_t *begin, *end, *path;  // [R], [R], [R, steps]; -1 in a path is no place
     int64_t query_row, key_row, value_row, out_row, path_row;
     int64_t steps;                  // places in a row's path
     int64_t longest;                // most places that a row attends to

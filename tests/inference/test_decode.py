@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from turnwise.chat import ChatFormat
+from turnwise.chat.grammar import json_grammar
 from turnwise.inference.local import kv_cache as caches
 from turnwise.inference.local.decode import Completion, SequenceSpec, complete
+from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.types import ModelResponse, Sampling
 
 from .helpers import VOCABULARY, build, teacher_forced
@@ -127,7 +132,7 @@ def test_siblings_are_prefilled_once() -> None:
         _, work = complete(model, rows, CPU)
     assert tuple(seen[0]) == (2, 7)
     assert work.prefilled == 3 + 7
-    assert work.decoded == sum(rows for rows, _ in seen[1:])
+    assert work.decoded == sum(rows * tokens for rows, tokens in seen[1:])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 8.0])
@@ -139,7 +144,9 @@ def test_equal_prefixes_are_decoded_once(temperature: float) -> None:
     ]
     model = build()
     sizes: list[int] = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
     with torch.inference_mode():
         together, work = complete(model, rows, CPU)
         alone = [complete(model, [row], CPU)[0][0] for row in rows]
@@ -166,11 +173,90 @@ def test_a_row_that_ends_leaves_its_node_to_the_others() -> None:
 def test_finished_and_abandoned_rows_leave_the_batch() -> None:
     model = build()
     sizes: list[int] = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
     rows = [SequenceSpec((1, 2, 3), Sampling(), seed, limit, ()) for seed, limit in enumerate([2, 2, 2, 9, 9, 9])]
     with torch.inference_mode():
         completions, _ = complete(model, rows, CPU, abandoned=lambda: [4, 5] if len(sizes) > 4 else [])
     # Six rows drew two different tokens; three go on after their second one, and one after the others were left.
-    assert sizes[:2] == [1, 2] and sizes[2:5] == [3, 3, 3] and sizes[5:] == [1, 1, 1, 1]
+    assert sizes[1:2] == [2] and sizes[2:5] == [3, 3, 3] and sizes[5:] == [1, 1, 1, 1]
     assert [completion.finish_reason for completion in completions] == ["length"] * 4 + ["abort"] * 2
     assert completions[5].token_ids == []
+
+
+def test_rows_that_have_ended_stay_within_the_context() -> None:
+    """A row that ends at the model's last position stays in the batch for a while, beside 20 that go on."""
+    config = GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=None)
+    rows = [SequenceSpec(tuple(range(1, 29)), Sampling(), 0, 4, ())]
+    rows += [SequenceSpec((1, 2 + seed), Sampling(), seed, 30, ()) for seed in range(20)]
+    assert [len(each.token_ids) for each in run(GPT2LMHeadModel(config).eval(), rows)] == [4, *[30] * 20]
+
+
+# -- runs of forced tokens ---------------------------------------------------------------------------------------------
+WORDS = build_tokenizer(["Write letters. Go on."], vocab_size=300)
+FORMS = [
+    json_grammar(
+        ChatFormat(WORDS),
+        {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False},
+    )
+    for properties in (
+        {"sure": {"type": "boolean"}, "word": {"enum": ["letters", "let"]}},
+        {"sure": {"type": "null"}, "go": {"type": "boolean"}},
+    )
+]
+
+
+def forms_of(seed: int) -> list[SequenceSpec]:
+    """Siblings of three prompts under two grammars and none, with limits that cut runs, stop tokens and stop texts."""
+    draw = random.Random(seed)
+    ends = ChatFormat(WORDS).stop_token_ids
+    return [
+        SequenceSpec(
+            tuple(WORDS.encode("Write letters."[: 5 + 4 * (number % 3)])),
+            Sampling(draw.choice([0.0, 0.7, 1.0]), grammar=draw.choice([*FORMS, FORMS[0], None])),
+            draw.randrange(3),
+            draw.choice([1, 2, 5, 9, 17, 40, 60]),
+            draw.choice([ends, (*ends, *WORDS.encode("u"))]),
+            draw.choice([None, None, lambda ids: "re" in WORDS.decode(ids)]),
+        )
+        for number in range(draw.choice([1, 7, 40]))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_of_forced_tokens_is_one_pass(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same completions as one token at a time, by fewer passes."""
+    model = build_model(WORDS, hidden_size=32, num_hidden_layers=2, intermediate_size=64, head_dim=16)
+    rows, passes = forms_of(seed), []
+    model.register_forward_pre_hook(lambda *call: passes.append(1))
+    results = []
+    for made in (caches.make_decoder, lambda *call: caches.Repeated(*call[:4])):
+        monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", made)
+        before = len(passes)
+        with torch.inference_mode():
+            completions, _ = complete(model.eval(), rows, CPU, tokenizer=WORDS)
+        results.append((completions, len(passes) - before))
+    (runs, few), (single, many) = results
+    for one, other in zip(runs, single, strict=True):
+        assert (one.token_ids, one.finish_reason, one.versions) == (
+            other.token_ids,
+            other.finish_reason,
+            other.versions,
+        )
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert few <= many
+
+
+def test_passes_are_those_of_the_free_tokens() -> None:
+    model = build_model(WORDS, hidden_size=32, num_hidden_layers=2, intermediate_size=64, head_dim=16).eval()
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *call: passes.append(1))
+    prompt, ends = tuple(WORDS.encode("Write")), ChatFormat(WORDS).stop_token_ids
+    row = SequenceSpec(prompt, Sampling(grammar=FORMS[0]), 0, 60, ends)
+    with torch.inference_mode():
+        [completion], work = complete(model, [row], CPU, tokenizer=WORDS)
+    free = sum(logprob != 0 for logprob in completion.logprobs)
+    assert completion.finish_reason == "stop" and 0 < free < len(completion.token_ids) / 3
+    assert len(passes) == 1 + free, "the prompt's, and one before each free token"
+    assert work.decoded < len(completion.token_ids), "the last run is not decoded"

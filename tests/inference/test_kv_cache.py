@@ -68,7 +68,7 @@ def attended(query, key, value, begin, end, path, kv_heads):
     rows, heads, size = query.shape
     out = torch.empty(rows, heads, size, dtype=torch.float64)
     for row in range(rows):
-        places = [*range(int(begin[row]), int(end[row])), *path[row].tolist()]
+        places = [*range(int(begin[row]), int(end[row])), *(place for place in path[row].tolist() if place >= 0)]
         for head in range(heads):
             own = slice(head // (heads // kv_heads) * size, (head // (heads // kv_heads) + 1) * size)
             scores = key[places][:, own].double() @ query[row, head].double() * size**-0.5
@@ -86,7 +86,8 @@ def test_the_kernel_equals_a_plain_softmax(size: int, heads: int, kv_heads: int,
     key, value = (torch.randn(90, kv_heads * size, dtype=dtype) for _ in range(2))
     begin = torch.randint(0, 40, (40,))
     end = begin + torch.randint(0, 50, (40,))
-    path = torch.randint(0, 90, (40, 5))
+    path = torch.randint(-1, 90, (40, 5))  # -1 is no place
+    path[:, 2] = torch.arange(40)
     results = []
     for threads in (1, 3):
         out = torch.full((40, heads * size), float("nan"), dtype=dtype)
@@ -104,6 +105,8 @@ def test_the_kernel_equals_a_plain_softmax(size: int, heads: int, kv_heads: int,
         ({"begin": torch.tensor([-1, 0])}, "begin, end: expected places of key"),
         ({"end": torch.tensor([2, 7])}, "begin, end: expected places of key"),
         ({"path": torch.tensor([[0], [6]])}, "path: expected places of key"),
+        ({"path": torch.tensor([[0], [-2]])}, "path: expected places of key, or -1"),
+        ({"end": torch.zeros(2, dtype=torch.int64), "path": torch.full((2, 3), -1)}, "at least one"),
         ({"path": torch.zeros((3, 1), dtype=torch.int64)}, r"path.*expected \[R, S\]"),
         ({"end": torch.zeros(2, dtype=torch.int64), "path": torch.zeros((2, 0), dtype=torch.int64)}, "at least one"),
         ({"key": torch.zeros(6, 5)}, r"key.*expected \[6, 4\]"),

@@ -143,8 +143,9 @@ def test_draws_are_those_with_whole_masks(vocabulary: int) -> None:
             else:
                 bits = np.unpackbits(matcher.allowed(), bitorder="little")[:vocabulary]
                 mask[: len(bits)] = bits
-        tokens, logprobs = grammars.draw(sampler, logits, rows, step)
-        expected = sampler.draw(logits, rows, step, torch.from_numpy(masks))
+        at = torch.full_like(rows, step)
+        tokens, logprobs = grammars.draw(sampler, logits, rows, at)
+        expected = sampler.draw(logits, rows, at, torch.from_numpy(masks))
         assert tokens.equal(expected[0]) and logprobs.equal(expected[1])
         single = int((masks.sum(axis=1) == 1).sum())
         forced, mixed = forced + single, mixed + (0 < single < len(rows) - 1)
@@ -173,6 +174,6 @@ def test_rows_whose_grammar_allows_no_further_token_end(monkeypatch) -> None:
         if len(written) == 2:  # that of the third row
             self.mask[:] = 0
 
-    tokens, _ = grammars.draw(sampler, torch.zeros(4, 300), rows, 0)  # it opens the string
+    tokens, _ = grammars.draw(sampler, torch.zeros(4, 300), rows, torch.zeros_like(rows))  # it opens the string
     monkeypatch.setattr(GrammarMatcher, "write_mask", write_mask)
     assert grammars.accept(rows, tokens, going) == [2] and len(written) == 3

@@ -129,6 +129,11 @@ class GrammarMatcher:
             self._forced = _forced_run(self._matcher)[::-1]
         return self._forced[-1] if self._forced else -1
 
+    def take_forced(self) -> list[int]:
+        """Go on past the run of forced tokens that :meth:`forced_token` found, and return it."""
+        run, self._forced = self._forced[::-1], []
+        return run
+
     def write_to(self, mask: np.ndarray) -> None:
         """Write later masks into ``mask``, which has the shape and type of the present one: ``[words]`` uint32."""
         self.mask, self._address, self._bytes = mask, mask.ctypes.data, mask.nbytes

@@ -15,7 +15,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from turnwise.inference.common.hf_model import last_mlp_at
-from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Uncached, make_decoder
+from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Paths, Uncached, make_decoder
 from turnwise.inference.local.sampling import RowGrammars, RowSampler
 from turnwise.inference.weights.lora import activated
 from turnwise.types import FinishReason, Sampling
@@ -104,7 +104,7 @@ def complete(
     grammars = RowGrammars.of([row.sampling.grammar for row in rows], tokenizer, logits.shape[1])
     drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
-    return _completions(rows, drawn), Work(prefilled, drawn.decoded)
+    return drawn.completions(), Work(prefilled, drawn.decoded)
 
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
@@ -159,20 +159,121 @@ def _prefill(
     return output.logits[:, -1], output.past_key_values, mask
 
 
-@dataclass(slots=True)
 class _Drawn:
-    """Tokens ``[R, T]`` int64 and log-probabilities ``[R, T]`` float32 on the CPU, the version of the weights that gave
-    each drawn column, the aborted rows, and the number of decoded positions."""
+    """What was drawn for ``R`` rows of at most ``T`` tokens, and how they ended.
 
-    tokens: Tensor
-    logprobs: Tensor
-    versions: list[int]
-    aborted: set[int]
-    stopped: dict[int, int]
-    """Number of tokens of the rows that a stop string ended."""
-    stuck: dict[int, int]
-    """Number of tokens of the rows whose grammar allowed no further token."""
-    decoded: int
+    ``tokens`` int64 and ``logprobs`` float32 are ``[R, T + 1]``: rows that have ended write into the last column.
+    ``counts [R]`` is the number of tokens of each row.
+    """
+
+    def __init__(self, rows: Sequence[SequenceSpec], device: torch.device) -> None:
+        self.rows, self.width = rows, max(row.limit for row in rows)
+        self.tokens = torch.zeros((len(rows), self.width + 1), dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros((len(rows), self.width + 1), device=device)
+        self.counts = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        self.versions: list[tuple[int, list[int]]] = []
+        """Versions of the weights, and the first token of each row that each gave."""
+        self._watches = any(row.stopped is not None for row in rows)
+        self.aborted: set[int] = set()
+        self.stopped: set[int] = set()
+        """The rows that a stop string ended."""
+        self.decoded = 0
+        """Positions that passed through the model."""
+
+    def alive(self) -> _Alive:
+        """Return all rows, before their first token."""
+        rows, device = self.rows, self.tokens.device
+        stop_width = max(1, max(len(row.stop_ids) for row in rows))
+        stops = [[*row.stop_ids, *([-1] * (stop_width - len(row.stop_ids)))] for row in rows]  # -1 is no token id
+        return _Alive(
+            rows=torch.arange(len(rows), device=device),
+            going=torch.ones(len(rows), dtype=torch.bool, device=device),
+            count=torch.zeros(len(rows), dtype=torch.int64, device=device),
+            length=torch.tensor([len(row.prompt) for row in rows], device=device),
+            limit=torch.tensor([row.limit for row in rows], device=device),
+            stops=torch.tensor(stops, device=device),
+        )
+
+    def add(self, alive: _Alive, tokens: Tensor, logprobs: Tensor, version: int) -> None:
+        """Write the next token of each row that is going. It ends at a stop token, with a stop string or at its limit.
+
+        ``version`` belongs to the weights that gave it.
+        """
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, self.counts.tolist()))
+        at = alive.rows * (self.width + 1) + torch.where(alive.going, alive.count, self.width)
+        self.tokens.view(-1).index_copy_(0, at, tokens)
+        self.logprobs.view(-1).index_copy_(0, at, logprobs)
+        self._grow(alive, alive.count + alive.going)
+        going = alive.going & (tokens[:, None] != alive.stops).all(dim=1)
+        if self._watches:
+            for place in going.nonzero()[:, 0].tolist():
+                row = int(alive.rows[place])
+                if self._is_stopped(row, self.tokens[row, : int(alive.count[place])].tolist()):
+                    going[place] = False
+        alive.going = going & (alive.count < alive.limit)
+
+    def add_runs(self, alive: _Alive, runs: Mapping[int, Sequence[int]]) -> list[int]:
+        """Write the forced tokens of each row in ``runs``, up to one that ends the row. Return the rows that end."""
+        places, tokens, ended, added = [], [], [], [0] * len(alive.rows)
+        for place, (row, count) in enumerate(zip(alive.rows.tolist(), alive.count.tolist(), strict=True)):
+            spec, run = self.rows[row], runs.get(row, ())
+            before = self.tokens[row, :count].tolist() if run and spec.stopped is not None else []
+            for nth, token in enumerate(run, 1):
+                places.append(row * (self.width + 1) + count + nth - 1)
+                tokens.append(token)
+                added[place] = nth
+                if self._is_stopped(row, [*before, *run[:nth]]) or token in spec.stop_ids or count + nth == spec.limit:
+                    ended.append(row)
+                    break
+        device = self.tokens.device
+        self.tokens.view(-1)[torch.tensor(places, device=device)] = torch.tensor(tokens, device=device)
+        self._grow(alive, alive.count + torch.tensor(added, device=device))
+        return ended
+
+    def _grow(self, alive: _Alive, count: Tensor) -> None:
+        alive.count = count
+        self.counts.index_copy_(0, alive.rows, count)
+
+    def _is_stopped(self, row: int, tokens: Sequence[int]) -> bool:
+        stopped = self.rows[row].stopped
+        if stopped is None or not stopped(tokens):
+            return False
+        self.stopped.add(row)
+        return True
+
+    def completions(self) -> list[Completion]:
+        """Return the completions of all rows."""
+        counts = self.counts.tolist()
+        ends = [first for _, first in self.versions[1:]] + [counts]
+        completions = []
+        for row, (ids, logprobs) in enumerate(zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True)):
+            if row in self.aborted:
+                completions.append(Completion([], [], "abort", []))
+                continue
+            count, stop_ids = counts[row], self.rows[row].stop_ids
+            versions: list[int] = []
+            for (version, first), end in zip(self.versions, ends, strict=True):
+                versions += [version] * (end[row] - first[row])
+            reason: FinishReason = "stop" if row in self.stopped or ids[count - 1] in stop_ids else "length"
+            completions.append(Completion(ids[:count], logprobs[:count], reason, versions))
+        return completions
+
+
+@dataclass(slots=True)
+class _Alive:
+    """The rows in the decoder, as columns of ``r`` rows: their numbers, those that have not ended, their tokens so far,
+    the lengths of their prompts, their limits, and their stop tokens ``[r, S]``."""
+
+    rows: Tensor
+    going: Tensor
+    count: Tensor
+    length: Tensor
+    limit: Tensor
+    stops: Tensor
+
+    def take(self, index: Tensor) -> _Alive:
+        return _Alive(*(getattr(self, column)[index] for column in self.__slots__))
 
 
 def _decode(
@@ -186,104 +287,82 @@ def _decode(
 ) -> _Drawn:
     """Draw and decode until every row has ended. ``version`` belongs to the weights that gave ``logits [R, V]``.
 
-    In the loop, ``alive`` lists the rows in the decoder, ``going`` marks those that have not ended, and ``node`` is the
-    node of each; ``None`` once each row has a node of its own, in the order of ``alive``.
+    In the loop, ``node`` is the node of each row that is alive; ``None`` once each has a node of its own, in the same
+    order. ``begin`` counts the tokens of each row before this turn, which adds one, or several that a grammar forces.
     """
-    device, width = logits.device, max(row.limit for row in rows)
-    sampler = RowSampler.build([row.sampling for row in rows], [row.seed for row in rows], width, device)
-    limits = torch.tensor([row.limit for row in rows], device=device)
-    lengths = torch.tensor([len(row.prompt) for row in rows], device=device)
-    stop_width = max(1, max(len(row.stop_ids) for row in rows))
-    padded = [[*row.stop_ids, *([-1] * (stop_width - len(row.stop_ids)))] for row in rows]  # -1 is no token id
-    stops = torch.tensor(padded, device=device)
-    tokens = torch.zeros((len(rows), width), dtype=torch.int64, device=device)
-    logprobs = torch.zeros((len(rows), width), device=device)
-    alive, going = torch.arange(len(rows), device=device), torch.ones(len(rows), dtype=torch.bool, device=device)
+    drawn = _Drawn(rows, logits.device)
+    alive = drawn.alive()
+    sampler = RowSampler.build(
+        [row.sampling for row in rows], [row.seed for row in rows], drawn.width + 1, logits.device
+    )
     node: Tensor | None = decoder.nodes
-    aborted: set[int] = set()
-    watched = {row: spec.stopped for row, spec in enumerate(rows) if spec.stopped is not None}
-    stopped: dict[int, int] = {}
-    stuck: dict[int, int] = {}
-    versions: list[int] = []
-    decoded = 0
-    for step in range(width):
+    paths = decoder if isinstance(decoder, Paths) and grammars is not None else None  # takes runs of tokens
+    while True:
+        begin = alive.count
         if grammars is None:
-            drawn, drawn_logprobs = sampler.draw(logits, alive, step)
+            tokens, logprobs = sampler.draw(logits, alive.rows, begin)
+            drawn.add(alive, tokens, logprobs, version)
         else:
-            drawn, drawn_logprobs = grammars.draw(sampler, logits, alive, step)
-        # A row ends at a stop token, with a stop string, at its limit, or when its caller has left.
-        tokens[alive, step], logprobs[alive, step] = drawn, drawn_logprobs
-        versions.append(version)
-        going &= (drawn[:, None] != stops[alive]).all(dim=1)
-        if watched:
-            for index in going.nonzero()[:, 0].tolist():
-                row = int(alive[index])
-                if row in watched and watched[row](tokens[row, : step + 1].tolist()):
-                    stopped[row], going[index] = step + 1, False
-        going &= step + 1 < limits[alive]
-        if grammars is not None and (ended := grammars.accept(alive, drawn, going)):
-            stuck |= dict.fromkeys(ended, step + 1)
-            going &= ~torch.isin(alive, torch.tensor(ended, device=device))
-        if left := set(abandoned()) - aborted:
-            leaving = torch.isin(alive, torch.tensor(sorted(left), device=device)) & going
-            aborted |= set(alive[leaving].tolist())
-            going &= ~leaving
-        count = int(going.sum())
+            tokens, logprobs = grammars.draw(sampler, logits, alive.rows, begin)
+            drawn.add(alive, tokens, logprobs, version)
+            ended = grammars.accept(alive.rows, tokens, alive.going)
+            if paths is not None:
+                runs, stuck = grammars.take_runs(alive.rows, alive.going)
+                ended += drawn.add_runs(alive, runs) + stuck if runs else []
+            if ended:
+                alive.going &= ~torch.isin(alive.rows, torch.tensor(ended, device=logits.device))
+        if left := set(abandoned()) - drawn.aborted:
+            leaving = torch.isin(alive.rows, torch.tensor(sorted(left), device=logits.device)) & alive.going
+            drawn.aborted |= set(alive.rows[leaving].tolist())
+            alive.going &= ~leaving
+        count = int(alive.going.sum())
         if count == 0:
-            break
+            return drawn
         # Keep only the rows that go on: always while nodes split, else once enough rows have ended.
-        if count < len(alive) and (node is not None or count < _PACK_BELOW * len(alive)):
-            kept = going.nonzero()[:, 0]
+        if count < len(begin) and (node is not None or count < _PACK_BELOW * len(begin)):
+            kept = alive.going.nonzero()[:, 0]
             if node is None:
                 decoder.keep(kept)
             else:
                 node = node[kept]
-            alive, drawn, going = alive[kept], drawn[kept], going[kept]
-        # Split the nodes whose rows drew different tokens.
-        if node is not None:
-            node, order, drawn = _split(decoder, node, drawn, logits.shape[1])
-            alive, going = alive[order], going[order]
-        positions = lengths[alive] + step
-        if node is not None:
-            positions = positions.new_empty(len(drawn)).scatter_(0, node, positions)
+            alive, begin, tokens = alive.take(kept), begin[kept], tokens[kept]
+        first = alive  # a row of each node
+        if node is not None:  # split the nodes whose rows drew different tokens, or got different runs
+            key, keys = tokens, logits.shape[1]
+            if paths is not None and grammars is not None:
+                key, keys = key * len(rows) + grammars.numbers[alive.rows], keys * len(rows)
+            node, order, places = _split(decoder, node, key, keys)
+            alive, first, begin, tokens = alive.take(order), alive.take(places), begin[places], tokens[places]
+        # A row that has ended stays at its last position.
+        positions = first.length + torch.minimum(begin, first.limit - 1)
         with forward_lock as version:
-            logits = decoder.step(drawn, positions)
-        decoded += len(drawn)
+            if paths is not None:
+                counts = (first.count - begin).clamp(min=1)
+                of = torch.repeat_interleave(counts)
+                nth = torch.arange(len(of)) - (counts.cumsum(0) - counts)[of]
+                tokens = drawn.tokens[first.rows[of], begin[of] + nth]
+                logits = paths.step_runs(tokens, positions[of] + nth, counts)
+            else:
+                logits = decoder.step(tokens, positions)
+        drawn.decoded += len(tokens)
         logits = logits if node is None else logits[node]
-    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, stopped, stuck, decoded)
 
 
-def _split(decoder: Decoder, node: Tensor, drawn: Tensor, vocabulary: int) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Give each distinct pair of ``node [r]`` and ``drawn [r]`` a node.
+def _split(decoder: Decoder, node: Tensor, key: Tensor, keys: int) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Give each distinct pair of ``node [r]`` and ``key [r]`` a node. Keys are below ``keys``.
 
     Returns the rows' new nodes, ``None`` if each row has its own; the order of the rows, ``[r]``, which then is that of
-    their nodes; and the token of each node ``[N]``.
+    their nodes; and a row of each node ``[N]``, by its place in the order of before.
     """
     order = torch.arange(len(node), device=node.device)
-    distinct, new = torch.unique(node * vocabulary + drawn, return_inverse=True)
-    parents = torch.div(distinct, vocabulary, rounding_mode="floor")
+    distinct, new = torch.unique(node * keys + key, return_inverse=True)
+    parents = torch.div(distinct, keys, rounding_mode="floor")
     if len(parents) != decoder.size or bool((parents[1:] == parents[:-1]).any()):
         decoder.keep(parents)
     if len(distinct) == len(node):
-        return None, new.argsort(), distinct - parents * vocabulary
-    return new, order, distinct - parents * vocabulary
-
-
-def _completions(rows: Sequence[SequenceSpec], drawn: _Drawn) -> list[Completion]:
-    """Cut each row after its first stop token, at its stop string or at its limit."""
-    completions = []
-    tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-    for number, (row, ids, values) in enumerate(zip(rows, tokens, logprobs, strict=True)):
-        if number in drawn.aborted:
-            completions.append(Completion([], [], "abort", []))
-            continue
-        end = next((index for index, token in enumerate(ids[: row.limit]) if token in row.stop_ids), None)
-        if end is None and number in drawn.stopped:
-            end = drawn.stopped[number] - 1
-        reason: FinishReason = "length" if end is None else "stop"
-        count = drawn.stuck.get(number, row.limit) if end is None else end + 1
-        completions.append(Completion(ids[:count], values[:count], reason, drawn.versions[:count]))
-    return completions
+        order = new.argsort()
+        return None, order, order
+    return new, order, torch.empty_like(distinct).scatter_(0, new, order)
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------

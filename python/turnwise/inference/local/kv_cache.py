@@ -35,7 +35,7 @@ _RESERVE = 8  # columns by which a full buffer grows, or places per row that a m
 
 
 class Decoder(Protocol):
-    """Nodes that grow by one token at a time."""
+    """Nodes that grow by one token at a time; those of :class:`Paths` also by several."""
 
     nodes: Tensor
     """The first node of each row."""
@@ -128,8 +128,8 @@ class Paths:
     """Keeps the keys and values of all tokens in one matrix per layer: first the prompts', then each step's new ones.
 
     A node attends to its own prompt, at the places ``_begin [R]`` to ``_end [R]``. It also attends to the places in
-    ``_path [R, L + S]``: the first ``L`` tokens of all prompts, and its new tokens. So a node splits without a copy of
-    keys. The places of nodes that have ended stay in use.
+    ``_path [R, L + S]``: the first ``L`` tokens of all prompts, and its new tokens; -1 fills the rows of nodes with
+    fewer. So a node splits without a copy of keys. The places of nodes that have ended stay in use.
 
     ``python bench/bench_inference.py --model tiny --client transformers`` samples with its kernel and with PyTorch's
     attention (:class:`SharedPrefix`).
@@ -151,22 +151,52 @@ class Paths:
         return len(self._path)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        used = self._layers[0].used
-        self._path = torch.cat([self._path, torch.arange(used, used + len(tokens))[:, None]], dim=1)
+        return self.step_runs(tokens, positions, torch.ones_like(tokens))
+
+    def step_runs(self, tokens: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+        """Append to each node its run of ``counts [R]`` tokens, at least one, in one pass.
+
+        ``tokens`` and ``positions`` ``[sum(counts)]`` have the runs one after the other. Returns the logits
+        ``[R, V]`` after each run.
+        """
+        used, single = self._layers[0].used, len(tokens) == len(counts)
+        places, last = torch.arange(used, used + len(tokens)), counts.cumsum(0) - 1
+        if single:
+            self._path = torch.cat([self._path, places[:, None]], dim=1)
+            self._attended = self._begin, self._end, self._path
+        else:
+            node = torch.repeat_interleave(counts)
+            nth = torch.arange(len(tokens)) - (last - counts + 1)[node]
+            own = torch.full((len(counts), int(counts.max())), -1)
+            own[node, nth] = places
+            # A token attends to those of its run up to itself.
+            seen = torch.where(torch.arange(own.shape[1]) <= nth[:, None], own[node], -1)
+            self._attended = self._begin[node], self._end[node], torch.cat([self._path[node], seen], dim=1)
+            self._path = torch.cat([self._path, own], dim=1)
+        shape = (-1, 1) if single else (1, -1)  # one sequence can give the logits of some positions alone
         with _attention(self._model.config):
-            return _forward(self._model, tokens, positions, self._cache, decoder=self)
+            output = self._model(
+                input_ids=tokens.view(shape),
+                position_ids=positions.view(shape),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1 if single else last,
+                decoder=self,
+            )
+        return output.logits.flatten(0, 1)
 
     def keep(self, rows: Tensor) -> None:
         self._begin, self._end, self._path = self._begin[rows], self._end[rows], self._path[rows]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Compute softmax attention of ``query [R, H, 1, D]``. Returns ``[R, 1, H, D]``."""
-        rows, heads, _, size = query.shape
+        """Compute softmax attention of ``query [B, H, Q, D]``, for ``B * Q`` new tokens. Returns ``[B, Q, H, D]``."""
+        sequences, heads, length, size = query.shape
         keys, values = self._layers[layer].rows()
-        out, places = query.new_empty((rows, heads * size)), (self._begin, self._end, self._path)
+        query = query.transpose(1, 2).reshape(-1, heads * size)
+        out = torch.empty_like(query)
         threads = torch.get_num_threads()
-        _C.path_attention(query.flatten(1), keys, values, *places, heads, key.shape[1], scaling, out, threads)
-        return out.view(rows, 1, heads, size)
+        _C.path_attention(query, keys, values, *self._attended, heads, key.shape[1], scaling, out, threads)
+        return out.view(sequences, length, heads, size)
 
 
 class _Places(DynamicLayer):
@@ -187,13 +217,13 @@ class _Places(DynamicLayer):
         return keys[: self.used], values[: self.used]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        start, self.used = self.used, self.used + len(key_states)
+        start, self.used = self.used, self.used + key_states.shape[0] * key_states.shape[2]
         self.steps += 1
         if self.used > len(self._buffers[0]):
             size = max(self.used, len(self._buffers[0]) * 3 // 2)
             self._buffers = [torch.cat([b, b.new_empty((size - len(b), b.shape[1]))]) for b in self._buffers]
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[start : self.used] = states.flatten(1)
+            buffer[start : self.used].view(states.transpose(1, 2).shape).copy_(states.transpose(1, 2))
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -351,7 +381,7 @@ def _shared_prefix_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that the model calls. The models here use none of its other settings (``kwargs``)."""
-    assert attention_mask is None and query.shape[2] == 1, "one new token per row, and nothing of it masked"
+    assert attention_mask is None, "the decoder masks what a token may not see"
     return decoder.attend(module.layer_idx, query, key, value, scaling), None
 
 

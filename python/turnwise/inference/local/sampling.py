@@ -59,10 +59,11 @@ class RowSampler:
             filtered=filtered,
         )
 
-    def draw(self, logits: Tensor, rows: Tensor, step: int, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Draw the next token of each row, and return it with its log-probability.
+    def draw(self, logits: Tensor, rows: Tensor, at: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Draw the next token of each row, its ``at``-th one, and return it with its log-probability.
 
-        ``logits [r, V]`` are floats; ``rows [r]`` int64 are their indices among the ``R`` rows. Returns tokens ``[r]``
+        ``logits [r, V]`` are floats; ``rows [r]`` int64 are their indices among the ``R`` rows, and ``at [r]`` int64
+        counts the tokens that each has. Returns tokens ``[r]``
         int64 and log-probabilities ``[r]`` float32 under ``log_softmax(logits / temperature)`` (greedy: temperature
         1), before top-p and top-k. With masks ``allowed [r, V]`` the distribution is that over the allowed tokens.
         """
@@ -73,7 +74,7 @@ class RowSampler:
         weights = logprobs.exp()
         if self.filtered:
             weights = _filter(weights, self.top_p[rows, None], self.top_k[rows, None])
-        tokens = _inverse_cdf(weights, self.uniforms[rows, step])
+        tokens = _inverse_cdf(weights, self.uniforms[rows, at])
         if not self.plain:
             tokens = torch.where(self.greedy[rows], logprobs.argmax(dim=-1), tokens)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -87,6 +88,9 @@ class RowGrammars:
             row: GrammarMatcher(tokenizer, grammar) for row, grammar in enumerate(grammars) if grammar is not None
         }
         self._vocabulary = vocabulary
+        numbers = {grammar: number for number, grammar in enumerate(dict.fromkeys(grammars))}
+        self.numbers = torch.tensor([numbers[grammar] for grammar in grammars])
+        """The number of each row's grammar ``[R]``: equal grammars have one, as have the rows without any."""
         # The tokenizer may have more or fewer tokens than the model.
         words = max([-(-vocabulary // 32), *(len(matcher.mask) for matcher in self._matchers.values())])
         self._masks = np.full((len(grammars), words), 2**32 - 1, dtype=np.uint32)
@@ -102,7 +106,7 @@ class RowGrammars:
         """Return the grammars of the rows; ``None`` if no row has one."""
         return cls(grammars, tokenizer, vocabulary) if any(grammars) else None
 
-    def draw(self, sampler: RowSampler, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def draw(self, sampler: RowSampler, logits: Tensor, rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of each row from its allowed ones, as :meth:`RowSampler.draw` does with masks.
 
         A token without an alternative needs no draw. Its log-probability is 0.
@@ -111,11 +115,11 @@ class RowGrammars:
         forced = [self._forced[row] for row in index]
         free = [place for place, token in enumerate(forced) if token < 0]
         if len(free) == len(index):
-            return sampler.draw(logits, rows, step, self._allowed(index, device))
+            return sampler.draw(logits, rows, at, self._allowed(index, device))
         tokens, logprobs = torch.tensor(forced, device=device), torch.zeros(len(index), device=device)
         if free:
             places, allowed = torch.tensor(free, device=device), self._allowed([index[each] for each in free], device)
-            drawn = sampler.draw(logits.index_select(0, places), rows.index_select(0, places), step, allowed)
+            drawn = sampler.draw(logits[places], rows[places], at[places], allowed)
             tokens.index_copy_(0, places, drawn[0])
             logprobs.index_copy_(0, places, drawn[1])
         return tokens, logprobs
@@ -128,6 +132,15 @@ class RowGrammars:
             if goes and (matcher := self._matchers.get(row)) is not None:
                 (running if matcher.accept(token) else ended).append(row)
         return ended + self._look_ahead(running)
+
+    def take_runs(self, rows: Tensor, going: Tensor) -> tuple[dict[int, list[int]], list[int]]:
+        """Go on past the run of forced tokens that is ahead of each of the ``rows [r]`` that are ``going``.
+
+        Returns the runs by row, and the rows whose run no token can continue.
+        """
+        index = zip(rows.tolist(), going.tolist(), strict=True)
+        runs = {row: self._matchers[row].take_forced() for row, goes in index if goes and self._forced[row] >= 0}
+        return runs, self._look_ahead(runs)
 
     def _look_ahead(self, rows: Iterable[int]) -> list[int]:
         """Find the forced token of each row or else its mask. Return the rows with an empty mask."""
