@@ -7,11 +7,13 @@ updates and weight transfers are modelled. Nothing is learned: the weights are a
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,7 +21,7 @@ from scale.virtual_clock import run_virtually
 
 from turnwise.arena import Arena, Episode, Rubric
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.train.config.sampling import LoopConfig
+from turnwise.train.config.sampling import LoopConfig, RolloutConfig
 from turnwise.train.config.schema import LogConfig, TrainConfig
 from turnwise.train.loop import Trainer
 from turnwise.train.model.policy import Policy
@@ -78,7 +80,8 @@ class Simulation:
     """Results of a simulated run.
 
     ``trainer_busy`` and ``slots_busy`` are shares of ``seconds``. Staleness counts weight versions, over all tokens.
-    ``trained`` holds the ids of the rollouts that each step trained on, in order.
+    For each step, ``trained`` holds the ids of the rollouts that it trained on, in order, ``lengths`` their sampled
+    tokens, and ``step_seconds`` the time since the update before it.
     """
 
     seconds: float
@@ -89,6 +92,8 @@ class Simulation:
     staleness_max: int
     dropped_stale: int
     trained: list[list[str]] = field(repr=False)
+    lengths: list[list[int]] = field(repr=False)
+    step_seconds: list[float] = field(repr=False)
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,12 +107,15 @@ def simulate(
     steps: int = 20,
     episodes: int = 64,
     turns: int = 1,
+    copies: int = 1,
+    oversample: float = 1.0,
     max_concurrency: int = MAX_CONCURRENCY,
     seed: int = 0,
 ) -> Simulation:
     """Simulate ``steps`` steps of ``episodes`` episodes, each with ``turns`` model calls one after the other.
 
-    The same arguments give the same result. Raises ``ValueError`` for a count below 1.
+    Each question has ``copies`` episodes, which are a group. ``oversample`` is ``rollout.oversample``. The same
+    arguments give the same result. Raises ``ValueError`` for a count below 1.
 
     Example::
 
@@ -119,8 +127,11 @@ def simulate(
             raise ValueError(f"{name}={value!r}: expected at least 1")
     with tempfile.TemporaryDirectory() as folder:
         log = LogConfig(progress=False, rollouts_per_step=0)
-        config = TrainConfig(run_dir=Path(folder), steps=steps, loop=loop, seed=seed, log=log)
-        trainer = SimulatedTrainer(latency, config, episodes=episodes, turns=turns, max_concurrency=max_concurrency)
+        rollout = RolloutConfig(oversample=oversample)
+        config = TrainConfig(run_dir=Path(folder), steps=steps, loop=loop, rollout=rollout, seed=seed, log=log)
+        trainer = SimulatedTrainer(
+            latency, config, episodes=episodes, turns=turns, copies=copies, max_concurrency=max_concurrency
+        )
         return run_virtually(trainer.simulate())
 
 
@@ -180,17 +191,15 @@ class SimulatedClient:
 
     def _runs(self, began: float, count: int) -> list[tuple[int, int]]:
         """Return runs of tokens by version, for ``count`` tokens of which the first was sampled at ``began``."""
-        versions = [self._version_at(began + i * self.latency.per_token) for i in range(count)]
-        runs: list[tuple[int, int]] = []
-        for version in versions:
-            if runs and runs[-1][1] == version:
-                runs[-1] = (runs[-1][0] + 1, version)
-            else:
-                runs.append((1, version))
-        return runs
-
-    def _version_at(self, time: float) -> int:
-        return next(version for since, version in reversed(self._versions) if since <= time)
+        later = [(since, version) for since, version in self._versions if since > began]
+        runs, version = [], self._versions[len(self._versions) - len(later) - 1][1]
+        sampled = 0
+        for since, next_version in later:  # the token that is sampled at `since` is the first one of that version
+            first = min(math.ceil((since - began) / self.latency.per_token - 1e-9), count)
+            runs.append((first - sampled, version))
+            sampled, version = first, next_version
+        runs.append((count - sampled, version))
+        return [(tokens, version) for tokens, version in runs if tokens]
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         if version != self._versions[-1][1]:
@@ -233,12 +242,15 @@ class SimulatedTrainer(Trainer):
         episodes: int,
         turns: int,
         max_concurrency: int,
+        copies: int = 1,
         client: Any = None,
     ) -> None:
         self.latency = latency
         self.client = SimulatedClient(latency) if client is None else client
         self.policy = SimulatedPolicy()
         self.trained: list[list[str]] = []
+        self.lengths: list[list[int]] = []
+        self.ends = [0.0]
         self.lags: Counter[int] = Counter()
         self.stale = 0
         self.busy_seconds = 0.0
@@ -252,13 +264,16 @@ class SimulatedTrainer(Trainer):
         )
         arena.add_actor(Actor("player"))
         arena.add_episode(Turns(turns))
-        arena.source = lambda: [EpisodeRequest("turns", f"{number}") for number in range(episodes)]
+        arena.source = lambda: [EpisodeRequest("turns", f"{number // copies}") for number in range(episodes)]
         super().__init__(arena, {"default": cast(Policy, self.policy)}, config)
 
     async def update(self, batch: TrainingBatch) -> dict[str, float]:
         results = self.arena.last_results
         steps = [step for result in results for step in result.rollout.steps]
         self.trained.append([result.rollout.id for result in results])
+        self.lengths.append(
+            [sum(len(step.completion_token_ids) for step in result.rollout.steps) for result in results]
+        )
         self.stale += batch.dropped.get("stale", 0)
         for step in steps:
             for count, version in step.policy_versions:
@@ -267,6 +282,7 @@ class SimulatedTrainer(Trainer):
         seconds = self.latency.update + tokens * self.latency.update_per_token
         await asyncio.sleep(seconds)
         self.busy_seconds += seconds
+        self.ends.append(asyncio.get_running_loop().time())
         self.policy.version += 1
         metrics: dict[str, float] = {}
         self.count_step(batch, metrics)
@@ -299,4 +315,6 @@ class SimulatedTrainer(Trainer):
             staleness_max=max(self.lags),
             dropped_stale=self.stale,
             trained=self.trained,
+            lengths=self.lengths,
+            step_seconds=[end - begin for begin, end in pairwise(self.ends)],
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +42,31 @@ def test_no_sample_is_lost_doubled_or_too_old(ahead, mode, sigma, update, publis
     if mode.get("deterministic"):
         # batch b was sampled by version b - ahead, or by 0 while there was none yet
         assert result.staleness_max == min(ahead, 4)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    ahead=st.integers(1, 3),
+    share=st.sampled_from([0.1, 0.5, 1.0]),
+    copies=st.sampled_from([1, 3]),
+    sigma=st.sampled_from([0.0, 0.5, 2.0]),
+    update=st.sampled_from([0.0, 5.0]),
+    in_flight=st.booleans(),
+    slots=st.sampled_from([1, 3, 100]),
+    seed=st.integers(0, 1000),
+)
+def test_oversampling_trains_the_same_rollouts(ahead, share, copies, sigma, update, in_flight, slots, seed):
+    """The same rollouts in whole groups, none lost, doubled or too old, in another order."""
+    latency = LatencyModel(tokens=6, sigma=sigma, max_tokens=60, update=update, publish=0.1, slots=slots)
+    loop = LoopConfig(max_staleness=ahead, in_flight_updates=in_flight)
+    more = {"steps": 5, "episodes": 12, "copies": copies, "seed": seed}
+    result, plain = simulate(latency, loop, oversample=1 + share * ahead, **more), simulate(latency, loop, **more)
+    assert sorted(chain(*result.trained)) == sorted(chain(*plain.trained))
+    assert [len(step) for step in result.trained] == [12] * 5
+    groups = [[int(name[1:]) // copies for name in step] for step in result.trained]
+    assert all(step == sorted(step, key=step.index) for step in groups), "whole groups"
+    assert sorted(chain(*result.lengths)) == sorted(chain(*plain.lengths))
+    assert result.staleness_max <= ahead and result.dropped_stale == 0
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])

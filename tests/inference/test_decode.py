@@ -144,9 +144,7 @@ def test_equal_prefixes_are_decoded_once(temperature: float) -> None:
     ]
     model = build()
     sizes: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
     with torch.inference_mode():
         together, work = complete(model, rows, CPU)
         alone = [complete(model, [row], CPU)[0][0] for row in rows]
@@ -173,9 +171,7 @@ def test_a_row_that_ends_leaves_its_node_to_the_others() -> None:
 def test_finished_and_abandoned_rows_leave_the_batch() -> None:
     model = build()
     sizes: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
     rows = [SequenceSpec((1, 2, 3), Sampling(), seed, limit, ()) for seed, limit in enumerate([2, 2, 2, 9, 9, 9])]
     with torch.inference_mode():
         completions, _ = complete(model, rows, CPU, abandoned=lambda: [4, 5] if len(sizes) > 4 else [])

@@ -86,6 +86,17 @@ class Arena(ArenaSetup):
 
         Several batches may be sampled at once: start the next one after this one has called ``on_requests_fixed()``.
         """
+        requests = await self.draw()
+        if self.filters.dynamic_sampling_rounds:
+            results = await sample_until_full(self, requests, on_requests_fixed)
+            if self.distillation is not None:
+                await self.distillation.score(self, results)
+            return results
+        on_requests_fixed()  # the next batch starts when this one waits for its first model call
+        return await self.play(requests)
+
+    async def draw(self) -> Sequence[EpisodeRequest]:
+        """Draw the requests of the next batch. :meth:`play` runs them, whole or in parts."""
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
         self.batches += 1
@@ -93,13 +104,16 @@ class Arena(ArenaSetup):
             self.episode_checkpoints.drop_before(self.started)
         self.record_attempts()
         requests = await hook(self.get_batch)
-        if self.filters.dynamic_sampling_rounds:
-            results = await sample_until_full(self, requests, on_requests_fixed)
-        else:
-            if self.opponent_assignment is not None:
-                requests = await self.opponent_assignment.seat(requests)
-            on_requests_fixed()  # the next batch starts when this one waits for its first model call
-            results = await self.generate_rollouts(requests)
+        if self.opponent_assignment is not None and not self.filters.dynamic_sampling_rounds:
+            requests = await self.opponent_assignment.seat(requests)
+        return requests
+
+    async def play(
+        self, requests: Sequence[EpisodeRequest], failures: FailureBudget | None = None
+    ) -> list[GenerateResult]:
+        """Run episodes for training. ``failures`` counts the failed ones of several calls together."""
+        budget: Mapping[str, Any] = {} if failures is None else {"failures": failures}  # an override may take none
+        results = await self.generate_rollouts(requests, **budget)
         if self.distillation is not None:
             await self.distillation.score(self, results)
         return results
@@ -139,11 +153,16 @@ class Arena(ArenaSetup):
             record_attempts(self.stores, self._attempts.popleft())
 
     async def generate_rollouts(
-        self, requests: Sequence[EpisodeRequest], concurrency: int | None = None
+        self,
+        requests: Sequence[EpisodeRequest],
+        concurrency: int | None = None,
+        *,
+        failures: FailureBudget | None = None,
     ) -> list[GenerateResult]:
         """Run episodes concurrently, at most ``concurrency`` at once. Return one result per request, in their order.
 
-        Episodes started inside another episode become its children.
+        Episodes started inside another episode become its children. ``failures`` counts failed episodes, by default
+        those of this call.
 
         Raises ``BatchFailedError`` if too many fail, ``ValueError`` or ``TypeError`` for requests that can't be run,
         and for keys of ``reward`` that no episode serves.
@@ -154,7 +173,7 @@ class Arena(ArenaSetup):
         seen: Counter[Any] = Counter()
         requests = check_requests(requests)
         contexts = [create_context(self, request, parent, seen) for request in requests]
-        failures = FailureBudget(len(contexts), self.failure_threshold)
+        failures = failures or FailureBudget(len(contexts), self.failure_threshold)
         if parent is None and self.workers is not None:
             with self.episode_counter.batch(len(contexts)) as ended:
                 results = await self.workers.play(self, requests, contexts, failures, concurrency, ended)

@@ -11,6 +11,7 @@ import numpy as np
 from turnwise.arena import Arena
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.group_queue import GroupQueue
 from turnwise.train.learner.learner import Learner
 from turnwise.train.log.metrics import ClientMetrics
 from turnwise.train.log.run_log import RunLog
@@ -29,7 +30,7 @@ class TrainerView(Protocol):
     progress: RunProgress
     log: RunLog
     client_metrics: ClientMetrics
-    rollouts: RolloutQueue
+    rollouts: RolloutQueue | GroupQueue
     rng: np.random.Generator
     unwritten: dict[str, float] | None
 

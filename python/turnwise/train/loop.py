@@ -239,7 +239,7 @@ class Trainer:
         self.rollouts.pop_oldest()
         batch = await self.run_off_event_loop(self.arena.assign_credit_and_pack, results)
         versions = {name: policy.version for name, policy in self.policies.items()}
-        batch.metrics |= staleness(results, versions)
+        batch.metrics |= staleness(results, versions) | self.rollouts.metrics
         allowed = self.config.loop.max_staleness
         return drop_stale(batch, {name: version - allowed for name, version in versions.items()})
 
@@ -341,7 +341,7 @@ class Trainer:
             "tokens_per_second": batch.metrics["sampled_tokens"] / (updated - self._started),
             **take_counts(),
             **self.client_metrics.take(),
-            **self.cluster_metrics.take(seconds, waiting=len(self.rollouts.pending().batches)),
+            **self.cluster_metrics.take(seconds, waiting=self.rollouts.finished),
         }
         for name, callback in self.callbacks.items():
             with contained(f"callback {name!r}"):

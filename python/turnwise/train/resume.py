@@ -20,10 +20,10 @@ from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, read_listed
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
+from turnwise.train.group_queue import GroupQueue
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.rollout_queue import RolloutQueue
 from turnwise.train.run_folder import changes, check_records
-from turnwise.types import GenerateResult
 from turnwise.utils.files import replace_text
 
 QUEUE = "queue.pickle"
@@ -36,12 +36,17 @@ SamplerState = tuple[dict[str, Any], dict[str, Any]]
 """State of the arena, and of the random generators."""
 
 
-def new_queue(trainer: TrainerView) -> RolloutQueue:
+def new_queue(trainer: TrainerView) -> RolloutQueue | GroupQueue:
     """Return an empty queue that samples from the trainer's present step on."""
-    ahead = trainer.config.loop.max_staleness
-    return RolloutQueue(
-        trainer.arena.sample, lambda: sampler_state(trainer), max_ahead=ahead, first=trainer.progress.step
-    )
+    oversample = trainer.config.rollout.oversample
+    limits = {"max_ahead": trainer.config.loop.max_staleness, "first": trainer.progress.step}
+
+    def snapshot() -> SamplerState:
+        return sampler_state(trainer)
+
+    if oversample > 1:
+        return GroupQueue(trainer.arena, snapshot, oversample=oversample, **limits)
+    return RolloutQueue(trainer.arena.sample, snapshot, **limits)
 
 
 def sampler_state(trainer: TrainerView) -> SamplerState:
@@ -128,7 +133,7 @@ def first_unpicklable(trainer: TrainerView) -> int | None:
     return None
 
 
-def _note_first_unpicklable(trainer: TrainerView, batches: list[list[GenerateResult]], error: Exception) -> int:
+def _note_first_unpicklable(trainer: TrainerView, batches: list[Any], error: Exception) -> int:
     """Note that batches are not saved, as one of them can't be pickled, and return its index."""
     trainer.log.note(f"{error}. They are not in the checkpoint, and a resumed run samples them again")
     for index, batch in enumerate(batches):
@@ -194,7 +199,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     return arena
 
 
-def _pickle(batches: list[list[GenerateResult]]) -> bytes:
+def _pickle(batches: list[Any]) -> bytes:
     try:
         return pickle.dumps(batches, protocol=5)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -53,7 +53,7 @@ class Pending:
     ``before`` is the sampler's state before the first unfinished batch, ``None`` if all are finished.
     """
 
-    batches: list[Results]
+    batches: list[Any]
     before: Any | None
 
 
@@ -158,6 +158,16 @@ class RolloutQueue:
         running = [batch.results for batch in self._batches if not batch.results.done()]
         if running:
             await asyncio.wait(running)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return nothing: a step trains the batch that was drawn for it."""
+        return {}
+
+    @property
+    def finished(self) -> int:
+        """The number of finished batches that wait to be trained."""
+        return self._first_running()
 
     def failed_spare(self) -> BaseException | None:
         """Return the error of the first spare batch that failed, or ``None``."""

@@ -132,6 +132,8 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append("config key 'checkpoint.keep_best' = True: needs eval.every > 0, as validation finds the best")
     if config.checkpoint.save_running_episodes and config.loop.max_staleness:
         problems.append("config key 'checkpoint.save_running_episodes' = True: needs loop.max_staleness = 0")
+    if config.rollout.oversample > 1:
+        problems += _oversampling_problems(config)
     if config.loop.deterministic and config.rollout.client != "transformers":
         problems.append(
             "config key 'loop.deterministic' = True: vLLM's batches depend on the clock, so log-probs differ in their "
@@ -157,6 +159,20 @@ def _refresh_problems(config: TrainConfig) -> list[str]:
         elif policy.reference is not None:
             problems.append(f"{key}: expected no policies.{name}.reference, as its reference takes its weights")
     return problems
+
+
+def _oversampling_problems(config: TrainConfig) -> list[str]:
+    """Return the problems of ``rollout.oversample`` > 1 with other keys."""
+    key, ahead = f"config key 'rollout.oversample' = {config.rollout.oversample:g}", config.loop.max_staleness
+    wanted = {
+        "loop.max_staleness >= 1, as the groups that go on train by a later step": ahead >= 1,
+        f"at most 1 + loop.max_staleness = {1 + ahead}": config.rollout.oversample <= 1 + max(ahead, 1),
+        "loop.deterministic = false, as the clock decides which groups are whole": not config.loop.deterministic,
+        "filter.dynamic_sampling_rounds = 0, which judges whole draws": not config.filter.dynamic_sampling_rounds,
+        "league.share = 0, whose opponents change with each draw": not config.league.share,
+        "curriculum.sampling = 'task', as solve rates are kept by draw": config.curriculum.sampling == "task",
+    }
+    return [f"{key}: expected {text}" for text, holds in wanted.items() if not holds]
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------

@@ -95,6 +95,8 @@ class RolloutConfig(PlayLimits):
     """Episodes of each prompt, whose rewards are compared: GRPO's group."""
     branches: int = Field(default=1, ge=1)
     """Completions sampled at each action; more than 1 makes each episode a tree."""
+    oversample: float = Field(default=1.0, ge=1)
+    """Groups under way per group of a step; above 1, a step trains those that are whole first, the others later."""
     tree: TreeConfig = TreeConfig()
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +80,7 @@ async def evaluate(
         raise ValueError(f"samples={samples!r}: expected at least 1")
     # Play the requests, and check that there is something to measure.
     view = arena.evaluation(sampling=sampling or arena.sampling.with_(temperature=0.0))
-    limit = {} if concurrency is None else {"concurrency": concurrency}
+    limit: Mapping[str, Any] = {} if concurrency is None else {"concurrency": concurrency}  # an override may have none
     results = await view.generate_rollouts([request for request in requests for _ in range(samples)], **limit)
     done = [result.rollout for result in results if result.rollout.error is None]
     if not done:

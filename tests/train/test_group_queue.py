@@ -1,0 +1,252 @@
+"""Groups that are whole train first, the others later, and each trains once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import pickle
+import random
+
+import pytest
+
+from turnwise.arena import Arena
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.group_queue import GroupQueue
+from turnwise.types import EpisodeRequest
+
+from ..trained import lines_of
+
+
+class Groups(Arena):
+    """Draws groups of two requests, and ends a group when its event is set; a result is the group's number."""
+
+    failure_threshold = 0.5
+
+    def __init__(self, size=4):
+        self.size, self.drawn, self.ends, self.played, self.step, self.began = size, 0, {}, [], 0, {}
+
+    async def draw(self):
+        await asyncio.sleep(0)
+        first, self.drawn = self.drawn, self.drawn + self.size
+        return [EpisodeRequest("e", n, group_id=f"{n}") for n in range(first, self.drawn) for _ in range(2)]
+
+    async def play(self, requests, failures=None):
+        [number] = {request.artifact for request in requests}
+        assert len(requests) == 2
+        self.played.append(number)
+        self.began[number] = self.step
+        await self.ends.setdefault(number, asyncio.Event()).wait()
+        return [number]
+
+    def end(self, *numbers):
+        for number in numbers:
+            self.ends.setdefault(number, asyncio.Event()).set()
+
+    def queue(self, oversample=1.5, max_ahead=1, first=0):
+        return GroupQueue(self, lambda: self.drawn, oversample=oversample, max_ahead=max_ahead, first=first)
+
+
+async def ticks(count=30):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def taken(queue):
+    await ticks()
+    waiting = asyncio.ensure_future(queue.get_oldest())
+    await ticks()
+    if not waiting.done():
+        waiting.cancel()
+        return None
+    assert await queue.get_oldest() == waiting.result(), "it stays until it is taken"
+    queue.pop_oldest()
+    return waiting.result()
+
+
+async def test_a_step_begins_with_the_groups_that_are_whole_and_the_others_train_next():
+    groups = Groups()
+    async with groups.queue() as queue:
+        queue.start_up_to(0, until=3)
+        await ticks()
+        assert groups.played == [0, 1, 2, 3, 4, 5], "one and a half times four"
+        groups.end(5, 1, 3)
+        assert await taken(queue) is None
+        groups.end(0)
+        assert await taken(queue) == [5, 1, 3, 0]
+        assert queue.metrics == {"carried_groups": 0}
+        queue.start_up_to(1, until=3)
+        await ticks()
+        assert groups.played[6:] == [6, 7, 8, 9]
+        groups.end(6, 7, 8, 9)
+        assert await taken(queue) is None, "2 and 4 began with the weights of step 0, and are at most 1 step old"
+        groups.end(2)
+        assert await taken(queue) is None
+        groups.end(4)
+        assert await taken(queue) == [2, 4, 6, 7]
+        assert queue.metrics == {"carried_groups": 2}
+        queue.start_up_to(2, until=3)
+        await ticks()
+        assert groups.played[10:] == [10, 11], "no more than the last step trains"
+        groups.end(10, 11)
+        assert sorted(await taken(queue)) == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_every_group_trains_once_and_in_time(seed):
+    """Random sizes, ends, failures of steps, and runs that end and go on."""
+    draw = random.Random(seed)
+    size, ahead, until = draw.randint(1, 6), draw.randint(1, 3), draw.randint(1, 12)
+    groups, oversample = Groups(size), draw.uniform(1.01, 1 + ahead) if seed % 2 else 1 + ahead
+    queue, step, trained = groups.queue(oversample, ahead), 0, []
+    while step < until:
+        groups.step = step
+        queue.start_up_to(step, until=until)
+        await ticks()
+        assert queue._under_way == min(math.ceil(oversample * size), (until - step) * size)
+        while (results := await taken(queue)) is None:
+            assert queue._running, "it waits, and nothing runs"
+            group = draw.choice(queue._running) if seed % 2 else queue._running[-1]  # the worst order: the youngest
+            groups.end(group.requests[0].artifact)
+            if draw.random() < 0.1:  # the run ends, and goes on from its checkpoint
+                saved = pickle.loads(pickle.dumps(queue.pending().batches))
+                async with queue:
+                    pass
+                queue = groups.queue(oversample, ahead, first=step)
+                queue.restore(saved)
+                queue.start_up_to(step, until=until)
+        if draw.random() < 0.2:  # its update fails
+            queue.put_back()
+            continue
+        assert len(results) == size and all(step - groups.began[number] <= ahead for number in results)
+        trained += results
+        step += 1
+    assert sorted(trained) == sorted(set(trained)) and len(trained) == until * size
+    assert set(range(len(trained))) - set(trained) <= {group.requests[0].artifact for group in queue._waiting}
+    assert not queue._running and not queue._whole
+
+
+async def test_a_group_that_fails_ends_the_wait_and_a_stopped_draw_is_drawn_again():
+    groups = Groups()
+
+    async def play(requests, failures=None):
+        raise RuntimeError("the server is gone")
+
+    async with groups.queue() as queue:
+        groups.play = play
+        queue.start_up_to(0, until=3)
+        with pytest.raises(RuntimeError, match="the server is gone"):
+            await queue.get_oldest()
+    groups = Groups()
+    async with groups.queue() as queue:
+        queue.start_up_to(0, until=3)
+        await asyncio.sleep(0)
+        before, running = queue.discard()
+        assert (before, groups.drawn, len(running)) == (0, 0, 1)
+        assert queue.pending().batches == []
+        running[0].cancel()
+
+
+async def test_refusals():
+    for oversample, ahead in ((1.0, 1), (2.1, 1), (0.5, 3)):
+        with pytest.raises(ValueError, match=r"oversample=.*expected above 1, and at most"):
+            Groups().queue(oversample, ahead)
+
+    class Whole(Groups):
+        async def sample(self, on_requests_fixed=None):
+            return []
+
+    with pytest.raises(TypeError, match=r"Whole: .*never calls sample\(\)"):
+        Whole().queue()
+    groups = Groups()
+    with pytest.raises(RuntimeError, match=r"call start_up_to\(step"):
+        await groups.queue().get_oldest()
+
+    async def lambdas():
+        return [EpisodeRequest("e", 1, meta={"check": lambda: None})]
+
+    async def nothing():
+        return []
+
+    for draw, error, said in ((lambdas, TypeError, "they must be picklable"), (nothing, ValueError, "no requests")):
+        groups.draw = draw
+        async with groups.queue() as queue:
+            queue.start_up_to(0, until=3)
+            with pytest.raises(error, match=said):
+                await queue.get_oldest()
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+async def test_a_run_trains_each_group_once_though_it_ends_on_the_way(make_trainer):
+    """One group is slow at each step; the run is stopped within a step, and goes on."""
+    settings = {"rollout": {"oversample": 2.0}, "loop": {"max_staleness": 1, "in_flight_updates": True}}
+    trained, rows = [], []
+    for steps in (2, 5):
+        trainer = make_trainer(steps=steps, checkpoint={"every": 1}, **settings)
+        play, update, slow = trainer.arena.play, trainer.update_policies, []
+
+        async def played(requests, failures=None, play=play, slow=slow):
+            slow.append(1)
+            if len(slow) % 3 == 1:
+                await asyncio.sleep(0.05)
+            return await play(requests, failures)
+
+        def updated(batch, trainer=trainer, update=update):
+            trained.extend(result.rollout.id for result in trainer.arena.last_results)
+            assert batch.metrics["staleness_max"] <= 1 and not batch.dropped.get("stale")
+            return update(batch)
+
+        trainer.arena.play, trainer.update_policies = played, updated
+        await trainer.run()
+        rows = lines_of(trainer.config.run_dir)
+    assert len(trained) == len(set(trained)) == 15
+    assert [row["step"] for row in rows if "carried_groups" in row] == [1, 2, 3, 4, 5]
+    assert sum(row.get("carried_groups", 0) for row in rows) > 0
+
+
+async def test_a_run_that_is_stopped_keeps_what_is_under_way(make_trainer):
+    settings = {"rollout": {"oversample": 2.0}, "loop": {"max_staleness": 1, "in_flight_updates": True}}
+    trainer = make_trainer(steps=9, **settings)
+    update, seen = trainer.update_policies, []
+
+    def stops(batch):
+        seen.extend(result.group_id for result in trainer.arena.last_results)
+        if len(seen) == 6:
+            raise ZeroDivisionError
+        return update(batch)
+
+    numbers = itertools.count()
+    trainer.arena.source = lambda: [EpisodeRequest("letters", next(numbers)) for _ in range(3)]
+    trainer.update_policies = stops
+    with pytest.raises(ZeroDivisionError):
+        await trainer.run()
+    drawn = next(numbers)
+    again = make_trainer(steps=3, **settings)
+    again.arena.source = lambda: [EpisodeRequest("letters", 100 + n) for n in range(3)]
+    taken, update_again = [], again.update_policies
+
+    def updated(batch):
+        taken.extend(result.group_id for result in again.arena.last_results)
+        return update_again(batch)
+
+    again.update_policies = updated
+    await again.run()
+    assert seen[3:] == taken[:3], "the groups of the failed update are still whole, and train first"
+    assert {number for _, number in [*seen[:3], *taken]} <= {*range(drawn), 100, 101, 102}
+    assert len({*seen[:3], *taken}) == 9, "none trains twice"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, r"'rollout.oversample' = 1.25: expected loop.max_staleness >= 1"),
+        ({"loop": {"max_staleness": 1, "deterministic": True}}, r"expected loop.deterministic = false"),
+        ({"loop": {"max_staleness": 1}, "rollout": {"oversample": 2.5}}, r"= 2.5: expected at most 1 \+ .* = 2"),
+        ({"loop": {"max_staleness": 1}, "filter": {"dynamic_sampling_rounds": 2}}, r"dynamic_sampling_rounds = 0"),
+        ({"loop": {"max_staleness": 1}, "league": {"share": 0.5}}, r"expected league.share = 0"),
+        ({"loop": {"max_staleness": 1}, "curriculum": {"sampling": "learnability"}}, r"curriculum.sampling = 'task'"),
+    ],
+)
+def test_keys_that_contradict(make_trainer, change, said):
+    with pytest.raises(ConfigError, match=said):
+        make_trainer(**{"rollout": {"oversample": 1.25}, **change})
