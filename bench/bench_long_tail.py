@@ -9,10 +9,13 @@ that is 1 for an answer longer than the model's median. The first and the last t
 fills and empties; over whole runs the trained rollouts are the same. The last row cuts what is not whole, as other
 trainers do: the groups that it never trains are the long ones. turnwise doesn't offer that.
 
+The case "queue" limits the calls at the same time to what the engine has room for (96 slots for 128 episodes of four
+turns; 192 and 1024 are no limit), so that calls wait in the arena, older episodes first, and not in the engine's queue.
+
 The case "vllm" is real: runs of a tiny model that was never trained, whose lengths are geometric. A step has 8 groups
 of 2 answers; trainer and engine share the machine.
 
-    python bench/bench_long_tail.py --case clock
+    python bench/bench_long_tail.py --case clock queue
     python bench/bench_long_tail.py --case vllm      # where vLLM is installed
 """
 
@@ -106,6 +109,19 @@ def clock_rows(options: Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def queue_rows() -> list[dict[str, Any]]:
+    latency = LatencyModel(tokens=128, sigma=0.8, max_tokens=4096, slots=96, update=10.0, publish=1.0)
+    rows = []
+    for ahead, oversample in ((0, 1.0), (1, 1.0), (2, 1.25)):
+        for limit in (96, 106, 192, 1024):
+            loop = LoopConfig(max_staleness=ahead, in_flight_updates=ahead > 0)
+            sizes = {"steps": 44, "episodes": 128, "copies": 8, "turns": 4, "max_concurrency": limit}
+            run = simulate(latency, loop, oversample=oversample, **sizes)
+            name = f"turnwise, max_staleness {ahead}, oversample {oversample:g}, max_concurrency {limit}"
+            rows.append(row(name, run.step_seconds, run.lengths, 4 * latency.tokens, busy=run.slots_busy))
+    return rows
+
+
 # -- with an engine ----------------------------------------------------------------------------------------------------
 class Watch(Callback):
     """Notes when each step ends, and the lengths that it trained."""
@@ -178,14 +194,17 @@ def main() -> None:
     options = arguments(
         __doc__,
         {"steps": 104, "groups": 32, "copies": 8, "vllm-steps": 34},
-        case=("clock", "vllm"),
+        case=("clock", "queue", "vllm"),
     )
     if "vllm" in options.case and (options.quick or importlib.util.find_spec("vllm") is None):
         options.case.remove("vllm")
     if options.quick:
+        options.case = ["clock"]
         options.steps, options.groups, options.copies = 8, 4, 2
     if "clock" in options.case:
         finish("long_tail", "The long tail of a step, on a virtual clock", clock_rows(options), options)
+    if "queue" in options.case:
+        finish("long_tail", "Limits that follow the engine's queue", queue_rows(), options)
     if "vllm" in options.case:
         with finishing("long_tail", "The long tail of a step, with vLLM", options) as rows:
             engine_rows(rows, options)
