@@ -20,11 +20,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from turnwise.inference.common.hf_model import last_mlp_at
+from turnwise.inference.common.routed_experts import Routers, recording
 from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Uncached, make_decoder
 from turnwise.inference.local.sampling import RowGrammars, RowSampler
 from turnwise.inference.weights.lora import activated
@@ -62,12 +64,16 @@ class Work:
 
 @dataclass(slots=True)
 class Completion:
-    """The tokens of one row (including the stop token), their log-probabilities and weight versions."""
+    """The tokens of one row (including the stop token), their log-probabilities and weight versions.
+
+    ``experts`` are those of the prompt and of all but the last token, ``[P + C - 1, layers, K]``, if recorded.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     versions: list[int]
+    experts: np.ndarray | None = None
 
 
 def complete(
@@ -79,19 +85,22 @@ def complete(
     *,
     cached: bool = True,
     tokenizer: Any = None,
+    routers: Routers | None = None,
 ) -> tuple[list[Completion], Work]:
     """Complete ``rows`` with ``model`` in evaluation mode. Returns the completions in order.
 
     After each token, ``abandoned()`` returns the rows without a caller; they stop with ``"abort"``. Each forward pass
     enters ``forward_lock``, which returns the version of the weights. The weights may change between two passes. The
     second result counts the computed positions. Without ``cached`` each token passes its whole sequence through.
-    Rows with a grammar need the ``tokenizer``.
+    Rows with a grammar need the ``tokenizer``. Completions have the experts that ``routers`` choose; this needs
+    ``cached``.
     """
     forward_lock = forward_lock or nullcontext(0)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
     number = {prompt: index for index, prompt in enumerate(prompts)}
     index = torch.tensor([number[row.prompt] for row in rows], device=device)
-    with forward_lock as version:
+    assert routers is None or (cached and model.config.model_type not in SHARED_PREFIX_MODELS), "a plain mixture"
+    with forward_lock as version, recording(routers) as record:
         prefix = _common_prefix(prompts) if model.config.model_type in SHARED_PREFIX_MODELS else 0
         decoder: Decoder
         if cached:
@@ -102,9 +111,22 @@ def complete(
             logits = decoder.next_logits()
     logits = logits[index]
     grammars = RowGrammars.of([row.sampling.grammar for row in rows], tokenizer, logits.shape[1])
-    drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars)
+    of_prompts = [] if record is None else _of_prompts(record.take().cpu().numpy(), prompts)
+    drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars, routers)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
-    return _completions(rows, drawn), Work(prefilled, drawn.decoded)
+    completions = _completions(rows, drawn)
+    if routers is not None:
+        for place, (row, completion) in enumerate(zip(rows, completions, strict=True)):
+            if completion.token_ids:
+                new = [step[place, None] for step in drawn.experts[: len(completion.token_ids) - 1]]
+                completion.experts = np.concatenate([of_prompts[number[row.prompt]], *new])
+    return completions, Work(prefilled, drawn.decoded)
+
+
+def _of_prompts(experts: np.ndarray, prompts: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Cut the experts ``[U * P, layers, K]`` of a prefill by prompt, without its padding on the left."""
+    by_prompt = experts.reshape(len(prompts), -1, *experts.shape[1:])
+    return [each[each.shape[0] - len(prompt) :] for each, prompt in zip(by_prompt, prompts, strict=True)]
 
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
@@ -173,6 +195,9 @@ class _Drawn:
     stuck: dict[int, int]
     """Number of tokens of the rows whose grammar allowed no further token."""
     decoded: int
+    experts: list[np.ndarray]
+    """Experts ``[R, layers, K]`` of each column that passed through the model, 0 for rows that had left; empty if they
+    aren't recorded."""
 
 
 def _decode(
@@ -183,6 +208,7 @@ def _decode(
     abandoned: Callable[[], Sequence[int]],
     forward_lock: AbstractContextManager[int],
     grammars: RowGrammars | None,
+    routers: Routers | None,
 ) -> _Drawn:
     """Draw and decode until every row has ended. ``version`` belongs to the weights that gave ``logits [R, V]``.
 
@@ -205,6 +231,7 @@ def _decode(
     stopped: dict[int, int] = {}
     stuck: dict[int, int] = {}
     versions: list[int] = []
+    experts: list[np.ndarray] = []
     decoded = 0
     for step in range(width):
         if grammars is None:
@@ -246,11 +273,16 @@ def _decode(
         positions = lengths[alive] + step
         if node is not None:
             positions = positions.new_empty(len(drawn)).scatter_(0, node, positions)
-        with forward_lock as version:
+        with forward_lock as version, recording(routers) as record:
             logits = decoder.step(drawn, positions)
+        if record is not None:
+            chosen = record.take()
+            of_rows = chosen.new_zeros(len(rows), *chosen.shape[1:])
+            of_rows[alive] = chosen if node is None else chosen[node]
+            experts.append(of_rows.cpu().numpy())
         decoded += len(drawn)
         logits = logits if node is None else logits[node]
-    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, stopped, stuck, decoded)
+    return _Drawn(tokens.cpu(), logprobs.cpu(), versions, aborted, stopped, stuck, decoded, experts)
 
 
 def _split(decoder: Decoder, node: Tensor, drawn: Tensor, vocabulary: int) -> tuple[Tensor | None, Tensor, Tensor]:
