@@ -12,7 +12,6 @@ from turnwise.cluster.host import ProcessCommand
 from turnwise.cluster.members import FOLDER, log_file
 from turnwise.cluster.placement import Kind, Role
 from turnwise.cluster.supervisor import Place
-from turnwise.inference.server.settings import RETURN_EXPERTS
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
 from turnwise.utils.files import KEY_VARIABLE
@@ -64,7 +63,7 @@ def commands_of(
         address = ["--host", place.address, "--port", str(place.port), "--api-key-env", KEY_VARIABLE, "--restarts", "0"]
         options = [word for name, value in pool.options.items() for word in _as_options(name, value)]
         if config.rollout.routing_replay:
-            options += _as_options("engine_args", {RETURN_EXPERTS: True})
+            options += _as_options("engine_args", {"enable_return_routed_experts": True})
         what = ["serve", str(models[place.role.pool]), "--engine", pool.engine, "--dummy-weights"]
         return command(place.role, [*what, *address, *options])
 

@@ -56,9 +56,8 @@ RULES: tuple[Weigh, ...] = (_softmax, _sigmoid, _softmax_of_chosen)
 
 
 def experts_of(config: Any) -> tuple[str, int] | None:
-    """Return the field of a model's ``config`` that counts its experts, and their number; ``None`` if it is dense."""
-    text = config.get_text_config()
-    return next(((name, getattr(text, name)) for name in EXPERTS if getattr(text, name, 0)), None)
+    """Return the field of a ``config`` (its text part) that counts experts, and their number; ``None`` if dense."""
+    return next(((name, getattr(config, name)) for name in EXPERTS if getattr(config, name, 0)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def watch_routers(lm: Any) -> Routers | None:
     experts. A trial on a copy finds the rule of its weights; it must give them bit for bit. Raises ``ValueError`` for a
     mixture with a router of another kind. May be called again.
     """
-    if (counted := experts_of(lm.config)) is None:
+    if (counted := experts_of(lm.config.get_text_config())) is None:
         return None
     layers = getattr(lm.get_decoder(), "layers", ())
     found = {

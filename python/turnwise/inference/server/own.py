@@ -98,7 +98,8 @@ class VLLMClient(RoutingClient):
         args |= engine_args or {}
         shared = {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": args}
         groups = _by_base(models)
-        routed = [routed_experts and experts_of(next(iter(group.values())).config) is not None for group in groups]
+        configs = [next(iter(group.values())).config.get_text_config() for group in groups]
+        routed = [routed_experts and experts_of(config) is not None for config in configs]
         self.servers = [
             _server(group, Path(self._folder.name) / str(number), shared, None if logs is None else Path(logs), returns)
             for number, (group, returns) in enumerate(zip(groups, routed, strict=True))

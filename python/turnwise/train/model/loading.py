@@ -25,7 +25,6 @@ from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_tr
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.policy import Policy
-from turnwise.train.model.support import causal_lm
 from turnwise.utils.registry import did_you_mean
 
 TINY = "tiny"
@@ -216,7 +215,11 @@ def build_policies(
         for name, model in models.items()
     }
     for policy in policies.values():
-        if config.rollout.routing_replay and policy.trainable and experts_of(causal_lm(policy.model).config):
+        if (
+            config.rollout.routing_replay
+            and policy.trainable
+            and experts_of(policy.forward.lm.config.get_text_config())
+        ):
             policy.forward.routers()  # now, while its weights are whole
     return policies
 
