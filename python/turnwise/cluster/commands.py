@@ -62,6 +62,8 @@ def commands_of(
         pool = config.cluster.engines[place.role.pool]
         address = ["--host", place.address, "--port", str(place.port), "--api-key-env", KEY_VARIABLE, "--restarts", "0"]
         options = [word for name, value in pool.options.items() for word in _as_options(name, value)]
+        if config.rollout.routing_replay:
+            options += _as_options("engine_args", {"enable_return_routed_experts": True})
         what = ["serve", str(models[place.role.pool]), "--engine", pool.engine, "--dummy-weights"]
         return command(place.role, [*what, *address, *options])
 

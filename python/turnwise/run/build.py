@@ -27,6 +27,7 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
+from turnwise.run.models import check_routing
 from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
@@ -252,6 +253,7 @@ def _build_here(
         run_warm_start(config, rows, actors, tokenizer, _moved(models, find_device(config.device)), log)
         models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
+    check_routing(config, models)
     # Build the arena with its client, and the policies.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
     policies = build_policies(config, models, _moved(_load_references(config, task), device))

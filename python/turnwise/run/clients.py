@@ -26,7 +26,8 @@ from turnwise.inference import (
 from turnwise.inference.pool.client import Follower
 from turnwise.inference.server.client import transfer_to
 from turnwise.inference.server.server import ServerFailed, is_healthy
-from turnwise.inference.vllm.worker import vllm_or_raise
+from turnwise.inference.server.settings import NO_EXPERTS_ON_CPU
+from turnwise.inference.vllm.worker import computes_on_cpu, vllm_or_raise
 from turnwise.inference.weights.sync import SharedTransfer
 from turnwise.run.tinker import check_server
 from turnwise.train.config.sampling import ServerConfig
@@ -79,14 +80,18 @@ def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Mo
 def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
     # Past policies of a league begin as the live model itself, and then hold other weights.
     live = [name for name in models if name in config.policies] if config.loop.max_staleness == 0 else []
-    return TransformersClient(
-        models,
-        tokenizer,
-        live=live,
-        device=find_device(config.device),
-        max_batch_rows=config.rollout.max_batch_rows,
-        in_flight=config.loop.in_flight_updates,
-    )
+    try:
+        return TransformersClient(
+            models,
+            tokenizer,
+            live=live,
+            device=find_device(config.device),
+            max_batch_rows=config.rollout.max_batch_rows,
+            in_flight=config.loop.in_flight_updates,
+            routed_experts=config.rollout.routing_replay,
+        )
+    except ValueError as error:
+        raise ConfigError(f"config key 'rollout.client' = 'transformers': {error}") from error
 
 
 def _check_vllm(config: TrainConfig) -> None:
@@ -94,6 +99,8 @@ def _check_vllm(config: TrainConfig) -> None:
     server = config.rollout.server
     if server.url is None:
         vllm_or_raise()
+        if config.rollout.routing_replay and computes_on_cpu():
+            raise ConfigError(f"config key 'rollout.routing_replay' = true: expected false, as {NO_EXPERTS_ON_CPU}")
         return
     for urls in _addresses(config, ["default"]):
         try:
@@ -133,6 +140,7 @@ def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) 
             transfer=server.transfer,
             engine_args=rollout.vllm.engine_args,
             grammars=config.gateway.get("structured") == "constrained",
+            routed_experts=rollout.routing_replay,
             logs=config.run_dir / LOGS,
             seed=config.seed,
         )
@@ -227,6 +235,7 @@ class Engines:
             in_flight=self._config.loop.in_flight_updates,
             folder=self._folder,
             transfer=transfer_to([url], name, files) if shared is None else shared.lend(joins),
+            routed_experts=self._config.rollout.routing_replay,
             seed=self._config.seed,
         )
 

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.inference.common.routed_experts import experts_of, watch_routers
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
+from turnwise.inference.weights.lora import activated
 from turnwise.train.config.policies import PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.model.forward import LAYOUTS
 from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_model, load_models, sharing
-from turnwise.train.model.support import ModelFacts, facts_of
+from turnwise.train.model.support import ModelFacts, causal_lm, facts_of
 
 TRIED = 50_000_000
 """Largest number of weights of a model that a check runs; a larger model is tried when its run starts."""
@@ -85,6 +87,7 @@ def describe_models(config: TrainConfig, tiny: Tiny) -> list[str]:
 def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) -> list[ModelCheck]:
     names = tuple(policies)
     empty = _attached(policies, config, tiny, empty=True)
+    check_routing(config, empty)
     model = empty[names[0]]
     facts = facts_of(model, tried=False)
     check = ModelCheck(names, facts, _held(policies, facts, empty, config), tried=False)
@@ -107,6 +110,21 @@ def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) 
     with sampling_mode(models[name], share=True):
         why_uncached = cache_unsupported_reason(models[name])
     return [ModelCheck(names, facts, check.bytes, True, why_uncached)]
+
+
+def check_routing(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raise :class:`ConfigError` if experts are to be replayed in a trained model whose routers can't replay them."""
+    if not config.rollout.routing_replay:
+        return
+    for name in models.keys() & {name for name, policy in config.policies.items() if policy.trainable}:
+        key = "config key 'rollout.routing_replay' = true"
+        lm = causal_lm(activated(models[name]))
+        try:
+            routers = watch_routers(lm)
+        except ValueError as error:
+            raise ConfigError(f"{key}: policy {name!r}: {error}") from error
+        if routers is None:
+            raise ConfigError(f"{key}: policy {name!r} is a dense {type(lm).__name__}: expected a mixture of experts")
 
 
 def _attached(
@@ -162,9 +180,6 @@ def _bytes(count: float) -> str:
 
 STATES = 16
 """Bytes of the trainer per trained weight: weight, gradient, and Adam's two moments in float32, whatever computes."""
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of a model's configuration that say it is a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +272,8 @@ def size_of(module: Any, trained: Mapping[str, PolicyConfig], served: torch.dtyp
     Engines hold it in the dtype ``served``, by default that of ``module``.
     """
     config = module.config.get_text_config()
-    experts = next((name for name in EXPERTS if getattr(config, name, 0)), None)
-    if experts is not None:
-        raise ConfigError(
-            f"policies.path: the model has {experts} = {getattr(config, experts)}: expected a dense model"
-        )
+    if (experts := experts_of(config)) is not None:
+        raise ConfigError(f"policies.path: the model has {experts[0]} = {experts[1]}: expected a dense model")
     if not getattr(config, "num_attention_heads", 0):
         raise ConfigError(f"policies.path: a {config.model_type} has no attention: expected a transformer")
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

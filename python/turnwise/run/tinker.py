@@ -95,6 +95,8 @@ def _unserved(config: TrainConfig, kind: ServerKind) -> Iterator[tuple[str, Any,
             loop.max_staleness,
             "expected 0: an update changes this server's samplers too, so tokens would carry a wrong version",
         )
+    if config.rollout.routing_replay:
+        yield "rollout.routing_replay", True, "the server returns no experts: expected false"
     if loop.in_flight_updates:
         yield "loop.in_flight_updates", True, "a request samples with one version of the weights: expected false"
     if config.warm_start.steps:

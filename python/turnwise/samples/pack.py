@@ -13,7 +13,16 @@ import numpy as np
 
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.filters import Filters, StepKey
-from turnwise.types import AllowedTokens, CreditAssigner, ExplainedCredit, GenerateResult, Sample, Step, TrainingBatch
+from turnwise.types import (
+    AllowedTokens,
+    CreditAssigner,
+    ExplainedCredit,
+    GenerateResult,
+    RoutedExperts,
+    Sample,
+    Step,
+    TrainingBatch,
+)
 
 Reason = Callable[[GenerateResult, Step], bool]
 
@@ -33,6 +42,9 @@ Drops = dict[tuple[str, str], int]
 
 GRAMMAR = "grammar"
 """Key of ``step.info``: the text of the grammar under which the step was sampled."""
+
+ROUTED = "routed_experts"
+"""Key of ``step.info``: the experts that its tokens took, as :class:`RoutedExperts`, if the client returns them."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -175,7 +187,23 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         metrics=metrics,
         allowed=allowed,
         token_advantages=token_advantages,
+        routed_experts=_routed_experts(samples),
     )
+
+
+def _routed_experts(samples: Sequence[Sample]) -> list[RoutedExperts | None] | None:
+    """Return the experts of each sample; ``None`` if no sample has any. Raises ``ValueError`` for a wrong length."""
+    rows: list[RoutedExperts | None] = [sample.info.get(ROUTED) for sample in samples]
+    if not any(rows):
+        return None
+    for sample, row in zip(samples, rows, strict=True):
+        passed = len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1
+        if row is not None and (row.ids.ndim != 3 or len(row.ids) != passed):
+            raise ValueError(
+                f"{_name(sample)}: routed_experts of shape {row.ids.shape}: expected [{passed}, layers, experts per "
+                "token], one for each token but the last"
+            )
+    return rows
 
 
 def _join_token_advantages(samples: Sequence[Sample], cu_seqlens: np.ndarray) -> np.ndarray | None:
@@ -319,6 +347,8 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
         by_token["token_advantages"] = np.concatenate(
             [batch.token_advantages[:0], *(batch.token_advantages[span] for span in spans)]
         )
+    if batch.routed_experts is not None:
+        by_row["routed_experts"] = [batch.routed_experts[row] for row in chosen]
     return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, drops=dict(batch.drops), allowed=allowed)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 Message = dict[str, Any]
 """One chat message as the OpenAI API writes it: ``{"role": "user", "content": "2 + 2 = ?"}``."""
 
@@ -96,6 +98,22 @@ class ModelRequest:
     scored_token_ids: Sequence[int] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """The experts that a mixture of experts chose for the tokens of a model call.
+
+    They are those of all tokens that passed through the model: the prompt and the completion without its last token.
+    Clients with ``routed_experts=True`` return them, and the trainer replays them (``rollout.routing_replay``). Records
+    of episodes leave them out.
+
+    Example: a prompt of 3 tokens and a completion of 2, in a model of 2 layers with 2 experts per token:
+    ``RoutedExperts(np.zeros((4, 2, 2), dtype=np.uint8))``
+    """
+
+    ids: np.ndarray
+    """``[P + C - 1, layers, experts per token]`` uint8, uint16 or int16. Layers without experts have 0."""
+
+
 @dataclass(slots=True)
 class ModelResponse:
     """The result of one model call. Lists cover the ``C`` completion tokens, the stop token included.
@@ -117,6 +135,8 @@ class ModelResponse:
     prompt_token_ids: list[int] = field(default_factory=list)
     trainable: bool = True
     cached: bool = False
+    routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
+    """The experts of a mixture, if the client returns them."""
 
 
 class ModelError(RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from turnwise.types.model_calls import FinishReason, PolicyVersions
+from turnwise.types.model_calls import FinishReason, PolicyVersions, RoutedExperts
 from turnwise.types.play import GenerateResult
 
 
@@ -91,7 +91,8 @@ class TrainingBatch:
     ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``drops`` counts the model
     calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if
     a row was sampled under a grammar, else it is ``None``. ``token_advantages [N]`` float32 are added to the rows'
-    advantages; ``None`` if no row has any.
+    advantages; ``None`` if no row has any. ``routed_experts`` has those of each row, ``None`` for rows without; it is
+    ``None`` if no row has any.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """
@@ -112,6 +113,7 @@ class TrainingBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     allowed: AllowedTokens | None = None
     token_advantages: np.ndarray | None = None
+    routed_experts: list[RoutedExperts | None] | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1

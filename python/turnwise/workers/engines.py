@@ -50,12 +50,20 @@ class WorkerClient:
     """Samples from the engines of ``engines``, and takes no weights. :meth:`follow` updates their labels.
 
     ``endpoint`` makes the endpoint of a URL, with its key. ``attempts`` is the most times that a request is sent.
+    ``routed_experts`` is as in :class:`VLLMServerClient`.
     """
 
     def __init__(
-        self, engines: Engines, tokenizer: Tokenizer, endpoint: Callable[[str], Endpoint], seed: int, attempts: int = 3
+        self,
+        engines: Engines,
+        tokenizer: Tokenizer,
+        endpoint: Callable[[str], Endpoint],
+        seed: int,
+        attempts: int = 3,
+        routed_experts: bool = False,
     ) -> None:
         self._tokenizer, self._endpoint, self._seed = own_copy(tokenizer), endpoint, seed
+        self._routed_experts = routed_experts
         self._readers: list[dict[str, VLLMServerReader]] = []
         self._pools: list[PoolClient] = []
         self._leaving: set[Any] = set()
@@ -70,7 +78,8 @@ class WorkerClient:
         self.client = RoutingClient(clients)
 
     def _reader(self, url: str, served: ServedWeights, pool: EnginePool) -> VLLMServerReader:
-        return VLLMServerReader(self._endpoint(url), self._tokenizer, served, wait=pool.timeout, seed=self._seed)
+        options: dict[str, Any] = {"wait": pool.timeout, "seed": self._seed, "routed_experts": self._routed_experts}
+        return VLLMServerReader(self._endpoint(url), self._tokenizer, served, **options)
 
     def follow(self, engines: Engines) -> None:
         """Take new labels, join new engines, and leave those that are gone."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from turnwise.state import CheckpointError, StateDict, StateList, to_python
 from turnwise.state.leaves import find_harmless, load_pickle
+from turnwise.types import RoutedExperts
 from turnwise.utils.copies import dumps
 
 TUPLE, MAP, DATACLASS, PICKLE, LOST = "$tuple", "$map", "$dataclass", "$pickle", "$lost"
@@ -69,6 +70,7 @@ def encode(value: Any) -> Any:
     """Return ``value`` as plain JSON. :func:`decode` turns it into an equal value of the same types.
 
     A value that can't be pickled is kept as its ``repr``; decoding it raises :class:`UnserializableValueError`.
+    ``RoutedExperts`` in a dict are left out, as in all records.
 
     Example: ``encode({"cell": (1, 2)}) == {"cell": {"$tuple": [1, 2]}}``
     """
@@ -83,6 +85,7 @@ def encode(value: Any) -> Any:
     if kind is tuple:
         return {TUPLE: [encode(item) for item in value]}
     if kind is dict:
+        value = {key: item for key, item in value.items() if not isinstance(item, RoutedExperts)}
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: encode(item) for key, item in value.items()}
         return {MAP: [[encode(key), encode(item)] for key, item in value.items()]}

@@ -11,7 +11,7 @@ from typing import Any
 from turnwise.arena.recording.lossless_json import UnserializableValueError, UntrustedValueError, decode
 from turnwise.arena.recording.recorder import ENDED, FORMAT
 from turnwise.arena.runtime.hashing import content_digest
-from turnwise.types import EpisodeRequest, GenerateResult, Step
+from turnwise.types import EpisodeRequest, GenerateResult, RoutedExperts, Step
 
 
 def plain_result(result: GenerateResult) -> dict[str, Any]:
@@ -45,9 +45,12 @@ def group_text(group_id: Hashable) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value`` with its containers in JSON types. It accepts any object, as logging must not stop a run."""
+    """Return ``value`` with its containers in JSON types. It accepts any object, as logging must not stop a run.
+
+    Leaves :class:`RoutedExperts` out: they have hundreds of bytes per token, and only training reads them.
+    """
     if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items() if not isinstance(item, RoutedExperts)}
     if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):

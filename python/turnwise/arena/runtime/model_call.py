@@ -201,6 +201,10 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
     elif response.finish_reason not in FINISH_REASONS:
         problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
+    elif (experts := response.routed_experts) is not None and len(experts.ids) != len(request.prompt_token_ids) + (
+        tokens - 1
+    ):
+        problem = f"the experts of {len(experts.ids)} tokens, expected all of prompt and completion but the last"
     elif response.prompt_token_ids and list(response.prompt_token_ids) != list(request.prompt_token_ids):
         problem = "other prompt token ids than were asked"
     if problem is not None:
@@ -229,6 +233,7 @@ def to_step(
             "max_tokens": request.sampling.max_tokens,
             **({"cached": True} if response.cached else {}),
             **({} if request.sampling.grammar is None else {"grammar": request.sampling.grammar.text}),
+            **({"routed_experts": response.routed_experts} if actor_id and response.routed_experts else {}),
         },
     )
 

@@ -19,6 +19,7 @@ from turnwise.types import (
     ModelError,
     ModelRequest,
     ModelResponse,
+    RoutedExperts,
     Sampling,
     Tokenizer,
 )
@@ -274,6 +275,7 @@ def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> 
         left -= count
         if left <= 0:
             break
+    experts, passed = response.routed_experts, len(response.prompt_token_ids) + end - 1
     return replace(
         response,
         text=tokenizer.decode(ids[:end], skip_special_tokens=True),
@@ -281,6 +283,7 @@ def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> 
         logprobs=response.logprobs[:end],
         finish_reason="stop",
         policy_versions=runs,
+        routed_experts=None if experts is None else RoutedExperts(experts.ids[:passed]),
     )
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from turnwise.inference.common.routed_experts import with_same_experts
+
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "n_ctx", "seq_length")
 
 _keeps: list[bool] = []  # one for each running :func:`without_recomputing`
@@ -83,7 +85,7 @@ def _run(layer: nn.Module, context: Callable[[], Any], /, *args: Any, **kwargs: 
     run = partial(type(layer).forward, layer)
     if _keeps or not torch.is_grad_enabled():
         return run(*args, **kwargs)
-    return checkpoint(run, *args, use_reentrant=False, context_fn=context, **kwargs)
+    return checkpoint(with_same_experts(run), *args, use_reentrant=False, context_fn=context, **kwargs)
 
 
 # -- the last MLP ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from turnwise.inference.local.decode import (
 )
 from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_models, sampling_mode
 from turnwise.inference.weights.load import copy_weights
-from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, Tokenizer
+from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, RoutedExperts, Tokenizer
 from turnwise.utils.threads import to_thread
 
 _QUIET_TICKS = 16
@@ -97,6 +97,8 @@ class TransformersClient(ClientBase):
       as for shared modules.
     - ``in_flight``: loads new weights between two tokens of the running batch instead of after it. The key-value cache
       stays, and ``policy_versions`` of a response has the version of each token.
+    - ``routed_experts``: returns the experts that mixtures of experts chose (:class:`RoutedExperts`), for a replay.
+      Raises ``ValueError`` for a mixture whose choice can't be recorded.
     - ``seed``: source of the seeds for requests without one.
 
     Example::
@@ -115,6 +117,7 @@ class TransformersClient(ClientBase):
         share: bool = False,
         live: Collection[str] = (),
         in_flight: bool = False,
+        routed_experts: bool = False,
         device: torch.device | str | None = None,
         seed: int = 0,
     ) -> None:
@@ -131,7 +134,7 @@ class TransformersClient(ClientBase):
         self.max_batch_tokens = max_batch_tokens
         self._shares_modules, self._shares_weights = share, share or bool(live)
         self._in_flight = in_flight
-        self._policies = load_models(models if share else copy_models(models, live), share, device)
+        self._policies = load_models(models if share else copy_models(models, live), share, device, routed_experts)
         self._seeds = np.random.default_rng(seed)
         self._stats = BatchStats()
         self._waiting: list[_PendingRequest] = []
@@ -340,6 +343,7 @@ class TransformersClient(ClientBase):
                 forward_lock=each or nullcontext(loaded.version),
                 cached=loaded.cached,
                 tokenizer=self._tokenizer,
+                routers=loaded.routers,
             )
             responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
             self._count(jobs, completions, work, time.perf_counter() - began)
@@ -360,6 +364,7 @@ class TransformersClient(ClientBase):
             finish_reason=completion.finish_reason,
             policy_versions=[(len(list(run)), version) for version, run in groupby(completion.versions)],
             prompt_token_ids=list(job.row.prompt),
+            routed_experts=None if completion.experts is None else RoutedExperts(completion.experts),
         )
 
     def _count(self, jobs: list[_PendingRequest], completions: list[Completion], work: Work, seconds: float) -> None:

@@ -20,11 +20,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from turnwise.inference.common.hf_model import last_mlp_at
+from turnwise.inference.common.routed_experts import Routers, recording
 from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Paths, Uncached, make_decoder
 from turnwise.inference.local.sampling import RowGrammars, RowSampler
 from turnwise.inference.weights.lora import activated
@@ -62,12 +64,16 @@ class Work:
 
 @dataclass(slots=True)
 class Completion:
-    """The tokens of one row (including the stop token), their log-probabilities and weight versions."""
+    """The tokens of one row (including the stop token), their log-probabilities and weight versions.
+
+    ``experts`` are those of the prompt and of all but the last token, ``[P + C - 1, layers, K]``, if recorded.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     versions: list[int]
+    experts: np.ndarray | None = None
 
 
 def complete(
@@ -79,19 +85,22 @@ def complete(
     *,
     cached: bool = True,
     tokenizer: Any = None,
+    routers: Routers | None = None,
 ) -> tuple[list[Completion], Work]:
     """Complete ``rows`` with ``model`` in evaluation mode. Returns the completions in order.
 
     After each token, ``abandoned()`` returns the rows without a caller; they stop with ``"abort"``. Each forward pass
     enters ``forward_lock``, which returns the version of the weights. The weights may change between two passes. The
     second result counts the computed positions. Without ``cached`` each token passes its whole sequence through.
-    Rows with a grammar need the ``tokenizer``.
+    Rows with a grammar need the ``tokenizer``. Completions have the experts that ``routers`` choose; this needs
+    ``cached``.
     """
     forward_lock = forward_lock or nullcontext(0)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
     number = {prompt: index for index, prompt in enumerate(prompts)}
     index = torch.tensor([number[row.prompt] for row in rows], device=device)
-    with forward_lock as version:
+    assert routers is None or (cached and model.config.model_type not in SHARED_PREFIX_MODELS), "a plain mixture"
+    with forward_lock as version, recording(routers) as record:
         prefix = _common_prefix(prompts) if model.config.model_type in SHARED_PREFIX_MODELS else 0
         decoder: Decoder
         if cached:
@@ -102,9 +111,22 @@ def complete(
             logits = decoder.next_logits()
     logits = logits[index]
     grammars = RowGrammars.of([row.sampling.grammar for row in rows], tokenizer, logits.shape[1])
-    drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars)
+    of_prompts = [] if record is None else _of_prompts(record.take().cpu().numpy(), prompts)
+    drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars, routers)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
-    return drawn.completions(), Work(prefilled, drawn.decoded)
+    completions = drawn.completions()
+    if routers is not None:
+        for place, (row, completion) in enumerate(zip(rows, completions, strict=True)):
+            if completion.token_ids:
+                new = [step[place, None] for step in drawn.experts[: len(completion.token_ids) - 1]]
+                completion.experts = np.concatenate([of_prompts[number[row.prompt]], *new])
+    return completions, Work(prefilled, drawn.decoded)
+
+
+def _of_prompts(experts: np.ndarray, prompts: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Cut the experts ``[U * P, layers, K]`` of a prefill by prompt, without its padding on the left."""
+    by_prompt = experts.reshape(len(prompts), -1, *experts.shape[1:])
+    return [each[each.shape[0] - len(prompt) :] for each, prompt in zip(by_prompt, prompts, strict=True)]
 
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
@@ -179,6 +201,8 @@ class _Drawn:
         """The rows that a stop string ended."""
         self.decoded = 0
         """Positions that passed through the model."""
+        self.experts: list[np.ndarray] = []
+        """Experts ``[R, layers, K]`` of each pass, 0 for rows that had left; empty if they aren't recorded."""
 
     def alive(self) -> _Alive:
         """Return all rows, before their first token."""
@@ -284,6 +308,7 @@ def _decode(
     abandoned: Callable[[], Sequence[int]],
     forward_lock: AbstractContextManager[int],
     grammars: RowGrammars | None,
+    routers: Routers | None,
 ) -> _Drawn:
     """Draw and decode until every row has ended. ``version`` belongs to the weights that gave ``logits [R, V]``.
 
@@ -335,7 +360,7 @@ def _decode(
             alive, first, begin, tokens = alive.take(order), alive.take(places), begin[places], tokens[places]
         # A row that has ended stays at its last position.
         positions = first.length + torch.minimum(begin, first.limit - 1)
-        with forward_lock as version:
+        with forward_lock as version, recording(routers) as record:
             if paths is not None:
                 counts = (first.count - begin).clamp(min=1)
                 of = torch.repeat_interleave(counts)
@@ -344,6 +369,11 @@ def _decode(
                 logits = paths.step_runs(tokens, positions[of] + nth, counts)
             else:
                 logits = decoder.step(tokens, positions)
+        if record is not None:
+            chosen = record.take()
+            of_rows = chosen.new_zeros(len(rows), *chosen.shape[1:])
+            of_rows[alive.rows] = chosen if node is None else chosen[node]
+            drawn.experts.append(of_rows.cpu().numpy())
         drawn.decoded += len(tokens)
         logits = logits if node is None else logits[node]
 

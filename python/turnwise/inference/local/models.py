@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from turnwise.inference.common.hf_model import context_length
+from turnwise.inference.common.routed_experts import Routers, watch_routers
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.weights.lora import AdaptedModel
 
@@ -48,6 +49,8 @@ class LoadedModel:
     context_length: int | None
     cached: bool = True
     """True if earlier tokens stay in a cache between two passes."""
+    routers: Routers | None = None
+    """Routers whose choice responses have."""
 
 
 class ForwardLock:
@@ -81,11 +84,12 @@ def copy_models(models: Mapping[str, nn.Module], live: Collection[str] = ()) -> 
 
 
 def load_models(
-    models: Mapping[str, nn.Module], share: bool, device: torch.device | str | None
+    models: Mapping[str, nn.Module], share: bool, device: torch.device | str | None, routed_experts: bool = False
 ) -> dict[str, LoadedModel]:
     """Prepare ``models`` for a client, on ``device`` if given. Copies (not ``share``) record no gradients.
 
-    Tries to decode with a cache for each model or shared base. Warns about each that can't.
+    Tries to decode with a cache for each model or shared base. Warns about each that can't. With ``routed_experts`` it
+    raises ``ValueError`` for a mixture of experts whose choice can't be recorded.
     """
     reasons: dict[int, str] = {}
     loaded = {}
@@ -100,7 +104,13 @@ def load_models(
             if reason:
                 text = f"{type(lm).__name__}: each token passes the whole sequence through the model, as {reason}"
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
-        loaded[name] = LoadedModel(model, 0, context_length(model.config), cached=not reasons[id(lm)])
+        routers = watch_routers(lm) if routed_experts else None
+        if routers is not None and reasons[id(lm)]:
+            raise ValueError(
+                f"routed_experts=True: the experts of a {type(lm).__name__} can't be recorded, as whole sequences pass "
+                f"through it for each token: {reasons[id(lm)]}"
+            )
+        loaded[name] = LoadedModel(model, 0, context_length(model.config), cached=not reasons[id(lm)], routers=routers)
     return loaded
 
 

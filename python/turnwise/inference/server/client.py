@@ -36,6 +36,7 @@ from turnwise.inference.server.remote import (
     RemoteServer,
     ServerCompletion,
     read_completion,
+    read_experts,
     read_scores,
     sampling_error,
 )
@@ -44,7 +45,15 @@ from turnwise.inference.weights.lora import AdaptedModel, AdapterFiles, full_wei
 from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
 from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.inference.weights.wire import LOOPBACK, address_towards
-from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, PolicyVersions, Tokenizer
+from turnwise.types import (
+    ClientCapabilities,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    PolicyVersions,
+    RoutedExperts,
+    Tokenizer,
+)
 from turnwise.utils.threads import to_thread
 
 
@@ -82,6 +91,8 @@ class VLLMServerClient(GatedScoringClient):
       without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
       ``SharedTransfer(transfer_to(...)).lend()``.
     - ``grammars``: the server has the tokenizer, and llguidance constrains its tokens (vLLM's backend ``guidance``).
+    - ``routed_experts``: responses have the experts that a mixture of experts chose. The server must return them
+      (``--engine-arg enable_return_routed_experts=True``); an answer without them raises ``ModelError``.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted, and the client raises ``ModelError``: it never returns a token of other weights. It sends
@@ -107,13 +118,14 @@ class VLLMServerClient(GatedScoringClient):
         folder: str | Path | None = None,
         transfer: str | WeightTransfer = "auto",
         grammars: bool = False,
+        routed_experts: bool = False,
         seed: int = 0,
     ) -> None:
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one")
         self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
-        self._grammars = grammars
+        self._grammars, self._routed_experts = grammars, routed_experts
         self._seeds = np.random.default_rng(seed)
         self._mark = secrets.token_hex(4)
         self._temporary = tempfile.TemporaryDirectory(prefix="turnwise-adapters-") if folder is None else None
@@ -261,7 +273,11 @@ class VLLMServerClient(GatedScoringClient):
             # The token that the server sampled after the scored ones doesn't count.
             scores = read_scores(content, self._server.where, request.scored_token_ids)
             return scored_response(request, scores, versions[-1][1], self._tokenizer)
-        return self._response(request, completion, versions)
+        experts = None
+        if self._routed_experts:
+            passed = len(request.prompt_token_ids) + len(completion.token_ids) - 1
+            experts = read_experts(content, self._server.where, passed)
+        return self._response(request, completion, versions, experts)
 
     async def _wait_for_update(self) -> None:
         """Return once this client knows the server's weights, if another client sends them."""
@@ -281,7 +297,13 @@ class VLLMServerClient(GatedScoringClient):
                 runs.append((count, versions[policy]))
         return runs
 
-    def _response(self, request: ModelRequest, completion: ServerCompletion, versions: PolicyVersions) -> ModelResponse:
+    def _response(
+        self,
+        request: ModelRequest,
+        completion: ServerCompletion,
+        versions: PolicyVersions,
+        experts: RoutedExperts | None,
+    ) -> ModelResponse:
         self._stats["requests"] += 1
         self._stats["prompt_tokens"] += len(request.prompt_token_ids)
         self._stats["cached_tokens"] += completion.cached_tokens
@@ -293,6 +315,7 @@ class VLLMServerClient(GatedScoringClient):
             finish_reason=completion.finish_reason,
             policy_versions=versions,
             prompt_token_ids=list(request.prompt_token_ids),
+            routed_experts=experts,
         )
         return cut_at_stop(response, request.sampling, self._tokenizer)
 

@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from turnwise.inference.common.http import EndpointError
+from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.pool.client import PoolClient
 from turnwise.inference.routing import RoutingClient
 from turnwise.inference.server.client import VLLMServerClient
 from turnwise.inference.server.server import ModelServer
-from turnwise.inference.server.settings import ServeSettings
+from turnwise.inference.server.settings import RETURN_EXPERTS, ServeSettings
 from turnwise.inference.vllm.worker import vllm_or_raise
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.types import Tokenizer
@@ -44,6 +45,8 @@ class VLLMClient(RoutingClient):
       ``"nccl"``.
     - ``engine_args``: further options of vLLM's server.
     - ``grammars``: starts the servers with the tokenizer, so that they sample under :class:`~turnwise.types.Grammar`.
+    - ``routed_experts``: responses of mixtures of experts have the experts that they chose. vLLM's CPU build can't
+      return them, which raises ``ValueError``.
     - ``logs``: a folder for the servers' logs, ``vllm-0.log`` and so on.
     - ``seed``: source of the seeds for requests without one. A request's draws depend only on its own seed. The last
       bits of its logits depend on the rest of the batch.
@@ -78,6 +81,7 @@ class VLLMClient(RoutingClient):
         transfer: str = "auto",
         engine_args: Mapping[str, Any] | None = None,
         grammars: bool = False,
+        routed_experts: bool = False,
         logs: str | Path | None = None,
         seed: int = 0,
     ) -> None:
@@ -94,9 +98,11 @@ class VLLMClient(RoutingClient):
         args |= engine_args or {}
         shared = {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": args}
         groups = _by_base(models)
+        configs = [next(iter(group.values())).config.get_text_config() for group in groups]
+        routed = [routed_experts and experts_of(config) is not None for config in configs]
         self.servers = [
-            _server(group, Path(self._folder.name) / str(number), shared, None if logs is None else Path(logs))
-            for number, group in enumerate(groups)
+            _server(group, Path(self._folder.name) / str(number), shared, None if logs is None else Path(logs), returns)
+            for number, (group, returns) in enumerate(zip(groups, routed, strict=True))
         ]
         if grammars:
             for number in range(len(groups)):
@@ -106,8 +112,9 @@ class VLLMClient(RoutingClient):
             with ThreadPoolExecutor(len(self.servers)) as starting:
                 list(starting.map(lambda server: server.start(), self.servers))
             clients: dict[str, Any] = {}
-            for server, group in zip(self.servers, groups, strict=True):
+            for server, group, returns in zip(self.servers, groups, routed, strict=True):
                 options = {"in_flight": in_flight, "transfer": transfer, "seed": seed, "grammars": grammars}
+                options["routed_experts"] = returns
                 pool = PoolClient(
                     {server.url: _OwnServerClient(server, timeout, tokenizer, group, **options)},
                     timeout=timeout,
@@ -159,7 +166,9 @@ def _by_base(models: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], logs: Path | None) -> ModelServer:
+def _server(
+    models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], logs: Path | None, routed_experts: bool
+) -> ModelServer:
     """A server for models over one base, which starts without weights. ``folder`` holds the base's configuration."""
     adapted = [model for model in models.values() if isinstance(model, AdaptedModel)]
     plain: Any = adapted[0].shared.model if adapted else next(iter(models.values()))
@@ -167,7 +176,9 @@ def _server(models: Mapping[str, Any], folder: Path, shared: Mapping[str, Any], 
     config.architectures = [type(plain).__name__]  # vLLM chooses its own class by this name
     config.save_pretrained(folder)
     dtype = next(parameter.dtype for parameter in plain.parameters() if parameter.is_floating_point())
-    engine_args = {"dtype": str(dtype).removeprefix("torch.")}
+    engine_args: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    if routed_experts:
+        engine_args[RETURN_EXPERTS] = True
     ranks = [model.shared.configs[model.name].r for model in adapted if model.name is not None]
     settings = ServeSettings(
         str(folder),

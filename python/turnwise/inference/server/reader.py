@@ -39,6 +39,7 @@ class VLLMServerReader(VLLMServerClient):
 
     - ``served``: what that client has sent; :meth:`follow` takes the latest after each update.
     - ``wait``: seconds to wait for :meth:`follow` if the server has weights that the reader doesn't know.
+    - ``routed_experts``: as in :class:`VLLMServerClient`.
 
     The reader returns only tokens of weights that it knows. If an answer has others, it waits for :meth:`follow`, and
     raises ``ModelError`` if that takes too long. It takes no weights.
@@ -49,11 +50,18 @@ class VLLMServerReader(VLLMServerClient):
     """
 
     def __init__(
-        self, server: str | Endpoint, tokenizer: Tokenizer, served: ServedWeights, *, wait: float = 60.0, seed: int = 0
+        self,
+        server: str | Endpoint,
+        tokenizer: Tokenizer,
+        served: ServedWeights,
+        *,
+        wait: float = 60.0,
+        routed_experts: bool = False,
+        seed: int = 0,
     ) -> None:
         if not wait >= 0:
             raise ValueError(f"wait={wait!r}: expected seconds >= 0")
-        super().__init__(server, tokenizer, served.names, seed=seed)
+        super().__init__(server, tokenizer, served.names, routed_experts=routed_experts, seed=seed)
         self._wait, self._update = wait, asyncio.Event()
         self._sends = self._synced = True  # labels count, and there is nothing to send at the start
         self.follow(served)

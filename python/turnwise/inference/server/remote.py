@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from turnwise.inference.common.http import Endpoint, EndpointError
+from turnwise.inference.common.routed_experts import experts_from_text
 from turnwise.inference.weights.lora import AdapterFiles
 from turnwise.inference.weights.weight_block import WeightHandle
-from turnwise.types import ContextLengthError, FinishReason, ModelError
+from turnwise.types import ContextLengthError, FinishReason, ModelError, RoutedExperts
 from turnwise.utils.threads import to_thread
 
 T = TypeVar("T")
@@ -308,6 +309,24 @@ def read_scores(content: Any, where: str, token_ids: Sequence[int]) -> list[floa
             raise reader.wrong(f"{field}.{token}.logprob", value, f"a number from {FLOOR} (excluded) to 0")
         scores.append(float(value))
     return scores
+
+
+def read_experts(content: Any, where: str, passed: int) -> RoutedExperts:
+    """Read the experts of the ``passed`` tokens of prompt and completion, from an answer of ``where``."""
+    reader, field = _FieldReader(where), "choices[0].routed_experts"
+    text = reader.typed(content, dict, "(the answer)")["choices"][0].get("routed_experts")
+    if text is None:
+        raise EndpointError(
+            f"{where} answered without routed_experts: start the server with "
+            "--engine-arg enable_return_routed_experts=True, and with a mixture of experts"
+        )
+    try:
+        experts = RoutedExperts(experts_from_text(text))
+    except (ValueError, TypeError, EOFError) as error:
+        raise reader.wrong(field, text, f"an array of experts as vLLM writes it ({error})") from error
+    if len(experts.ids) != passed:
+        raise reader.wrong(field, f"the experts of {len(experts.ids)} tokens", f"those of {passed}: all but the last")
+    return experts
 
 
 def _labels(reader: _FieldReader, choice: dict[str, Any], count: int) -> list[tuple[int, str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.inference.common.http import aiohttp_or_raise, key_from_environment
+from turnwise.inference.vllm.worker import computes_on_cpu
 
 RESERVED = {
     "api_key", "async_scheduling", "enable_lora", "enable_prompt_tokens_details", "enable_scale_out",
@@ -25,8 +26,16 @@ OF_ENGINE: dict[str, dict[str, Any]] = {
 }
 """Settings that only one of the engines takes, and their defaults."""
 
-TRANSFORMERS_ARGS = ("device", "dtype")
+RETURN_EXPERTS = "enable_return_routed_experts"
+"""Name in ``engine_args``: answers have the experts that a mixture of experts chose."""
+
+TRANSFORMERS_ARGS = ("device", "dtype", RETURN_EXPERTS)
 """Names in ``engine_args`` that the transformers engine takes."""
+
+NO_EXPERTS_ON_CPU = (
+    "vLLM's CPU build can't return the experts that a mixture chose: that needs its Model Runner V2, which needs a "
+    "Triton that this build lacks. Sample with the transformers engine, or on a GPU"
+)
 
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of an engine's adapters that vLLM accepts."""
@@ -72,7 +81,7 @@ class ServeSettings:
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further options of vLLM's server, such as ``dtype`` (by default the dtype of the model's files). The transformers
-    engine takes ``dtype`` and ``device``."""
+    engine takes ``dtype``, ``device`` and ``enable_return_routed_experts``."""
 
     restarts: int = 5
     """The most restarts in a row of a server that dies."""
@@ -99,6 +108,9 @@ class ServeSettings:
             raise ValueError(f"engine_args[{taken[0]!r}]: the server sets this one itself")
         if self.engine == "transformers" and (unknown := sorted(self.engine_args.keys() - {*TRANSFORMERS_ARGS})):
             raise ValueError(f"engine_args[{unknown[0]!r}]: expected one of {', '.join(TRANSFORMERS_ARGS)}")
+        asked = {name.replace("-", "_"): value for name, value in self.engine_args.items()}
+        if self.engine == "vllm" and asked.get(RETURN_EXPERTS) and computes_on_cpu():
+            raise ValueError(f"engine_args[{RETURN_EXPERTS!r}]: expected False, as {NO_EXPERTS_ON_CPU}")
         for name, folder in self.adapters.items():
             if not (Path(folder) / "adapter_config.json").is_file():
                 raise ValueError(f"adapters[{name!r}]={str(folder)!r}: expected a folder with adapter_config.json")
@@ -150,6 +162,7 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
         "disable_uvicorn_access_log": True,
         "middleware": "turnwise.inference.server.launch.RequestGate",
         **_lora_options(settings),
+        **_rotary_options(settings),
         **{name.replace("-", "_"): value for name, value in settings.engine_args.items()},
     }
     words = []
@@ -169,6 +182,20 @@ COMMANDS: dict[str, Callable[[ServeSettings, int], list[str]]] = {
     "transformers": _transformers_command,
 }
 """The command of each engine's server, for a port."""
+
+
+def _rotary_options(settings: ServeSettings) -> dict[str, Any]:
+    """Let vLLM's CPU build rotate the queries of latent attention (DeepSeek-V3) in PyTorch.
+
+    The build's own kernel rotates other numbers than it should there, as it takes each token's heads for one row
+    (vLLM 0.32).
+    """
+    if not computes_on_cpu():
+        return {}
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if hasattr(config, "kv_lora_rank") else {}
 
 
 def _lora_options(settings: ServeSettings) -> dict[str, Any]:

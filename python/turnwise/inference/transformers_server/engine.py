@@ -51,6 +51,7 @@ class TransformersEngine(TransformersClient):
     - ``adapter_slots``: adapters that :meth:`load_adapter` adds. A further one replaces the one that was loaded
       longest ago.
     - ``adapter_rank``: the largest rank of those.
+    - ``routed_experts``: as in :class:`TransformersClient`.
 
     A policy's version is the index of its label in ``labels``. The last one is the label of the next tokens. Weights
     change between two tokens, or between two batches after ``hold_back(keep=False)``. The keys and values of a running
@@ -58,12 +59,21 @@ class TransformersEngine(TransformersClient):
     """
 
     def __init__(
-        self, model: nn.Module, name: str, *, max_batch_rows: int = 512, adapter_slots: int = 0, adapter_rank: int = 16
+        self,
+        model: nn.Module,
+        name: str,
+        *,
+        max_batch_rows: int = 512,
+        adapter_slots: int = 0,
+        adapter_rank: int = 16,
+        routed_experts: bool = False,
     ) -> None:
         self.name, self.labels = name, [START_LABEL]
         self._base, self._config = SharedBase(model.eval()), model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._plain = self._base.plain()
-        super().__init__({name: self._plain}, _NoTokenizer(), max_batch_rows=max_batch_rows, share=True, in_flight=True)
+        options: dict[str, Any] = {"max_batch_rows": max_batch_rows, "routed_experts": routed_experts}
+        super().__init__({name: self._plain}, _NoTokenizer(), share=True, in_flight=True, **options)
+        self._routed_experts = routed_experts
         self._slots, self._rank = adapter_slots, adapter_rank
         self._adapters: dict[str, _Loaded] = {}  # in the order in which they were loaded
         self._loads = 0
@@ -165,7 +175,7 @@ class TransformersEngine(TransformersClient):
                 raise
             self._loads += 1
             self._adapters[name] = _Loaded(self._loads, model, fixed)
-            self._policies |= load_models({name: model}, share=True, device=None)
+            self._policies |= load_models({name: model}, True, None, self._routed_experts)
             self._policies[name].version = len(self.labels) - 1
             self._dropped.discard(name)
 

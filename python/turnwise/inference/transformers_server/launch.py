@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.inference.server.launch import end_with_starter
-from turnwise.inference.server.settings import ServeSettings
+from turnwise.inference.server.settings import RETURN_EXPERTS, ServeSettings
 
 
 def build_model(settings: ServeSettings) -> Any:
@@ -39,8 +39,10 @@ async def serve(settings: ServeSettings) -> None:
     from turnwise.inference.transformers_server.engine import TransformersEngine
     from turnwise.inference.transformers_server.routes import Routes
 
-    slots = {"adapter_slots": settings.adapter_slots, "adapter_rank": settings.adapter_rank}
-    engine = TransformersEngine(build_model(settings), settings.model, max_batch_rows=settings.max_batch_rows, **slots)
+    options: dict[str, Any] = {"adapter_slots": settings.adapter_slots, "adapter_rank": settings.adapter_rank}
+    options |= {"max_batch_rows": settings.max_batch_rows}
+    options |= {"routed_experts": bool(settings.engine_args.get(RETURN_EXPERTS))}
+    engine = TransformersEngine(build_model(settings), settings.model, **options)
     for name, folder in settings.adapters.items():
         engine.load_adapter(name, Path(folder), fixed=True)
     # Without handler_cancellation a client that hangs up would leave its request running.

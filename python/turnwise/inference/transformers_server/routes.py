@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from turnwise.inference.common.routed_experts import experts_to_text
 from turnwise.inference.server.launch import REMOTE, RPC, Admission
 from turnwise.inference.transformers_server.engine import TransformersEngine, UnknownModelError
 from turnwise.inference.weights.weight_block import TransferError
@@ -116,6 +117,8 @@ class Routes:
             "finish_reason": response.finish_reason,
             "weight_versions": spans,
         }
+        if response.routed_experts is not None:
+            choice["routed_experts"] = experts_to_text(response.routed_experts.ids)
         prompt = len(response.prompt_token_ids)
         usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
         return {"choices": [choice], "usage": usage}

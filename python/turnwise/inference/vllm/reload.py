@@ -5,6 +5,9 @@ vLLM leaves some work to its callers (vLLM 0.32):
 - New weights must go through vLLM's layerwise reload. The model's own ``load_weights`` fails on CPU, where the loaded
   weights were packed into other layouts.
 - On CPU, a head that is tied to the embedding keeps its old packed weights after a reload. This module repacks it.
+- On CPU, a reload leaves the experts of a mixture unpacked, and the kernel then reads them wrongly. This module lets
+  vLLM set their kernel up again, which packs them.
+- Some loaders of mixtures, such as DeepSeek's, know no tensor of all experts. This module splits it by expert.
 - A failed reload leaves layers half taken apart, and every later reload fails on them. This module restores them.
 
 A layerwise reload searches each time for the layer and the part of it that a weight belongs to. For small models this
@@ -51,6 +54,9 @@ def _reload_layerwise(runner: Any, model: nn.Module, weights: Mapping[str, Tenso
     """Run vLLM's own reload, and return the route that it took, or ``None`` if there is no reusable one."""
     from vllm.platforms import current_platform
 
+    weights = split_by_expert(weights)
+    if current_platform.is_cpu():
+        forget_expert_kernels(model)
     plain_cpu = current_platform.is_cpu() and runner.model_config.quantization is None
     watch: AbstractContextManager[list[_Layer]] = _watched(weights) if plain_cpu else nullcontext([])
     with watch as layers:
@@ -180,6 +186,24 @@ def _watched(weights: Mapping[str, Tensor]) -> Iterator[list[_Layer]]:
         layerwise._layerwise_process = process
 
 
+def split_by_expert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name the weights of experts as checkpoints do, one tensor per expert and projection; others stay as they are.
+
+    transformers holds ``experts.gate_up_proj [E, 2 I, H]`` and ``experts.down_proj [E, H, I]``.
+    """
+    split: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        place, _, kind = name.rpartition(".")
+        if tensor.ndim != 3 or not place.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
+            split[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = {"gate": weight[: len(weight) // 2], "up": weight[len(weight) // 2 :]}
+            parts = parts if kind == "gate_up_proj" else {"down": weight}
+            split |= {f"{place}.{expert}.{part}_proj.weight": value for part, value in parts.items()}
+    return split
+
+
 # -- work that vLLM leaves to its callers ------------------------------------------------------------------------------
 def end_reload(model: nn.Module) -> None:
     """Put every layer's tensors back after a failed layerwise reload, so that the next one can begin."""
@@ -190,6 +214,14 @@ def end_reload(model: nn.Module) -> None:
         if state.can_load():
             layerwise._place_kernel_tensors(layer, state)
             state.reset()
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Let vLLM set up the kernels of experts again when it has loaded their weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def repack_embeddings(model: nn.Module, packed: Collection[nn.Module] = ()) -> None:

@@ -25,7 +25,9 @@ EPISODE_KEYS = (
 )  # fmt: skip
 """Sections and keys of a config that determine an episode, in addition to :data:`ROLLOUT_KEYS`."""
 
-ROLLOUT_KEYS = ("branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private")
+ROLLOUT_KEYS = (
+    "branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private", "routing_replay",
+)  # fmt: skip
 """Keys of ``[rollout]`` that determine an episode."""
 
 

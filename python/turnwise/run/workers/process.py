@@ -56,7 +56,11 @@ class WorkerRun:
 
     def client(self, engines: Engines) -> WorkerClient:
         server, seed = self._config.rollout.server, self._config.seed
-        return WorkerClient(engines, self._tokenizer, self._endpoint, seed, attempts=server.retries + 1)
+        options: dict[str, Any] = {
+            "attempts": server.retries + 1,
+            "routed_experts": self._config.rollout.routing_replay,
+        }
+        return WorkerClient(engines, self._tokenizer, self._endpoint, seed, **options)
 
     def arena(self, setup: Setup, client: Any) -> Arena:
         """Return the arena. Raises ``ValueError`` for a run with other versions, or another config."""

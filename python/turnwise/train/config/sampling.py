@@ -110,6 +110,8 @@ class RolloutConfig(PlayLimits):
     """Most completions that the client computes at the same time."""
     check_private: bool = False
     """Stop the run when an actor sees another actor's private text, or would train on its tokens."""
+    routing_replay: bool = False
+    """Route the tokens of an update to the experts that the sampler chose, in a mixture of experts."""
 
 
 class LoopConfig(Section):

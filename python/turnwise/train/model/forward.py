@@ -24,6 +24,7 @@ from turnwise.inference.common.hf_model import (
     vocabulary_size,
     without_recomputing,
 )
+from turnwise.inference.common.routed_experts import Routers, replaying, watch_routers
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.model.constrained import MOST_LOGITS, constrained_logprob
@@ -35,12 +36,13 @@ Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropie
 
 class ModelInputs(NamedTuple):
     """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are the positions to read, of
-    ``b * T``; in a trie siblings read the same ones (``repeated``)."""
+    ``b * T``; in a trie siblings read the same ones (``repeated``). ``experts [b * T, L, K]`` are replayed."""
 
     input_ids: Tensor
     others: dict[str, Any]
     at: Tensor
     repeated: bool = False
+    experts: Tensor | None = None
 
 
 class _Head(NamedTuple):
@@ -89,6 +91,7 @@ class Forward:
         self.fused = self.packed = self.trims = False
         self.trie_share = 0.0
         self._bytes_per_token: float | None = None
+        self._routers: Routers | None = None
         lm, wanted = self.lm, LAYOUTS[layout]
         if lm.get_input_embeddings().weight.is_meta:
             return
@@ -120,6 +123,17 @@ class Forward:
             setattr(self, name, value)
         if self.lm.config._attn_implementation != attention:
             self.lm.set_attn_implementation(attention)
+
+    def routers(self) -> Routers:
+        """Find the model's routers, so that a pass can replay recorded experts.
+
+        Raises ``ValueError`` for a dense model, and for a mixture of experts whose routers are of no known kind.
+        """
+        if self._routers is None:
+            self._routers = watch_routers(self.lm)
+        if self._routers is None:
+            raise ValueError(f"{type(self.lm).__name__} is dense: expected a mixture of experts, to replay its experts")
+        return self._routers
 
     def bytes_per_token(self) -> float:
         """Return the bytes of activations that a pass keeps for its backward pass, per token.
@@ -186,9 +200,12 @@ class Forward:
 
     @torch.no_grad()
     def top(self, micro: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
-        """Return the ids ``[N, k]`` of the most likely tokens at each position, and their log-probs ``[N, k]``."""
+        """Return the ids ``[N, k]`` of the most likely tokens at each position, and their log-probs ``[N, k]``.
+
+        The micro-batch may be another policy's, so its experts are not replayed.
+        """
         where, parts = [], []
-        for head, tokens in self._passes(micro):
+        for head, tokens in self._passes(micro.without_experts()):
             temperature = self._temperatures(micro, tokens)
             places = torch.arange(len(temperature), device=temperature.device)
             for part in places.split(max(1, MOST_LOGITS // vocabulary_size(self.lm))):
@@ -204,16 +221,20 @@ class Forward:
         A stream takes one pass, padded rows one for each group of rows of similar length.
         """
         make = self._from_hidden if self.fused else self._from_logits
+        if micro.experts_TLK is not None:
+            self.routers().check(micro.experts_TLK, "routed_experts of the batch")
         if self.packed:
             others = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
-            inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, repeated=micro.tree is not None)
+            shared = micro.tree is not None
+            inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, shared, micro.experts_TLK)
             yield make(inputs), slice(None)
             return
         assert micro.tree is None, "a model that needs padded rows got a trie"
         for group in like_lengths(micro.lengths):
             block = pad(micro, group)
             at = block.row * block.input_ids.shape[1] + block.column
-            yield make(ModelInputs(block.input_ids, {"attention_mask": block.attention_mask}, at)), block.token
+            mask = {"attention_mask": block.attention_mask}
+            yield make(ModelInputs(block.input_ids, mask, at, experts=block.experts)), block.token
 
     @staticmethod
     def _temperatures(micro: MicroBatch, tokens: Any) -> Tensor:
@@ -254,8 +275,11 @@ class Forward:
         lm = self.lm
         decoder, head_layer = lm.get_decoder(), lm.get_output_embeddings()
         # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
-        trims = self.trims and not recomputes(lm)
-        with last_mlp_at(decoder, inputs.at.unique()) if trims else nullcontext():
+        last = inputs.at.unique() if self.trims and not recomputes(lm) else None
+        with (
+            nullcontext() if last is None else last_mlp_at(decoder, last),
+            nullcontext() if inputs.experts is None else replaying(inputs.experts, last),
+        ):
             output = decoder(input_ids=inputs.input_ids, use_cache=False, **inputs.others)
         hidden = output.last_hidden_state.flatten(0, 1)
 
@@ -291,7 +315,8 @@ class Forward:
         lm, others, at = self.lm, dict(inputs.others), inputs.at
         if len(inputs.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
             others["logits_to_keep"], at = at, torch.arange(len(at))
-        logits_NV = lm(input_ids=inputs.input_ids, use_cache=False, **others).logits.flatten(0, 1)
+        with nullcontext() if inputs.experts is None else replaying(inputs.experts):
+            logits_NV = lm(input_ids=inputs.input_ids, use_cache=False, **others).logits.flatten(0, 1)
 
         def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))

@@ -19,6 +19,7 @@ from torch import nn
 
 from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
+from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
 from turnwise.train.config.schema import TrainConfig
@@ -199,7 +200,7 @@ def build_policies(
     if unknown := sorted(set(models) - set(config.policies)):
         raise ValueError(f"models has {unknown[0]!r}: expected names of config.policies, {', '.join(config.policies)}")
     updates_per_step = config.update.ppo_epochs * config.update.num_minibatches
-    return {
+    policies = {
         name: Policy(
             name,
             model,
@@ -213,6 +214,14 @@ def build_policies(
         )
         for name, model in models.items()
     }
+    for policy in policies.values():
+        if (
+            config.rollout.routing_replay
+            and policy.trainable
+            and experts_of(policy.forward.lm.config.get_text_config())
+        ):
+            policy.forward.routers()  # now, while its weights are whole
+    return policies
 
 
 def find_device(name: str) -> torch.device:

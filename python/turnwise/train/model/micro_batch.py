@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from turnwise.inference.common.routed_experts import NO_RECORD
 from turnwise.train.model.prefix_tree import PrefixTree, ranges
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
 from turnwise.types import TrainingBatch
@@ -36,7 +37,8 @@ class MicroBatch:
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
     temperatures_B, actor_ids_B`` are per row. If some were sampled under a grammar, ``mask_index_N`` (int64) is the row
     of each token in ``masks_UW``, -1 for those that weren't (:class:`~turnwise.types.AllowedTokens`).
-    ``token_advantages_N`` are added to the rows' advantages, if there are any.
+    ``token_advantages_N`` are added to the rows' advantages, if there are any. ``experts_TLK`` (int16) are the experts
+    to which the stream's tokens are routed, -1 for a token that the model routes itself.
     """
 
     token_ids_T: Tensor
@@ -56,6 +58,8 @@ class MicroBatch:
     mask_index_N: Tensor | None = None
     masks_UW: Tensor | None = None
     token_advantages_N: Tensor | None = None
+    experts_TLK: Tensor | None = None
+    routing: RoutingCounts | None = None
 
     @property
     def advantages_N(self) -> Tensor:
@@ -68,6 +72,10 @@ class MicroBatch:
         """Number of tokens that pass through the model; tokens that rows share count once."""
         return self.token_ids_T.numel()
 
+    def without_experts(self) -> MicroBatch:
+        """Return the micro-batch for a pass of another model than the one that sampled its rows."""
+        return self if self.experts_TLK is None else replace(self, experts_TLK=None)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on ``device``, or itself if it is already there."""
         if self.token_ids_T.device == device:
@@ -77,11 +85,21 @@ class MicroBatch:
         return MicroBatch(**values | moved)
 
 
+class RoutingCounts(NamedTuple):
+    """Counts over the rows of a micro-batch, without each row's last token, whose experts nothing reads."""
+
+    tokens: int
+    recorded: int
+    """Tokens with recorded experts."""
+    conflicts: int
+    """Recorded tokens of a shared prefix that another row routes otherwise; the first row counts."""
+
+
 class PaddedRows(NamedTuple):
     """Rows of a micro-batch padded on the right: ``input_ids [b, T]`` and ``attention_mask [b, T]``, both int64.
 
     ``token [n]`` are the indices of these rows' tokens among the packed completion tokens. The logits that predict them
-    are at ``(row, column)``, ``[n]`` each.
+    are at ``(row, column)``, ``[n]`` each. ``experts [b * T, L, K]`` are those of the positions, if they are recorded.
     """
 
     input_ids: Tensor
@@ -89,6 +107,7 @@ class PaddedRows(NamedTuple):
     token: Tensor
     row: Tensor
     column: Tensor
+    experts: Tensor | None
 
 
 def minibatches(batch: TrainingBatch, rows: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -201,6 +220,7 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
     allowed = batch.allowed
     if allowed is not None and (allowed.mask_index[where] < 0).all():
         allowed = None
+    experts, routing = _experts(batch, rows, lengths, trie, len(token_ids))
     return MicroBatch(
         token_ids_T=token_ids,
         position_ids_T=position_ids,
@@ -221,7 +241,36 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         token_advantages_N=(
             None if batch.token_advantages is None else torch.from_numpy(batch.token_advantages[where])
         ),
+        experts_TLK=experts,
+        routing=routing,
     )
+
+
+def _experts(
+    batch: TrainingBatch, rows: np.ndarray, lengths: np.ndarray, trie: PrefixTree | None, total: int
+) -> tuple[Tensor | None, RoutingCounts | None]:
+    """Return the experts of a stream of ``total`` tokens and their counts; ``None`` if none are recorded.
+
+    Where rows share a prefix, the first one's count. Raises ``ValueError`` for rows of different models.
+    """
+    if batch.routed_experts is None:
+        return None, None
+    given = [batch.routed_experts[row] for row in rows]
+    counts = np.where([each is not None for each in given], np.maximum(lengths - 1, 0), 0)
+    recorded = [each.ids for each in given if each is not None]
+    if not recorded:
+        return None, RoutingCounts(int((lengths - 1).sum()), 0, 0)
+    if len(shapes := {ids.shape[1:] for ids in recorded}) > 1:
+        raise ValueError(f"routed_experts of shapes [tokens, layers, experts] {sorted(shapes)}: expected one model's")
+    if trie is None:
+        places = ranges(np.cumsum(lengths) - lengths, counts)
+    else:
+        places = trie.places(np.zeros_like(counts), counts).numpy()
+    ids = np.concatenate(recorded).astype(np.int16)
+    experts = np.full((total, *ids.shape[1:]), NO_RECORD, dtype=np.int16)
+    experts[places[::-1]] = ids[::-1]  # of repeated places the last one is kept, which is the first row's
+    conflicts = (experts[places] != ids).any(axis=(1, 2)).sum()
+    return torch.from_numpy(experts), RoutingCounts(int((lengths - 1).sum()), len(ids), int(conflicts))
 
 
 def trial(vocabulary: int, length: int, device: torch.device) -> MicroBatch:
@@ -288,12 +337,19 @@ def pad(micro: MicroBatch, rows: Sequence[int]) -> PaddedRows:
     sources = micro.source_N.split(torch.diff(micro.cu_seqlens).tolist())
     firsts = micro.cu_seqlens.tolist()
     ids = [streams[i] for i in rows]
+    experts = None
+    if micro.experts_TLK is not None:
+        of_rows = micro.experts_TLK.split(micro.lengths)
+        chosen = [of_rows[i] for i in rows]
+        padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=NO_RECORD)
+        experts = padded.flatten(0, 1)
     return PaddedRows(
         input_ids=torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
         attention_mask=torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
         token=torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in rows]),
         row=torch.cat([torch.full_like(sources[i], row) for row, i in enumerate(rows)]),
         column=torch.cat([sources[i] - int(starts[i]) for i in rows]),
+        experts=experts,
     )
 
 

@@ -139,8 +139,8 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
-        """Return log-probs ``[N]`` under the reference; ``None`` if the policy has no reference."""
-        return None if self.reference_forward is None else self.reference_forward(micro)[0]
+        """Return log-probs ``[N]`` under the reference, with its own experts; ``None`` if the policy has none."""
+        return None if self.reference_forward is None else self.reference_forward(micro.without_experts())[0]
 
     @torch.no_grad()
     def refresh_reference(self) -> None:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
-from turnwise.train.model.micro_batch import MicroBatch, SingleRank, explain_out_of_memory, minibatches, smallest
+from turnwise.train.model.micro_batch import (
+    MicroBatch,
+    RoutingCounts,
+    SingleRank,
+    explain_out_of_memory,
+    minibatches,
+    smallest,
+)
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.critic import Targets, add_value_loss, estimate_advantages, keep_states, values_of
 from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
@@ -232,6 +239,7 @@ class MicroBatchMetrics:
     """Positions in the batch's stream where log-probs or advantages are not finite."""
     mismatch: float
     """Largest difference of the log-probs from the sampler's."""
+    routing: RoutingCounts | None
 
     def on_cpu(self) -> MicroBatchMetrics:
         """Return a copy for other processes."""
@@ -276,6 +284,7 @@ class UpdateLog:
                 tokens=sum(micro.lengths),
                 bad_tokens=micro.token_N[bad_N].cpu().numpy(),
                 mismatch=float(difference.max()) if len(difference) else 0.0,
+                routing=micro.routing,
             )
         )
 
@@ -327,7 +336,15 @@ class UpdateLog:
             for i, actor in enumerate(self.actors):
                 if actor_tokens[:, i].any():
                     metrics[f"{actor}/{name}"] = _reduce(name, values[:, i], actor_tokens[:, i])
-        return metrics | self._masked_shares()
+        return metrics | self._routing_shares() | self._masked_shares()
+
+    def _routing_shares(self) -> dict[str, float]:
+        """Return the share of tokens whose experts are replayed, and that of them which another row's experts took."""
+        counts = [one.routing for one in self.micros if one.routing is not None]
+        if not counts:
+            return {}
+        tokens, recorded, conflicts = np.sum(counts, axis=0).tolist()
+        return {"routing/replayed": recorded / max(tokens, 1), "routing/conflicts": conflicts / max(recorded, 1)}
 
     def _masked_shares(self) -> dict[str, float]:
         """Return the share of tokens that each mask drops, over all tokens and by actor."""
