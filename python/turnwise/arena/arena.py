@@ -207,7 +207,7 @@ class Arena(ArenaSetup):
             metrics |= describe_draws(results, samples)
         if self.labels is not None:
             metrics |= self.labels.weigh(samples, results)
-        batch = rows.pack(samples, drops, metrics)
+        batch = rows.pack(samples, drops, metrics, self.credit)
         if self.check_private:
             check_batch(batch, results)
         return batch

@@ -7,13 +7,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.filters import Filters, StepKey
-from turnwise.types import AllowedTokens, CreditAssigner, ExplainedCredit, GenerateResult, Sample, Step, TrainingBatch
+from turnwise.types import (
+    AllowedTokens,
+    CreditAssigner,
+    ExplainedCredit,
+    GenerateResult,
+    GroupedCredit,
+    Sample,
+    Step,
+    TrainingBatch,
+)
+
+K = TypeVar("K", bound=Hashable)
 
 Reason = Callable[[GenerateResult, Step], bool]
 
@@ -130,8 +141,25 @@ def set_advantages(
     return {keys[row]: cause for row, cause in zip(zeros, credit.zero_causes(samples, zeros), strict=True)}
 
 
-def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
+def group_index(samples: Sequence[Sample], credit: CreditAssigner | None) -> np.ndarray | None:
+    """Return the number ``[B]`` int64 of each sample's group in the credit rule; ``None`` without a rule.
+
+    A rule without groups compares an actor's calls of the same turn at one question.
+    """
+    if credit is None:
+        return None
+    if isinstance(credit, GroupedCredit):
+        return _index_of_unique([credit.key_of(sample) for sample in samples])[1]
+    keys = [(sample.group_id, sample.episode_type, sample.actor, sample.turn) for sample in samples]
+    return _index_of_unique(keys)[1]
+
+
+def pack(
+    samples: Sequence[Sample], drops: Drops, metrics: dict[str, float], credit: CreditAssigner | None = None
+) -> TrainingBatch:
     """Pack samples as one token stream, see :class:`TrainingBatch`. No samples give an empty batch.
+
+    ``credit`` is the rule that gave the advantages, of which the batch keeps the groups.
 
     All completion tokens train, the stop token included, unless a sample has a loss mask ``[C]`` of 0 and 1, or its
     grammar allowed only one token there. Raises
@@ -175,6 +203,7 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         metrics=metrics,
         allowed=allowed,
         token_advantages=token_advantages,
+        group_index=group_index(samples, credit),
     )
 
 
@@ -288,7 +317,7 @@ def _check_loss_mask(mask: Any, length: int, name: str) -> np.ndarray:
     return trains.astype(np.uint8)
 
 
-def _index_of_unique(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
+def _index_of_unique(names: Sequence[K]) -> tuple[list[K], np.ndarray]:
     """Return the distinct ``names`` in order of appearance, and each name's index among them, ``[B]`` int64."""
     distinct = list(dict.fromkeys(names))
     index_of = {name: index for index, name in enumerate(distinct)}
@@ -310,6 +339,8 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     }
     names = ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
     by_row: dict[str, Any] = {name: getattr(batch, name)[chosen] for name in names}
+    if batch.group_index is not None:
+        by_row["group_index"] = batch.group_index[chosen]
     cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     allowed = batch.allowed
     if allowed is not None:

@@ -91,7 +91,8 @@ class TrainingBatch:
     ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``drops`` counts the model
     calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if
     a row was sampled under a grammar, else it is ``None``. ``token_advantages [N]`` float32 are added to the rows'
-    advantages; ``None`` if no row has any.
+    advantages; ``None`` if no row has any. Rows with the same ``group_index [B]`` int64 are compared with each other;
+    ``None`` in a batch without a credit rule.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """
@@ -112,6 +113,7 @@ class TrainingBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     allowed: AllowedTokens | None = None
     token_advantages: np.ndarray | None = None
+    group_index: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1

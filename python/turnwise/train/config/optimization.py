@@ -89,6 +89,8 @@ class LossConfig(Section):
     """Weigh each of ``[tasks.<name>]`` in the loss by its weight, not by its part of the sampled tokens."""
     critic: CriticConfig | None = None
     """A trained critic; by default there is none."""
+    baseline: Literal["credit", "optimal_token"] = "credit"
+    """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
 
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:

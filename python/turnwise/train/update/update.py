@@ -14,6 +14,7 @@ from turnwise.ops import PolicyLoss
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.micro_batch import MicroBatch, SingleRank, explain_out_of_memory, minibatches, smallest
 from turnwise.train.model.policy import Policy
+from turnwise.train.update.baseline import subtract_optimal_baseline
 from turnwise.train.update.critic import Targets, add_value_loss, estimate_advantages, keep_states, values_of
 from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
 from turnwise.train.update.kl import adapted, coefficient
@@ -48,6 +49,9 @@ def update_policy(
     if policy.critic is not None and loss_config.critic is not None:
         max_tokens = policy.micro_batch_tokens(update.micro_batch_tokens)
         batch, targets, measured = estimate_advantages(policy, batch, rows, max_tokens, loss_config.critic)
+    elif loss_config.baseline == "optimal_token":
+        max_tokens = policy.micro_batch_tokens(update.micro_batch_tokens)
+        batch, measured = subtract_optimal_baseline(policy, batch, rows, max_tokens)
     # One optimizer step for each minibatch of each epoch.
     rate = policy.learning_rate
     policy.model.train(policy.dropout)  # without dropout the first ratio is 1, as the sampler has none
