@@ -204,7 +204,18 @@ def pack(
         allowed=allowed,
         token_advantages=token_advantages,
         group_index=group_index(samples, credit),
+        observation_mask=_join_observations(samples, lengths, cu_seqlens),
     )
+
+
+def _join_observations(samples: Sequence[Sample], lengths: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray | None:
+    """Return a mask ``[N]`` uint8 of the observed tokens; ``None`` if no sample's are marked."""
+    if all(sample.observed is None for sample in samples):
+        return None
+    mask = np.zeros(cu_seqlens[-1], dtype=np.uint8)
+    for sample, start, length in zip(samples, cu_seqlens[:-1], lengths[:, 0], strict=True):
+        mask[start + length - (sample.observed or 0) : start + length] = 1
+    return mask
 
 
 def _join_token_advantages(samples: Sequence[Sample], cu_seqlens: np.ndarray) -> np.ndarray | None:
@@ -334,8 +345,8 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     lengths = np.diff(batch.cu_seqlens)[chosen]
     by_token: dict[str, Any] = {
         name: np.concatenate([column[:0], *(column[span] for span in spans)])
-        for name in ("token_ids", "loss_mask", "rollout_logprobs")
-        for column in (getattr(batch, name),)
+        for name in ("token_ids", "loss_mask", "rollout_logprobs", "token_advantages", "observation_mask")
+        if (column := getattr(batch, name)) is not None
     }
     names = ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
     by_row: dict[str, Any] = {name: getattr(batch, name)[chosen] for name in names}
@@ -346,10 +357,6 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     if allowed is not None:
         mask_index = np.concatenate([allowed.mask_index[:0], *(allowed.mask_index[span] for span in spans)])
         allowed = replace(allowed, mask_index=mask_index)
-    if batch.token_advantages is not None:
-        by_token["token_advantages"] = np.concatenate(
-            [batch.token_advantages[:0], *(batch.token_advantages[span] for span in spans)]
-        )
     return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, drops=dict(batch.drops), allowed=allowed)
 
 

@@ -161,8 +161,8 @@ class Forward:
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
         """Return log-probs ``[N]`` of ``log_softmax(logits / temperature)``; with ``entropy`` also entropies ``[N]``.
 
-        Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1. Under a grammar
-        both are those of the distribution over the allowed tokens.
+        Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1, and so does
+        that of observed tokens. Under a grammar both are those of the distribution over the allowed tokens.
         """
         results = [(tokens, self._read(head, micro, tokens, entropy)) for head, tokens in self._passes(micro)]
         return results[0][1] if self.packed else _in_order([one for one, _ in results], [one for _, one in results])
@@ -237,6 +237,8 @@ class Forward:
     @staticmethod
     def _temperatures(micro: MicroBatch, tokens: Any) -> Tensor:
         temperature_N = micro.temperatures_B[micro.row_N[tokens]]
+        if micro.observed_N is not None:  # which no policy sampled
+            temperature_N = torch.where(micro.observed_N[tokens], 1.0, temperature_N)
         return torch.where(temperature_N > 0, temperature_N, 1.0)
 
     def _read(self, head: _Head, micro: MicroBatch, tokens: Any, entropy: bool) -> Result:

@@ -36,7 +36,8 @@ class MicroBatch:
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
     temperatures_B, actor_ids_B`` are per row. If some were sampled under a grammar, ``mask_index_N`` (int64) is the row
     of each token in ``masks_UW``, -1 for those that weren't (:class:`~turnwise.types.AllowedTokens`).
-    ``token_advantages_N`` are added to the rows' advantages, if there are any.
+    ``token_advantages_N`` are added to the rows' advantages, if there are any. If the batch has its observed tokens
+    marked, these are among the ``N`` too: ``mask_N`` is 0 there, and ``observed_N`` True.
     """
 
     token_ids_T: Tensor
@@ -56,6 +57,7 @@ class MicroBatch:
     mask_index_N: Tensor | None = None
     masks_UW: Tensor | None = None
     token_advantages_N: Tensor | None = None
+    observed_N: Tensor | None = None
 
     @property
     def advantages_N(self) -> Tensor:
@@ -184,7 +186,10 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
     # Completion tokens of each row: their first position, their count, and their places in the batch's stream.
     starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
     lengths = ends - starts
-    first = [max(1, _first_set(batch.loss_mask[start:end])) for start, end in zip(starts, ends, strict=True)]
+    read, observed = batch.loss_mask, batch.observation_mask
+    if observed is not None:
+        read = read | observed
+    first = [max(1, _first_set(read[start:end])) for start, end in zip(starts, ends, strict=True)]
     firsts = np.minimum(np.array(first, dtype=np.int64), lengths)
     counts = lengths - firsts
     where = ranges(starts + firsts, counts)
@@ -221,6 +226,7 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         token_advantages_N=(
             None if batch.token_advantages is None else torch.from_numpy(batch.token_advantages[where])
         ),
+        observed_N=None if observed is None else torch.from_numpy(observed[where] != 0),
     )
 
 

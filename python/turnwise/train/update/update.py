@@ -18,7 +18,7 @@ from turnwise.train.update.baseline import subtract_optimal_baseline
 from turnwise.train.update.critic import Targets, add_value_loss, estimate_advantages, keep_states, values_of
 from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
 from turnwise.train.update.kl import adapted, coefficient
-from turnwise.train.update.loss import Loss
+from turnwise.train.update.loss import OBSERVED_TOKENS, WEIGHTS, Loss, check_observations
 from turnwise.train.update.masks import MaskedMicroBatch
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import is_out_of_memory
@@ -40,6 +40,8 @@ def update_policy(
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
         return {}
+    if loss_config.observations:
+        check_observations(policy.name, batch, rows)
     entropy_coef = entropy_coefficient(policy, loss_config)
     loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl), entropy_coef)
     log = UpdateLog(batch.actors)
@@ -142,6 +144,7 @@ def accumulate(
             out = loss(logprobs_N, micro, olds[index], ref_N, normalizer, **extra)
             if teaching is not None and teacher_kl_N is not None:
                 out = loss.add_teacher_kl(out, teacher_kl_N, teaching.coef, micro, normalizer)
+            out = loss.add_observations(out, logprobs_N, micro, micros)
             out.loss.backward()
             out = add_value_loss(out, values_N, micro, targets, tokens)
         log.add_micro(out, masked[index], logprobs_N.detach())
@@ -324,7 +327,8 @@ class UpdateLog:
         # The loss's own metrics, over all tokens and then by actor.
         tokens = np.array([one.trained for one in self.micros])
         for name in self.micros[0].metrics:
-            metrics[name] = _reduce(name, np.array([float(one.metrics[name]) for one in self.micros]), tokens)
+            weights = tokens if name not in WEIGHTS else self._values(WEIGHTS[name])
+            metrics[name] = _reduce(name, self._values(name), weights)
         actor_tokens = np.array([one.trained_by_actor for one in self.micros])
         for name in self.micros[0].actor_metrics:
             values = np.array([one.actor_metrics[name].cpu().numpy() for one in self.micros])
@@ -332,6 +336,9 @@ class UpdateLog:
                 if actor_tokens[:, i].any():
                     metrics[f"{actor}/{name}"] = _reduce(name, values[:, i], actor_tokens[:, i])
         return metrics | self._masked_shares()
+
+    def _values(self, name: str) -> np.ndarray:
+        return np.array([float(one.metrics[name]) for one in self.micros])
 
     def _masked_shares(self) -> dict[str, float]:
         """Return the share of tokens that each mask drops, over all tokens and by actor."""
@@ -351,6 +358,6 @@ def _reduce(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
     """Reduce ``values`` by the metric's name: the maximum of maxima, the sum of counts, else the mean over tokens."""
     if name.endswith("_max"):
         return float(values[tokens > 0].max(initial=0.0))
-    if name == "tokens":
+    if name in ("tokens", OBSERVED_TOKENS):
         return float(values.sum())
     return float((values * tokens).sum() / max(tokens.sum(), 1))
