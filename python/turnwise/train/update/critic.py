@@ -4,6 +4,9 @@
     R_t   A_t + V_t before whitening, the target of the value head
     loss  PPO's clipped value loss, :func:`turnwise.ops.value_loss`
 
+Before each batch the head's bias moves so that the values have the mean of the batch's rewards. AdamW moves a bias by
+its learning rate per step; until it arrives, the weights would carry the mean, which differs from state to state.
+
 The reward of a row is the advantage that the credit rule gave it, at its last trained token; so a rule without a
 baseline fits, such as ``episodic``.
 """
@@ -91,14 +94,20 @@ def estimate_advantages(
         with keep_states(policy) as states:
             policy.logprobs(micro)
         values_N = values_of(policy, micro, states)
-        assert values_N is not None, f"policy {policy.name!r} has no critic"
+        assert values_N is not None
         return values_N
 
+    assert policy.critic is not None, f"policy {policy.name!r} has no critic"
     policy.model.eval()
     read = policy.over_stream(len(batch.token_ids), policy.cut(batch, rows, max_tokens), read_values)
     whole = pack(batch, rows)
     trained_N, values_N = whole.mask_N != 0, read.cpu()[whole.token_N]
     rewards_N = at_last_token(whole.advantages_B, whole.row_N, trained_N)
+    offset = (whole.advantages_B[whole.row_N] - values_N)[trained_N].double().mean()
+    if offset.isfinite():
+        policy.critic.bias.add_(offset)
+        values_N = values_N + offset.to(values_N)
+        read[whole.token_N.to(read.device)] += offset.to(read)
     advantages_N, returns_N = gae(rewards_N, values_N, mask=whole.mask_N, cu_seqlens=whole.cu_seqlens, lam=config.lam)
     metrics: dict[str, float] = {}
     for index, actor in enumerate(batch.actors):
