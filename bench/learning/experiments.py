@@ -416,6 +416,42 @@ def drawn(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Does a critic, or a baseline for each token, beat the mean of a group?
+# ---------------------------------------------------------------------------------------------------------------------
+ALL_ROWS: Settings = {"filter": {"drop_zero_advantage": False}}
+CRITIC = merged(credit("episodic"), ALL_ROWS, {"loss": {"critic": {}}})
+
+
+RAW = credit("grpo", center="none", scale="none")
+BASELINES: dict[str, Settings] = {
+    "no-baseline": merged(COPIES, RAW),
+    "group-mean": merged(COPIES, credit("grpo", scale="none")),
+    "optimal-token": merged(COPIES, RAW, ALL_ROWS, {"loss": {"baseline": "optimal_token"}}),
+    "critic": merged(COPIES, CRITIC),
+}
+"""Rewards without a baseline, minus the mean of the group, minus a baseline per token, and with a critic."""
+ONE_COPY: Settings = {"rollout": {"prompts_per_step": 512, "group_size": 1, "branches": 1}}
+BASELINE_SETTINGS = {
+    "split_clues": (SPLIT, {**BASELINES, "critic-one-copy": merged(ONE_COPY, CRITIC)}, split_start),
+    # The values of a head that never learns are the mean reward.
+    "sudoku": (
+        SUDOKU,
+        {**BASELINES, "constant-critic": merged(BASELINES["critic"], {"loss": {"critic": {"lr": 1e-12}}})},
+        sudoku_start,
+    ),
+}
+
+
+def baselines(seed: int) -> list[Cell]:
+    """The team's reward, compared in four ways; on split_clues each at the rate of its own sweep."""
+    made = []
+    for setting, (base, contenders, start) in BASELINE_SETTINGS.items():
+        every = {"untrained": {"steps": 0}, **contenders}
+        made += cells_of("baselines", setting, base, every, seed, start(seed))
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Does one run of two tasks reach what a run of each does?
 # ---------------------------------------------------------------------------------------------------------------------
 BOTH: dict[str, Settings] = {"sudoku": {"options": SUDOKU_PLAY}, "split_clues": {}}
@@ -506,7 +542,24 @@ def sweep(seed: int) -> list[Cell]:
             for rate in RATES:
                 config = merged(base, {"update": {"lr": rate}}, changed)
                 made.append(Cell("sweep", setting, f"{name}@{rate:g}", seed, config, start))
-    return made + (variations(seed) if seed == SWEEP_SEEDS[0] else [])
+    return made + (variations(seed) + baseline_sweep(seed) if seed == SWEEP_SEEDS[0] else [])
+
+
+def baseline_sweep(seed: int) -> list[Cell]:
+    """Rates of the contenders of :func:`baselines` on split_clues; those on sudoku take the rate of team + GRPO."""
+    base, contenders, start = BASELINE_SETTINGS["split_clues"]
+    return [
+        Cell(
+            "sweep",
+            "split_clues",
+            f"{name}@{rate:g}",
+            seed,
+            merged(base, {"update": {"lr": rate}}, changed),
+            start(seed),
+        )
+        for name, changed in contenders.items()
+        for rate in RATES
+    ]
 
 
 def variations(seed: int) -> list[Cell]:
@@ -557,6 +610,7 @@ QUESTIONS = (
     rae,
     curriculum,
     drawn,
+    baselines,
     several,
     real,
 )

@@ -158,10 +158,10 @@ def to_target(rows: list[Row], groups: Groups) -> str:
     """Return the tokens to nine tenths of what every seed of team + GRPO reaches, and their ratio to its tokens.
 
     That is its lowest last validation in this setting, so the target is a number of its own per setting. A real model's
-    reference is its team, that of ``drawn`` is ``task``.
+    reference is its team, that of ``drawn`` is ``task``, that of ``baselines`` is ``group-mean``.
     """
     question, setting, *_ = rows[0]["cell"].split("/")
-    reference = {"drawn": "task", "real": "team"}.get(question, "team-grpo")
+    reference = {"drawn": "task", "real": "team", "baselines": "group-mean"}.get(question, "team-grpo")
     theirs = groups.get((setting, reference), [])
     if not theirs or not rows[0]["steps"]:
         return ""
@@ -223,9 +223,17 @@ def by_task(rows: list[Row], groups: Groups) -> str:
     return "; ".join(found)
 
 
+def explained(rows: list[Row], _: Groups) -> str:
+    """Return the critic's explained variance in the mean of a run's steps, for each seed."""
+    found = [[value for _, value in row["series"].get("explained_variance", ())] for row in rows]
+    return ", ".join(f"{mean(each):.2f}" for each in found if each)
+
+
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
     Column("tokens to a success, ratio to task (lowest to highest seed)", ("drawn",), to_target),
+    Column("tokens to a success, ratio to group-mean (lowest to highest seed)", ("baselines",), to_target),
+    Column("explained variance", ("baselines",), explained),
     Column("tokens to a success, ratio to team (lowest to highest seed)", ("real",), to_target),
     Column("last actor fixes, breaks", ("credit", "real"), contribution),
     Column("by task", ("several",), by_task),

@@ -34,7 +34,16 @@ from common import environment  # noqa: E402
 from experiments import CELLS  # noqa: E402
 
 WORK = Path("runs/learning")
-SERIES = ("grad_norm", "entropy", "exploitability", "unreadable", "truncated", "pass_rate", "hard")
+SERIES = (
+    "grad_norm",
+    "entropy",
+    "exploitability",
+    "unreadable",
+    "truncated",
+    "pass_rate",
+    "hard",
+    "explained_variance",
+)
 SWEEP = "sweep"
 SHOWN = 6
 """Questions whose answers a real model's row has."""

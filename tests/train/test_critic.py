@@ -47,22 +47,25 @@ def policy(small_model):
 
 
 def test_worked_advantages(policy, three_rows):
-    """GAE with lambda 1/2: the last token has R - V = .5 or -.5, the one before half of it; the targets add V."""
+    """The values of .5 get the mean reward, 2/3, by the bias. GAE with lambda 1/2: the last token has R - V = 1/3 or
+    -2/3, the one before half of it; the targets add V."""
     config = CriticConfig(lam=0.5)
     batch, targets, metrics = estimate_advantages(policy, three_rows, ROWS, 100, config)
-    assert targets.old_values.tolist() == [0, 0.5, 0.5] * 3
-    assert targets.returns.tolist() == [0, 0.75, 1.0, 0, 0.25, 0.0, 0, 0.75, 1.0]
-    # The first actor's .25, .5, -.25, -.5 have a variance of .625 / 3, the second one's .25 and .5 of 2 * .125**2.
-    whitened = [0, 0.54772, 1.09545, 0, -0.54772, -1.09545, 0, -0.70711, 0.70711]
+    assert policy.critic.bias.tolist() == pytest.approx([2 / 3])
+    assert targets.old_values.tolist() == pytest.approx([0, 2 / 3, 2 / 3] * 3)
+    assert targets.returns.tolist() == pytest.approx([0, 5 / 6, 1, 0, 1 / 3, 0, 0, 5 / 6, 1], abs=1e-6)
+    # The first actor's 1/6, 1/3, -1/3, -2/3 have a mean of -1/8, the second one's 1/6 and 1/3 one of 1/4.
+    whitened = [0, 0.63549, 0.99863, 0, -0.45392, -1.18019, 0, -0.70711, 0.70711]
     np.testing.assert_allclose(batch.token_advantages, whitened, atol=1e-5)
     assert batch.advantages.tolist() == [0, 0, 0] and three_rows.advantages.tolist() == [1, 0, 1]
     # A constant explains nothing.
-    assert metrics == {"first/explained_variance": 0, "second/explained_variance": 0, "explained_variance": 0}
+    names = ("first/explained_variance", "second/explained_variance", "explained_variance")
+    assert metrics == pytest.approx(dict.fromkeys(names, 0.0), abs=1e-9)
     # With lambda 1 each target is the reward; advantages of a teacher are added after whitening.
     taught = replace(three_rows, token_advantages=np.full(9, 2, dtype=np.float32))
     batch, targets, _ = estimate_advantages(policy, taught, ROWS, 100, CriticConfig(lam=1.0))
     assert targets.returns.tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1]
-    up, down = 2 + 0.75**0.5, 2 - 0.75**0.5  # of .5, .5, -.5, -.5 with variance 1 / 3
+    up, down = 2 + 0.75**0.5, 2 - 0.75**0.5  # of 1/3, 1/3, -2/3, -2/3 with variance 1 / 3
     np.testing.assert_allclose(batch.token_advantages, [2, up, up, 2, down, down, 2, 2, 2], atol=1e-5)
 
 
@@ -80,8 +83,8 @@ def test_the_gradient_of_the_head_is_that_of_half_the_squared_error(policy, thre
         accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], loss, log, given)
         gradients.append([parameter.grad.clone() for parameter in policy.trained_parameters()])
         if given is not None:
-            error = torch.tensor([0.5 - r for r in (0.75, 1.0, 0.25, 0.0, 0.75, 1.0)])
-            assert float(policy.critic.bias.grad) == pytest.approx(float(error.mean()), rel=1e-5)
+            error = torch.tensor([2 / 3 - r for r in (5 / 6, 1.0, 1 / 3, 0.0, 5 / 6, 1.0)])
+            assert float(policy.critic.bias.grad) == pytest.approx(float(error.mean()), abs=1e-6)
             (whole,) = micro_batches(batch, ROWS, 100)
             states = policy.model.model(whole.token_ids_T.view(3, 3)).last_hidden_state[:, :2].reshape(6, -1)
             torch.testing.assert_close(policy.critic.weight.grad[0], error @ states.detach() / 6, rtol=1e-3, atol=1e-6)
@@ -89,7 +92,7 @@ def test_the_gradient_of_the_head_is_that_of_half_the_squared_error(policy, thre
             log.add_step(1.0)
             metrics = log.result()
             assert metrics["value_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-5)
-            assert metrics["value_mean"] == 0.5 and metrics["value_clip_fraction"] == 0
+            assert metrics["value_mean"] == pytest.approx(2 / 3) and metrics["value_clip_fraction"] == 0
     assert policy.critic.bias.grad is None
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
@@ -101,7 +104,7 @@ def test_the_head_learns_the_rewards_of_its_states(policy, three_rows):
         update_policy(policy, three_rows, update, loss, np.random.default_rng(0))["explained_variance"]
         for _ in range(25)
     ]
-    assert explained[0] == 0 and explained[-1] > 0.8, explained
+    assert abs(explained[0]) < 1e-9 and explained[-1] > 0.8, explained
     (micro,) = micro_batches(three_rows, ROWS, 100)
     with keep_states(policy) as states:
         policy.logprobs(micro)
@@ -120,12 +123,25 @@ def test_a_checkpoint_has_the_head_and_its_moments(tmp_path, small_model, three_
         return learner.update(three_rows, ["default"], 0.0, np.random.default_rng(0), lambda done, total: None)
 
     (one, trains), (other, resumes) = learner(0), learner(1)
-    assert step(trains).metrics["default"]["value_loss"] == pytest.approx(1 / 3, rel=1e-5)  # mean(1, 0, 1) / 2
+    assert step(trains).metrics["default"]["value_loss"] == pytest.approx(1 / 9, rel=1e-5)  # var(1, 0, 1) / 2
     resumes.load(trains.save(tmp_path, 1, {}))
     assert one.critic.weight.abs().max() > 0
     step(trains), step(resumes)
     for mine, theirs in zip(one.critic.parameters(), other.critic.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_an_update_that_fails_leaves_the_bias_as_it_was(small_model, three_rows, monkeypatch):
+    def fail(*arguments, **settings):
+        raise OSError("no space left")
+
+    config = TrainConfig(loss={"critic": {}}, filter={"drop_zero_advantage": False})
+    policy = Policy("default", small_model()[0], config.update, total_steps=9)
+    learner = LocalLearner({"default": policy}, config)
+    monkeypatch.setattr("turnwise.train.update.update.accumulate", fail)
+    with pytest.raises(OSError):
+        learner.update(three_rows, ["default"], 0.0, np.random.default_rng(0), lambda done, total: None)
+    assert policy.critic.bias.tolist() == [0] and not learner.torn
 
 
 def test_what_can_have_no_critic_is_named(small_model):

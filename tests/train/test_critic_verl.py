@@ -71,6 +71,10 @@ def test_three_steps_of_three_epochs_are_verls(small_model, random_batch, seed):
         metrics = update_policy(policy, batch, UPDATE, LOSS, np.random.default_rng(0))
         with torch.no_grad():
             old, old_values, mask, rewards = read(model, head, batch)
+            # Before the update, the bias moves the values to the mean of the rewards.
+            offset = (rewards.sum(1, keepdim=True) - old_values)[mask != 0].mean()
+            head.bias += offset
+            old_values += offset
         advantages, returns = verl.compute_gae_advantage_return(rewards, old_values, mask, 1.0, LAM)
         for _ in range(UPDATE.ppo_epochs):
             logprobs, values, _, _ = read(model, head, batch)

@@ -34,7 +34,7 @@ from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stores.contents import attempts_of, mean_reward, record_attempts
 from turnwise.chat.grammar import GrammarError, allowed_tokens
 from turnwise.samples import pack as rows
-from turnwise.samples.collect import collect_samples, mixed_prompts
+from turnwise.samples.collect import collect_samples, mark_observations, mixed_prompts
 from turnwise.types import (
     ClientCapabilities,
     EpisodeRequest,
@@ -222,11 +222,13 @@ class Arena(ArenaSetup):
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
         samples, drops = rows.training_samples(results, filters, self._zero_causes, self._constrain)
         metrics = rows.describe(results) | self._group_metrics
+        if self.marks_observations:
+            metrics |= mark_observations(results, samples)
         if self.filters.dynamic_sampling_rounds:
             metrics |= describe_draws(results, samples)
         if self.labels is not None:
             metrics |= self.labels.weigh(samples, results)
-        batch = rows.pack(samples, drops, metrics)
+        batch = rows.pack(samples, drops, metrics, self.credit)
         if self.check_private:
             check_batch(batch, results)
         return batch

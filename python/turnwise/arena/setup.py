@@ -101,6 +101,8 @@ class ArenaSetup:
         """The actors of single episodes, by type; other episodes are played by all :attr:`actors`."""
         self.labels: TaskLabels | None = None
         """Names the task of each rollout in its metrics, where there are several."""
+        self.marks_observations = False
+        """Mark in each batch the tokens of prompts that an actor observed after its answers."""
         self.rewards_by_type: dict[str, dict[str, Any]] = {}
         """What replaces :attr:`reward` for single episodes, by type."""
         self.episodes: dict[str, Episode] = {}

@@ -339,6 +339,7 @@ def arena_for_client(
     if teachers := config.teachers():
         settings = config.distill.model_dump(exclude={"top_k"})
         arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
+    arena.marks_observations = config.loss.observations > 0
     if isinstance(task, SeveralTasks):
         balance: Literal["rows", "tokens"] = "rows" if config.loss.aggregation.startswith("seq-") else "tokens"
         arena.labels = replace(task.labels(), balance=balance if config.loss.by_task else None)

@@ -71,8 +71,12 @@ def _unserved(config: TrainConfig, kind: ServerKind) -> Iterator[tuple[str, Any,
         yield "loss.entropy_coef", loss.entropy_coef, "its losses have no entropy bonus: expected 0"
     if loss.entropy_target is not None:
         yield "loss.entropy_target", loss.entropy_target, "its losses have no entropy bonus: expected no setting"
+    if loss.observations:
+        yield "loss.observations", loss.observations, "its losses have no cross entropy of prompts: expected 0"
     if loss.critic is not None:
         yield "loss.critic", loss.critic.model_dump(), "no model is here for a value head: expected no setting"
+    if loss.baseline != "credit":
+        yield "loss.baseline", loss.baseline, "the server has no probabilities of all tokens: expected 'credit'"
     if masks := loss.masks.model_dump(exclude_defaults=True):
         yield "loss.masks", masks, "its losses have no masks: expected no setting"
     if update.old_logprobs != "rollout":

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,11 +18,14 @@ from turnwise.types import (
     CreditAssigner,
     ExplainedCredit,
     GenerateResult,
+    GroupedCredit,
     RoutedExperts,
     Sample,
     Step,
     TrainingBatch,
 )
+
+K = TypeVar("K", bound=Hashable)
 
 Reason = Callable[[GenerateResult, Step], bool]
 
@@ -142,8 +145,25 @@ def set_advantages(
     return {keys[row]: cause for row, cause in zip(zeros, credit.zero_causes(samples, zeros), strict=True)}
 
 
-def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
+def group_index(samples: Sequence[Sample], credit: CreditAssigner | None) -> np.ndarray | None:
+    """Return the number ``[B]`` int64 of each sample's group in the credit rule; ``None`` without a rule.
+
+    A rule without groups compares an actor's calls of the same turn at one question.
+    """
+    if credit is None:
+        return None
+    if isinstance(credit, GroupedCredit):
+        return _index_of_unique([credit.key_of(sample) for sample in samples])[1]
+    keys = [(sample.group_id, sample.episode_type, sample.actor, sample.turn) for sample in samples]
+    return _index_of_unique(keys)[1]
+
+
+def pack(
+    samples: Sequence[Sample], drops: Drops, metrics: dict[str, float], credit: CreditAssigner | None = None
+) -> TrainingBatch:
     """Pack samples as one token stream, see :class:`TrainingBatch`. No samples give an empty batch.
+
+    ``credit`` is the rule that gave the advantages, of which the batch keeps the groups.
 
     All completion tokens train, the stop token included, unless a sample has a loss mask ``[C]`` of 0 and 1, or its
     grammar allowed only one token there. Raises
@@ -188,6 +208,8 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         allowed=allowed,
         token_advantages=token_advantages,
         routed_experts=_routed_experts(samples),
+        group_index=group_index(samples, credit),
+        observation_mask=_join_observations(samples, lengths, cu_seqlens),
     )
 
 
@@ -204,6 +226,16 @@ def _routed_experts(samples: Sequence[Sample]) -> list[RoutedExperts | None] | N
                 "token], one for each token but the last"
             )
     return rows
+
+
+def _join_observations(samples: Sequence[Sample], lengths: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray | None:
+    """Return a mask ``[N]`` uint8 of the observed tokens; ``None`` if no sample's are marked."""
+    if all(sample.observed is None for sample in samples):
+        return None
+    mask = np.zeros(cu_seqlens[-1], dtype=np.uint8)
+    for sample, start, length in zip(samples, cu_seqlens[:-1], lengths[:, 0], strict=True):
+        mask[start + length - (sample.observed or 0) : start + length] = 1
+    return mask
 
 
 def _join_token_advantages(samples: Sequence[Sample], cu_seqlens: np.ndarray) -> np.ndarray | None:
@@ -316,7 +348,7 @@ def _check_loss_mask(mask: Any, length: int, name: str) -> np.ndarray:
     return trains.astype(np.uint8)
 
 
-def _index_of_unique(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
+def _index_of_unique(names: Sequence[K]) -> tuple[list[K], np.ndarray]:
     """Return the distinct ``names`` in order of appearance, and each name's index among them, ``[B]`` int64."""
     distinct = list(dict.fromkeys(names))
     index_of = {name: index for index, name in enumerate(distinct)}
@@ -333,20 +365,18 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     lengths = np.diff(batch.cu_seqlens)[chosen]
     by_token: dict[str, Any] = {
         name: np.concatenate([column[:0], *(column[span] for span in spans)])
-        for name in ("token_ids", "loss_mask", "rollout_logprobs")
-        for column in (getattr(batch, name),)
+        for name in ("token_ids", "loss_mask", "rollout_logprobs", "token_advantages", "observation_mask")
+        if (column := getattr(batch, name)) is not None
     }
     names = ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
     by_row: dict[str, Any] = {name: getattr(batch, name)[chosen] for name in names}
+    if batch.group_index is not None:
+        by_row["group_index"] = batch.group_index[chosen]
     cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     allowed = batch.allowed
     if allowed is not None:
         mask_index = np.concatenate([allowed.mask_index[:0], *(allowed.mask_index[span] for span in spans)])
         allowed = replace(allowed, mask_index=mask_index)
-    if batch.token_advantages is not None:
-        by_token["token_advantages"] = np.concatenate(
-            [batch.token_advantages[:0], *(batch.token_advantages[span] for span in spans)]
-        )
     if batch.routed_experts is not None:
         by_row["routed_experts"] = [batch.routed_experts[row] for row in chosen]
     return replace(batch, **by_token, **by_row, cu_seqlens=cu_seqlens, drops=dict(batch.drops), allowed=allowed)

@@ -125,6 +125,16 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append(
             "config key 'loss.critic': needs filter.drop_zero_advantage = false, as rows with a reward of 0 train too"
         )
+    if config.loss.baseline != "credit" and config.filter.drop_zero_advantage:
+        problems.append(
+            f"config key 'loss.baseline' = {config.loss.baseline!r}: needs filter.drop_zero_advantage = false, as rows "
+            "with an advantage of 0 count in the baseline"
+        )
+    if config.loss.baseline != "credit" and config.loss.critic is not None:
+        problems.append(
+            f"config key 'loss.baseline' = {config.loss.baseline!r}: expected 'credit' with loss.critic, whose values "
+            "are the baseline"
+        )
     problems += _refresh_problems(config)
     problems += check_loss(config.loss)
     # Checkpoints and the loop.

@@ -70,6 +70,8 @@ class Sample:
     """The tokens that its grammar allowed, position by position; ``None`` without a grammar."""
     token_advantages: list[float] | None = None
     """Advantages of single completion tokens ``[C]``, which are added to ``advantage``; ``None`` if there are none."""
+    observed: int | None = None
+    """Number of the prompt's last tokens that follow the actor's previous answer; ``None`` if they were not marked."""
 
     @property
     def trajectory_key(self) -> tuple[str, int | None]:
@@ -92,7 +94,9 @@ class TrainingBatch:
     calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if
     a row was sampled under a grammar, else it is ``None``. ``token_advantages [N]`` float32 are added to the rows'
     advantages; ``None`` if no row has any. ``routed_experts`` has those of each row, ``None`` for rows without; it is
-    ``None`` if no row has any.
+    ``None`` if no row has any. Rows with the same ``group_index [B]`` int64 are compared with each other;
+    ``None`` in a batch without a credit rule. ``observation_mask [N]`` uint8 is 1 on the observed tokens of prompts;
+    ``None`` if they were not marked.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """
@@ -114,6 +118,8 @@ class TrainingBatch:
     allowed: AllowedTokens | None = None
     token_advantages: np.ndarray | None = None
     routed_experts: list[RoutedExperts | None] | None = None
+    group_index: np.ndarray | None = None
+    observation_mask: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1

@@ -82,6 +82,8 @@ class LossConfig(Section):
     """Entropy per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/2505.22312)."""
     entropy_step: float = Field(default=0.005, gt=0)
     """Change of an adaptive coefficient per step."""
+    observations: float = Field(default=0.0, ge=0)
+    """Coefficient of the cross entropy of what came back after an actor's answers (https://arxiv.org/abs/2605.24517)."""
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
     masks: MasksConfig = MasksConfig()
@@ -89,6 +91,8 @@ class LossConfig(Section):
     """Weigh each of ``[tasks.<name>]`` in the loss by its weight, not by its part of the sampled tokens."""
     critic: CriticConfig | None = None
     """A trained critic; by default there is none."""
+    baseline: Literal["credit", "optimal_token"] = "credit"
+    """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
 
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +119,18 @@ class Undo:
     def __init__(self, policies: Mapping[str, Policy]) -> None:
         self.policies = {name: policy for name, policy in policies.items() if policy.optimizer is not None}
         self._progress = {name: copy.deepcopy(describe_progress(policy)) for name, policy in self.policies.items()}
+        # An update moves the bias of a critic before its first step.
+        self._heads = {
+            name: [(tensor, tensor.detach().clone()) for tensor in policy.critic.parameters()]
+            for name, policy in self.policies.items()
+            if policy.critic is not None
+        }
         self._copies: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] | None = None
         # AdamW has two moments per weight; a new optimizer has none yet.
         size = sum(3 * x.nbytes for policy in self.policies.values() for x in policy.trained_parameters())
         if size <= MAX_COPIED_BYTES:
             self._copies = {
-                name: ({key: tensor.clone() for key, tensor in _restored(policy)}, _copied(policy.optimizer))
+                name: ({key: tensor.clone() for key, tensor in policy.saved_weights()}, _copied(policy.optimizer))
                 for name, policy in self.policies.items()
             }
 
@@ -142,20 +148,16 @@ class Undo:
             if changed and self._copies is not None:
                 weights, optimizer = self._copies[name]
                 with torch.no_grad():
-                    for key, tensor in _restored(policy):
+                    for key, tensor in policy.saved_weights():
                         tensor.copy_(weights[key])
                 policy.masters.write()
                 policy.optimizer.load_state_dict(optimizer)
+            with torch.no_grad():
+                for tensor, before in self._heads.get(name, ()):
+                    tensor.copy_(before)
             policy.is_stepping = False
             restore_progress(policy, self._progress[name])
         return True
-
-
-def _restored(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that an update may change, of the policy and its critic."""
-    yield from policy.saved_weights()
-    if policy.critic is not None:
-        yield from ((f"critic.{name}", tensor.detach()) for name, tensor in policy.critic.named_parameters())
 
 
 def _copied(optimizer: Any) -> dict[str, Any]:

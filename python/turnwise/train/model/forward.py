@@ -12,6 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -174,11 +175,29 @@ class Forward:
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
         """Return log-probs ``[N]`` of ``log_softmax(logits / temperature)``; with ``entropy`` also entropies ``[N]``.
 
-        Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1. Under a grammar
-        both are those of the distribution over the allowed tokens.
+        Both are float32 (float64 from a float64 model), with gradients. A temperature of 0 counts as 1, and so does
+        that of observed tokens. Under a grammar both are those of the distribution over the allowed tokens.
         """
         results = [(tokens, self._read(head, micro, tokens, entropy)) for head, tokens in self._passes(micro)]
         return results[0][1] if self.packed else _in_order([one for one, _ in results], [one for _, one in results])
+
+    def with_squares(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return log-probs ``[N]`` as a call does, and the sums ``[N]`` of squares of all tokens' probabilities.
+
+        With any token's log-probs ``l`` at the temperature and ``h`` at half of it, the sum is ``exp(2 * l - h)``: both
+        have the same multiple of its logit, which leaves ``logsumexp(2 * logits) - 2 * logsumexp(logits)``.
+        """
+        temperatures = torch.where(micro.temperatures_B > 0, micro.temperatures_B, 1.0)
+        sharper = replace(micro, temperatures_B=temperatures / 2)
+        where: list[Any] = []
+        results: list[Result] = []
+        for head, tokens in self._passes(micro):
+            logprobs, halved = (self._read(head, each, tokens, False)[0] for each in (micro, sharper))
+            where.append(tokens)
+            results.append((logprobs, (2 * logprobs - halved).exp()))
+        logprobs_N, squares_N = results[0] if self.packed else _in_order(where, results)
+        assert squares_N is not None
+        return logprobs_N, squares_N
 
     def with_others(self, micro: MicroBatch, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return log-probs and entropies as a call does, and log-probs ``[N, k]`` of other tokens, ``ids_Nk``.
@@ -239,6 +258,8 @@ class Forward:
     @staticmethod
     def _temperatures(micro: MicroBatch, tokens: Any) -> Tensor:
         temperature_N = micro.temperatures_B[micro.row_N[tokens]]
+        if micro.observed_N is not None:  # which no policy sampled
+            temperature_N = torch.where(micro.observed_N[tokens], 1.0, temperature_N)
         return torch.where(temperature_N > 0, temperature_N, 1.0)
 
     def _read(self, head: _Head, micro: MicroBatch, tokens: Any, entropy: bool) -> Result:

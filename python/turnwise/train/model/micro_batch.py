@@ -38,7 +38,8 @@ class MicroBatch:
     temperatures_B, actor_ids_B`` are per row. If some were sampled under a grammar, ``mask_index_N`` (int64) is the row
     of each token in ``masks_UW``, -1 for those that weren't (:class:`~turnwise.types.AllowedTokens`).
     ``token_advantages_N`` are added to the rows' advantages, if there are any. ``experts_TLK`` (int16) are the experts
-    to which the stream's tokens are routed, -1 for a token that the model routes itself.
+    to which the stream's tokens are routed, -1 for a token that the model routes itself. If the batch has its observed
+    tokens marked, these are among the ``N`` too: ``mask_N`` is 0 there, and ``observed_N`` True.
     """
 
     token_ids_T: Tensor
@@ -60,6 +61,7 @@ class MicroBatch:
     token_advantages_N: Tensor | None = None
     experts_TLK: Tensor | None = None
     routing: RoutingCounts | None = None
+    observed_N: Tensor | None = None
 
     @property
     def advantages_N(self) -> Tensor:
@@ -203,7 +205,10 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
     # Completion tokens of each row: their first position, their count, and their places in the batch's stream.
     starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
     lengths = ends - starts
-    first = [max(1, _first_set(batch.loss_mask[start:end])) for start, end in zip(starts, ends, strict=True)]
+    read, observed = batch.loss_mask, batch.observation_mask
+    if observed is not None:
+        read = read | observed
+    first = [max(1, _first_set(read[start:end])) for start, end in zip(starts, ends, strict=True)]
     firsts = np.minimum(np.array(first, dtype=np.int64), lengths)
     counts = lengths - firsts
     where = ranges(starts + firsts, counts)
@@ -243,6 +248,7 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         ),
         experts_TLK=experts,
         routing=routing,
+        observed_N=None if observed is None else torch.from_numpy(observed[where] != 0),
     )
 
 

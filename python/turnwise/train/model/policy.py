@@ -82,7 +82,7 @@ class Policy:
         self._set_mode(dropout)
         self.forward: Any = Forward(model, layout, dropout=dropout and trainable)
         self.reference_forward: Any = None if self.reference is None else Forward(self.reference, layout)
-        self.critic: nn.Module | None = None  # the head of a value loss, which learners with a critic add
+        self.critic: nn.Linear | None = None  # the head of a value loss, which learners with a critic add
         self.critic_lr = 0.0
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
@@ -123,7 +123,7 @@ class Policy:
                 lambda step: _rate(step, total, self.run_share, config.warmup, config.min_lr_ratio, falling),
             )
 
-    def add_critic(self, head: nn.Module, lr: float) -> None:
+    def add_critic(self, head: nn.Linear, lr: float) -> None:
         """Train ``head`` with the policy, at the peak rate ``lr``. The optimizer starts again."""
         self.critic, self.critic_lr = head, lr
         self.build_optimizer()

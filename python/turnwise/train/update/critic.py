@@ -4,6 +4,9 @@
     R_t   A_t + V_t before whitening, the target of the value head
     loss  PPO's clipped value loss, :func:`turnwise.ops.value_loss`
 
+Before each batch the head's bias moves so that the values have the mean of the batch's rewards. AdamW moves a bias by
+its learning rate per step; until it arrives, the weights would carry the mean, which differs from state to state.
+
 The reward of a row is the advantage that the credit rule gave it, at its last trained token; so a rule without a
 baseline fits, such as ``episodic``.
 """
@@ -12,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ from turnwise.ops import PolicyLoss, gae, value_loss
 from turnwise.train.config.optimization import CriticConfig
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
+from turnwise.train.update.baseline import at_last_token, with_token_advantages
 from turnwise.types import TrainingBatch
 
 CLIP = 0.2
@@ -91,14 +94,20 @@ def estimate_advantages(
         with keep_states(policy) as states:
             policy.logprobs(micro)
         values_N = values_of(policy, micro, states)
-        assert values_N is not None, f"policy {policy.name!r} has no critic"
+        assert values_N is not None
         return values_N
 
+    assert policy.critic is not None, f"policy {policy.name!r} has no critic"
     policy.model.eval()
     read = policy.over_stream(len(batch.token_ids), policy.cut(batch, rows, max_tokens), read_values)
     whole = pack(batch, rows)
     trained_N, values_N = whole.mask_N != 0, read.cpu()[whole.token_N]
-    rewards_N = _at_last_token(whole.advantages_B, whole.row_N, trained_N)
+    rewards_N = at_last_token(whole.advantages_B, whole.row_N, trained_N)
+    offset = (whole.advantages_B[whole.row_N] - values_N)[trained_N].double().mean()
+    if offset.isfinite():
+        policy.critic.bias.add_(offset)
+        values_N = values_N + offset.to(values_N)
+        read[whole.token_N.to(read.device)] += offset.to(read)
     advantages_N, returns_N = gae(rewards_N, values_N, mask=whole.mask_N, cu_seqlens=whole.cu_seqlens, lam=config.lam)
     metrics: dict[str, float] = {}
     for index, actor in enumerate(batch.actors):
@@ -107,24 +116,9 @@ def estimate_advantages(
             metrics[f"{actor}/explained_variance"] = explained_variance(values_N[of_actor], returns_N[of_actor])
             advantages_N[of_actor] = whitened(advantages_N[of_actor])
     metrics["explained_variance"] = explained_variance(values_N[trained_N], returns_N[trained_N])
-    # Rows have advantages per token alone; those of a teacher are kept.
-    token_advantages = np.zeros(len(batch.token_ids), dtype=np.float32)
-    if batch.token_advantages is not None:
-        token_advantages += batch.token_advantages
-    token_advantages[whole.token_N.numpy()] += advantages_N.numpy()
-    advantages = batch.advantages.copy()
-    advantages[rows] = 0
     returns = torch.zeros_like(read)
     returns[whole.token_N.to(read.device)] = returns_N.to(read.device)
-    return replace(batch, advantages=advantages, token_advantages=token_advantages), Targets(read, returns), metrics
-
-
-def _at_last_token(rewards_B: Tensor, row_N: Tensor, trained_N: Tensor) -> Tensor:
-    """Return the rewards of rows at their last trained tokens, 0 at the others: ``[N]``."""
-    rewards_N, index_N = torch.zeros(len(row_N)), torch.arange(len(row_N))
-    last_B = torch.full((len(rewards_B),), -1).scatter_reduce(0, row_N, torch.where(trained_N, index_N, -1), "amax")
-    rewards_N[last_B[last_B >= 0]] = rewards_B[last_B >= 0]
-    return rewards_N
+    return with_token_advantages(batch, rows, whole, advantages_N), Targets(read, returns), metrics
 
 
 def whitened(values: Tensor) -> Tensor:

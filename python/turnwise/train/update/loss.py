@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +15,14 @@ from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.update.loss_types import make_variant
 from turnwise.train.update.masks import TokenMasks
+from turnwise.types import TrainingBatch
 
 TEACHER_KL = "teacher_forward_kl"
 """Metric: the forward KL per token of the teachers, with ``distill.top_k``."""
+OBSERVATIONS, OBSERVED_TOKENS = "loss_observations", "observation_tokens"
+"""Metrics: the mean cross entropy of the observed tokens, in nats, and their number; with ``loss.observations``."""
+WEIGHTS = {OBSERVATIONS: OBSERVED_TOKENS}
+"""Metrics that are means over other tokens than those that train, and the metric that counts these."""
 
 
 class Loss:
@@ -136,6 +143,23 @@ class Loss:
             actor_metrics={**out.actor_metrics, TEACHER_KL: by_actor},
         )
 
+    def add_observations(
+        self, out: PolicyLoss, logprobs_N: Tensor, micro: MicroBatch, micros: Sequence[MicroBatch]
+    ) -> PolicyLoss:
+        """Add ``loss.observations`` times the mean of ``-log p(token)`` over the observed tokens of the minibatch
+        ``micros`` to the loss, and those of ``micro`` to the metrics (ECHO, https://arxiv.org/abs/2605.24517)."""
+        if not self.config.observations or micro.observed_N is None:
+            return out
+        losses_n = -logprobs_N[micro.observed_N]
+        total, count = losses_n.sum(), len(losses_n)
+        observed = sum(int(each.observed_N.sum()) for each in micros if each.observed_N is not None)
+        metrics = {
+            OBSERVATIONS: total.detach() / max(1, count),
+            OBSERVED_TOKENS: total.new_tensor(float(count)).detach(),
+        }
+        loss = out.loss + self.config.observations * total / max(1, observed)
+        return out._replace(loss=loss, metrics={**out.metrics, **metrics})
+
     def token_weights(self, micro: MicroBatch, normalizer: Tensor) -> Tensor:
         """Return the weight ``[N]`` float32 with which each token's loss enters the loss; 0 for masked tokens."""
         values_N = torch.zeros_like(micro.rollout_logprobs_N, requires_grad=True)
@@ -153,6 +177,20 @@ class Loss:
             "num_actors": self.num_actors,
             "max_length": self.config.max_length,
         }
+
+
+def check_observations(name: str, batch: TrainingBatch, rows: np.ndarray) -> None:
+    """Raise ``ValueError`` if the batch's observed tokens are not marked. Warn if ``rows``, of policy ``name``, have
+    none."""
+    if batch.observation_mask is None:
+        raise ValueError(
+            "batch.observation_mask=None: expected marked observations with loss.observations: set "
+            "arena.marks_observations = True"
+        )
+    sums = np.concatenate([[0], batch.observation_mask.cumsum(dtype=np.int64)])[batch.cu_seqlens]
+    if not np.diff(sums)[rows].any():
+        text = "no chat of this batch goes on after an answer with the same tokens, so there is nothing to predict"
+        warnings.warn(f"loss.observations, policy {name!r}: {text}", RuntimeWarning, stacklevel=3)
 
 
 def check_loss(config: LossConfig) -> list[str]:

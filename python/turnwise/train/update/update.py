@@ -21,10 +21,11 @@ from turnwise.train.model.micro_batch import (
     smallest,
 )
 from turnwise.train.model.policy import Policy
+from turnwise.train.update.baseline import subtract_optimal_baseline
 from turnwise.train.update.critic import Targets, add_value_loss, estimate_advantages, keep_states, values_of
 from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
 from turnwise.train.update.kl import adapted, coefficient
-from turnwise.train.update.loss import Loss
+from turnwise.train.update.loss import OBSERVED_TOKENS, WEIGHTS, Loss, check_observations
 from turnwise.train.update.masks import MaskedMicroBatch
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import is_out_of_memory
@@ -46,6 +47,8 @@ def update_policy(
     rows = rows_of(policy, batch)
     if not policy.trainable or len(rows) == 0:
         return {}
+    if loss_config.observations:
+        check_observations(policy.name, batch, rows)
     entropy_coef = entropy_coefficient(policy, loss_config)
     loss = Loss(loss_config, len(batch.actors), coefficient(policy, loss_config.kl), entropy_coef)
     log = UpdateLog(batch.actors)
@@ -55,6 +58,9 @@ def update_policy(
     if policy.critic is not None and loss_config.critic is not None:
         max_tokens = policy.micro_batch_tokens(update.micro_batch_tokens)
         batch, targets, measured = estimate_advantages(policy, batch, rows, max_tokens, loss_config.critic)
+    elif loss_config.baseline == "optimal_token":
+        max_tokens = policy.micro_batch_tokens(update.micro_batch_tokens)
+        batch, measured = subtract_optimal_baseline(policy, batch, rows, max_tokens)
     # One optimizer step for each minibatch of each epoch.
     rate = policy.learning_rate
     policy.model.train(policy.dropout)  # without dropout the first ratio is 1, as the sampler has none
@@ -145,6 +151,7 @@ def accumulate(
             out = loss(logprobs_N, micro, olds[index], ref_N, normalizer, **extra)
             if teaching is not None and teacher_kl_N is not None:
                 out = loss.add_teacher_kl(out, teacher_kl_N, teaching.coef, micro, normalizer)
+            out = loss.add_observations(out, logprobs_N, micro, micros)
             out.loss.backward()
             out = add_value_loss(out, values_N, micro, targets, tokens)
         log.add_micro(out, masked[index], logprobs_N.detach())
@@ -329,7 +336,8 @@ class UpdateLog:
         # The loss's own metrics, over all tokens and then by actor.
         tokens = np.array([one.trained for one in self.micros])
         for name in self.micros[0].metrics:
-            metrics[name] = _reduce(name, np.array([float(one.metrics[name]) for one in self.micros]), tokens)
+            weights = tokens if name not in WEIGHTS else self._values(WEIGHTS[name])
+            metrics[name] = _reduce(name, self._values(name), weights)
         actor_tokens = np.array([one.trained_by_actor for one in self.micros])
         for name in self.micros[0].actor_metrics:
             values = np.array([one.actor_metrics[name].cpu().numpy() for one in self.micros])
@@ -345,6 +353,9 @@ class UpdateLog:
             return {}
         tokens, recorded, conflicts = np.sum(counts, axis=0).tolist()
         return {"routing/replayed": recorded / max(tokens, 1), "routing/conflicts": conflicts / max(recorded, 1)}
+
+    def _values(self, name: str) -> np.ndarray:
+        return np.array([float(one.metrics[name]) for one in self.micros])
 
     def _masked_shares(self) -> dict[str, float]:
         """Return the share of tokens that each mask drops, over all tokens and by actor."""
@@ -364,6 +375,6 @@ def _reduce(name: str, values: np.ndarray, tokens: np.ndarray) -> float:
     """Reduce ``values`` by the metric's name: the maximum of maxima, the sum of counts, else the mean over tokens."""
     if name.endswith("_max"):
         return float(values[tokens > 0].max(initial=0.0))
-    if name == "tokens":
+    if name in ("tokens", OBSERVED_TOKENS):
         return float(values.sum())
     return float((values * tokens).sum() / max(tokens.sum(), 1))

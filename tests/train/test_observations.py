@@ -1,0 +1,215 @@
+"""The cross entropy of observations: which tokens are observed, its gradient, and that nothing else counts them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from turnwise.arena import Arena, MultiTurnEpisode, Rubric
+from turnwise.credit import GRPOCredit
+from turnwise.inference import ScriptedClient
+from turnwise.run.build import build_run
+from turnwise.samples.collect import collect_samples, mark_observations
+from turnwise.samples.pack import pack, select
+from turnwise.train.config.optimization import CriticConfig, LossConfig, MasksConfig, UpdateConfig
+from turnwise.train.model.policy import Policy
+from turnwise.train.update.critic import value_head
+from turnwise.train.update.loss import Loss
+from turnwise.train.update.update import UpdateLog, accumulate, update_policy
+from turnwise.train.validate import load_config
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sampling, Step
+from turnwise.utils.threads import run_to_end
+
+UPDATE = UpdateConfig()
+ROWS = np.arange(4)
+
+
+def step(actor, answers, prompt, completion):
+    chat = [{"role": "user", "content": "?"}, *[{"role": "assistant", "content": "!"}] * answers]
+    return Step(
+        actor, 0, chat, "", prompt, completion, [-1.0] * len(completion), [(len(completion), 0)], "stop", reward=1.0,
+        advantage=1.0,
+    )  # fmt: skip
+
+
+def test_what_follows_an_actors_answer_is_observed():
+    """The second call of ``a`` goes on after its answer 8, 2 with 5, 6, and so does its third one after 9. That of
+    ``b`` begins with the tokens of ``a``, which is another actor. The chat of the last call has another answer, in the
+    place of 9: it does not go on after the first call."""
+    steps = [
+        step("a", 0, [1, 7], [8, 2]),
+        step("b", 1, [1, 7, 8, 2, 4], [3]),
+        step("a", 1, [1, 7, 8, 2, 5, 6], [9]),
+        step("a", 2, [1, 7, 8, 2, 5, 6, 9, 4], [2]),
+        step("a", 2, [1, 7, 8, 2, 5, 6, 3, 4], [2]),
+    ]
+    results = [GenerateResult(Rollout("r", "team", None, steps), group_id=0, is_trainable=True)]
+    samples = collect_samples(results)
+    unmarked = pack(samples, {}, {})
+    assert mark_observations(results, samples) == {"observations/unmatched/a": pytest.approx(1 / 3)}
+    assert [sample.observed for sample in samples] == [0, 0, 2, 1, 0]
+    batch = pack(samples, {}, {})
+    marked = [batch.token_ids[span][batch.observation_mask[span] != 0].tolist() for span in spans(batch)]
+    assert marked == [[], [], [5, 6], [4], []]
+    chosen = select(batch, [3, 2])
+    assert chosen.token_ids[chosen.observation_mask != 0].tolist() == [4, 5, 6]
+    assert unmarked.observation_mask is None and select(unmarked, [3, 2]).observation_mask is None
+
+
+def spans(batch):
+    return [slice(begin, end) for begin, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+
+
+@pytest.fixture
+def chats(random_batch):
+    """Rows ``prompt, observed, completion``; the last row has nothing observed, and the third one's prompt is only
+    that."""
+    lengths = np.array([[3, 2, 4], [2, 4, 3], [0, 5, 2], [6, 0, 3]])
+    cu_seqlens = np.concatenate([[0], lengths.sum(1).cumsum()])
+    batch, rng = random_batch(0, rows=4), np.random.default_rng(0)
+    kind = np.repeat(np.tile([0, 1, 2], 4), lengths.flatten())
+    mask = (kind == 2).astype(np.uint8)
+    mask[7] = 0
+    return replace(
+        batch,
+        token_ids=rng.integers(0, 200, cu_seqlens[-1]),
+        cu_seqlens=cu_seqlens,
+        loss_mask=mask,
+        rollout_logprobs=(-rng.random(cu_seqlens[-1]) * 3).astype(np.float32) * mask,
+        temperatures=np.array([0.7, 1.0, 0.7, 0.7], dtype=np.float32),
+        observation_mask=(kind == 1).astype(np.uint8),
+    )
+
+
+def double_policy(small_model, **settings):
+    return Policy("default", small_model()[0].double(), UPDATE, total_steps=100, **settings)
+
+
+def gradient(policy, batch, config, budget):
+    """The gradient of one minibatch, and the metrics of the update."""
+    micros = policy.cut(batch, ROWS, budget)
+    loss, log = Loss(config, num_actors=2), UpdateLog(batch.actors)
+    accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], loss, log)
+    made = torch.cat([each.grad.flatten() for each in policy.trained_parameters()])
+    policy.optimizer.zero_grad(set_to_none=True)
+    log.join(policy.ranks)
+    log.add_step(1.0)
+    return made, log.result()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "trie"])
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_the_gradient_is_that_of_the_mean_cross_entropy(small_model, chats, layout, budget):
+    """At a temperature of 1, over all observed tokens but one that begins its row, which nothing predicts."""
+    policy = double_policy(small_model, layout=layout)
+    without, before = gradient(policy, replace(chats, observation_mask=None), LossConfig(), budget)
+    made, metrics = gradient(policy, chats, LossConfig(observations=0.3), budget)
+    losses = []
+    for span in spans(chats):
+        ids, observed = torch.from_numpy(chats.token_ids[span]), torch.from_numpy(chats.observation_mask[span][1:] != 0)
+        logits = policy.model(ids[None]).logits[0, :-1]
+        losses.append(cross_entropy(logits[observed], ids[1:][observed], reduction="none"))
+    wanted = torch.cat(losses)
+    assert len(wanted) == 10
+    (0.3 * wanted.mean()).backward()
+    alone = torch.cat([each.grad.flatten() for each in policy.trained_parameters()])
+    torch.testing.assert_close(made - without, alone, rtol=1e-5, atol=1e-8)
+    assert alone.norm() > 0.1
+    assert metrics.pop("observation_tokens") == 10
+    assert metrics.pop("loss_observations") == pytest.approx(float(wanted.detach().mean()), rel=1e-6)
+    assert metrics.pop("loss") == pytest.approx(before.pop("loss") + 0.3 * float(wanted.detach().mean()), rel=1e-5)
+    if layout != "trie":
+        assert metrics.keys() == before.keys()
+    for name in metrics.keys() & before.keys():
+        assert metrics[name] == pytest.approx(before[name], rel=1e-5, abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aggregation": "seq-mean-token-mean"},
+        {"aggregation": "agent-mean", "entropy_coef": 0.1},
+        {"type": "gspo"},
+        {"type": "clip-cov"},
+        {"masks": MasksConfig(second_moment=0.5, top_entropy=0.5, rejection={"seq-mean-k1": (0.2, 5.0)})},
+        {"critic": CriticConfig()},
+        {"baseline": "optimal_token"},
+    ],
+)
+def test_no_other_sum_counts_observed_tokens(small_model, chats, changes):
+    """Marked, and with a coefficient of next to nothing, they change nothing."""
+    update = UpdateConfig(old_logprobs="recompute", ppo_epochs=2, num_minibatches=2)
+    chats = replace(chats, group_index=np.zeros(4, dtype=np.int64))
+    results = []
+    for batch, coef in ((replace(chats, observation_mask=None), 0.0), (chats, 1e-30)):
+        policy = double_policy(small_model)
+        if "critic" in changes:
+            policy.add_critic(value_head(policy).double(), 1e-2)
+        config = LossConfig(observations=coef, **changes)
+        results.append((update_policy(policy, batch, update, config, np.random.default_rng(0)), policy))
+    (plain, one), (marked, other) = results
+    assert marked.pop("observation_tokens") == 20 and marked.pop("loss_observations") > 0
+    assert marked.keys() == plain.keys()
+    for name, value in plain.items():
+        assert marked[name] == pytest.approx(value, rel=1e-5, abs=1e-8), name
+    for mine, theirs in zip(one.trained_parameters(), other.trained_parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+class Digits(MultiTurnEpisode):
+    """The environment answers with digits."""
+
+    episode_type = "digits"
+    actors = ("player",)
+    max_turns = 4
+    rubric = Rubric([lambda extras: {"player": 1.0}])
+
+    def get_prompt(self, artifact):
+        return f"{artifact}"
+
+    def env_response(self, state, arena, artifact):
+        return "".join("0123456789"[ord(c) % 10] for c in state.last_completion_text[:3]) + "7"
+
+
+def test_a_batch_marks_what_the_environment_answers(small_model):
+    """The second answer is cut off, so the template closes it. The third one is half of a character, which the fourth
+    chat shows as a replacement character of other tokens."""
+    tokenizer = small_model()[1]
+    digits = [tokenizer.encode(each)[-1] for each in "0123456789"]
+    end = tokenizer.encode("<|end|>")[-1]
+    replies = [[digits[3], end], [digits[4]] * 4, [tokenizer.encode("\u00e9")[0], end], [digits[5], end]]
+    client = ScriptedClient(replies * 2, tokenizer=tokenizer)
+    arena = Arena(client, tokenizer, credit=GRPOCredit(center="none", scale="none"), sampling=Sampling(max_tokens=4))
+    arena.add_actor(Actor("player"))
+    arena.add_episode(Digits())
+    arena.source = lambda: [EpisodeRequest("digits", "12")]
+    assert run_to_end(arena.step()).observation_mask is None
+    arena.marks_observations = True
+    batch = run_to_end(arena.step())
+    marked = [tokenizer.decode(batch.token_ids[span][batch.observation_mask[span] != 0]) for span in spans(batch)]
+    assert marked == ["", "<|user|>17<|end|><|assistant|>", "<|end|><|user|>2227<|end|><|assistant|>", ""]
+    assert batch.metrics["observations/unmatched/player"] == pytest.approx(1 / 3)
+
+
+def test_without_marks_or_observations_it_says_so(small_model, chats):
+    policy, config = double_policy(small_model), LossConfig(observations=0.1)
+    with pytest.raises(ValueError, match="observation_mask=None: expected marked observations"):
+        update_policy(policy, replace(chats, observation_mask=None), UPDATE, config, np.random.default_rng(0))
+    nothing = replace(chats, observation_mask=np.zeros_like(chats.observation_mask))
+    with pytest.warns(RuntimeWarning, match="loss.observations, policy 'default': no chat of this batch"):
+        metrics = update_policy(policy, nothing, UPDATE, config, np.random.default_rng(0))
+    assert metrics["observation_tokens"] == 0 and metrics["loss_observations"] == 0
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_a_config_sets_the_marks(tmp_path, coef):
+    settings = {"run_dir": tmp_path, "loss.observations": coef, "task_options.blanks": [1, 1]}
+    run = build_run(load_config(None, settings))
+    try:
+        assert run.arena.marks_observations == bool(coef)
+    finally:
+        run.close()
