@@ -70,6 +70,11 @@ class Sample:
     """The tokens that its grammar allowed, position by position; ``None`` without a grammar."""
     token_advantages: list[float] | None = None
     """Advantages of single completion tokens ``[C]``, which are added to ``advantage``; ``None`` if there are none."""
+    attempt_id: str | None = None
+    """Id of the rollout that this trajectory is a sub-agent's part of. Those of one attempt count once in a group.
+    ``None``: the trajectory is an attempt by itself."""
+    weight: float = 1.0
+    """Factor of the advantage in the loss: 1 / n for a trajectory of one of n sub-agents of its actor in an attempt."""
 
     @property
     def trajectory_key(self) -> tuple[str, int | None]:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from turnwise.arena import Episode, Rubric
+from turnwise.arena.rewards.inherit import inherit_rewards
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
@@ -18,7 +19,7 @@ from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import Model
 from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.state import to_python
-from turnwise.types import EpisodeState
+from turnwise.types import EpisodeState, GenerateResult
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import import_by_name, name_of
 
@@ -74,6 +75,12 @@ class GatewayEpisode(Episode):
             state.data["rewards"] = rewards_of(result, self.actors, called)
         state.done = True
         return state
+
+    async def generate(self, arena: ArenaForHooks) -> GenerateResult:
+        result = await super().generate(arena)
+        if not self.rubric.is_grouped:  # group functions have not added their rewards yet
+            inherit_rewards(result)
+        return result
 
     @abstractmethod
     async def run_agent(self, question: Any, session: GatewaySession) -> Any:
