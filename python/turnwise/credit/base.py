@@ -134,7 +134,9 @@ class GroupCredit(Credit):
         attempts = attempts_of(samples, units)
         groups: dict[Key, dict[Hashable, list[float]]] = {}
         compared: dict[Key, set[Hashable]] = {}
-        for key, unit, attempt, value in zip(keys, units or range(len(samples)), attempts, values.tolist(), strict=True):
+        for key, unit, attempt, value in zip(
+            keys, units or range(len(samples)), attempts, values.tolist(), strict=True
+        ):
             groups.setdefault(key, {}).setdefault(unit, []).append(value)
             compared.setdefault(key, set()).add(attempt)
         causes = {

@@ -116,10 +116,8 @@ def _of_attempts(
     """Return the advantages of the units of one group: ``values [U]``, the number of each unit's attempt ``[U]``."""
     if scale == "mean" and values.min() < 0:
         raise ValueError(f"rewards={values.min()!r}: expected numbers >= 0 with scale='mean', such as 0 and 1")
-    if (center, scale) == ("none", "none"):
-        return values
-    counts = np.bincount(attempts)
-    if len(counts) == 1:
+    counts, compares = np.bincount(attempts), (center, scale) != ("none", "none")
+    if len(counts) == 1 and compares:
         if singleton == "error":
             raise ValueError(f"group {group!r} has a single member, and singleton='error'")
         raw = values / (1 + eps) if scale == "std" else values
@@ -135,8 +133,8 @@ def _of_attempts(
         centred = offsets - ((weights * lengths * offsets).sum() / total if total else mean)
     else:
         centred = deviations if center == "mean" else values
-    std = np.sqrt((weights * deviations**2).sum() / (len(counts) - ddof))
-    if np.ptp(values) <= tie or std < min_std:
+    std = np.sqrt((weights * deviations**2).sum() / (len(counts) - ddof)) if len(counts) > 1 else 0.0
+    if std < min_std or (compares and np.ptp(values) <= tie):
         return np.zeros_like(values)
     if scale == "mean":
         return centred / (values.min() + mean + eps)

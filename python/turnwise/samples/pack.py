@@ -386,7 +386,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
 
     ``episodes``, ``episodes/failed``, ``episodes/retried`` (number of retries), ``sampled_tokens`` (all of them,
     trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
-    ``metric/<name>`` over episodes without an error, where a reward that a sub-agent inherits counts once; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
+    ``metric/<name>`` over episodes without an error, where a reward that sub-agents take from their attempt counts
+    once; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
     share of calls that reached their token limit, over all calls; sums of what went wrong in episodes, such as
     ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``shortened/<actor>``, the calls whose chat ``on_context``
     had shortened; ``ended/max_turns``, the share of finished multi-turn

@@ -10,9 +10,9 @@ from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, S
 from turnwise.utils.copies import deep_copy
 
 CHILD = "child"
-"""Key of ``rollout.meta`` of a sub-agent's trajectory, with a dict: ``actor``; ``attempt``, the id of the rollout that it is a
-part of; ``parent``, the id of the one that opened it; ``order``, the number of children that this one had opened
-before; ``after``, the latest answer to the parent by then, as ``[actor, number of its call]``, or ``None``; and
+"""Key of ``rollout.meta`` of a sub-agent's trajectory, with a dict of: ``actor``; ``attempt``, the id of the rollout
+that it is a part of; ``parent``, the id of the one that opened it; ``order``, the number of children that this one had
+opened before; ``after``, the latest answer to the parent by then, as ``[actor, number of its call]``, or ``None``; and
 ``inherits``, true if its reward is its parent's."""
 
 CHILD_ACTORS = "child_actors"
@@ -168,7 +168,8 @@ class GenerateResult:
     id of the rollout that spawned this one. ``children`` also holds the episodes that continue this one: they have this
     result's ``parent_id``, and ``rollout.meta["continues"]`` has the id of the rollout that they continue. So do the
     sub-agents of an agent's attempt: they have the attempt's ``parent_id``, and ``rollout.meta["child"]``
-    (:data:`~turnwise.types.CHILD`) says whose they are. A top episode's ``recording``, if kept, has the data for a replay (:mod:`turnwise.arena.recording.recorder`).
+    (:data:`~turnwise.types.CHILD`) says whose they are. A top episode's ``recording``, if kept, has the data for a
+    replay (:mod:`turnwise.arena.recording.recorder`).
 
     Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", 1))])``
     """

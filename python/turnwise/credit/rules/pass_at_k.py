@@ -30,8 +30,8 @@ from turnwise.types import CHILD, Sample
 class PassAtKCredit(Credit):
     """Compares answers in groups ``(group_id,)`` or the sample's own ``group``; ``R`` is the mean reward of an answer.
 
-    The sub-agents of an attempt are one answer. A question with ``k`` answers or fewer has at most one subset, so all its advantages are 0. If all questions of a
-    batch have so few answers, the rule warns.
+    The sub-agents of an attempt are one answer. A question with ``k`` answers or fewer has at most one subset, so all
+    its advantages are 0. If all questions of a batch have so few answers, the rule warns.
     """
 
     k: int = 4

@@ -37,8 +37,8 @@ ROUNDS: dict[str, Callable[[list[Game]], list[list[Game]]]] = {
 class RAECredit(Credit):
     """Subtracts a moving baseline per episode type and actor from ``r``, the rollout's reward of the actor.
 
-    Each rollout counts once per actor, however many calls it has, and so do the sub-agents of an attempt together. ``per``: baselines move after each ``"batch"``, by
-    the mean of its rewards, or after each ``"trajectory"``.
+    Each rollout counts once per actor, however many calls it has. So do the sub-agents of an attempt together.
+    ``per``: baselines move after each ``"batch"``, by the mean of its rewards, or after each ``"trajectory"``.
     """
 
     capabilities = CreditCapabilities(step_rewards=False)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from turnwise.inference.common.proxies import LOOPBACK, bypass_proxies
+from turnwise.integrations.gateway.children import ChildSession
 from turnwise.integrations.gateway.models import disable_agents_tracing
 from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
@@ -72,7 +73,7 @@ class Gateway:
     @asynccontextmanager
     async def serve(self, session: SessionT) -> AsyncIterator[SessionT]:
         """Serve ``session`` for the block, see :meth:`session`."""
-        session.opened_at((await self._open()).url, self.sessions)
+        session.opened_at((await self._open()).url, self.sessions, ChildSession)
         reason = "the episode has ended"
         try:
             yield session

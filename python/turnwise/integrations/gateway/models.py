@@ -41,7 +41,9 @@ class Model:
         Raises ``ValueError`` for an unknown actor, ``RuntimeError`` once the episode has ended.
         """
         if self._open is None:
-            raise RuntimeError(f"model {self.name!r} has no session: expected a model that an episode gave to its agent")
+            raise RuntimeError(
+                f"model {self.name!r} has no session: expected a model that an episode gave to its agent"
+            )
         return self._open(actor)
 
     def openai_client(self, **options: Any) -> Any:

@@ -9,9 +9,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
@@ -25,9 +25,6 @@ from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
 from turnwise.types import CHILD_ACTORS, ContextLengthError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
-
-if TYPE_CHECKING:
-    from turnwise.integrations.gateway.children import ChildSession
 
 CONTINUED = "continued"
 """Key of ``step.info``: a later prompt of the session continues this answer."""
@@ -51,6 +48,8 @@ class GatewayCall:
     ended: float | None = None
     task: asyncio.Task[Answered] | None = None
     number: int = 0
+    """Index of the call in its session."""
+    order: int = 0
     """Index of the call in its attempt, sub-agents included, in the order of arrival."""
     waiting: int = 0
     """Clients that wait for the answer: 0 after all of them have left."""
@@ -145,19 +144,22 @@ class GatewaySession:
         self.parent = parent
         self.root: GatewaySession = self if parent is None else parent.root
         """The session of the attempt, whose limits count the calls of all its sub-agents."""
-        self.children: list[ChildSession] = []
-        self.served: dict[str, GatewaySession] = {}
-        """The sessions that the server serves, by id."""
+        self.children: list[Any] = []
+        """The sessions of the sub-agents right below (``gateway.children.ChildSession``)."""
+        self._opens: Callable[[str, GatewaySession], Any] | None = None
+        self._served: dict[str, GatewaySession] = {}
         self.arrived = 0
         """Calls of the attempt so far."""
         self.answered: tuple[str, int] | None = None
         """Actor and number of the call that was answered last."""
-        self._slots = asyncio.Semaphore(settings.max_parallel) if parent is None else parent._slots
+        self._slots: asyncio.Semaphore = asyncio.Semaphore(settings.max_parallel) if parent is None else parent._slots
         self._opening = threading.Lock()
 
-    def opened_at(self, url: str, served: dict[str, GatewaySession]) -> None:
-        """Set the URLs of the models, and serve the session with others."""
-        self.url, self.served = f"{url}/s/{self.id}", served
+    def opened_at(
+        self, url: str, served: dict[str, GatewaySession], opens: Callable[[str, GatewaySession], Any]
+    ) -> None:
+        """Set the URLs of the models, and serve the session with others. ``opens`` makes sessions of sub-agents."""
+        self.url, self._served, self._opens = f"{url}/s/{self.id}", served, opens
         for actor, seat in self.seats.items():
             root = f"{self.url}/{actor}"
             self.models[actor] = self._model(f"{root}/v1", root, seat.key, actor)
@@ -170,17 +172,17 @@ class GatewaySession:
 
     def child(self, actor: str) -> ChildModel:
         """Open a child of this trajectory for a sub-agent that ``actor`` plays. Any thread may call it."""
-        from turnwise.integrations.gateway.children import ChildSession
-
         if self.is_over:
             raise RuntimeError(f"child(): the session is over: {self.is_over}")
         if actor not in self.root.seats:
             raise ValueError(f"child({actor!r}): no such actor, expected one of {list(self.root.seats)}")
+        assert self._opens is not None, "the session is not served"
         with self.root._opening:  # agents may have threads of their own
-            session = self._variables.copy().run(ChildSession, actor, self)
+            session = self._variables.copy().run(self._opens, actor, self)
             self.children.append(session)
-        session.opened_at(self.url.rpartition("/s/")[0], self.served)
-        return session.model
+        session.opened_at(self.url.rpartition("/s/")[0], self._served, self._opens)
+        model: ChildModel = session.model
+        return model
 
     def walk(self) -> Iterator[GatewaySession]:
         """Yield this session and those of all sub-agents below it."""
@@ -209,7 +211,8 @@ class GatewaySession:
             raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
         if repeated is None:
             turn = seat.calls if ask.turn is None else ask.turn
-            call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=self.root.arrived, resend=resend)
+            call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=len(self.calls), resend=resend)
+            call.order = self.root.arrived
             seat.calls += 1
             self.root.arrived += 1
             self.calls.append(call)
@@ -363,7 +366,7 @@ class GatewaySession:
 
     def _record(self, seat: Seat, call: GatewayCall, prompt: Prompt, step: Step, choice: Choice) -> None:
         """Note in the step what the call was, and keep it, so that later chats may continue it."""
-        step.info |= {"call": call.turn, "order": call.number}
+        step.info |= {"call": call.turn, "order": call.order}
         if prompt.reused and isinstance(prompt.continues, Step):
             step.info["extends"] = prompt.continues.info["call"]
         if choice.parsed.calls:
