@@ -108,7 +108,7 @@ def advantages_of(
             f"{bool(np.isfinite(advantages).all())}; expected {len(samples)} finite advantages"
         )
     if any(sample.weight != 1 for sample in samples):
-        advantages = advantages * np.array([sample.weight for sample in samples], dtype=advantages.dtype)
+        advantages = advantages * np.array([sample.weight for sample in samples], dtype=np.float32)
     return advantages
 
 

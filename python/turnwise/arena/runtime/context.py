@@ -173,7 +173,9 @@ class EpisodeContext:
     def for_retry(self, attempt: int) -> EpisodeContext:
         """Return a fresh context, with another seed, for one more attempt at the same request."""
         old = self.rollout
-        lost = sum(len(step.completion_token_ids) for step in self.steps if step and "cached" not in step.info)
+        nested = (node for child in (*self.children, *self.unselected_children) for node in child.walk())
+        steps = [*self.steps, *(step for node in nested for step in node.rollout.steps)]
+        lost = sum(len(step.completion_token_ids) for step in steps if step and "cached" not in step.info)
         lost += int(old.metrics.get("tree/playout_tokens", 0))
         meta = {key: value for key, value in old.meta.items() if key not in _OF_ONE_ATTEMPT}
         meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}
