@@ -446,6 +446,13 @@ def test_reward_by_actor_lacks_that_of_a_child():
 
     assert [row[4] for row in family(play(paid, ["a"], actors=TEAM))] == [0.0]
 
+    async def also(seen, models):
+        await paid(seen, models)
+        return {"worker": 0.5}
+
+    played = play(also, ["a"], actors=TEAM)
+    assert (played.rewards, family(played)[0][4]) == ({"worker": 0.5}, 0.0)
+
 
 def test_retried_attempt_leaves_no_children_behind():
     left = [RuntimeError("broken"), None]

@@ -71,8 +71,7 @@ class GatewayEpisode(Episode):
                 raise
         state.data["result"] = context.without_secrets(result)
         if self._reports:
-            called = session.called()
-            state.data["rewards"] = rewards_of(result, self.actors, called)
+            state.data["rewards"] = rewards_of(result, self.actors, session.called(), session.paid_apart())
         state.done = True
         return state
 
@@ -139,17 +138,20 @@ async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model], t
         raise CallTimeoutError(f"the agent took longer than timeout={timeout:g} s ({error})") from None
 
 
-def rewards_of(result: Any, actors: Sequence[str], called: Sequence[str]) -> dict[str, float]:
+def rewards_of(
+    result: Any, actors: Sequence[str], called: Sequence[str], paid_apart: Sequence[str] = ()
+) -> dict[str, float]:
     """Return the rewards by actor that an agent reported. Raises ``ValueError`` or ``TypeError`` for anything else.
 
-    An actor that was never called needs no reward, and gets none.
+    An actor that was never called needs no reward, and gets none. One whose calls are all of sub-agents with rewards of
+    their own (``paid_apart``) needs none either, and gets the one that names it.
     """
     if isinstance(result, Mapping):
         if unknown := [name for name in result if name not in actors]:
             raise ValueError(f"the agent's reward has {unknown[0]!r}: expected some of the actors {list(actors)}")
         if missing := [actor for actor in called if actor not in result]:
             raise ValueError(f"the agent's reward {dict(result)!r} lacks actor {missing[0]!r}, which it called")
-        rewards = {actor: result[actor] for actor in called}
+        rewards = {actor: result[actor] for actor in (*called, *paid_apart) if actor in result}
     else:
         rewards = dict.fromkeys(called, result)
     for reward in rewards.values():

@@ -53,6 +53,9 @@ class RemoteSession:
         """Return all actors, as the calls go elsewhere; a reward for each is expected."""
         return list(self.models)
 
+    def paid_apart(self) -> list[str]:
+        return []
+
 
 class RemoteGateway(Gateway):
     """Gives agents the URL, the model's name and the key of another server. It sees none of their calls.

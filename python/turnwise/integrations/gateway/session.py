@@ -184,7 +184,7 @@ class GatewaySession:
         model: ChildModel = session.model
         return model
 
-    def walk(self) -> Iterator[GatewaySession]:
+    def walk(self) -> Iterator[Any]:
         """Yield this session and those of all sub-agents below it."""
         yield self
         for child in self.children:
@@ -434,6 +434,11 @@ class GatewaySession:
         inheriting = set(self.context.rollout.meta.get(CHILD_ACTORS, ()))
         own = {call.actor for call in self.calls if call.steps}
         return [actor for actor in self.seats if actor in own | inheriting]
+
+    def paid_apart(self) -> list[str]:
+        """Return the other actors that sub-agents asked: each of these has a reward of its own, or has failed."""
+        asked = {session.actor for session in self.walk() if session is not self and session.calls}
+        return [actor for actor in self.seats if actor in asked and actor not in self.called()]
 
     # -- the end -------------------------------------------------------------------------------------------------------
     grace: ClassVar[float] = END_GRACE
