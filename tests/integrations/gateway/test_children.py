@@ -458,12 +458,16 @@ def test_retried_attempt_leaves_no_children_behind():
     left = [RuntimeError("broken"), None]
 
     async def agent(seen, models):
-        await ask(models["worker"].child())
         if (error := left.pop(0)) is not None:
+            await ask(models["worker"].child())
             raise error
+        await ask(models["boss"])
+        return {"boss": 1.0}
 
     played = play(agent, ["a"], actors=TEAM, arena_options={"retries": 1})
-    assert [row[0] for row in family(played)] == ["e0.0"]
+    assert not family(played) and played.rewards == {"boss": 1.0}
+    lost = played.results[0].rollout.meta["lost_tokens"]
+    assert lost == len(played.steps[0].completion_token_ids), "the child said the same"
 
 
 def test_evaluation_trains_nothing():

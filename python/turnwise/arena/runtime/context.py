@@ -16,6 +16,7 @@ from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.arena.runtime.private_text import PrivateTexts
 from turnwise.state import forkable
 from turnwise.types import (
+    CHILD_ACTORS,
     EpisodeRequest,
     EpisodeState,
     GenerateResult,
@@ -26,7 +27,7 @@ from turnwise.types import (
     Step,
 )
 
-_OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts")
+_OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts", CHILD_ACTORS)
 """Keys of ``rollout.meta`` that belong to one attempt. A retry starts without them."""
 
 

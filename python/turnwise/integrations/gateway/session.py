@@ -172,15 +172,15 @@ class GatewaySession:
 
     def child(self, actor: str) -> ChildModel:
         """Open a child of this trajectory for a sub-agent that ``actor`` plays. Any thread may call it."""
-        if self.is_over:
-            raise RuntimeError(f"child(): the session is over: {self.is_over}")
         if actor not in self.root.seats:
             raise ValueError(f"child({actor!r}): no such actor, expected one of {list(self.root.seats)}")
         assert self._opens is not None, "the session is not served"
         with self.root._opening:  # agents may have threads of their own
+            if self.is_over:
+                raise RuntimeError(f"child(): the session is over: {self.is_over}")
             session = self._variables.copy().run(self._opens, actor, self)
+            session.opened_at(self.url.rpartition("/s/")[0], self._served, self._opens)
             self.children.append(session)
-        session.opened_at(self.url.rpartition("/s/")[0], self._served, self._opens)
         model: ChildModel = session.model
         return model
 
@@ -446,7 +446,8 @@ class GatewaySession:
 
     async def end(self, reason: str) -> None:
         """Take no more calls, give running ones a few seconds, cancel the rest, and report the counts."""
-        self.over = self.over or reason
+        with self.root._opening:  # no thread opens a child from here on
+            self.over = self.over or reason
         await asyncio.gather(*(child.end(reason) for child in self.children))
         running = [call.task for call in self.calls if call.task is not None and not call.task.done()]
         if running:
