@@ -31,10 +31,10 @@ async def delegate(worker, parts, paid):
 
 
 async def agent(question, models, paid=True):
-    """If the boss's answer has a digit, each part has a sub-agent of its own; else one does both."""
+    """The boss's first letter decides: every other one gives each part a sub-agent of its own, else one does both."""
     parts = question["parts"]
     order = await ask(models["boss"], f"How many workers for {' and '.join(parts)}?")
-    split = [[part] for part in parts] if any(map(str.isdigit, order)) else [parts]
+    split = [[part] for part in parts] if ord((order or "?")[0]) % 2 else [parts]
     found = await asyncio.gather(*(delegate(models["worker"], each, paid) for each in split))
     scores = [score for scores in found for score in scores]
     right = sum(scores) / len(scores)
