@@ -172,7 +172,11 @@ def test_twenty_children_at_once():
     async def agent(seen, models):
         await asyncio.gather(*(one(models, number) for number in range(20)))
 
-    played = play(agent, lambda request: request.messages[-1]["content"] + "!", actors=TEAM, attempts=2, max_parallel=8)
+    def answer(request):
+        return request.messages[-1]["content"] + "!"
+
+    options = {"check_private": True}
+    played = play(agent, answer, actors=TEAM, attempts=2, max_parallel=8, arena_options=options)
     for result in played.results:
         below = children(result)
         assert [child.rollout.meta[CHILD]["order"] for child in below] == list(range(20))
