@@ -106,6 +106,22 @@ def test_teams_that_walk_or_write(name: str, tmp_path: Path) -> None:
     assert trained == {actor.id for actor in run.task.actors}
 
 
+def test_sub_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps: no episode fails, and each attempt opens a child for both parts or for each."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    given = {"steps": 2, "threads": 1, "health.start_questions": 0, "rollout.prompts_per_step": 2}
+    given |= {"eval.num_prompts": 4}
+    config = load_config(EXAMPLES / "sub_agents.toml", {**given, "run_dir": str(tmp_path / "run")})
+    train_from_config(config)
+    rows = [row for row in rows_of(tmp_path / "run") if row["step"] and "episodes" in row]
+    assert len(rows) == 2
+    for row in rows:
+        children = row["metric/gateway/children/worker"]
+        assert 1.0 <= children <= 2.0 and row["metric/gateway/calls/worker"] == children
+        assert row["episodes"] == 16 + 16 * children and row["episodes/failed"] == 0
+        assert row["samples/boss"] or row["samples/worker"]
+
+
 def test_each_level_has_both_loops() -> None:
     assert [path.stem for path in SUDOKU] == sorted(name + kind for name in WEIGHTS for kind in ("", "_async"))
 

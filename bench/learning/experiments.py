@@ -478,6 +478,23 @@ def several(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Do sub-agents learn from rewards of their own?
+# ---------------------------------------------------------------------------------------------------------------------
+def sub_agents(seed: int) -> list[Cell]:
+    """``examples/sub_agents.toml``, where each sub-agent has its own reward, or takes that of its attempt."""
+    if seed not in SEEDS[:2]:
+        return []
+    example = raw_settings(EXAMPLES / "sub_agents.toml")
+    base = merged({key: value for key, value in example.items() if key != "run_dir"}, {"max_sampled_tokens": 20_000})
+    contenders: dict[str, Settings] = {
+        "untrained": {"steps": 0},
+        "own-reward": {"steps": 100_000},
+        "inherited": {"steps": 100_000, "task": "gateway:examples.sub_agents:inheriting"},
+    }
+    return [Cell("sub_agents", "two-parts", name, seed, merged(base, changed)) for name, changed in contenders.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Does a real model learn?
 # ---------------------------------------------------------------------------------------------------------------------
 ADAPTERS: Settings = {
@@ -612,6 +629,7 @@ QUESTIONS = (
     drawn,
     baselines,
     several,
+    sub_agents,
     real,
 )
 CELLS += [cell for seed in SEEDS for cells in QUESTIONS for cell in cells(seed)]

@@ -10,6 +10,7 @@ import pytest
 from turnwise.arena import Arena, BatchFailedError, Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.credit import ATGRPOCredit, GRPOCredit
 from turnwise.inference import ScriptedClient
+from turnwise.samples.collect import collect_samples
 from turnwise.samples.pack import SHORTENED, describe
 from turnwise.types import Actor, ContextLengthError, EpisodeRequest, GenerateResult
 
@@ -98,6 +99,34 @@ def test_a_hook_may_shorten_the_chat(keeps: int | None, ended: str, turns: int) 
     marked = [index for index, step in enumerate(result.rollout.steps) if SHORTENED in step.info]
     assert marked == (list(range(marked[0], 20, marked[1] - marked[0])) if keeps == 2 else []), "each time it is full"
     assert describe([result]).get("shortened/solver", 0) == len(marked)
+
+
+def test_an_actor_may_write_the_summary_that_its_chat_goes_on_with() -> None:
+    """The summary is a row of the attempt, right before the row that it begins, and both get the attempt's reward."""
+
+    class SumsUp(Talk):
+        rubric = Rubric([lambda extras: extras["reward"]])
+        step_reward = MultiTurnEpisode.step_reward
+
+        def get_extras(self, state: Any) -> dict[str, Any]:
+            return {"reward": 0.5}
+
+        async def on_context(self, state: Any, arena: Any, artifact: Any, messages: Any) -> Any:
+            text = "\n".join(message["content"] for message in messages[-3:])
+            summary = await self.call_model("solver", f"Sum up: {text}", arena)
+            return [{"role": "user", "content": f"So far: {summary.text}"}]
+
+    script = lambda request: "short" if "Sum up" in request.messages[0]["content"] else "x" * 10  # noqa: E731
+    arena = arena_of(SumsUp(), script)
+    results = play(arena)
+    steps = results[0].rollout.steps
+    shortened = [index for index, step in enumerate(steps) if SHORTENED in step.info]
+    assert shortened and all(steps[index - 1].completion == "short" for index in shortened)
+    assert all(steps[index].prompt == [{"role": "user", "content": "So far: short"}] for index in shortened)
+    assert [index + 1 for index, step in enumerate(steps) if step.completion == "short"] == shortened
+    samples = collect_samples(results)
+    assert [sample.step_index for sample in samples] == list(range(len(steps)))
+    assert {sample.reward for sample in samples} == {0.5} and len({sample.trajectory_key for sample in samples}) == 1
 
 
 class Looking(Talk):

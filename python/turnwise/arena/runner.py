@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from turnwise.arena.recording.recorder import EpisodeRecorder
+from turnwise.arena.rewards.inherit import fail_children
 from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel
 from turnwise.arena.runtime.context import EpisodeContext, Recorder, use_context
 from turnwise.arena.runtime.hashing import LazyRandom, content_key, derive_seed, detach_from_state
@@ -40,13 +41,20 @@ def check_requests(requests: Any) -> list[EpisodeRequest]:
 
 
 def create_context(
-    arena: ArenaRuntime, request: EpisodeRequest, parent: EpisodeContext | None, seen: Counter[Any]
+    arena: ArenaRuntime,
+    request: EpisodeRequest,
+    parent: EpisodeContext | None,
+    seen: Counter[Any],
+    *,
+    of_episode: bool = True,
 ) -> EpisodeContext:
     """Create the context of one requested episode. It fixes id, seed, question and lineage before anything runs.
 
-    ``seen`` counts the copies of one question and seed in this call of ``generate_rollouts``.
+    ``seen`` counts the copies of one question and seed in this call of ``generate_rollouts``. Without ``of_episode``,
+    the request is for a part of ``parent`` that no episode of the arena plays.
     """
-    _check_request(arena, request)
+    if of_episode:
+        _check_request(arena, request)
     group_id = content_key(request.artifact) if request.group_id is None else request.group_id
     kind = "evaluation" if arena.is_evaluation else "episode"
     if parent is None:
@@ -173,6 +181,7 @@ async def run_episode(
         result = context.result()
         result.rollout.error, result.continuation = text, []
         result.rollout.rewards = {}
+        fail_children(result)
         failures.add(text)
     if context.depth == 0:
         result.recording = context.recorder

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.credit.grouping import grouped_advantage, rule_of, tolerance
+from turnwise.credit.grouping import attempt_advantage, grouped_advantage, rule_of, tolerance
 from turnwise.samples.collect import collect_samples
-from turnwise.types import CreditCapabilities, GenerateResult, Sample
+from turnwise.types import CHILD, CreditCapabilities, GenerateResult, Sample
 from turnwise.utils.registry import build_with_options, import_class
 
 Key = tuple[Hashable, ...]
@@ -130,11 +130,19 @@ class GroupCredit(Credit):
         return self._causes(samples, rows, self.values(samples))
 
     def _causes(self, samples: Sequence[Sample], rows: Sequence[int], values: np.ndarray) -> list[str]:
-        keys, units = [self.key_of(sample) for sample in samples], self._units(samples) or range(len(samples))
+        keys, units = [self.key_of(sample) for sample in samples], self._units(samples)
+        attempts = attempts_of(samples, units)
         groups: dict[Key, dict[Hashable, list[float]]] = {}
-        for key, unit, value in zip(keys, units, values.tolist(), strict=True):
+        compared: dict[Key, set[Hashable]] = {}
+        for key, unit, attempt, value in zip(
+            keys, units or range(len(samples)), attempts, values.tolist(), strict=True
+        ):
             groups.setdefault(key, {}).setdefault(unit, []).append(value)
-        causes = {key: self._zero_cause(list(groups[key].values())) for key in {keys[row] for row in rows}}
+            compared.setdefault(key, set()).add(attempt)
+        causes = {
+            key: self._zero_cause(list(groups[key].values()), alone=len(compared[key]) == 1)
+            for key in {keys[row] for row in rows}
+        }
         # A tree compares siblings by the reward of the step, and may well leave the attempt's reward to others.
         hidden: dict[Key, list[float]] = {}
         for key, sample in zip(keys, samples, strict=True) if self.capabilities.step_rewards else ():
@@ -143,10 +151,10 @@ class GroupCredit(Credit):
         causes |= {key: HIDDEN for key, each in hidden.items() if max(each) - min(each) > tolerance(each)}
         return [causes[keys[row]] for row in rows]
 
-    def _zero_cause(self, units: Sequence[Sequence[float]]) -> str:
-        """Return the cause for a group with these rewards, unit by unit."""
+    def _zero_cause(self, units: Sequence[Sequence[float]], *, alone: bool) -> str:
+        """Return the cause for a group with these rewards, unit by unit; ``alone``: all are of one attempt."""
         means = [sum(rewards) / len(rewards) for rewards in units]
-        if len(means) == 1:
+        if alone:
             compared = (self.center, self.scale) != ("none", "none")
             return ALONE if compared and self.singleton == "zero" else CENTERED
         if max(means) - min(means) <= tolerance([reward for rewards in units for reward in rewards]):
@@ -156,12 +164,27 @@ class GroupCredit(Credit):
     def grouped(
         self, samples: Sequence[Sample], keys: Sequence[Key], values: np.ndarray, units: Sequence[Any] | None = None
     ) -> np.ndarray:
-        """Return advantages ``[B]`` float64 of ``values`` within ``keys``; rows of one unit count as their mean."""
+        """Return advantages ``[B]`` float64 of ``values`` within ``keys``; rows of one unit count as their mean.
+
+        The units of an attempt's sub-agents count as one (:func:`~turnwise.credit.grouping.attempt_advantage`).
+        """
         if not samples:
             return np.zeros(0)
         weighted = self.center == "length_weighted"
         lengths = np.array([len(s.completion_token_ids) for s in samples]) if weighted else None
+        if any(sample.attempt_id is not None for sample in samples):
+            attempts = attempts_of(samples, units)
+            return attempt_advantage(values, keys, attempts, units=units, lengths=lengths, **self._options())
         return grouped_advantage(values, keys, units=units, lengths=lengths, **self._options())
+
+
+def attempts_of(samples: Sequence[Sample], units: Sequence[Any] | None) -> list[Hashable]:
+    """Return what each sample counts with in its group: its unit, its row, or the attempt whose sub-agent it is of."""
+    each: Sequence[Any] = range(len(samples)) if units is None else units
+    return [
+        unit if sample.attempt_id is None else (CHILD, sample.attempt_id)
+        for sample, unit in zip(samples, each, strict=True)
+    ]
 
 
 def tops_of(samples: Iterable[Sample]) -> list[GenerateResult]:

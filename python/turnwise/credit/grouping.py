@@ -62,6 +62,85 @@ def grouped_advantage(
     return advantages
 
 
+def attempt_advantage(
+    rewards: np.ndarray,
+    groups: Sequence[Hashable],
+    attempts: Sequence[Hashable],
+    *,
+    units: Sequence[Hashable] | None = None,
+    lengths: np.ndarray | None = None,
+    **options: Any,
+) -> np.ndarray:
+    """Return :func:`grouped_advantage` where the units of one attempt count in a group as one, ``[B]`` float64.
+
+    With ``n_a`` units in attempt ``a``, and ``m_a`` the mean of their values ``v_u``:
+
+        mean = mean over a of m_a      std = sqrt(sum over a, u of (v_u - mean)^2 / n_a / (attempts - ddof))
+
+    and each unit gets ``(v_u - centre) / scale``. ``"leave_one_out"`` leaves out the unit's whole attempt. Where the
+    units of each attempt are equal, the advantages are those of :func:`grouped_advantage` with one unit per attempt.
+    A group of one attempt is a group of one.
+    """
+    rewards = np.ascontiguousarray(rewards, dtype=np.float64)
+    each = range(len(rewards)) if units is None else units
+    places: dict[Hashable, dict[Hashable, dict[Hashable, list[int]]]] = {}
+    for row, (group, attempt, unit) in enumerate(zip(groups, attempts, each, strict=True)):
+        places.setdefault(group, {}).setdefault(attempt, {}).setdefault(unit, []).append(row)
+    advantages = np.empty_like(rewards)
+    for group, of_group in places.items():
+        rows = [rows for of_attempt in of_group.values() for rows in of_attempt.values()]
+        attempt_of = np.repeat(np.arange(len(of_group)), [len(of_attempt) for of_attempt in of_group.values()])
+        values = np.array([rewards[one].min() + (rewards[one] - rewards[one].min()).mean() for one in rows])
+        sizes = np.ones(len(rows)) if lengths is None else np.array([lengths[one].sum() for one in rows], float)
+        tie = tolerance(rewards[[row for one in rows for row in one]])
+        found = _of_attempts(group, values, attempt_of, sizes, tie, **options)
+        for one, advantage in zip(rows, found.tolist(), strict=True):
+            advantages[one] = advantage
+    return advantages
+
+
+def _of_attempts(
+    group: Hashable,
+    values: np.ndarray,
+    attempts: np.ndarray,
+    lengths: np.ndarray,
+    tie: float,
+    *,
+    center: str,
+    scale: str,
+    ddof: int,
+    eps: float,
+    singleton: str,
+    min_std: float,
+) -> np.ndarray:
+    """Return the advantages of the units of one group: ``values [U]``, the number of each unit's attempt ``[U]``."""
+    if scale == "mean" and values.min() < 0:
+        raise ValueError(f"rewards={values.min()!r}: expected numbers >= 0 with scale='mean', such as 0 and 1")
+    counts, compares = np.bincount(attempts), (center, scale) != ("none", "none")
+    if len(counts) == 1 and compares:
+        if singleton == "error":
+            raise ValueError(f"group {group!r} has a single member, and singleton='error'")
+        raw = values / (1 + eps) if scale == "std" else values
+        return raw if singleton == "raw" else np.zeros_like(values)
+    weights, offsets = 1 / counts[attempts], values - values.min()
+    means = np.bincount(attempts, weights * offsets)
+    mean = means.mean()
+    deviations = offsets - mean
+    if center == "leave_one_out":
+        centred = offsets - (means.sum() - means[attempts]) / (len(counts) - 1)
+    elif center == "length_weighted":
+        total = (weights * lengths).sum()
+        centred = offsets - ((weights * lengths * offsets).sum() / total if total else mean)
+    else:
+        centred = deviations if center == "mean" else values
+    std = np.sqrt((weights * deviations**2).sum() / (len(counts) - ddof)) if len(counts) > 1 else 0.0
+    if std < min_std or (compares and np.ptp(values) <= tie):
+        return np.zeros_like(values)
+    if scale == "mean":
+        return centred / (values.min() + mean + eps)
+    return centred / (std + eps) if scale == "std" else centred
+
+
 def rule_of(
     pool: str, *, center: str, scale: str, ddof: int, eps: float, singleton: str, min_std: float
 ) -> _C.GroupAdvantageRule:

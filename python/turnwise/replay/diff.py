@@ -18,8 +18,8 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
 _META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps")
 _STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
-_INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl")
-"""Fields that belong to the batch, or that the code compares separately."""
+_INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl", "order")
+"""Fields that belong to the batch, that the code compares separately, or that parallel calls race for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _step_differences(
 
 
 def _of_the_call(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of ``info`` without those of a teacher, which scores whole batches."""
+    """Return the entries of ``info`` that the call alone determines: no teacher's, no order of parallel arrivals."""
     return {key: value for key, value in info.items() if key not in _INFO_OF_THE_BATCH}
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from turnwise.types import GenerateResult, GroupedCredit, Rollout, Sample
+from turnwise.types import CHILD, GenerateResult, GroupedCredit, Rollout, Sample
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
@@ -21,7 +22,7 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
 
     Example: a result with one rollout of two steps gives two samples, ``step_index`` 0 and 1.
     """
-    return [
+    samples = [
         _sample_of(top, node, index, step.actor_id)
         for top in results
         for node in top.walk()
@@ -29,6 +30,17 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
         for index, step in enumerate(node.rollout.steps)
         if step.actor_id is not None and step.trainable and step.finish_reason != "abort" and step.completion_token_ids
     ]
+    _weigh_children(samples)
+    return samples
+
+
+def _weigh_children(samples: Sequence[Sample]) -> None:
+    """Have all children of one actor in one attempt weigh as much as one: 1 / n each, if n of them train."""
+    of_children = [sample for sample in samples if sample.attempt_id is not None]
+    trajectories = {(sample.attempt_id, sample.actor, sample.rollout_id) for sample in of_children}
+    counts = Counter((attempt, actor) for attempt, actor, _ in trajectories)
+    for sample in of_children:
+        sample.weight = 1 / counts[sample.attempt_id, sample.actor]
 
 
 def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str) -> Sample:
@@ -63,6 +75,7 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         top,
         None,
         step.info.get("token_advantages"),
+        rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.filters import Filters, StepKey
 from turnwise.types import (
+    CHILD,
     AllowedTokens,
     CreditAssigner,
     ExplainedCredit,
@@ -93,7 +94,8 @@ def _count_excluded(results: Sequence[GenerateResult], samples: Sequence[Sample]
 def advantages_of(
     samples: Sequence[Sample], credit: CreditAssigner | None, results: Sequence[GenerateResult] = ()
 ) -> np.ndarray:
-    """Return the credit rule's advantages ``[B]``, checked; without a rule, the rewards ``[B]`` float32.
+    """Return the credit rule's advantages ``[B]``, checked and times the samples' weights; without a rule, the
+    rewards ``[B]`` float32.
 
     A rule that has only ``compute`` gets ``results``. Raises ``ValueError`` for missing or non-finite advantages.
     """
@@ -112,6 +114,8 @@ def advantages_of(
             f"{type(credit).__name__}.compute_columns gave shape {advantages.shape}, all finite: "
             f"{bool(np.isfinite(advantages).all())}; expected {len(samples)} finite advantages"
         )
+    if any(sample.weight != 1 for sample in samples):
+        advantages = advantages * np.array([sample.weight for sample in samples], dtype=np.float32)
     return advantages
 
 
@@ -434,7 +438,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
 
     ``episodes``, ``episodes/failed``, ``episodes/retried`` (number of retries), ``sampled_tokens`` (all of them,
     trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
-    ``metric/<name>`` over episodes without an error; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
+    ``metric/<name>`` over episodes without an error, where a reward that sub-agents take from their attempt counts
+    once; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
     share of calls that reached their token limit, over all calls; sums of what went wrong in episodes, such as
     ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``shortened/<actor>``, the calls whose chat ``on_context``
     had shortened; ``ended/max_turns``, the share of finished multi-turn
@@ -449,8 +454,10 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for rollout, metrics in zip(rollouts, with_zero_counts([rollout.metrics for rollout in rollouts]), strict=True):
         if rollout.error is None:
-            raw_rewards = rollout.meta.get("raw_rewards") or {}
-            for kind, values in (("reward", rollout.rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
+            rewards, raw_rewards = rollout.rewards, rollout.meta.get("raw_rewards") or {}
+            if rollout.meta.get(CHILD, {}).get("inherits", False):
+                rewards, raw_rewards = {}, {}  # counted with its attempt
+            for kind, values in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
                 for name, value in values.items():
                     means[kind][name].append(value)
 

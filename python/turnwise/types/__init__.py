@@ -38,6 +38,8 @@ from turnwise.types.model_calls import (
     Tokenizer,
 )
 from turnwise.types.play import (
+    CHILD,
+    CHILD_ACTORS,
     Actor,
     Artifact,
     EpisodeRequest,
@@ -57,6 +59,8 @@ from turnwise.types.training import (
 )
 
 __all__ = [
+    "CHILD",
+    "CHILD_ACTORS",
     "Actor",
     "AllowedTokens",
     "Artifact",

@@ -9,6 +9,15 @@ from typing import Any
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
 from turnwise.utils.copies import deep_copy
 
+CHILD = "child"
+"""Key of ``rollout.meta`` of a sub-agent's trajectory, with a dict of: ``actor``; ``attempt``, the id of the rollout
+that it is a part of; ``parent``, the id of the one that opened it; ``order``, the number of children that this one had
+opened before; ``after``, the latest answer to the parent by then, as ``[actor, number of its call]``, or ``None``; and
+``inherits``, true if its reward is its parent's."""
+
+CHILD_ACTORS = "child_actors"
+"""Key of the ``rollout.meta`` of an attempt: the actors of its sub-agents that take its reward."""
+
 MAX_CONCURRENCY = 1024
 """Default ``max_concurrency`` of an arena and a run: concurrent model calls of all actors together."""
 
@@ -157,8 +166,10 @@ class GenerateResult:
 
     ``group_id`` identifies the question: the request's ``group_id``, else a key of its artifact. ``parent_id`` is the
     id of the rollout that spawned this one. ``children`` also holds the episodes that continue this one: they have this
-    result's ``parent_id``, and ``rollout.meta["continues"]`` has the id of the rollout that they continue. A top
-    episode's ``recording``, if kept, has the data for a replay (:mod:`turnwise.arena.recording.recorder`).
+    result's ``parent_id``, and ``rollout.meta["continues"]`` has the id of the rollout that they continue. So do the
+    sub-agents of an agent's attempt: they have the attempt's ``parent_id``, and ``rollout.meta["child"]``
+    (:data:`~turnwise.types.CHILD`) says whose they are. A top episode's ``recording``, if kept, has the data for a
+    replay (:mod:`turnwise.arena.recording.recorder`).
 
     Example: ``GenerateResult(Rollout("r-1", "propose", None), children=[GenerateResult(Rollout("r-2", "solve", 1))])``
     """

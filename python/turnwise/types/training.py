@@ -72,6 +72,11 @@ class Sample:
     """Advantages of single completion tokens ``[C]``, which are added to ``advantage``; ``None`` if there are none."""
     observed: int | None = None
     """Number of the prompt's last tokens that follow the actor's previous answer; ``None`` if they were not marked."""
+    attempt_id: str | None = None
+    """Id of the rollout that this trajectory is a sub-agent's part of. Those of one attempt count once in a group.
+    ``None``: the trajectory is an attempt by itself."""
+    weight: float = 1.0
+    """Factor of the advantage in the loss: 1 / n for a trajectory of one of n sub-agents of its actor in an attempt."""
 
     @property
     def trajectory_key(self) -> tuple[str, int | None]:

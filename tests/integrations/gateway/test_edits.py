@@ -37,6 +37,8 @@ def test_each_answer_that_comes_back_is_extended_or_counted(edit, stop, extended
     assert (metrics["extended_rows"], metrics["rewritten_rows"]) == (extended, rewritten)
     assert metrics.get("rewritten_rows/history", 0) == rewritten
     assert [step.info.get("rewritten") for step in played.steps].count("history") == rewritten
+    assert [step.info["order"] for step in played.steps] == [0, 1, 2, 3]
+    assert [step.info.get("extends") for step in played.steps] == [*[None] * (1 + rewritten), *range(3 - extended, 3)]
     for step, later in zip(played.steps, played.steps[1:], strict=False):
         seen = [*step.prompt_token_ids, *step.completion_token_ids]
         assert (list(later.prompt_token_ids[: len(seen)]) == seen) == ("rewritten" not in later.info)

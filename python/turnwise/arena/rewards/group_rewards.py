@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.arena.recording.recorder import ASK, READ, EpisodeRecorder, RecordedInput, empty_step, input_to_json
 from turnwise.arena.recording.rollouts_jsonl import jsonable
+from turnwise.arena.rewards.inherit import fail_children, inherit_rewards
 from turnwise.arena.rewards.invalid_action import INVALID
 from turnwise.arena.rewards.token_rewards import check_reward, check_rewarded, keep_tokens
 from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel
@@ -134,6 +135,7 @@ def apply_group_scores(result: GenerateResult, said: Mapping[str, Any]) -> None:
                 rollout.rewards[actor] = check_reward(total, where)
             keep_tokens(rollout, said.get("token_rewards", {}))
             check_rewarded(rollout)
+            inherit_rewards(result)
             return
     except (TypeError, ValueError) as error:
         spent = {name: said[name] for name in ("sampled_tokens", "asked") if name in said}
@@ -141,5 +143,7 @@ def apply_group_scores(result: GenerateResult, said: Mapping[str, Any]) -> None:
     rollout.rewards = {}
     if "error" in said:
         rollout.error = said["error"]
+        fail_children(result)
     else:
         rollout.meta["dropped"], result.is_trainable = said["dropped"], False
+        inherit_rewards(result)

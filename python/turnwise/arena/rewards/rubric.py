@@ -19,7 +19,7 @@ from turnwise.arena.runtime.private_text import LeakError
 from turnwise.arena.runtime.recording_hooks import recorded_limit
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error
-from turnwise.types import EpisodeState, RewardFunction, Rollout
+from turnwise.types import CHILD_ACTORS, EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
 from turnwise.utils.signals import contained
@@ -326,7 +326,8 @@ def _by_place(parameters: Mapping[str, inspect.Parameter], offered: Sequence[str
 
 
 def _actors_of(rollout: Rollout) -> list[str]:
-    return list(dict.fromkeys(step.actor_id for step in rollout.steps if step.actor_id is not None))
+    own = [step.actor_id for step in rollout.steps if step.actor_id is not None]
+    return list(dict.fromkeys([*own, *rollout.meta.get(CHILD_ACTORS, ())]))
 
 
 def _by_actor(name: str, value: Any, rollout: Rollout) -> dict[str, tuple[float, list[float] | None]]:

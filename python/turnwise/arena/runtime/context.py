@@ -16,6 +16,7 @@ from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.arena.runtime.private_text import PrivateTexts
 from turnwise.state import forkable
 from turnwise.types import (
+    CHILD_ACTORS,
     EpisodeRequest,
     EpisodeState,
     GenerateResult,
@@ -26,7 +27,7 @@ from turnwise.types import (
     Step,
 )
 
-_OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts")
+_OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts", CHILD_ACTORS)
 """Keys of ``rollout.meta`` that belong to one attempt. A retry starts without them."""
 
 
@@ -173,7 +174,9 @@ class EpisodeContext:
     def for_retry(self, attempt: int) -> EpisodeContext:
         """Return a fresh context, with another seed, for one more attempt at the same request."""
         old = self.rollout
-        lost = sum(len(step.completion_token_ids) for step in self.steps if step and "cached" not in step.info)
+        nested = (node for child in (*self.children, *self.unselected_children) for node in child.walk())
+        steps = [*self.steps, *(step for node in nested for step in node.rollout.steps)]
+        lost = sum(len(step.completion_token_ids) for step in steps if step and "cached" not in step.info)
         lost += int(old.metrics.get("tree/playout_tokens", 0))
         meta = {key: value for key, value in old.meta.items() if key not in _OF_ONE_ATTEMPT}
         meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}

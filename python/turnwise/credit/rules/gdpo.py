@@ -70,7 +70,8 @@ class GDPOCredit(GroupCredit):
         # Scale the sums over the batch of each policy.
         calls = Counter(units)
         weights = [1 / calls[unit] for unit in units] if self.batch == "attempts" else map(trained_tokens, samples)
-        counts, advantages = np.fromiter(weights, dtype=np.float64), np.zeros(len(samples), dtype=np.float32)
+        counts = np.fromiter(weights, dtype=np.float64) * np.array([sample.weight for sample in samples])
+        advantages = np.zeros(len(samples), dtype=np.float32)
         for of_policy in by_policy(samples):
             rows_of = of_policy & (counts > 0)
             advantages[rows_of] = self._whiten(sums[rows_of], counts[rows_of], 1e-12 * sizes[rows_of].max(initial=0.0))

@@ -23,15 +23,15 @@ import numpy as np
 
 from turnwise.credit.base import ALONE, CENTERED, EQUAL, Credit
 from turnwise.credit.grouping import tolerance
-from turnwise.types import Sample
+from turnwise.types import CHILD, Sample
 
 
 @dataclass(kw_only=True)
 class PassAtKCredit(Credit):
     """Compares answers in groups ``(group_id,)`` or the sample's own ``group``; ``R`` is the mean reward of an answer.
 
-    A question with ``k`` answers or fewer has at most one subset, so all its advantages are 0. If all questions of a
-    batch have so few answers, the rule warns.
+    The sub-agents of an attempt are one answer. A question with ``k`` answers or fewer has at most one subset, so all
+    its advantages are 0. If all questions of a batch have so few answers, the rule warns.
     """
 
     k: int = 4
@@ -95,7 +95,8 @@ def _answers(samples: Sequence[Sample]) -> dict[object, dict[Hashable, list[int]
     groups: dict[object, dict[Hashable, list[int]]] = {}
     for index, sample in enumerate(samples):
         key = sample.group if sample.group is not None else (sample.group_id,)
-        groups.setdefault(key, {}).setdefault(sample.trajectory_key, []).append(index)
+        answer = sample.trajectory_key if sample.attempt_id is None else (CHILD, sample.attempt_id)
+        groups.setdefault(key, {}).setdefault(answer, []).append(index)
     return groups
 
 

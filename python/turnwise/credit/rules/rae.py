@@ -37,8 +37,8 @@ ROUNDS: dict[str, Callable[[list[Game]], list[list[Game]]]] = {
 class RAECredit(Credit):
     """Subtracts a moving baseline per episode type and actor from ``r``, the rollout's reward of the actor.
 
-    Each rollout counts once per actor, however many calls it has. ``per``: baselines move after each ``"batch"``, by
-    the mean of its rewards, or after each ``"trajectory"``.
+    Each rollout counts once per actor, however many calls it has. So do the sub-agents of an attempt together.
+    ``per``: baselines move after each ``"batch"``, by the mean of its rewards, or after each ``"trajectory"``.
     """
 
     capabilities = CreditCapabilities(step_rewards=False)
@@ -67,16 +67,19 @@ class RAECredit(Credit):
         advantages = np.zeros(len(samples), dtype=np.float32)
         calls: dict[Game, list[int]] = {}
         for index, sample in enumerate(samples):
-            calls.setdefault(((sample.episode_type, sample.actor), sample.trajectory_key), []).append(index)
+            whole = sample.trajectory_key if sample.attempt_id is None else (sample.attempt_id, None)
+            calls.setdefault(((sample.episode_type, sample.actor), whole), []).append(index)
         for games in ROUNDS[self.per](list(calls)):
             returns: dict[Seat, list[float]] = {}
             for game in games:
                 seat, _ = game
-                reward = samples[calls[game][-1]].trajectory_reward
-                returns.setdefault(seat, []).append(reward)
+                last = {samples[row].trajectory_key: samples[row].trajectory_reward for row in calls[game]}
+                returns.setdefault(seat, []).append(sum(last.values()) / len(last))
                 baseline = self.baseline(*seat)
-                equal = abs(reward - baseline) <= tolerance([reward, baseline])
-                advantages[calls[game]] = 0.0 if equal else reward - baseline
+                for row in calls[game]:
+                    reward = last[samples[row].trajectory_key]
+                    equal = abs(reward - baseline) <= tolerance([reward, baseline])
+                    advantages[row] = 0.0 if equal else reward - baseline
             for seat, rewards in returns.items():
                 mean = sum(rewards) / len(rewards)
                 self._values[seat] = self.decay * self._values.get(seat, 0.0) + (1 - self.decay) * mean

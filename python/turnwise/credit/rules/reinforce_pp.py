@@ -36,7 +36,7 @@ class ReinforcePPCredit(Credit):
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""
         deviations, rewards = self._deviations(samples), np.array([sample.reward for sample in samples])
-        tokens = np.array([trained_tokens(sample) for sample in samples], dtype=np.float64)
+        tokens = np.array([trained_tokens(sample) * sample.weight for sample in samples], dtype=np.float64)
         advantages = np.zeros(len(samples), dtype=np.float32)
         for of_policy in by_policy(samples):
             rows = of_policy & (tokens > 0)

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from turnwise.arena import Episode, Rubric
+from turnwise.arena.rewards.inherit import inherit_rewards
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
@@ -18,7 +19,7 @@ from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import Model
 from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.state import to_python
-from turnwise.types import EpisodeState
+from turnwise.types import EpisodeState, GenerateResult
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import import_by_name, name_of
 
@@ -70,10 +71,15 @@ class GatewayEpisode(Episode):
                 raise
         state.data["result"] = context.without_secrets(result)
         if self._reports:
-            called = session.called()
-            state.data["rewards"] = rewards_of(result, self.actors, called)
+            state.data["rewards"] = rewards_of(result, self.actors, session.called(), session.paid_apart())
         state.done = True
         return state
+
+    async def generate(self, arena: ArenaForHooks) -> GenerateResult:
+        result = await super().generate(arena)
+        if not self.rubric.is_grouped:  # group functions have not added their rewards yet
+            inherit_rewards(result)
+        return result
 
     @abstractmethod
     async def run_agent(self, question: Any, session: GatewaySession) -> Any:
@@ -132,17 +138,20 @@ async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model], t
         raise CallTimeoutError(f"the agent took longer than timeout={timeout:g} s ({error})") from None
 
 
-def rewards_of(result: Any, actors: Sequence[str], called: Sequence[str]) -> dict[str, float]:
+def rewards_of(
+    result: Any, actors: Sequence[str], called: Sequence[str], paid_apart: Sequence[str] = ()
+) -> dict[str, float]:
     """Return the rewards by actor that an agent reported. Raises ``ValueError`` or ``TypeError`` for anything else.
 
-    An actor that was never called needs no reward, and gets none.
+    An actor that was never called needs no reward, and gets none. One whose calls are all of sub-agents with rewards of
+    their own (``paid_apart``) needs none either, and gets the one that names it.
     """
     if isinstance(result, Mapping):
         if unknown := [name for name in result if name not in actors]:
             raise ValueError(f"the agent's reward has {unknown[0]!r}: expected some of the actors {list(actors)}")
         if missing := [actor for actor in called if actor not in result]:
             raise ValueError(f"the agent's reward {dict(result)!r} lacks actor {missing[0]!r}, which it called")
-        rewards = {actor: result[actor] for actor in called}
+        rewards = {actor: result[actor] for actor in (*called, *paid_apart) if actor in result}
     else:
         rewards = dict.fromkeys(called, result)
     for reward in rewards.values():

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from turnwise.inference.common.proxies import LOOPBACK, bypass_proxies
+from turnwise.integrations.gateway.children import ChildSession
 from turnwise.integrations.gateway.models import disable_agents_tracing
 from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
@@ -72,8 +73,7 @@ class Gateway:
     @asynccontextmanager
     async def serve(self, session: SessionT) -> AsyncIterator[SessionT]:
         """Serve ``session`` for the block, see :meth:`session`."""
-        session.opened_at((await self._open()).url)
-        self.sessions[session.id] = session
+        session.opened_at((await self._open()).url, self.sessions, ChildSession)
         reason = "the episode has ended"
         try:
             yield session
@@ -89,12 +89,13 @@ class Gateway:
         finally:
             try:
                 await session.end(reason)
-                for model in session.models.values():
+                for model in (model for one in session.walk() for model in one.models.values()):
                     await model.close()
             finally:
-                del self.sessions[session.id]
+                for one in session.walk():
+                    del self.sessions[one.id]
+                    self.ended[one.id] = [seat.key for seat in one.seats.values()], one.is_over
                 self.on_session_end(session)
-                self.ended[session.id] = [seat.key for seat in session.seats.values()], session.over
                 while len(self.ended) > REMEMBERED:
                     del self.ended[next(iter(self.ended))]
                 await self._close()

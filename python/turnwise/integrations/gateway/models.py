@@ -7,18 +7,19 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, Self
 
 TRACING = "OPENAI_AGENTS_DISABLE_TRACING"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Model:
     """A model that an agent may call: one of the session's actors.
 
     A client is made once and closed when the episode ends; ``options`` go to it, and make a further one.
+    :meth:`child` gives a sub-agent a model of its own.
 
     Example: ``model.async_openai_client().responses.create(model=model.name, input="2 + 2 = ?")``
     """
@@ -31,6 +32,19 @@ class Model:
     name: str
     _clients: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
     """Each client with the event loop that it was made in."""
+    _open: Callable[[str | None], ChildModel] | None = field(default=None, repr=False)
+
+    def child(self, actor: str | None = None) -> ChildModel:
+        """Return a model for a sub-agent: this actor, or another one of the session, in a trajectory of its own.
+
+        Its calls are rows of a child of this model's trajectory. The child of a child belongs to the same attempt.
+        Raises ``ValueError`` for an unknown actor, ``RuntimeError`` once the episode has ended.
+        """
+        if self._open is None:
+            raise RuntimeError(
+                f"model {self.name!r} has no session: expected a model that an episode gave to its agent"
+            )
+        return self._open(actor)
 
     def openai_client(self, **options: Any) -> Any:
         """Return an ``openai.OpenAI``. Raises ``ImportError`` if openai is missing, as all clients do."""
@@ -79,6 +93,60 @@ class Model:
                 client.close()
             elif loop is asyncio.get_running_loop():
                 await client.close()
+
+
+class Outcome(Protocol):
+    """What an agent says of a sub-agent."""
+
+    reward: float | None
+
+    def leave(self, error: BaseException | None) -> None:
+        """Take no more calls; ``error`` is the exception that ended the sub-agent."""
+
+
+class ChildModel(Model):
+    """The model of one sub-agent. Its trajectory has ``reward``, or without one its parent's reward.
+
+    As a context manager, sync or async, it ends with its block. A sub-agent that an exception ends has failed: its
+    calls do not train. The exception goes on, and fails the attempt unless the agent catches it.
+
+    Example::
+
+        async with models["worker"].child() as worker:
+            answer = await ask(worker, part)
+            worker.reward = score(answer)
+    """
+
+    __slots__ = ("_outcome",)
+
+    def __init__(self, outcome: Outcome, *fields: Any) -> None:
+        super().__init__(*fields)
+        self._outcome = outcome
+
+    @property
+    def reward(self) -> float | None:
+        """The child's own reward; ``None`` if it takes its parent's.
+
+        Setting it raises ``TypeError`` or ``ValueError`` unless it is a finite number or ``None``, and ``RuntimeError``
+        once the episode has ended.
+        """
+        return self._outcome.reward
+
+    @reward.setter
+    def reward(self, value: float | None) -> None:
+        self._outcome.reward = value
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._outcome.leave(error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._outcome.leave(error)
 
 
 def disable_agents_tracing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.arena import Arena
 from turnwise.inference import ScriptedClient
 from turnwise.integrations.gateway.gateway import Gateway
-from turnwise.integrations.gateway.models import Model
+from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.task import GatewayTask
 from turnwise.tasks.base import held_out
 from turnwise.train.eval.evaluate import Evaluation, evaluate
@@ -20,17 +20,41 @@ from turnwise.utils.threads import run_to_end
 NO_KEY = "none"
 
 
+class RemoteOutcome:
+    """What an agent says of a sub-agent whose calls go elsewhere."""
+
+    reward: float | None = None
+
+    def leave(self, error: BaseException | None) -> None: ...
+
+
 class RemoteSession:
     """The models of one episode at another server: every actor is the same model there."""
 
     def __init__(self, actors: Sequence[str], url: str, model: str, key: str) -> None:
         self.url = url
+        self.children: list[ChildModel] = []
         bare = url.removesuffix("/v1")
         self.models: dict[str, Model] = {actor: Model(url, bare, key, model) for actor in actors}
+        for one in self.models.values():
+            one._open = self.child
+
+    def child(self, actor: str | None) -> ChildModel:
+        """Return a model for a sub-agent. Its reward counts nowhere, as nothing trains."""
+        if actor is not None and actor not in self.models:
+            raise ValueError(f"child({actor!r}): no such actor, expected one of {list(self.models)}")
+        any_of = next(iter(self.models.values()))
+        child = ChildModel(RemoteOutcome(), any_of.base_url, any_of.anthropic_base_url, any_of.api_key, any_of.name)
+        child._open = self.child
+        self.children.append(child)
+        return child
 
     def called(self) -> list[str]:
         """Return all actors, as the calls go elsewhere; a reward for each is expected."""
         return list(self.models)
+
+    def paid_apart(self) -> list[str]:
+        return []
 
 
 class RemoteGateway(Gateway):
@@ -54,7 +78,7 @@ class RemoteGateway(Gateway):
         try:
             yield session
         finally:
-            for model in session.models.values():
+            for model in (*session.models.values(), *session.children):
                 await model.close()
 
     @asynccontextmanager

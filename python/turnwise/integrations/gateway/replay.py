@@ -13,6 +13,7 @@ from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
 from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
 from turnwise.integrations.gateway.gateway import Gateway
+from turnwise.integrations.gateway.models import ChildModel
 from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, unsupported
 from turnwise.state import to_python
@@ -70,6 +71,9 @@ class ReplaySession(GatewaySession):
         self.stopped.set()
         call.task = asyncio.ensure_future(_never())
         return call
+
+    def child(self, actor: str) -> ChildModel:
+        raise AgentReplayError("child(): an agent that is branched has no sub-agents: expected rollout.branches = 1")
 
     def report(self) -> None:
         """Count nothing: the calls were counted when they were sampled."""

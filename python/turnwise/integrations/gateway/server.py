@@ -16,6 +16,7 @@ from functools import cache
 from hashlib import blake2b
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -26,6 +27,7 @@ from turnwise.arena.runtime.context import use_context
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
 from turnwise.inference.common.proxies import LOOPBACK
+from turnwise.integrations.gateway.children import ChildSession
 from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
@@ -90,6 +92,8 @@ class GatewayServer:
                 app.router.add_post(f"{root}/{path}", self._handler(dialect, self._serve))
             for path, dialect in COUNTS.items():
                 app.router.add_post(f"{root}/{path}", self._handler(dialect, _count_tokens))
+            for path, serve in CHILDREN.items():
+                app.router.add_post(f"{root}/{path}", self._handler(openai_chat, serve))
             app.router.add_get(f"{root}/models", self._models)
             app.router.add_get(f"{root}/models/{{model}}", self._models)
         app.router.add_route("*", "/{path:.*}", self._no_route)
@@ -229,7 +233,7 @@ class GatewayServer:
         return web.json_response(models[name])
 
     async def _no_route(self, request: web.Request) -> web.StreamResponse:
-        served = f"POST {', '.join([*DIALECTS, *COUNTS])}, and GET models"
+        served = f"POST {', '.join([*DIALECTS, *COUNTS, *CHILDREN])}, and GET models"
         error = WireError(404, "not_found", f"no {request.method} {request.path}: below a model's URL are {served}")
         return self._reject(openai_chat, error, None)
 
@@ -245,6 +249,52 @@ async def _count_tokens(
 ) -> web.StreamResponse:
     prompt = session.rendered(seat, dialect.parse(body, seat.earlier))
     return web.json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+async def _open_child(
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    """Open a child that the seat's actor plays, as ``Model.child()`` does, and answer with its model."""
+    if not session.url:
+        raise WireError(404, "not_found", "children: this server has no episodes, and so no sub-agents")
+    try:
+        model = session.child(seat.actor)
+    except RuntimeError:
+        raise session_over(session.is_over) from None
+    here = f"{request.scheme}://{request.host}"  # as this client sees it, which may be in a container
+    urls = {name: here + urlsplit(getattr(model, name)).path for name in ("base_url", "anthropic_base_url")}
+    return web.json_response({**urls, "api_key": model.api_key, "name": model.name})
+
+
+async def _reward_child(
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    child = _child(session, "reward")
+    try:
+        child.reward = body.get("reward")
+    except (TypeError, ValueError) as error:
+        raise invalid("reward", str(error)) from None
+    except RuntimeError:
+        raise session_over(session.is_over) from None
+    return web.json_response({"reward": child.reward})
+
+
+async def _end_child(
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    error = body.get("error")
+    _child(session, "end").leave(None if error is None else RuntimeError(str(error)))
+    return web.json_response({"ended": True})
+
+
+def _child(session: GatewaySession, path: str) -> ChildSession:
+    if not isinstance(session, ChildSession):
+        raise WireError(404, "not_found", f"{path}: this is the model of an agent, and only its children have it")
+    return session
+
+
+CHILDREN = {"children": _open_child, "reward": _reward_child, "end": _end_child}
+"""Routes for agents in a process of their own: open a child, give it a reward, end it, with its error if it failed."""
 
 
 def _no_model(name: str, session: GatewaySession) -> WireError:

@@ -6,9 +6,10 @@ import asyncio
 import contextvars
 import json
 import secrets
+import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,10 +20,10 @@ from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, Tool, with_answer
 from turnwise.integrations.gateway.constrained import grammar_of
-from turnwise.integrations.gateway.models import Model
+from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
-from turnwise.types import ContextLengthError, Messages, ModelResponse, Sampling, Step
+from turnwise.types import CHILD_ACTORS, ContextLengthError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
@@ -48,6 +49,8 @@ class GatewayCall:
     task: asyncio.Task[Answered] | None = None
     number: int = 0
     """Index of the call in its session."""
+    order: int = 0
+    """Index of the call in its attempt, sub-agents included, in the order of arrival."""
     waiting: int = 0
     """Clients that wait for the answer: 0 after all of them have left."""
     resend: Hashable | None = None
@@ -107,7 +110,13 @@ class GatewaySession:
             answer = await agent(question, session.models)
     """
 
-    def __init__(self, actors: Sequence[str], arena: ArenaForHooks, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        actors: Sequence[str],
+        arena: ArenaForHooks,
+        settings: GatewaySettings,
+        parent: GatewaySession | None = None,
+    ) -> None:
         if not actors or len(set(actors)) != len(actors):
             raise ValueError(f"actors={list(actors)!r}: expected at least one name, each once")
         unknown = [actor for actor in actors if actor not in arena.actors]
@@ -132,14 +141,59 @@ class GatewaySession:
         """Reason why the session takes no more calls; empty while it does."""
         self._answers: set[str] = set()
         """The texts of whole answers of all actors."""
-        self._slots = asyncio.Semaphore(settings.max_parallel)
+        self.parent = parent
+        self.root: GatewaySession = self if parent is None else parent.root
+        """The session of the attempt, whose limits count the calls of all its sub-agents."""
+        self.children: list[Any] = []
+        """The sessions of the sub-agents right below (``gateway.children.ChildSession``)."""
+        self._opens: Callable[[str, GatewaySession], Any] | None = None
+        self._served: dict[str, GatewaySession] = {}
+        self.arrived = 0
+        """Calls of the attempt so far."""
+        self.answered: tuple[str, int] | None = None
+        """Actor and number of the call that was answered last."""
+        self._slots: asyncio.Semaphore = asyncio.Semaphore(settings.max_parallel) if parent is None else parent._slots
+        self._opening = threading.Lock()
 
-    def opened_at(self, url: str) -> None:
-        """Set the URLs of the models."""
-        self.url = f"{url}/s/{self.id}"
+    def opened_at(
+        self, url: str, served: dict[str, GatewaySession], opens: Callable[[str, GatewaySession], Any]
+    ) -> None:
+        """Set the URLs of the models, and serve the session with others. ``opens`` makes sessions of sub-agents."""
+        self.url, self._served, self._opens = f"{url}/s/{self.id}", served, opens
         for actor, seat in self.seats.items():
             root = f"{self.url}/{actor}"
-            self.models[actor] = Model(f"{root}/v1", root, seat.key, actor)
+            self.models[actor] = self._model(f"{root}/v1", root, seat.key, actor)
+        served[self.id] = self
+
+    def _model(self, url: str, anthropic_url: str, key: str, actor: str) -> Model:
+        model = Model(url, anthropic_url, key, actor)
+        model._open = lambda other: self.child(other or actor)
+        return model
+
+    def child(self, actor: str) -> ChildModel:
+        """Open a child of this trajectory for a sub-agent that ``actor`` plays. Any thread may call it."""
+        if actor not in self.root.seats:
+            raise ValueError(f"child({actor!r}): no such actor, expected one of {list(self.root.seats)}")
+        assert self._opens is not None, "the session is not served"
+        with self.root._opening:  # agents may have threads of their own
+            if self.is_over:
+                raise RuntimeError(f"child(): the session is over: {self.is_over}")
+            session = self._variables.copy().run(self._opens, actor, self)
+            session.opened_at(self.url.rpartition("/s/")[0], self._served, self._opens)
+            self.children.append(session)
+        model: ChildModel = session.model
+        return model
+
+    def walk(self) -> Iterator[Any]:
+        """Yield this session and those of all sub-agents below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    @property
+    def is_over(self) -> str:
+        """The reason why the session takes no more calls; empty while it does."""
+        return self.over or ("" if self.parent is None else self.parent.is_over)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
     def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> GatewayCall:
@@ -151,14 +205,16 @@ class GatewaySession:
             repeated.undelivered = False
             seat.counts["retries_joined"] += 1
             return repeated
-        if self.over:
-            raise session_over(self.over)
-        if repeated is None and len(self.calls) >= self.settings.max_calls:
+        if self.is_over:
+            raise session_over(self.is_over)
+        if repeated is None and self.root.arrived >= self.settings.max_calls:
             raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
         if repeated is None:
             turn = seat.calls if ask.turn is None else ask.turn
             call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=len(self.calls), resend=resend)
+            call.order = self.root.arrived
             seat.calls += 1
+            self.root.arrived += 1
             self.calls.append(call)
         else:  # its sampling was cancelled, or never began: sample again, under the same number
             call = repeated
@@ -193,8 +249,8 @@ class GatewaySession:
         except ContextLengthError as error:
             raise WireError(400, "context_length_exceeded", str(error), "messages") from error
         except Exception as error:
-            self.failure = self.failure or error
-            self.over = self.over or f"the model failed: {error}"
+            self.root.failure = self.root.failure or error
+            self.root.over = self.root.over or f"the model failed: {error}"
             raise WireError(502, "model_failed", str(error)) from error
         finally:
             seat.running -= 1
@@ -225,6 +281,7 @@ class GatewaySession:
             prompt.reused,
         )
         self.keep_id(seat, ask, answered)
+        self.answered = seat.actor, call.turn
         seat.own_seconds += time.perf_counter() - began
         return answered
 
@@ -309,7 +366,9 @@ class GatewaySession:
 
     def _record(self, seat: Seat, call: GatewayCall, prompt: Prompt, step: Step, choice: Choice) -> None:
         """Note in the step what the call was, and keep it, so that later chats may continue it."""
-        step.info["call"] = call.turn
+        step.info |= {"call": call.turn, "order": call.order}
+        if prompt.reused and isinstance(prompt.continues, Step):
+            step.info["extends"] = prompt.continues.info["call"]
         if choice.parsed.calls:
             step.info["tool_calls"] = [made.status for made in choice.parsed.calls]
         if prompt.rewritten:
@@ -371,8 +430,15 @@ class GatewaySession:
                     counts[f"tool_calls/{made.status}"] += 1
 
     def called(self) -> list[str]:
-        """Return the actors that were asked at least once."""
-        return [actor for actor, seat in self.seats.items() if seat.counts["calls"]]
+        """Return the actors that need a reward: those that were asked here, or in a child that takes its parent's."""
+        inheriting = set(self.context.rollout.meta.get(CHILD_ACTORS, ()))
+        own = {call.actor for call in self.calls if call.steps}
+        return [actor for actor in self.seats if actor in own | inheriting]
+
+    def paid_apart(self) -> list[str]:
+        """Return the other actors that sub-agents asked: each of these has a reward of its own, or has failed."""
+        asked = {session.actor for session in self.walk() if session is not self and session.calls}
+        return [actor for actor in self.seats if actor in asked and actor not in self.called()]
 
     # -- the end -------------------------------------------------------------------------------------------------------
     grace: ClassVar[float] = END_GRACE
@@ -380,7 +446,9 @@ class GatewaySession:
 
     async def end(self, reason: str) -> None:
         """Take no more calls, give running ones a few seconds, cancel the rest, and report the counts."""
-        self.over = self.over or reason
+        with self.root._opening:  # no thread opens a child from here on
+            self.over = self.over or reason
+        await asyncio.gather(*(child.end(reason) for child in self.children))
         running = [call.task for call in self.calls if call.task is not None and not call.task.done()]
         if running:
             try:
@@ -396,7 +464,15 @@ class GatewaySession:
                 step.trainable = step.trainable and CONTINUED in step.info
         if self.settings.repeats == "continued":
             self._leave_out_lost()
+        self.keep_children()
         self.report()
+
+    def keep_children(self) -> None:
+        """Add the trajectories of the children to the episode, in the order in which they were opened."""
+        self.context.children += [result for child in self.children for result in child.results()]
+        if self.children and self is self.root:
+            actors = [session.actor for child in self.children for session in child.inheriting()]
+            self.context.rollout.meta[CHILD_ACTORS] = list(dict.fromkeys(actors))
 
     def _leave_out_lost(self) -> None:
         """Train no answer that its client lost: one that nothing continues, unlike a later answer to an equal request.
