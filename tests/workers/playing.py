@@ -131,6 +131,29 @@ class Leave(Try):
         return f"leave {artifact}"
 
 
+async def boss(question: Any, models: Any) -> float:
+    """Open a child or more, by the length of the answer. Every other one has a reward of its own."""
+
+    async def ask(model: Any, text: str) -> str:
+        chat = model.async_openai_client().chat.completions
+        answer = await chat.create(model=model.name, messages=[{"role": "user", "content": text}])
+        return str(answer.choices[0].message.content)
+
+    answer = await ask(models["player"], f"boss {question}")
+    for number in range(len(answer) // 2):
+        async with models["player"].child() as child:
+            said = await ask(child, f"part {number}")
+            child.reward = float(len(said)) if number % 2 else None
+    return float(len(answer))
+
+
+def agents_arena(kind: type) -> Arena:
+    """An arena of an agent that opens children."""
+    from turnwise.integrations.gateway import AgentEpisode, Gateway
+
+    return own_arena(kind, AgentEpisode(boss, Gateway(renderer="template"), actors=["player"]))
+
+
 def length(completion: str) -> float:
     return float(len(completion))
 
@@ -167,6 +190,7 @@ BUILDERS: dict[str, Any] = {
     "nested": lambda kind: task_arena(kind, "proposer_solver"),
     "dynamic": lambda kind: task_arena(kind, "sudoku", filter={"dynamic_sampling_rounds": 3}, credit={"rule": "grpo"}),
     "stores": lambda kind: own_arena(kind, Keep(), Try()),
+    "agents": agents_arena,
     "own": lambda kind: own_arena(kind, Wonder(), Try(), Leave(), retries=1, failure_threshold=0.6),
 }
 

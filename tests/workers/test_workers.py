@@ -11,7 +11,7 @@ import pytest
 from turnwise.arena import Arena, ArtifactStore, BatchFailedError
 from turnwise.arena.runtime.context import current_context
 from turnwise.run.build import TaskArena
-from turnwise.types import Artifact, EpisodeRequest, Sampling
+from turnwise.types import CHILD, Artifact, EpisodeRequest, Sampling
 
 from .playing import KEY, Leave, Try, Workers, attach, build, difference, own_arena, until
 
@@ -25,6 +25,8 @@ is one arena's order if its episodes run one after the other."""
 def requests_of(name: str, arena: Arena, step: int) -> list[EpisodeRequest]:
     if name == "stores":
         return [EpisodeRequest("keep", {"step": step, "question": n % 4}) for n in range(8)]
+    if name == "agents":
+        return [EpisodeRequest(next(iter(arena.episodes)), f"{n % 2}", group_id=f"{n % 2}", seed=n) for n in range(6)]
     if name == "own":
         numbers = [n % 7 for n in range(14)]
         asked = [(n, {"number": n, "more": n % 3, "joins": f"after {n}"}) for n in numbers]
@@ -80,7 +82,13 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("name", ["sudoku", "nested", "stores", "dynamic", "games", "own"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sudoku", "nested", "stores", "dynamic", "games", "own"),
+        pytest.param("agents", marks=pytest.mark.needs("aiohttp", "openai")),
+    ],
+)
 async def test_equal_to_one_arena(name: str, count: int, workers: Workers, alone: dict[str, Any]) -> None:
     if name not in alone:
         alone[name] = await play(name, build(name, OneByOne if name in SEQUENTIAL else TaskArena))
@@ -97,6 +105,9 @@ async def test_equal_to_one_arena(name: str, count: int, workers: Workers, alone
     if name in SEQUENTIAL:
         [state] = found[2][5]["stores"].values()
         assert len(state["artifacts"]) > 2 and "pending" not in repr(found)
+    if name == "agents":
+        children = [child.rollout.meta[CHILD] for result in results for child in result.children]
+        assert {child["inherits"] for child in children} == {True, False} and max(c["order"] for c in children) > 0
     if name == "own":
         assert any(result.rollout.error for result in results) and any("group" in r.rollout.meta for r in results)
         assert any(child.rollout.meta.get("continues") for result in results for child in result.children)
