@@ -16,6 +16,7 @@ takes longer than copying and packing the weights. :class:`Route` records the re
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from turnwise.inference.weights.weight_block import storage_key
 
 _ROUTE = "_turnwise_route"
+
+_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 def reload_worker(worker: Any, weights: Mapping[str, Tensor]) -> None:
@@ -54,7 +57,7 @@ def _reload_layerwise(runner: Any, model: nn.Module, weights: Mapping[str, Tenso
     """Run vLLM's own reload, and return the route that it took, or ``None`` if there is no reusable one."""
     from vllm.platforms import current_platform
 
-    weights = split_by_expert(weights)
+    weights = split_by_expert(weights, runner.model_config.hf_text_config.model_type)
     if current_platform.is_cpu():
         forget_expert_kernels(model)
     plain_cpu = current_platform.is_cpu() and runner.model_config.quantization is None
@@ -186,17 +189,25 @@ def _watched(weights: Mapping[str, Tensor]) -> Iterator[list[_Layer]]:
         layerwise._layerwise_process = process
 
 
-def split_by_expert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name the weights of experts as checkpoints do, one tensor per expert and projection; others stay as they are.
+def split_by_expert(weights: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Name the weights of experts as checkpoints of ``model_type`` do, if these have one tensor per expert.
 
-    transformers holds ``experts.gate_up_proj [E, 2 I, H]`` and ``experts.down_proj [E, H, I]``.
+    transformers then holds ``experts.gate_up_proj [E, 2 I, H]`` and ``experts.down_proj [E, H, I]``. All other weights
+    stay as they are, also those of gpt-oss, whose checkpoints hold all experts in one tensor.
     """
+    fused = {name for name, tensor in weights.items() if tensor.ndim == 3 and _FUSED.search(name)}
+    if fused:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        conversions = get_checkpoint_conversion_mapping(model_type) or ()
+        if not any("mlp.experts.*.gate_proj.weight" in each.source_patterns for each in conversions):
+            fused = set()
     split: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        place, _, kind = name.rpartition(".")
-        if tensor.ndim != 3 or not place.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
+        if name not in fused:
             split[name] = tensor
             continue
+        place, _, kind = name.rpartition(".")
         for expert, weight in enumerate(tensor):
             parts = {"gate": weight[: len(weight) // 2], "up": weight[len(weight) // 2 :]}
             parts = parts if kind == "gate_up_proj" else {"down": weight}
