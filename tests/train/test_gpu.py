@@ -26,10 +26,11 @@ ON_GPU = {
 
 def test_a_micro_batch_moves_whole(random_batch):
     batch = random_batch(0, rows=4)
-    micro = pack(replace(batch, token_advantages=np.ones_like(batch.rollout_logprobs)), [0, 2])
+    ones = {"token_advantages": np.ones_like(batch.rollout_logprobs), "observation_mask": 1 - batch.loss_mask}
+    micro = pack(replace(batch, **ones), [0, 2])
     moved = micro.to(torch.device("meta"))
-    without_grammars = ("lengths", "tree", "mask_index_N", "masks_UW")
-    tensors = [getattr(moved, name) for name in moved.__dataclass_fields__ if name not in without_grammars]
+    of_others = ("lengths", "tree", "mask_index_N", "masks_UW", "experts_TLK", "routing")  # grammars, mixtures
+    tensors = [getattr(moved, name) for name in moved.__dataclass_fields__ if name not in of_others]
     assert all(tensor.device.type == "meta" for tensor in tensors) and moved.lengths == micro.lengths
     assert micro.to(torch.device("cpu")) is micro
 

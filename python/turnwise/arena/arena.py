@@ -89,14 +89,15 @@ class Arena(ArenaSetup):
         requests = await self.draw()
         if self.filters.dynamic_sampling_rounds:
             results = await sample_until_full(self, requests, on_requests_fixed)
-            if self.distillation is not None:
-                await self.distillation.score(self, results)
-            return results
-        on_requests_fixed()  # the next batch starts when this one waits for its first model call
-        return await self.play(requests)
+        else:
+            on_requests_fixed()  # the next batch starts when this one waits for its first model call
+            results = await self.generate_rollouts(requests)
+        if self.distillation is not None:
+            await self.distillation.score(self, results)
+        return results
 
     async def draw(self) -> Sequence[EpisodeRequest]:
-        """Draw the requests of the next batch. :meth:`play` runs them, whole or in parts."""
+        """Draw the requests of the next batch, for :meth:`sample`, or in parts for :meth:`play`."""
         if self.is_evaluation:
             raise RuntimeError("an evaluation makes no training batch: call generate_rollouts(requests) on it")
         self.batches += 1
