@@ -24,6 +24,7 @@ from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model.policy import Policy
 from turnwise.train.validate import config_from_dict
 
+from .inference.mixtures import build
 from .trained import SMALL, rows_of
 
 pytestmark = pytest.mark.xdist_group("warm_python")
@@ -88,6 +89,27 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
     for policy in run.trainer.policies.values():
         policy.check_finite("after a resume")
     run.close()
+
+
+@pytest.mark.slow
+def test_two_processes_replay_the_experts_of_a_mixture(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(["tell the digits"] * 3, vocab_size=300)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    build("qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=2048, **ends).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    settings: dict[str, Any] = {
+        "task": "split_clues", "steps": 1, "policies": {"default": {"path": str(tmp_path / "m"), "dtype": "bfloat16"}},
+        "rollout": {"routing_replay": True, "prompts_per_step": 2, "branches": 3}, "device": "cpu",
+        "filter": {"drop_zero_advantage": False}, "eval": {"every": 0, "num_prompts": 2},
+        "health": {"start_questions": 0},
+    }  # fmt: skip
+    one, two = (config_from_dict({**settings, "run_dir": str(tmp_path / name)}) for name in ("one", "two"))
+    train_from_config(one).close()
+    train_on_two_ranks(two)
+    [got], [want] = rows_of(two.run_dir), rows_of(one.run_dir)
+    assert got["routing/replayed"] == want["routing/replayed"] == 1.0
+    name = "sampler_trainer_logprob_max_diff"
+    assert got[name] == pytest.approx(want[name], rel=1e-3) and got[name] < 0.2
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train import Trainer, build_policies
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import RoutingCounts, micro_batches, pack
 from turnwise.train.model.policy import Policy
@@ -179,6 +180,7 @@ def test_the_first_row_of_a_shared_prefix_counts():
     ids = np.zeros((2, 3, LAYERS, TOP_K), dtype=np.uint8)
     ids[:, :, :, 1] = 1
     ids[1, 1] = [2, 3]
+    ids[1, 0] = [1, 0]  # the same two in another order
     samples = [
         Sample(0, "e", "a", 0, 0, None, f"r{n}", 0, "default", [1, 2, 3], [4 + n], [-1.0], [(1, 0)], 0.0, 0.0, 1.0,
                info={"routed_experts": RoutedExperts(ids[n])})
@@ -271,6 +273,15 @@ def test_a_run_replays_what_its_client_returns(tmp_path):
     [line] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert line["routing/replayed"] == 1.0 and line["grad_norm"] > 0
     assert "routed_experts" not in (tmp_path / "run" / "rollouts.jsonl").read_text()
+
+
+def test_a_client_that_returns_no_experts_is_an_error(tmp_path, tree_batch):
+    config = config_of(tmp_path)
+    learner = LocalLearner({"default": Policy("default", build("qwen3_moe"), UpdateConfig(), total_steps=1)}, config)
+    with pytest.raises(ConfigError, match=r"the client returned no experts: make it with routed_experts=True"):
+        learner.update(tree_batch(8), {"default"}, 0.0, np.random.default_rng(0), lambda *_: None)
+    updated = learner.update(with_experts(tree_batch(8)), {"default"}, 0.0, np.random.default_rng(0), lambda *_: None)
+    assert updated.metrics["default"]["routing/replayed"] == 1.0
 
 
 def test_settings_that_can_not_be_served(tmp_path):

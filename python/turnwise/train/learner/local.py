@@ -51,6 +51,11 @@ class LocalLearner:
     def update(
         self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
     ) -> Updated:
+        if self.config.rollout.routing_replay and len(batch) and batch.routed_experts is None:
+            raise ConfigError(
+                "config key 'rollout.routing_replay' = true: the client returned no experts: make it with "
+                "routed_experts=True"
+            )
         undo = Undo(self.trained)
         before = fingerprints(self.trained)
         metrics: dict[str, dict[str, float]] = {}
