@@ -505,6 +505,17 @@ ADAPTERS: Settings = {
 """A LoRA for each agent."""
 
 
+PAIR: Settings = {
+    "policy_sharing": "model_per_actor",
+    "policies": {
+        f"trained_{actor}": {"path": f"runs/smollm2-pair/policies/{actor}"} for actor in ("describer", "guesser")
+    },
+    "actors": {actor: {"teacher": f"trained_{actor}"} for actor in ("describer", "guesser")},
+}
+"""Two students, each with a teacher of its own: ``turnwise train examples/smollm2/views.toml --policy_sharing
+model_per_actor --run_dir runs/smollm2-pair`` leaves the teachers."""
+
+
 def real(seed: int) -> list[Cell]:
     """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise.
 
@@ -532,7 +543,9 @@ def real(seed: int) -> list[Cell]:
         own = {actor: {"teacher": "default"} for actor in ("describer", "guesser")}
         views["own-teacher"] = {"actors": own, "distill": {"hint": "best", "reward": True}}
         views["own-teacher-tenth"] = {"actors": own, "distill": {"hint": "best", "reward": True, "coef": 0.1}}
-        views["distilled"] = {key: value for key, value in distill.items() if key != "run_dir"}
+        distilled = views["distilled"] = {key: value for key, value in distill.items() if key != "run_dir"}
+        views["distilled-pair"] = {**distilled, **PAIR}
+        views["distilled-pair-top-k"] = {**distilled, **PAIR, "distill": {"top_k": 16}}
     made = []
     for name, contenders in settings.items():
         example = raw_settings(EXAMPLES / "smollm2" / f"{name}.toml")
