@@ -75,7 +75,7 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         top,
         None,
         step.info.get("token_advantages"),
-        rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
+        attempt_id=rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
     )
 
 
