@@ -15,7 +15,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.group_queue import GroupQueue
 from turnwise.types import EpisodeRequest
 
-from ..trained import lines_of
+from ..trained import lines_of, notes_of
 
 
 class Groups(Arena):
@@ -234,6 +234,37 @@ async def test_a_run_that_is_stopped_keeps_what_is_under_way(make_trainer):
     assert seen[3:] == taken[:3], "the groups of the failed update are still whole, and train first"
     assert {number for _, number in [*seen[:3], *taken]} <= {*range(drawn), 100, 101, 102}
     assert len({*seen[:3], *taken}) == 9, "none trains twice"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2.0, 1.0), (1.0, 2.0), (1.5, 3.0)])
+async def test_a_resumed_run_may_oversample_otherwise(make_trainer, before, after):
+    """What is whole still trains, and a note counts what is drawn in vain."""
+    loop = {"max_staleness": 2, "in_flight_updates": True}
+    trainer = make_trainer(steps=9, rollout={"oversample": before}, loop=loop)
+    update, numbers = trainer.update_policies, itertools.count()
+    trainer.arena.source = lambda: [EpisodeRequest("letters", next(numbers)) for _ in range(3)]
+
+    def stops(batch):
+        if trainer.progress.step == 1:
+            raise ZeroDivisionError
+        return update(batch)
+
+    trainer.update_policies = stops
+    with pytest.raises(ZeroDivisionError):
+        await trainer.run()
+    again = make_trainer(steps=4, rollout={"oversample": after}, loop=loop)
+    again.arena.source = lambda: [EpisodeRequest("letters", 100 + next(numbers)) for _ in range(3)]
+    taken, update_again, notes = [], again.update_policies, notes_of(again)
+
+    def updated(batch):
+        taken.append([result.group_id[1] for result in again.arena.last_results])
+        return update_again(batch)
+
+    again.update_policies = updated
+    await again.run()
+    assert [len(groups) for groups in taken] == [3, 3, 3] and len(set(itertools.chain(*taken))) == 9
+    assert all(number < 100 for number in taken[0]), "the batch whose update failed"
+    assert any("groups that were drawn are dropped" in note for note in notes) <= (after == 1)
 
 
 @pytest.mark.parametrize(

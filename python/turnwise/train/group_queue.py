@@ -42,6 +42,25 @@ class Group:
         return replace(self, failures=None, running=None) if results else Group(self.requests, self.of)
 
 
+def groups_of(batches: Sequence[Results], step: int, max_ahead: int) -> list[Group]:
+    """Return the groups of whole batches, of a run without oversampling, that train from ``step`` on."""
+    groups = []
+    for index, results in enumerate(batches):
+        by_group: dict[Hashable, Results] = {}
+        for result in results:
+            by_group.setdefault(result.group_id, []).append(result)
+        groups += [Group([], len(by_group), step + index - max_ahead, each) for each in by_group.values()]
+    return groups
+
+
+def batches_of(groups: Sequence[Group]) -> list[Results]:
+    """Return whole batches of ``groups``, for a run without oversampling. The rest is left out."""
+    whole = [group.results for group in groups if group.results is not None]
+    size = groups[-1].of
+    ends = range(size, len(whole) + 1, size)
+    return [[result for results in whole[end - size : end] for result in results] for end in ends]
+
+
 class GroupQueue:
     """Runs the groups that ``arena`` draws, ``oversample`` times as many as a step trains, and returns them by steps.
 

@@ -20,7 +20,7 @@ from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, read_listed
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
-from turnwise.train.group_queue import GroupQueue
+from turnwise.train.group_queue import Group, GroupQueue, batches_of, groups_of
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.rollout_queue import RolloutQueue
 from turnwise.train.run_folder import changes, check_records
@@ -182,7 +182,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
             trainer.callbacks[name].load_state_dict(saved, newest)
     trainer.rollouts = new_queue(trainer)
     if queue is not None:
-        trainer.rollouts.restore(pickle.loads(queue))
+        _restore_queue(trainer, pickle.loads(queue))
 
     # The first checkpoint of a run is older than its first validation, which will be logged again.
     from_start = trainer.progress.step == 0 and not trainer.progress.evaluations
@@ -197,6 +197,21 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
         trainer.log.note(note)
     arena: Mapping[str, Any] = state["arena"]
     return arena
+
+
+def _restore_queue(trainer: TrainerView, saved: list[Any]) -> None:
+    """Put what waited into the queue, also if ``rollout.oversample`` has changed between 1 and more."""
+    grouped, rollouts = isinstance(saved[0], Group), trainer.rollouts
+    if isinstance(rollouts, GroupQueue):
+        rollouts.restore(saved if grouped else groups_of(saved, trainer.progress.step, rollouts.max_ahead))
+        return
+    if not grouped:
+        rollouts.restore(saved)
+        return
+    batches = batches_of(saved)
+    rollouts.restore(batches)
+    if left := len(saved) - len(batches) * saved[-1].of:
+        trainer.log.note(f"{left} groups that were drawn are dropped, as rollout.oversample is 1 now")
 
 
 def _pickle(batches: list[Any]) -> bytes:
