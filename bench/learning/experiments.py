@@ -452,6 +452,30 @@ def baselines(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Does it help to predict what a tool answers?
+# ---------------------------------------------------------------------------------------------------------------------
+def observations(seed: int) -> list[Cell]:
+    """``examples/lookup.toml`` with and without the cross entropy of the tool's answers. All seeds share a start."""
+    example = tomllib.loads((EXAMPLES / "lookup.toml").read_text(encoding="utf-8"))
+    start = WarmStart("lookup", example["task_options"], example["warm_start"], SEEDS[0])
+    base = merged(
+        BASE,
+        {"task": "lookup", "task_options": example["task_options"], "update": example["update"]},
+        {"rollout": {"prompts_per_step": 12}, "eval": {"num_prompts": 100}, "max_sampled_tokens": 40_000},
+        COPIES,
+        credit("grpo"),
+        ALL_ROWS,
+    )
+    contenders: dict[str, Settings] = {
+        "untrained": {"steps": 0},
+        "without": {},
+        "observations": {"loss": {"observations": 0.05}},
+        "observations-weak": {"loss": {"observations": 0.0005}},
+    }
+    return [Cell("observations", "lookup", who, seed, merged(base, more), start) for who, more in contenders.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Does one run of two tasks reach what a run of each does?
 # ---------------------------------------------------------------------------------------------------------------------
 BOTH: dict[str, Settings] = {"sudoku": {"options": SUDOKU_PLAY}, "split_clues": {}}
@@ -641,6 +665,7 @@ QUESTIONS = (
     curriculum,
     drawn,
     baselines,
+    observations,
     several,
     sub_agents,
     real,

@@ -229,11 +229,18 @@ def explained(rows: list[Row], _: Groups) -> str:
     return ", ".join(f"{mean(each):.2f}" for each in found if each)
 
 
+def predicted(rows: list[Row], _: Groups) -> str:
+    """Return the cross entropy of observations at the first and the last step with any, for each seed."""
+    found = [[value for _, value in row["series"].get("loss_observations", ()) if value] for row in rows]
+    return ", ".join(f"{each[0]:.1f} → {each[-1]:.1f}" for each in found if each)
+
+
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
     Column("tokens to a success, ratio to task (lowest to highest seed)", ("drawn",), to_target),
     Column("tokens to a success, ratio to group-mean (lowest to highest seed)", ("baselines",), to_target),
     Column("explained variance", ("baselines",), explained),
+    Column("cross entropy of observations", ("observations",), predicted),
     Column("tokens to a success, ratio to team (lowest to highest seed)", ("real",), to_target),
     Column("last actor fixes, breaks", ("credit", "real"), contribution),
     Column("by task", ("several",), by_task),

@@ -43,6 +43,7 @@ SERIES = (
     "pass_rate",
     "hard",
     "explained_variance",
+    "loss_observations",
 )
 SWEEP = "sweep"
 SHOWN = 6
