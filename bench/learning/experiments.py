@@ -399,11 +399,13 @@ MIXED_CONTENDERS: dict[str, Settings] = {
     "task": {},
     "uniform": {"curriculum": {**POOL, "uniform": 1.0}},
     "learnability": {"curriculum": POOL},
+    "gate": {"curriculum": {**POOL, "gate": 0.6}},
 }
 
 
 def drawn(seed: int) -> list[Cell]:
-    """New questions at each step, the questions of a pool equally often, and those of the pool by learnability.
+    """New questions at each step, the questions of a pool equally often, and those of the pool by learnability, of all
+    levels or up to the one that a gate admits.
 
     All seeds share the start of the sweep, as it takes minutes.
     """
