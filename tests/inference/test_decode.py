@@ -244,6 +244,25 @@ def test_a_run_of_forced_tokens_is_one_pass(seed: int, monkeypatch: pytest.Monke
     assert few <= many
 
 
+@pytest.mark.parametrize("other", [caches.make_decoder, lambda *call: caches.SharedPrefix(*call[:4])])
+def test_rows_that_a_run_has_ended_stay_in_the_batch(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a turn is forced too, and nine in ten rows go on."""
+    monkeypatch.setattr("turnwise.inference.local.decode.make_decoder", other)
+    model = build_model(WORDS, hidden_size=32, num_hidden_layers=1, intermediate_size=64, head_dim=16).eval()
+    ends = ChatFormat(WORDS).stop_token_ids
+    text = json_grammar(ChatFormat(WORDS), {"type": "string", "maxLength": 60})
+    rows = [
+        SequenceSpec(tuple(WORDS.encode(f"{number} Write")), Sampling(grammar=text), number, 80, ends)
+        for number in range(24)
+    ]
+    with torch.inference_mode():
+        completions, _ = complete(model, rows, CPU, tokenizer=WORDS)
+        alone = [complete(model, [row], CPU, tokenizer=WORDS)[0][0] for row in rows]
+    assert "stop" in {completion.finish_reason for completion in completions}
+    assert [completion.token_ids for completion in completions] == [completion.token_ids for completion in alone]
+    assert len({len(completion.token_ids) for completion in completions}) > 3
+
+
 def test_passes_are_those_of_the_free_tokens() -> None:
     model = build_model(WORDS, hidden_size=32, num_hidden_layers=2, intermediate_size=64, head_dim=16).eval()
     passes: list[int] = []

@@ -63,6 +63,17 @@ def test_groups_without_rows_are_dropped() -> None:
     assert decoder._group_of.tolist() == [0, 1, 1]
 
 
+def test_paths_of_unequal_rows_are_packed() -> None:
+    """-1 leaves them once they have twice the columns that the longest row needs; the places keep their order."""
+    decoder = Paths(build(), prefilled(build(), 2), None, torch.tensor([0, 1]))
+    path = torch.full((2, 100), -1)
+    path[0, 1::2], path[1, ::10] = torch.arange(50), torch.arange(50, 60)
+    packed = decoder._packed(path)
+    assert packed.shape == (2, 50)
+    assert packed[0].tolist() == list(range(50)) and packed[1].tolist() == [*range(50, 60), *[-1] * 40]
+    assert decoder._packed(torch.full((2, 163), -1)).shape == (2, 163)
+
+
 def attended(query, key, value, begin, end, path, kv_heads):
     """What each row's heads should read, in float64."""
     rows, heads, size = query.shape

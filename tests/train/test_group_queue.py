@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -141,10 +142,68 @@ async def test_a_group_that_fails_ends_the_wait_and_a_stopped_draw_is_drawn_agai
     async with groups.queue() as queue:
         queue.start_up_to(0, until=3)
         await asyncio.sleep(0)
+        await asyncio.sleep(0)
         before, running = queue.discard()
         assert (before, groups.drawn, len(running)) == (0, 0, 1)
         assert queue.pending().batches == []
         running[0].cancel()
+
+
+async def test_an_error_of_a_draw_between_two_steps_ends_the_run():
+    groups = Groups()
+    groups.end(*range(30))
+    async with groups.queue() as queue:
+        queue.start_up_to(0, until=9)
+        await taken(queue)
+        await ticks()
+        draw = groups.draw
+
+        async def failing():
+            raise OSError("the data is gone")
+
+        groups.draw = failing
+        queue.start_up_to(1, until=9)
+        await ticks()
+        groups.draw = draw
+        queue.start_up_to(1, until=9)
+        with pytest.raises(OSError, match="the data is gone"):
+            await queue.get_oldest()
+        assert queue.pending().before == 8, "the draw is repeated by a run that goes on"
+
+
+async def test_groups_of_two_draws_are_never_one():
+    """A source may name the groups of each draw alike."""
+
+    class Alike(Groups):
+        async def draw(self):
+            return [replace(request, group_id=int(request.group_id) % self.size) for request in await super().draw()]
+
+        async def play(self, requests, failures=None):
+            assert len({request.group_id for request in requests}) == 1
+            [number] = await super().play(requests, failures)
+            return [(requests[0].group_id, number)]
+
+    groups = Alike()
+    async with groups.queue(2.0) as queue:
+        for step in range(4):
+            queue.start_up_to(step, until=4)
+            await ticks()
+            groups.end(*(group.requests[0].artifact for group in queue._running[::-1]))
+            results = await taken(queue)
+            assert len(dict(results)) == len(results) == 4
+
+
+async def test_a_resumed_group_is_judged_with_its_draw(make_trainer):
+    """One of four groups always fails, within ``failure_threshold``: alone it would stop each run that goes on."""
+    queue = Groups().queue()
+    queue._add([EpisodeRequest("e", n, group_id=f"{n}") for n in range(4)])
+    [first, *_], saved = queue._waiting, queue.pending().batches
+    first.failures.add("lost")
+    again = Groups().queue()
+    again.restore(saved[:1])
+    again._waiting[0].failures.add("lost")  # 1 of 4
+    again._add([EpisodeRequest("e", n, group_id=f"{n}") for n in range(4)])
+    assert again._waiting[-1].failures is not again._waiting[0].failures
 
 
 async def test_refusals():
@@ -158,6 +217,17 @@ async def test_refusals():
 
     with pytest.raises(TypeError, match=r"Whole: .*never calls sample\(\)"):
         Whole().queue()
+
+    class Narrow(Groups):
+        async def generate_rollouts(self, requests, concurrency=None):
+            return []
+
+    with pytest.raises(TypeError, match=r"Narrow: .*expected generate_rollouts\(requests, .*failures=None\)"):
+        Narrow().queue()
+    with pytest.raises(ValueError, match=r"returned 3 groups, and 4 before"):
+        queue = Groups().queue()
+        for count in (4, 3):
+            queue._add([EpisodeRequest("e", n) for n in range(count)])
     groups = Groups()
     with pytest.raises(RuntimeError, match=r"call start_up_to\(step"):
         await groups.queue().get_oldest()

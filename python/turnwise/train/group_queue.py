@@ -9,6 +9,7 @@ time is up. Every group trains once, so long episodes are not left out: they tra
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import pickle
 from collections.abc import Callable, Hashable, Sequence
@@ -25,13 +26,16 @@ from turnwise.types import EpisodeRequest
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The episodes of one group, of ``of`` groups that were drawn together.
+    """The episodes of one group of a draw, which had ``of`` groups with ``episodes`` in all.
 
-    ``started`` is the step whose weights it began with, -1 before. ``results`` is set once it is whole.
+    ``started`` is the step whose weights it began with, -1 before. ``results`` is set once it is whole. A whole group
+    of a run without oversampling has no ``requests``.
     """
 
     requests: list[EpisodeRequest]
+    draw: int
     of: int
+    episodes: int
     started: int = -1
     results: Results | None = None
     failures: FailureBudget | None = field(default=None, repr=False)
@@ -39,7 +43,12 @@ class Group:
 
     def saved(self, results: bool) -> Group:
         """Return what a checkpoint keeps: without its ``results``, the group starts again."""
-        return replace(self, failures=None, running=None) if results else Group(self.requests, self.of)
+        kept = replace(self, failures=None, running=None)
+        return kept if results or not self.requests else replace(kept, started=-1, results=None)
+
+
+def _key_of(request: EpisodeRequest) -> Hashable:
+    return content_key(request.artifact) if request.group_id is None else request.group_id
 
 
 def groups_of(batches: Sequence[Results], step: int, max_ahead: int) -> list[Group]:
@@ -49,13 +58,16 @@ def groups_of(batches: Sequence[Results], step: int, max_ahead: int) -> list[Gro
         by_group: dict[Hashable, Results] = {}
         for result in results:
             by_group.setdefault(result.group_id, []).append(result)
-        groups += [Group([], len(by_group), step + index - max_ahead, each) for each in by_group.values()]
+        groups += [
+            Group([], -1, len(by_group), len(results), step + index - max_ahead, each) for each in by_group.values()
+        ]
     return groups
 
 
 def batches_of(groups: Sequence[Group]) -> list[Results]:
     """Return whole batches of ``groups``, for a run without oversampling. The rest is left out."""
-    whole = [group.results for group in groups if group.results is not None]
+    oldest_first = sorted(groups, key=lambda group: group.started)
+    whole = [group.results for group in oldest_first if group.results is not None]
     size = groups[-1].of
     ends = range(size, len(whole) + 1, size)
     return [[result for results in whole[end - size : end] for result in results] for end in ends]
@@ -79,10 +91,16 @@ class GroupQueue:
                 f"arena={type(arena).__name__}: with rollout.oversample > 1 training never calls sample(), as a step "
                 "takes groups of several draws: override draw(), play(requests) or get_batch() instead"
             )
+        if "failures" not in inspect.signature(arena.generate_rollouts).parameters:
+            raise TypeError(
+                f"arena={type(arena).__name__}: rollout.oversample > 1 counts the failures of a draw over several "
+                "calls: expected generate_rollouts(requests, concurrency=None, *, failures=None)"
+            )
         self.max_ahead = max_ahead
         self._arena, self._snapshot, self._oversample = arena, snapshot, oversample
         self._before: Any | None = None  # the sampler's state before a draw that is under way
-        self._step, self._until, self._size = first, first, 0
+        self._step, self._until, self._size, self._draws = first, first, 0, 0
+        self._drawn = 0  # groups of each draw
         self._waiting: list[Group] = []  # drawn, and not started
         self._running: list[Group] = []
         self._whole: list[Group] = []  # in the order in which they ended
@@ -99,7 +117,7 @@ class GroupQueue:
 
     def restore(self, groups: Sequence[Group]) -> None:
         """Add the groups of a checkpoint, before any group is drawn."""
-        self._size = groups[-1].of
+        self._size, self._draws = groups[-1].of, 1 + max(group.draw for group in groups)
         self._whole += [group for group in groups if group.results is not None]
         self._wait([group for group in groups if group.results is None])
 
@@ -109,13 +127,14 @@ class GroupQueue:
         ``until``."""
         assert not spare, "a deterministic run can't train the groups that are whole first"
         self._step, self._until = step, until
-        if self._filling is None or self._filling.done():
+        if self._filling is None or (self._filling.done() and not self._filling.exception()):
             self._filling = asyncio.ensure_future(self._fill())
             self._filling.add_done_callback(lambda _: self._changed.set())
 
     async def _fill(self) -> None:
         while not self._size or self._under_way < self._wanted:
             if not self._waiting:
+                await asyncio.sleep(0)  # the groups that have just started get their numbers
                 self._before = self._snapshot()
                 self._add(await self._arena.draw())
                 self._before = None
@@ -136,10 +155,14 @@ class GroupQueue:
     def _add(self, requests: Sequence[EpisodeRequest]) -> None:
         groups: dict[Hashable, list[EpisodeRequest]] = {}
         for request in requests:
-            key = content_key(request.artifact) if request.group_id is None else request.group_id
-            groups.setdefault(key, []).append(request)
+            groups.setdefault(_key_of(request), []).append(request)
         if not groups:
             raise ValueError("get_batch() returned no requests: rollout.oversample > 1 needs groups to choose from")
+        if len(groups) != (self._drawn or len(groups)):
+            raise ValueError(
+                f"get_batch() returned {len(groups)} groups, and {self._drawn} before: rollout.oversample > 1 needs as "
+                "many in each draw"
+            )
         try:
             pickle.dumps(requests)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -147,13 +170,19 @@ class GroupQueue:
                 f"requests can't be saved: {error}; with rollout.oversample > 1 they must be picklable, as a run that "
                 "ends keeps the groups that are under way"
             ) from error
-        self._size = len(groups)
-        self._wait([Group(group, len(groups)) for group in groups.values()])
+        # Groups of two draws are never compared with each other, even if the source names them alike.
+        taken = {_key_of(each.requests[0]) for each in (*self._running, *self._whole) if each.requests}
+        for key in taken & groups.keys():
+            groups[key] = [replace(request, group_id=(key, self._draws)) for request in groups[key]]
+        self._size = self._drawn = len(groups)
+        self._wait([Group(group, self._draws, len(groups), len(requests)) for group in groups.values()])
+        self._draws += 1
 
     def _wait(self, groups: Sequence[Group]) -> None:
-        failures = FailureBudget(sum(len(group.requests) for group in groups), self._arena.failure_threshold)
+        threshold = self._arena.failure_threshold
+        budgets = {group.draw: FailureBudget(group.episodes, threshold) for group in groups}
         for group in groups:
-            group.failures = failures
+            group.failures = budgets[group.draw]
         self._waiting += groups
 
     async def _play(self, group: Group) -> None:

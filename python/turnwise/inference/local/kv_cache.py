@@ -142,6 +142,7 @@ class Paths:
         self._end = torch.arange(1, prompts + 1) * width
         self._begin = self._end - (width if mask is None else mask.sum(dim=1)) + prefix
         self._path = torch.arange(prefix).repeat(prompts, 1)
+        self._packed_width = prefix
         spare = len(index) * _RESERVE
         self._layers = [_Places(layer.keys, layer.values, spare) for layer in cache.layers]
         self._cache = Cache(layers=list(self._layers))
@@ -172,7 +173,7 @@ class Paths:
             # A token attends to those of its run up to itself.
             seen = torch.where(torch.arange(own.shape[1]) <= nth[:, None], own[node], -1)
             self._attended = self._begin[node], self._end[node], torch.cat([self._path[node], seen], dim=1)
-            self._path = torch.cat([self._path, own], dim=1)
+            self._path = self._packed(torch.cat([self._path, own], dim=1))
         shape = (-1, 1) if single else (1, -1)  # one sequence can give the logits of some positions alone
         with _attention(self._model.config):
             output = self._model(
@@ -184,6 +185,13 @@ class Paths:
                 decoder=self,
             )
         return output.logits.flatten(0, 1)
+
+    def _packed(self, path: Tensor) -> Tensor:
+        """Return ``path`` with the places of each node in front, once it has twice the columns that it needs."""
+        if path.shape[1] < 2 * self._packed_width + 64:
+            return path
+        longest = self._packed_width = int((path >= 0).sum(dim=1).max())
+        return path.gather(1, (path < 0).long().argsort(dim=1, stable=True)[:, :longest])
 
     def keep(self, rows: Tensor) -> None:
         self._begin, self._end, self._path = self._begin[rows], self._end[rows], self._path[rows]

@@ -143,7 +143,7 @@ class RowGrammars:
         return runs, self._look_ahead(runs)
 
     def _look_ahead(self, rows: Iterable[int]) -> list[int]:
-        """Find the forced token of each row or else its mask. Return the rows with an empty mask."""
+        """Find the forced token of each row or else its mask. Return the rows with an empty mask: they draw nothing."""
         written = []
         for row in rows:
             matcher = self._matchers[row]
@@ -152,7 +152,10 @@ class RowGrammars:
                 matcher.write_mask()
                 written.append(row)
         lives = self._masks.take(written, axis=0).any(axis=1) if written else None
-        return [] if lives is None or lives.all() else [written[at] for at in np.flatnonzero(~lives)]
+        ended = [] if lives is None or lives.all() else [written[at] for at in np.flatnonzero(~lives)]
+        for row in ended:  # it may stay in the batch for a while
+            self._forced[row] = 0
+        return ended
 
     def _allowed(self, index: list[int], device: torch.device) -> Tensor:
         """Return the masks ``[r, V]`` bool of the rows ``index``."""
