@@ -43,8 +43,8 @@ WHEELS = (
 PROGRAMS = ("nvcc", "cmake", "ninja")
 PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # searched after the PATH
 # Benches that use no GPU or several, exceed a stage's time, or need a package that the image lacks.
-NO_GPU = {"arena", "constrained", "gateway", "grammars", "long_tail", "publish", "sharded", "state", "step", "train",
-          "trie", "inference", "real_model", "trl", "verl", "workers"}  # fmt: skip
+NO_GPU = {"arena", "constrained", "gateway", "grammars", "long_tail", "publish", "routing", "sharded", "state", "step",
+          "train", "trie", "inference", "real_model", "trl", "verl", "workers"}  # fmt: skip
 # Beside one another, processes with a thread for each core take most of the time from one another.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # float32 products would take the whole time
