@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from turnwise.arena import Arena
+from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.group_queue import GroupQueue
 from turnwise.types import EpisodeRequest
@@ -193,17 +194,18 @@ async def test_groups_of_two_draws_are_never_one():
             assert len(dict(results)) == len(results) == 4
 
 
-async def test_a_resumed_group_is_judged_with_its_draw(make_trainer):
+async def test_a_resumed_group_is_judged_with_its_draw():
     """One of four groups always fails, within ``failure_threshold``: alone it would stop each run that goes on."""
-    queue = Groups().queue()
-    queue._add([EpisodeRequest("e", n, group_id=f"{n}") for n in range(4)])
-    [first, *_], saved = queue._waiting, queue.pending().batches
-    first.failures.add("lost")
-    again = Groups().queue()
-    again.restore(saved[:1])
-    again._waiting[0].failures.add("lost")  # 1 of 4
-    again._add([EpisodeRequest("e", n, group_id=f"{n}") for n in range(4)])
-    assert again._waiting[-1].failures is not again._waiting[0].failures
+    requests = [EpisodeRequest("e", n, group_id=f"{n}") for n in range(4)]
+    queue, again = Groups().queue(), Groups().queue()
+    queue._add(requests)
+    again.restore(queue.pending().batches[:1])
+    again._waiting[0].failures.add("lost")  # 1 of 4, within the threshold
+    with pytest.raises(BatchFailedError, match="3 of 4 episodes failed"):
+        for _ in range(2):
+            again._waiting[0].failures.add("lost")
+    again._add(requests)
+    again._waiting[-1].failures.add("lost")  # another draw counts its own
 
 
 async def test_refusals():

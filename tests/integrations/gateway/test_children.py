@@ -61,6 +61,7 @@ def family(played):
     ]
 
 
+# -- trajectories ------------------------------------------------------------------------------------------------------
 def test_each_child_is_a_trajectory_with_its_parent_its_order_and_its_cause():
     async def agent(seen, models):
         plan = await ask(models["boss"], "plan")
@@ -105,6 +106,7 @@ def test_each_child_is_a_trajectory_with_its_parent_its_order_and_its_cause():
     assert describe(played.results)["reward/worker"] == pytest.approx(0.625)
 
 
+# -- credit and order --------------------------------------------------------------------------------------------------
 def advantages(agent, questions, credit, actors=TEAM, **options):
     """Play each question as an attempt of one group. Return the advantages by rollout, of those with rows."""
     arena = arena_of(scripted("a"), actors=actors, credit=credit)
@@ -216,6 +218,7 @@ def test_children_of_children():
     }
 
 
+# -- failures and ends -------------------------------------------------------------------------------------------------
 def test_child_that_fails_does_not_fail_its_attempt():
     async def sub_agent(model, raises):
         async with model.child() as worker:
@@ -332,6 +335,7 @@ def test_rewards_that_are_none(wrong):
     assert not children(play(agent, ["a"], actors=TEAM).results[0])
 
 
+# -- keys, limits and threads ------------------------------------------------------------------------------------------
 def test_keys_open_their_own_trajectory_alone():
     async def agent(seen, models):
         first, second = models["worker"].child(), models["worker"].child()
@@ -378,6 +382,7 @@ def test_threads_of_an_agent_open_children():
     ]
 
 
+# -- rewards of rubrics ------------------------------------------------------------------------------------------------
 async def one_child(question, models):
     await ask(models["boss"])
     await ask(models["worker"].child())
@@ -458,6 +463,7 @@ def test_reward_by_actor_lacks_that_of_a_child():
     assert (played.rewards, family(played)[0][4]) == ({"worker": 0.5}, 0.0)
 
 
+# -- retries, evaluation and replay ------------------------------------------------------------------------------------
 def test_retried_attempt_leaves_no_children_behind():
     left = [RuntimeError("broken"), None]
 
@@ -512,6 +518,7 @@ CODE = """
 import urllib.error
 root, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 
+# -- processes and what has no children --------------------------------------------------------------------------------
 def post(url, key, path, **body):
     headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
