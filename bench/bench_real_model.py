@@ -31,6 +31,8 @@ from common import arguments, finish, peer
 from real_model_cases import Case, client, generate, save_tiny, trl_steps, turnwise_steps
 from timing import process_peak
 
+from turnwise.utils.threads import keep_openmp_awake
+
 MODEL = Path(__file__).resolve().parents[1] / "models" / "smollm2-135m"
 DTYPES = ("float32", "bfloat16")
 LEAST_STEP, LEAST_SAMPLING, MOST_MEMORY = 5.0, 1.5, 1.0
@@ -47,7 +49,7 @@ METHODS = {
     "step": {
         "turnwise": Method(
             turnwise_steps,
-            [{"micro_batch_tokens": tokens, "dtype": dtype} for tokens in (512, 1024) for dtype in DTYPES],
+            [{"micro_batch_tokens": tokens, "dtype": dtype} for tokens in (1024, 4096) for dtype in DTYPES],
         ),
         "TRL": Method(trl_steps, [{"rows": rows, "bf16": bf16} for rows in (8, 16, 32) for bf16 in (False, True)]),
     },
@@ -122,6 +124,7 @@ def goals(rows: Sequence[Mapping[str, Any]], part: str) -> list[dict[str, Any]]:
 def main() -> None:
     options = arguments(__doc__, prompt=("question", "examples"), part=tuple(METHODS))
     options.device = "cpu"
+    keep_openmp_awake()  # in all processes that this one starts, ours and the peers'
     if not options.quick and not MODEL.exists():
         raise SystemExit(f"{MODEL} is missing: run `make model`")
     with tempfile.TemporaryDirectory() as folder:

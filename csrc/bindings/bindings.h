@@ -5,6 +5,7 @@
 
 namespace turnwise {
 
+void bind_draw_tokens(pybind11::module_& module);
 void bind_factorize(pybind11::module_& module);
 void bind_gae(pybind11::module_& module);
 void bind_group_advantage(pybind11::module_& module);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
     module.doc() = "The compiled core of turnwise. Use turnwise.ops: these functions convert no arguments.";
     py::register_exception<turnwise::InvalidInput>(module, "InvalidInput", PyExc_ValueError);
     module.def("isa", &turnwise::isa_name, "The instruction set in use: baseline, avx2 or avx512.");
+    turnwise::bind_draw_tokens(module);
     turnwise::bind_factorize(module);
     turnwise::bind_gae(module);
     turnwise::bind_group_advantage(module);

@@ -24,14 +24,6 @@ namespace {
 
 constexpr int64_t kValuesPerThread = 16384;  // below this a second thread costs more than it gains
 
-const LogprobKernels& kernels() {
-#if defined(TURNWISE_X86)
-    if (isa() == Isa::avx512) return logprob_kernels_avx512();
-    if (isa() == Isa::avx2) return logprob_kernels_avx2();
-#endif
-    return logprob_kernels_baseline();
-}
-
 // The columns of the state tensor, see logprob_scan.
 struct State {
     State(const View& view, int64_t n) : data(view.as<double>()), n(n) { check_logprob_state(view, n); }
@@ -130,6 +122,14 @@ class Tile {
 
 }  // namespace
 
+const LogprobKernels& logprob_kernels() {
+#if defined(TURNWISE_X86)
+    if (isa() == Isa::avx512) return logprob_kernels_avx512();
+    if (isa() == Isa::avx2) return logprob_kernels_avx2();
+#endif
+    return logprob_kernels_baseline();
+}
+
 void check_logit_tile(const LogitTile& tile) {
     const View& logits = tile.logits;
     if (logits.dims != 2) reject_shape("logits", logits, "[N, V]");
@@ -175,7 +175,7 @@ void check_logprob_sums(const View& reference, const View& sums, int64_t rows) {
 void logprob_scan(const LogitTile& given, const View& state_view, bool weighted, int threads) {
     const Tile tile(given);
     const State state(state_view, tile.rows());
-    const LogprobKernels& kernel = kernels();
+    const LogprobKernels& kernel = logprob_kernels();
     tile.each_row(threads, [&](int64_t row) {
         Seen seen = given.first == 0 ? nothing_seen() : state.seen(row);
         if (given.first == 0) state.picked(row) = std::numeric_limits<double>::quiet_NaN();
@@ -213,7 +213,7 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
     require_shape_of("out", out, "logits", given.logits);
     require_dtype("out", out, {given.logits.dtype});
     require(has_contiguous_rows(out), "out: expected contiguous rows");
-    const LogprobKernels& kernel = kernels();
+    const LogprobKernels& kernel = logprob_kernels();
     const auto at = [](const View& values, int64_t row) {
         return values ? values.as<float>()[row * values.stride[0]] : 0.0f;
     };
@@ -243,7 +243,7 @@ void logprob_weights(const LogitTile& given, const View& state_view, const View&
     require_shape_of("out", out, "logits", given.logits);
     require_dtype("out", out, {given.logits.dtype});
     require(has_contiguous_rows(out), "out: expected contiguous rows");
-    const LogprobKernels& kernel = kernels();
+    const LogprobKernels& kernel = logprob_kernels();
     tile.each_row(threads, [&](int64_t row) {
         const int64_t start = row * out.stride[0], target = tile.target(row);
         float& kept = reference.as<float>()[row];
@@ -273,7 +273,7 @@ void add_narrow(const View& total, const View& part, int threads) {
     const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows * width / kValuesPerThread));
     run_parts(int(parts), [&](int i) {
         for (int64_t row = rows * i / parts; row < rows * (i + 1) / parts; ++row) {
-            kernels().add(part, row * part.stride[0], width, total.as<float>() + row * total.stride[0]);
+            logprob_kernels().add(part, row * part.stride[0], width, total.as<float>() + row * total.stride[0]);
         }
     });
 }

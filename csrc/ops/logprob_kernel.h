@@ -28,4 +28,7 @@ struct LogprobKernels {
     void (*add)(const View& part, int64_t offset, int64_t n, float* total);
 };
 
+// Those of the machine's instruction set.
+const LogprobKernels& logprob_kernels();
+
 }  // namespace turnwise

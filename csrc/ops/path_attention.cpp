@@ -55,14 +55,15 @@ int64_t checked_places(const PathTensors& tensors, int64_t rows, int64_t places)
     return longest;
 }
 
-template <class T>
+// E is the type of the elements, T what they are computed in.
+template <class E, class T>
 void run(const PathTensors& tensors, const View& out, int64_t longest, int threads,
-         void (*kernel)(const PathCall<T>&, int64_t, int64_t, T*)) {
+         void (*kernel)(const PathCall<E>&, int64_t, int64_t, T*)) {
     const int64_t rows = out.shape[0], size = tensors.query.shape[1] / tensors.heads;
-    const PathCall<T> call{tensors.query.as<T>(),
-                           tensors.key.as<T>(),
-                           tensors.value.as<T>(),
-                           out.as<T>(),
+    const PathCall<E> call{tensors.query.as<E>(),
+                           tensors.key.as<E>(),
+                           tensors.value.as<E>(),
+                           out.as<E>(),
                            tensors.begin.as<int64_t>(),
                            tensors.end.as<int64_t>(),
                            tensors.path.as<int64_t>(),
@@ -92,7 +93,7 @@ void path_attention(const PathTensors& tensors, const View& out, int threads) {
     const View& query = tensors.query;
     const int64_t rows = query.shape[0], heads = tensors.heads, kv_heads = tensors.kv_heads;
     if (query.dims != 2) reject_shape("query", query, "[R, heads * size]");
-    require_dtype("query", query, {DType::f32, DType::f64});
+    require_dtype("query", query, {DType::f32, DType::f64, DType::bf16, DType::f16});
     require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && query.shape[1] % heads == 0 && query.shape[1] > 0,
             "heads, kv_heads: expected a divisor of the width of query, and one of its own");
     const int64_t width = kv_heads * (query.shape[1] / heads), places = tensors.key.shape[0];
@@ -101,8 +102,16 @@ void path_attention(const PathTensors& tensors, const View& out, int threads) {
     require_rows("value", tensors.value, places, width, query.dtype);
     require_rows("out", out, rows, query.shape[1], query.dtype);
     const int64_t longest = checked_places(tensors, rows, places);
-    if (query.dtype == DType::f64) return run<double>(tensors, out, longest, threads, kernels().f64);
-    run<float>(tensors, out, longest, threads, kernels().f32);
+    switch (query.dtype) {
+        case DType::f64:
+            return run(tensors, out, longest, threads, kernels().f64);
+        case DType::bf16:
+            return run(tensors, out, longest, threads, kernels().bf16);
+        case DType::f16:
+            return run(tensors, out, longest, threads, kernels().f16);
+        default:
+            return run(tensors, out, longest, threads, kernels().f32);
+    }
 }
 
 }  // namespace turnwise

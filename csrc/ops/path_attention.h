@@ -6,8 +6,8 @@
 namespace turnwise {
 
 // Row r of `query` [R, heads * size] attends to the places begin[r] .. end[r] - 1 of `key` and `value`
-// [M, kv_heads * size], and to those in path[r] [S] that are not -1. All rows are contiguous, and all are float32 or
-// all are float64; begin, end [R] and path [R, S] are int64. Heads kv_heads * i .. of the queries share key head i.
+// [M, kv_heads * size], and to those in path[r] [S] that are not -1. All rows are contiguous, and all have one type of
+// floats; begin, end [R] and path [R, S] are int64. Heads kv_heads * i .. of the queries share key head i.
 struct PathTensors {
     View query, key, value;
     View begin, end, path;

@@ -5,22 +5,48 @@
 // prompt, so it comes from the cache.
 #include "ops/path_attention_kernel.h"
 
+#include "core/simd_narrow.h"
 #include "core/simd_real.h"
 
 namespace turnwise {
 namespace {
 
+// What elements of type E are computed in.
+template <class E>
+struct Wide {
+    using T = float;
+};
+template <>
+struct Wide<double> {
+    using T = double;
+};
+
+TW_INLINE double to_real(double x) {
+    return x;
+}
+template <class E>
+TW_INLINE float to_real(E x) {
+    return to_float(x);
+}
+TW_INLINE void from_real(double x, double* to) {
+    *to = x;
+}
+template <class E>
+TW_INLINE void from_real(float x, E* to) {
+    from_float(x, to);
+}
+
 // A head of `size` elements: N whole vectors, or if N is 0 any number of them and a rest.
-template <class T, int N>
-TW_INLINE T dot(const T* a, const T* b, int64_t size) {
-    using S = Simd<T>;
+template <class E, int N>
+TW_INLINE typename Wide<E>::T dot(const E* a, const E* b, int64_t size) {
+    using S = Simd<typename Wide<E>::T>;
     const int64_t vectors = N ? N : size / S::lanes;
     typename S::V sum = S::set(0);
     for (int64_t i = 0; i < vectors; ++i) {
         sum = S::multiply_add(load(a + i * S::lanes), load(b + i * S::lanes), sum);
     }
-    T rest = 0;
-    for (int64_t d = vectors * S::lanes; d < size && !N; ++d) rest += a[d] * b[d];
+    typename Wide<E>::T rest = 0;
+    for (int64_t d = vectors * S::lanes; d < size && !N; ++d) rest += to_real(a[d]) * to_real(b[d]);
     return S::sum(sum) + rest;
 }
 
@@ -43,8 +69,8 @@ TW_INLINE void weigh(T* score, int64_t count) {
 }
 
 // Calls body(n, place) for the n-th place of a row.
-template <class T, class Body>
-TW_INLINE int64_t each_place(const PathCall<T>& call, int64_t row, const Body& body) {
+template <class E, class Body>
+TW_INLINE int64_t each_place(const PathCall<E>& call, int64_t row, const Body& body) {
     int64_t n = 0;
     for (int64_t place = call.begin[row]; place < call.end[row]; ++place) body(n++, place);
     const int64_t* path = call.path + row * call.path_row;
@@ -54,63 +80,75 @@ TW_INLINE int64_t each_place(const PathCall<T>& call, int64_t row, const Body& b
     return n;
 }
 
-// out = the sum of weight[n] times the n-th place's value.
-template <class T, int N>
-TW_INLINE void mix(const PathCall<T>& call, int64_t row, int64_t head, const T* weight, T* out) {
-    using S = Simd<T>;
-    const int64_t size = call.size;
-    const auto value = [&](int64_t place) { return call.value + place * call.value_row + head * size; };
-    if constexpr (N > 0) {
-        typename S::V sum[N];
-        for (int i = 0; i < N; ++i) sum[i] = S::set(0);
-        each_place(call, row, [&](int64_t n, int64_t place) {
-            const T* from = value(place);
-            const typename S::V w = S::set(weight[n]);
-            for (int i = 0; i < N; ++i) sum[i] = S::multiply_add(w, load(from + i * S::lanes), sum[i]);
-        });
-        for (int i = 0; i < N; ++i) store(out + i * S::lanes, sum[i]);
-    } else {
-        for (int64_t d = 0; d < size; ++d) out[d] = 0;
-        each_place(call, row, [&](int64_t n, int64_t place) {
-            const T* from = value(place);
-            for (int64_t d = 0; d < size; ++d) out[d] += weight[n] * from[d];
-        });
+// out[first ..] = the sum of weight[n] times those elements of the n-th place's value: N vectors.
+template <class E, int N>
+TW_INLINE void mix(const PathCall<E>& call, int64_t row, const E* value, const typename Wide<E>::T* weight, E* out) {
+    using S = Simd<typename Wide<E>::T>;
+    typename S::V sum[N];
+    for (int i = 0; i < N; ++i) sum[i] = S::set(0);
+    each_place(call, row, [&](int64_t n, int64_t place) {
+        const typename S::V w = S::set(weight[n]);
+        for (int i = 0; i < N; ++i) {
+            sum[i] = S::multiply_add(w, load(value + place * call.value_row + i * S::lanes), sum[i]);
+        }
+    });
+    for (int i = 0; i < N; ++i) store(out + i * S::lanes, sum[i]);
+}
+
+// The same for a head of any size.
+template <class E>
+TW_INLINE void mix_any(const PathCall<E>& call, int64_t row, const E* value, const typename Wide<E>::T* weight,
+                       E* out) {
+    using T = typename Wide<E>::T;
+    int64_t d = 0;
+    for (; d + Simd<T>::lanes <= call.size; d += Simd<T>::lanes) mix<E, 1>(call, row, value + d, weight, out + d);
+    for (; d < call.size; ++d) {
+        T sum = 0;
+        each_place(call, row,
+                   [&](int64_t n, int64_t place) { sum += weight[n] * to_real(value[place * call.value_row + d]); });
+        from_real(sum, out + d);
     }
 }
 
-template <class T, int N>
-void rows_of(const PathCall<T>& call, int64_t first, int64_t last, T* scratch) {
+template <class E, int N>
+void rows_of(const PathCall<E>& call, int64_t first, int64_t last, typename Wide<E>::T* scratch) {
+    using T = typename Wide<E>::T;
     const int64_t size = call.size, group = call.group, width = call.longest + kPathPadding;
     for (int64_t row = first; row < last; ++row) {
         for (int64_t head = 0; head < call.kv_heads; ++head) {
-            const T* query = call.query + row * call.query_row + head * group * size;
-            T* out = call.out + row * call.out_row + head * group * size;
+            const E* query = call.query + row * call.query_row + head * group * size;
+            const E* value = call.value + head * size;
+            E* out = call.out + row * call.out_row + head * group * size;
             const int64_t count = each_place(call, row, [&](int64_t n, int64_t place) {
-                const T* key = call.key + place * call.key_row + head * size;
+                const E* key = call.key + place * call.key_row + head * size;
                 for (int64_t g = 0; g < group; ++g) {
-                    scratch[g * width + n] = dot<T, N>(query + g * size, key, size) * T(call.scale);
+                    scratch[g * width + n] = dot<E, N>(query + g * size, key, size) * T(call.scale);
                 }
             });
             for (int64_t g = 0; g < group; ++g) {
                 T* weight = scratch + g * width;
                 weigh(weight, count);
-                mix<T, N>(call, row, head, weight, out + g * size);
+                if constexpr (N > 0) {
+                    mix<E, N>(call, row, value, weight, out + g * size);
+                } else {
+                    mix_any<E>(call, row, value, weight, out + g * size);
+                }
             }
         }
     }
 }
 
-template <class T>
-void rows(const PathCall<T>& call, int64_t first, int64_t last, T* scratch) {
-    constexpr int64_t lanes = Simd<T>::lanes;
-    if (call.size == lanes) return rows_of<T, 1>(call, first, last, scratch);
-    if (call.size == 2 * lanes) return rows_of<T, 2>(call, first, last, scratch);
-    if (call.size == 4 * lanes) return rows_of<T, 4>(call, first, last, scratch);
-    if (call.size == 8 * lanes) return rows_of<T, 8>(call, first, last, scratch);
-    rows_of<T, 0>(call, first, last, scratch);
+template <class E>
+void rows(const PathCall<E>& call, int64_t first, int64_t last, typename Wide<E>::T* scratch) {
+    constexpr int64_t lanes = Simd<typename Wide<E>::T>::lanes;
+    if (call.size == lanes) return rows_of<E, 1>(call, first, last, scratch);
+    if (call.size == 2 * lanes) return rows_of<E, 2>(call, first, last, scratch);
+    if (call.size == 4 * lanes) return rows_of<E, 4>(call, first, last, scratch);
+    if (call.size == 8 * lanes) return rows_of<E, 8>(call, first, last, scratch);
+    rows_of<E, 0>(call, first, last, scratch);
 }
 
-constexpr PathAttentionKernels kKernels = {rows<float>, rows<double>};
+constexpr PathAttentionKernels kKernels = {rows<float>, rows<double>, rows<BFloat16>, rows<Half>};
 
 }  // namespace
 

@@ -1,8 +1,9 @@
-// The kernel of attention of single queries to listed places, in float32 or float64. It is compiled once per
-// instruction set.
+// The kernel of attention of single queries to listed places. It is compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
+
+#include "core/float16.h"
 
 namespace turnwise {
 
@@ -21,10 +22,13 @@ struct PathCall {
 
 constexpr int64_t kPathPadding = 16;  // elements that a vector may reach past a row's weights
 
-// Computes rows first .. last - 1. `scratch` has group * (longest + kPathPadding) elements.
+// Computes rows first .. last - 1. `scratch` has group * (longest + kPathPadding) elements. Elements of 16 bits are
+// computed with in float32.
 struct PathAttentionKernels {
     void (*f32)(const PathCall<float>&, int64_t first, int64_t last, float* scratch);
     void (*f64)(const PathCall<double>&, int64_t first, int64_t last, double* scratch);
+    void (*bf16)(const PathCall<BFloat16>&, int64_t first, int64_t last, float* scratch);
+    void (*f16)(const PathCall<Half>&, int64_t first, int64_t last, float* scratch);
 };
 
 }  // namespace turnwise

@@ -354,6 +354,15 @@ class TokenArray:
     def numpy(self) -> Any: ...
     def tolist(self) -> list[int]: ...
 
+def draw_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    uniform: Tensor,
+    allowed: Tensor | None,
+    token: Tensor,
+    logprob: Tensor,
+    threads: int,
+) -> None: ...
 def path_attention(
     query: Tensor,
     key: Tensor,

@@ -15,9 +15,11 @@ import pytest
 
 from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_FAILED, EXIT_OK, EXIT_USAGE, parse_pairs, split_overrides
+from turnwise.cluster.commands import PASSED
 from turnwise.train.config.schema import TrainConfig
 from turnwise.types import ModelError
 from turnwise.utils.signals import SavedNote
+from turnwise.utils.threads import keep_openmp_awake
 
 
 def test_parse() -> None:
@@ -99,6 +101,23 @@ def test_errors_are_one_line(
     add_command(error)
     assert cli.main(["fail"]) == code
     assert capsys.readouterr().err == line + "\n"
+
+
+def test_openmp_stays_awake_between_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Linux, unless the user chose; and before torch reads the environment."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    chosen: dict[str, str] = {"KMP_BLOCKTIME": "0"}
+    keep_openmp_awake(chosen)
+    assert chosen == {"KMP_BLOCKTIME": "0"}
+    unset: dict[str, str] = {"OMP_NUM_THREADS": "2"}
+    keep_openmp_awake(unset)
+    assert unset.keys() == {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+    assert all(name.startswith(PASSED) for name in unset), "one of them alone would let idle threads spin for minutes"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    keep_openmp_awake(elsewhere := {})
+    assert elsewhere == {}
+    code = "import sys, turnwise.cli.main as m; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
 def test_traceback_on_request(add_command: Any) -> None:

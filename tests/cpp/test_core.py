@@ -69,7 +69,11 @@ def test_only_the_bindings_know_python_and_nothing_knows_torch() -> None:
 
 
 KERNELS = {"factorize", "gae", "group_advantage", "grouped_policy_loss", "logprob", "policy_loss", "token_rewards"}
-MODEL_KERNELS = {"path_attention", "tree_attention"}  # of the sampler's and the trainer's model; no public op has them
+MODEL_KERNELS = {
+    "draw_tokens",
+    "path_attention",
+    "tree_attention",
+}  # of the sampler's and the trainer's model; no public op has them
 DRIVERS = {"linear_logprob", "linear_policy_loss"}  # Python that drives the kernels of other ops
 
 

@@ -51,7 +51,7 @@ def test_draw_equals_brute_force(seed: int, temperature: float, top_k: int, top_
     sampler = RowSampler.build([sampling], [seed], 3, CPU)
     for step in range(3):
         uniform = float(sampler.uniforms[0, step])
-        token, logprob = sampler.draw(torch.from_numpy(logits), torch.tensor([0]), step)
+        token, logprob = sampler.draw(torch.from_numpy(logits), torch.tensor([0]), torch.tensor([step]))
         assert int(token) in brute_force(logits[0], sampling, uniform)
         scaled = logits[0].astype(np.float64) / temperature
         expected = scaled[int(token)] - np.log(np.exp(scaled).sum())
@@ -71,10 +71,10 @@ def test_rows_keep_their_own_settings() -> None:
         [Sampling(temperature=0), Sampling(temperature=50.0), Sampling(top_k=1)], [0, 0, 0], 1, CPU
     )
     sampler.uniforms[:, 0] = torch.tensor([0.99, 0.01, 0.99])
-    tokens, logprobs = sampler.draw(logits, torch.arange(3), 0)
+    tokens, logprobs = sampler.draw(logits, torch.arange(3), torch.zeros(3, dtype=torch.int64))
     assert tokens.tolist() == [1, 0, 1]
-    assert logprobs[0] == logits[0].log_softmax(-1)[1], "greedy: temperature 1"
-    tokens, _ = sampler.draw(logits[:2], torch.tensor([2, 1]), 0)
+    assert float(logprobs[0]) == pytest.approx(float(logits[0].log_softmax(-1)[1]), abs=1e-6), "greedy: temperature 1"
+    tokens, _ = sampler.draw(logits[:2], torch.tensor([2, 1]), torch.zeros(2, dtype=torch.int64))
     assert tokens.tolist() == [1, 0], "rows are found again after others have left"
 
 
@@ -145,7 +145,7 @@ def test_draws_are_those_with_whole_masks(vocabulary: int) -> None:
                 mask[: len(bits)] = bits
         at = torch.full_like(rows, step)
         tokens, logprobs = grammars.draw(sampler, logits, rows, at)
-        expected = sampler.draw(logits, rows, at, torch.from_numpy(masks))
+        expected = sampler.draw(logits, rows, at, np.packbits(masks, axis=1, bitorder="little"))
         assert tokens.equal(expected[0]) and logprobs.equal(expected[1])
         single = int((masks.sum(axis=1) == 1).sum())
         forced, mixed = forced + single, mixed + (0 < single < len(rows) - 1)

@@ -21,7 +21,7 @@ from turnwise.cli.make import find_benches
 from turnwise.cli.options import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.signals import SavedNote
-from turnwise.utils.threads import end_process
+from turnwise.utils.threads import end_process, keep_openmp_awake
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 """Errors that a user's mistake raises."""
@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """Run ``turnwise``, and end the process also if user code left threads behind."""
+    keep_openmp_awake()
     try:
         code = main()
     except SystemExit as error:  # of argparse, or a signal

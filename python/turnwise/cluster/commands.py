@@ -19,8 +19,8 @@ from turnwise.utils.files import KEY_VARIABLE
 ROLE = "TURNWISE_CLUSTER_ROLE"
 """Environment variable with the role of a process that a supervisor started."""
 
-PASSED = ("HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "VLLM_",
-          "TURNWISE_", "WANDB_", "PYTHON", "TRITON_")  # fmt: skip
+PASSED = ("HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "GOMP_",
+          "KMP_", "VLLM_", "TURNWISE_", "WANDB_", "PYTHON", "TRITON_")  # fmt: skip
 """Prefixes of the variables that the processes of a run get from the supervisor's environment."""
 
 

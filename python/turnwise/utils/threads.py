@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -28,6 +28,9 @@ IDLE_SECONDS = 10.0
 """Seconds after which a thread without work ends."""
 END_SECONDS = 5.0
 """Seconds that cancelled tasks get to end when an event loop does."""
+
+_OPENMP = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "200"}
+"""Variables that GNU's, and the last one that Intel's and LLVM's OpenMP reads when it is loaded."""
 
 _busy: set[threading.Thread] = set()
 _Work = tuple[Future[Any], Callable[[], Any]]
@@ -139,6 +142,21 @@ def _print_safely(line: str) -> None:
 
 
 _own = DaemonThreads("own")
+
+
+def keep_openmp_awake(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let the OpenMP threads of torch spin for a moment before they sleep. Call it before torch is imported.
+
+    GNU's OpenMP, which torch uses on Linux, lets a thread sleep after about 1 µs if the process has more OpenMP threads
+    than processors. A second thread that computes, such as the local client's, begins a team of its own, so this is
+    so wherever torch uses all processors, and each small op then waits for a thread to wake up. Under the policy
+    "active" the thread spins for ten times as long. The other variables keep the time bounded: else idle threads spin
+    for minutes. Nothing changes where one of them is set, or on other systems.
+
+    ``python bench/bench_real_model.py`` calls it as the command line does.
+    """
+    if sys.platform == "linux" and not _OPENMP.keys() & environment.keys():
+        environment.update(_OPENMP)
 
 
 def begin(function: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> asyncio.Future[T]:

@@ -176,9 +176,18 @@ def _prefill(
             position_ids=prefix + (columns - pads[:, None]).clamp(min=0),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=_last_columns(1, width, device) if trims else 1,
         )
     return output.logits[:, -1], output.past_key_values, mask
+
+
+def _last_columns(count: int, width: int, device: torch.device) -> Tensor:
+    """Return the places of the last ``count`` of ``width`` columns.
+
+    A number instead would give the head a slice, for which PyTorch multiplies row by row, and in bfloat16 copies the
+    weight for each row.
+    """
+    return torch.arange(width - count, width, device=device)
 
 
 class _Drawn:
@@ -461,7 +470,8 @@ def completion_logprobs(
     if prefix:
         options = {"use_cache": True, "past_key_values": _prefilled(model, rows[0].prompt[:prefix], len(rows), device)}
     if cached:
-        options |= {"position_ids": prefix + (columns - pads[:, None]).clamp(min=0), "logits_to_keep": kept}
+        options["position_ids"] = prefix + (columns - pads[:, None]).clamp(min=0)
+        options["logits_to_keep"] = _last_columns(kept, width, device) if shares else kept
     if bool(pads.any()):
         options["attention_mask"] = torch.cat(
             [columns.new_ones(len(rests), prefix), (columns >= pads[:, None]).long()], dim=1

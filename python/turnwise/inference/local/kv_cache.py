@@ -62,8 +62,7 @@ def make_decoder(model: Any, cache: Any, mask: Tensor | None, index: Tensor, pre
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     if not plain or model.config.model_type not in SHARED_PREFIX_MODELS:
         return Repeated(model, cache, mask, index)
-    keys = cache.layers[0].keys
-    if keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.float64):
+    if cache.layers[0].keys.device.type == "cpu":
         return Paths(model, cache, mask, index, prefix)
     return SharedPrefix(model, cache, mask, index)
 

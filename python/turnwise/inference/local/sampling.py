@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise import _C
 from turnwise.chat.grammar import GrammarMatcher
 from turnwise.inference.common.token_masks import unpack_masks
 from turnwise.types import Grammar, Sampling
@@ -25,16 +26,14 @@ from turnwise.types import Grammar, Sampling
 class RowSampler:
     """The sampling settings of ``R`` rows as columns. ``uniforms [R, T]`` float32, the others ``[R]``.
 
-    ``plain`` is true if no row uses top-p, top-k or greedy decoding. The sampler then skips their work.
+    ``temperatures`` are 0 in greedy rows, ``filtered`` is true in those with top-p or top-k.
     """
 
     temperatures: Tensor
     uniforms: Tensor
-    greedy: Tensor
     top_p: Tensor
     top_k: Tensor
-    plain: bool
-    filtered: bool
+    filtered: Tensor
 
     @classmethod
     def build(
@@ -47,37 +46,70 @@ class RowSampler:
                 # numpy wants a non-negative seed
                 generator = np.random.Generator(np.random.PCG64(seed & (2**64 - 1)))
                 generator.random(dtype=np.float32, out=row)
-        greedy = torch.tensor([s.temperature == 0 for s in samplings])
-        filtered = any((s.top_p < 1 or s.top_k > 0) and s.temperature > 0 for s in samplings)
+        filtered = [(s.top_p < 1 or s.top_k > 0) and s.temperature > 0 for s in samplings]
         return cls(
-            temperatures=torch.tensor([s.temperature or 1.0 for s in samplings], device=device),
+            temperatures=torch.tensor([float(s.temperature) for s in samplings], device=device),
             uniforms=torch.from_numpy(uniforms).to(device),
-            greedy=greedy.to(device),
             top_p=torch.tensor([s.top_p for s in samplings], device=device),
             top_k=torch.tensor([s.top_k for s in samplings], device=device),
-            plain=not filtered and not bool(greedy.any()),
-            filtered=filtered,
+            filtered=torch.tensor(filtered, device=device),
         )
 
-    def draw(self, logits: Tensor, rows: Tensor, at: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, rows: Tensor, at: Tensor, allowed: np.ndarray | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw the next token of each row, its ``at``-th one, and return it with its log-probability.
 
         ``logits [r, V]`` are floats; ``rows [r]`` int64 are their indices among the ``R`` rows, and ``at [r]`` int64
         counts the tokens that each has. Returns tokens ``[r]``
         int64 and log-probabilities ``[r]`` float32 under ``log_softmax(logits / temperature)`` (greedy: temperature
-        1), before top-p and top-k. With masks ``allowed [r, V]`` the distribution is that over the allowed tokens.
+        1), before top-p and top-k. With masks ``allowed [r, bytes]`` (see ``token_masks``) the distribution is that
+        over the allowed tokens. Raises ``ValueError`` for a row whose allowed logits have no finite largest one.
+
+        On CPUs a kernel draws all rows but those with top-p or top-k, so a row's tokens are the same in any batch.
         """
-        scaled = logits.float() / self.temperatures[rows, None]
+        uniforms, temperatures = self.uniforms[rows, at], self.temperatures[rows]
+        if logits.device.type != "cpu":
+            return self._draw_by_torch(logits, rows, temperatures, uniforms, allowed)
+        filtered = self.filtered[rows]
+        if not filtered.any():
+            return _draw_by_kernel(logits, temperatures, uniforms, allowed)
+        tokens, logprobs = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
+        for mask in (filtered, ~filtered):
+            part = mask.nonzero()[:, 0]
+            if len(part):
+                masks = None if allowed is None else allowed[part.numpy()]
+                if mask is filtered:
+                    drawn = self._draw_by_torch(logits[part], rows[part], temperatures[part], uniforms[part], masks)
+                else:
+                    drawn = _draw_by_kernel(logits[part], temperatures[part], uniforms[part], masks)
+                tokens[part], logprobs[part] = drawn
+        return tokens, logprobs
+
+    def _draw_by_torch(
+        self, logits: Tensor, rows: Tensor, temperatures: Tensor, uniforms: Tensor, allowed: np.ndarray | None
+    ) -> tuple[Tensor, Tensor]:
+        greedy = temperatures == 0
+        scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
         if allowed is not None:
-            scaled = torch.where(allowed, scaled, -torch.inf)
+            masks = unpack_masks(torch.from_numpy(allowed).to(logits.device), logits.shape[1])
+            scaled = torch.where(masks, scaled, -torch.inf)
         logprobs = torch.log_softmax(scaled, dim=-1)
         weights = logprobs.exp()
-        if self.filtered:
+        if self.filtered.any():
             weights = _filter(weights, self.top_p[rows, None], self.top_k[rows, None])
-        tokens = _inverse_cdf(weights, self.uniforms[rows, at])
-        if not self.plain:
-            tokens = torch.where(self.greedy[rows], logprobs.argmax(dim=-1), tokens)
+        tokens = torch.where(greedy, logprobs.argmax(dim=-1), _inverse_cdf(weights, uniforms))
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _draw_by_kernel(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, allowed: np.ndarray | None
+) -> tuple[Tensor, Tensor]:
+    tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+    logits = logits.float() if logits.dtype == torch.float64 else logits
+    masks = None if allowed is None else torch.from_numpy(allowed)
+    _C.draw_tokens(logits, temperatures, uniforms, masks, tokens, logprobs, torch.get_num_threads())
+    return tokens, logprobs
 
 
 class RowGrammars:
@@ -115,10 +147,10 @@ class RowGrammars:
         forced = [self._forced[row] for row in index]
         free = [place for place, token in enumerate(forced) if token < 0]
         if len(free) == len(index):
-            return sampler.draw(logits, rows, at, self._allowed(index, device))
+            return sampler.draw(logits, rows, at, self._allowed(index))
         tokens, logprobs = torch.tensor(forced, device=device), torch.zeros(len(index), device=device)
         if free:
-            places, allowed = torch.tensor(free, device=device), self._allowed([index[each] for each in free], device)
+            places, allowed = torch.tensor(free, device=device), self._allowed([index[each] for each in free])
             drawn = sampler.draw(logits[places], rows[places], at[places], allowed)
             tokens.index_copy_(0, places, drawn[0])
             logprobs.index_copy_(0, places, drawn[1])
@@ -157,13 +189,9 @@ class RowGrammars:
             self._forced[row] = 0
         return ended
 
-    def _allowed(self, index: list[int], device: torch.device) -> Tensor:
-        """Return the masks ``[r, V]`` bool of the rows ``index``."""
-        masks = self._masks.take(index, axis=0).view(np.uint8)
-        if device.type == "cuda":
-            return unpack_masks(torch.from_numpy(masks).to(device), self._vocabulary)
-        bits = np.unpackbits(masks, axis=1, count=self._vocabulary, bitorder="little")
-        return torch.from_numpy(bits.view(np.bool_))
+    def _allowed(self, index: list[int]) -> np.ndarray:
+        """Return the masks ``[r, bytes]`` uint8 of the rows ``index``."""
+        return self._masks.take(index, axis=0).view(np.uint8)
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
