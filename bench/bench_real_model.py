@@ -49,7 +49,7 @@ METHODS = {
     "step": {
         "turnwise": Method(
             turnwise_steps,
-            [{"micro_batch_tokens": tokens, "dtype": dtype} for tokens in (1024, 4096) for dtype in DTYPES],
+            [{"micro_batch_tokens": tokens, "dtype": dtype} for tokens in (1024, 2048) for dtype in DTYPES],
         ),
         "TRL": Method(trl_steps, [{"rows": rows, "bf16": bf16} for rows in (8, 16, 32) for bf16 in (False, True)]),
     },
