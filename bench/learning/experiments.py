@@ -454,6 +454,38 @@ def baselines(seed: int) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What do the small rules of the loss do?
+# ---------------------------------------------------------------------------------------------------------------------
+EPOCHS: Settings = {"update": {"ppo_epochs": 4}}
+KL: Settings = {"loss": {"kl": {"coef": 0.05, "estimator": "k3+"}}}
+
+
+def masks(**settings: Any) -> Settings:
+    return {"loss": {"masks": settings}}
+
+
+RULES: dict[str, Settings] = {
+    "untrained": {"steps": 0},
+    "plain": credit("grpo"),
+    "mean-scale": credit("grpo", scale="mean"),
+    "entropy-target": merged(credit("grpo"), {"loss": {"entropy_target": 0.15}}),
+    "top-entropy": merged(credit("grpo"), masks(top_entropy=0.2)),
+    "kl": merged(credit("grpo"), KL),
+    "kl-refreshed": merged(credit("grpo"), KL, {"loss": {"kl": {"refresh_every": 3}}}),
+    "epochs": merged(credit("grpo"), EPOCHS),
+    "epochs-second-moment": merged(credit("grpo"), EPOCHS, masks(second_moment=0.04)),
+    "epochs-off-policy": merged(credit("grpo"), EPOCHS, masks(off_policy=0.02)),
+}
+"""GRPO, one rule at a time beside it: MaxRL's scale; an adaptive entropy bonus; a fifth of the tokens; a reference that
+stays, and one that follows every third step; and four epochs of each batch, alone and with the masks against drift."""
+
+
+def rules(seed: int) -> list[Cell]:
+    base = merged(SUDOKU, COPIES)
+    return cells_of("rules", "sudoku", base, RULES, seed, sudoku_start(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Does it help to predict what a tool answers?
 # ---------------------------------------------------------------------------------------------------------------------
 def observations(seed: int) -> list[Cell]:
@@ -667,6 +699,7 @@ QUESTIONS = (
     curriculum,
     drawn,
     baselines,
+    rules,
     observations,
     several,
     sub_agents,

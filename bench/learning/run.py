@@ -44,6 +44,11 @@ SERIES = (
     "hard",
     "explained_variance",
     "loss_observations",
+    "kl",
+    "entropy_coef",
+    "masked/second_moment",
+    "masked/off_policy",
+    "masked/top_entropy",
 )
 SWEEP = "sweep"
 SHOWN = 6
