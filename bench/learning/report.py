@@ -75,8 +75,8 @@ def table(named: str, reference: str) -> str:
     head = ["setting", "contender", "success (95%)", "by seed", f"minus {reference} (95%)", "tokens", "rate", "seconds"]
     swapped = any("swapped" in row for rows in groups.values() for row in rows)
     head += ["roles swapped (95%)", "lost by it (95%)"] if swapped else []
-    measured = [column for column in COLUMNS if any(column.of(rows, groups) for rows in groups.values())]
-    measured = [column for column in measured if question in column.questions]
+    measured = [column for column in COLUMNS if question in column.questions]
+    measured = [column for column in measured if any(column.of(rows, groups) for rows in groups.values())]
     head += [column.name for column in measured]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (setting, contender), rows in groups.items():
@@ -158,10 +158,11 @@ def to_target(rows: list[Row], groups: Groups) -> str:
     """Return the tokens to nine tenths of what every seed of team + GRPO reaches, and their ratio to its tokens.
 
     That is its lowest last validation in this setting, so the target is a number of its own per setting. A real model's
-    reference is its team, that of ``drawn`` is ``task``, that of ``baselines`` is ``group-mean``.
+    reference is its team, that of ``drawn`` is ``task``, that of ``baselines`` is ``group-mean``, that of ``rules``
+    is ``plain``.
     """
     question, setting, *_ = rows[0]["cell"].split("/")
-    reference = {"drawn": "task", "real": "team", "baselines": "group-mean"}.get(question, "team-grpo")
+    reference = {"drawn": "task", "real": "team", "baselines": "group-mean", "rules": "plain"}.get(question, "team-grpo")
     theirs = groups.get((setting, reference), [])
     if not theirs or not rows[0]["steps"]:
         return ""
@@ -235,10 +236,29 @@ def predicted(rows: list[Row], _: Groups) -> str:
     return ", ".join(f"{each[0]:.1f} → {each[-1]:.1f}" for each in found if each)
 
 
+def entropies(rows: list[Row], _: Groups) -> str:
+    """Return the entropy per token at the first and the last step, in the mean of seeds."""
+    found = [[value for _, value in row["series"]["entropy"]] for row in rows if row["series"]["entropy"]]
+    return f"{mean(each[0] for each in found):.3f} → {mean(each[-1] for each in found):.3f}" if found else ""
+
+
+def dropped(rows: list[Row], _: Groups) -> str:
+    """Return the share of tokens that a mask drops, in the mean of steps and seeds."""
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        for name, steps in row["series"].items():
+            if name.startswith("masked/") and steps:
+                shares.setdefault(name.removeprefix("masked/"), []).append(mean(value for _, value in steps))
+    return ", ".join(f"{name} {mean(each):.2%}" for name, each in shares.items())
+
+
 COLUMNS = (
     Column("tokens to a success, ratio to team-grpo (lowest to highest seed)", ("credit",), to_target),
     Column("tokens to a success, ratio to task (lowest to highest seed)", ("drawn",), to_target),
     Column("tokens to a success, ratio to group-mean (lowest to highest seed)", ("baselines",), to_target),
+    Column("tokens to a success, ratio to plain (lowest to highest seed)", ("rules",), to_target),
+    Column("entropy, first → last step", ("rules",), entropies),
+    Column("tokens dropped", ("rules",), dropped),
     Column("explained variance", ("baselines",), explained),
     Column("cross entropy of observations", ("observations",), predicted),
     Column("tokens to a success, ratio to team (lowest to highest seed)", ("real",), to_target),
