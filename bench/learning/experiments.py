@@ -467,8 +467,8 @@ def masks(**settings: Any) -> Settings:
 RULES: dict[str, Settings] = {
     "untrained": {"steps": 0},
     "plain": credit("grpo"),
-    "mean-scale": credit("grpo", scale="mean"),
     "entropy-target": merged(credit("grpo"), {"loss": {"entropy_target": 0.15}}),
+    "entropy-target-fast": merged(credit("grpo"), {"loss": {"entropy_target": 0.15, "entropy_step": 0.05}}),
     "top-entropy": merged(credit("grpo"), masks(top_entropy=0.2)),
     "kl": merged(credit("grpo"), KL),
     "kl-refreshed": merged(credit("grpo"), KL, {"loss": {"kl": {"refresh_every": 3}}}),
@@ -476,13 +476,26 @@ RULES: dict[str, Settings] = {
     "epochs-second-moment": merged(credit("grpo"), EPOCHS, masks(second_moment=0.04)),
     "epochs-off-policy": merged(credit("grpo"), EPOCHS, masks(off_policy=0.02)),
 }
-"""GRPO, one rule at a time beside it: MaxRL's scale; an adaptive entropy bonus; a fifth of the tokens; a reference that
-stays, and one that follows every third step; and four epochs of each batch, alone and with the masks against drift."""
+"""GRPO, and one rule at a time beside it: an adaptive entropy bonus; a fifth of the tokens; a reference that stays, and
+one that follows every third step; and four epochs of each batch, alone and with the masks against drift."""
+OUTCOME: Settings = {"reward": {"alpha": 1.0, "mode": "convex", "difference": 0.0, "invalid_cost": 0.0}}
+SCALES: dict[str, Settings] = {
+    "plain": credit("grpo"),
+    "mean-scale": credit("grpo", scale="mean"),
+    "no-scale": credit("grpo", scale="none"),
+}
+"""The group's deviation, its mean (MaxRL) or nothing as the divisor of advantages. A mean needs rewards of at least 0,
+so all have the team's outcome alone."""
 
 
 def rules(seed: int) -> list[Cell]:
-    base = merged(SUDOKU, COPIES)
-    return cells_of("rules", "sudoku", base, RULES, seed, sudoku_start(seed))
+    made = []
+    for setting, base, contenders in (
+        ("sudoku", merged(SUDOKU, COPIES), RULES),
+        ("sudoku-outcome", merged(SUDOKU, COPIES, OUTCOME), SCALES),
+    ):
+        made += cells_of("rules", setting, base, contenders, seed, sudoku_start(seed))
+    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -162,7 +162,9 @@ def to_target(rows: list[Row], groups: Groups) -> str:
     is ``plain``.
     """
     question, setting, *_ = rows[0]["cell"].split("/")
-    reference = {"drawn": "task", "real": "team", "baselines": "group-mean", "rules": "plain"}.get(question, "team-grpo")
+    reference = {"drawn": "task", "real": "team", "baselines": "group-mean", "rules": "plain"}.get(
+        question, "team-grpo"
+    )
     theirs = groups.get((setting, reference), [])
     if not theirs or not rows[0]["steps"]:
         return ""
@@ -244,12 +246,9 @@ def entropies(rows: list[Row], _: Groups) -> str:
 
 def dropped(rows: list[Row], _: Groups) -> str:
     """Return the share of tokens that a mask drops, in the mean of steps and seeds."""
-    shares: dict[str, list[float]] = {}
-    for row in rows:
-        for name, steps in row["series"].items():
-            if name.startswith("masked/") and steps:
-                shares.setdefault(name.removeprefix("masked/"), []).append(mean(value for _, value in steps))
-    return ", ".join(f"{name} {mean(each):.2%}" for name, each in shares.items())
+    found = [row["series"].get(name) for row in rows for name in ("second_moment", "off_policy", "top_entropy")]
+    shares = [mean(value for _, value in steps) for steps in found if steps]
+    return f"{mean(shares):.2%}" if shares else ""
 
 
 COLUMNS = (

@@ -46,9 +46,9 @@ SERIES = (
     "loss_observations",
     "kl",
     "entropy_coef",
-    "masked/second_moment",
-    "masked/off_policy",
-    "masked/top_entropy",
+    "second_moment",
+    "off_policy",
+    "top_entropy",
 )
 SWEEP = "sweep"
 SHOWN = 6
