@@ -65,7 +65,8 @@ def make(
 def run(
     given: dict[str, Tensor], target: Any = None, *, linear: bool, frozen: tuple[str, ...] = (), **options: Any
 ) -> dict[str, Tensor]:
-    """Values and gradients by name; without a target by the definition in float64."""
+    """Values and gradients by name; without a target by the definition in float64. There ``rounded`` is the type whose
+    product of hidden states and weights the logits have."""
     names = [name for name in (("hidden", "weight", "bias") if linear else ("logits",)) if name in given]
     moved = given if target is None else target.on(given)
     # What the op gets is no leaf; the leaf's memory is laid out as the input's.
@@ -89,12 +90,16 @@ def run(
 
 def _exact(
     leaves: dict[str, Tensor], targets: Tensor, *, softcap: float | None = None, temperature: float = 1.0,
-    ignore_index: int | None = None, positions: Tensor | None = None, **_: Any,
+    ignore_index: int | None = None, positions: Tensor | None = None, rounded: torch.dtype | None = None, **_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kept = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
     if "hidden" in leaves:
         hidden = leaves["hidden"] if positions is None else leaves["hidden"][positions]
-        logits = torch.where(kept[..., None], hidden, 0.0) @ leaves["weight"].T + leaves.get("bias", 0.0)
+        hidden, weight = torch.where(kept[..., None], hidden, 0.0), leaves["weight"]
+        logits = hidden @ weight.T
+        if rounded is not None:  # the values alone: gradients are those of exact logits
+            logits = logits + ((hidden.to(rounded) @ weight.to(rounded).T).double() - logits).detach()
+        logits = logits + leaves.get("bias", 0.0)
     else:
         logits = torch.where(kept[..., None], leaves["logits"], 0.0)
     if softcap is not None:

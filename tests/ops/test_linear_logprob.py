@@ -14,12 +14,13 @@ from turnwise.ops import linear_logprob
 from turnwise.ops.common import dispatch as backends
 from turnwise.ops.logprob import choice, linear_native
 
+from .conftest import TARGETS
 from .heads import IGNORE, TOLERANCE, assert_close, logits_made, make, run, small_tiles
 
 __all__ = ["logits_made", "small_tiles"]  # fixtures
 pytestmark = pytest.mark.usefixtures("small_tiles")
 FROZEN = ("weight", "bias")
-CPU = SimpleNamespace(backend="native", device="cpu", on=lambda given: given)
+CPU = TARGETS["native"]
 
 
 @pytest.fixture(params=["dropped", "in the kernel"])
@@ -30,8 +31,10 @@ def ignored_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def compare(target: Any, given: dict[str, Tensor], tolerance: float, **options: Any) -> dict[str, Tensor]:
-    got = run(given, target, linear=True, **options)
-    assert_close(got, run(given, linear=True, **options), tolerance, target)
+    """Compare with float64. A CPU rounds narrow logits, as its processor's product does: the definition takes those."""
+    got, dtype = run(given, target, linear=True, **options), given["hidden"].dtype
+    rounds = target == TARGETS["native"] and dtype is not torch.float32
+    assert_close(got, run(given, linear=True, rounded=dtype if rounds else None, **options), tolerance, target)
     return got
 
 
@@ -123,14 +126,17 @@ def test_nan_reaches_the_result_but_for_a_token_that_does_not_train(kernel) -> N
 
 def test_a_likely_target_keeps_its_digits(kernel) -> None:
     """At p[t] > 0.997 the gradient is a small difference of weight rows. In bfloat16 it would drown in the rounding of
-    p[t], as that of a trained weight does, if the target were one of the softmax weights."""
+    p[t], as that of a trained weight does, if the target were one of the softmax weights. It is one in Triton, which
+    has no path of its own for frozen weights: there 1 - p[t] is right to the rounding of log-sum-exps up to 32."""
     given = make(5, 60, 700, dtype=torch.bfloat16) | {"targets": torch.zeros(60, dtype=torch.int64)}
     given["bias"] = torch.zeros(700)
     given["bias"][0] = 11.0 + (given["hidden"].double() @ given["weight"].double().T).max()
     got, want = (run(given, where, linear=True, frozen=FROZEN, entropy=False) for where in (kernel, None))
     assert (1 - want["logprob"].exp()).max() < 3e-3
-    error = (got["hidden"].double() - want["hidden"]).norm(dim=1) / want["hidden"].norm(dim=1)
-    assert error.max() < 0.25  # a CPU rounds logits to bfloat16
+    allowed = 0.25 * want["hidden"].norm(dim=1)  # a CPU rounds logits to bfloat16
+    if kernel.backend == "triton":
+        allowed += 2**-19 * given["grad_logprob"].abs() * given["weight"][0].double().norm()
+    assert ((got["hidden"].double() - want["hidden"]).norm(dim=1) <= allowed).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -175,7 +175,8 @@ def linear_logprob(
     fits in 256 MiB: the gradient of a narrow weight is summed in float32 over as many tokens as that allows, then in
     its own dtype over up to 24 such parts. If weight and bias are frozen, as under LoRA, the native backend makes
     the slope of hidden ``[M, H]`` in the forward. The backward then recomputes nothing, unless the entropy's gradient
-    is requested. Float16 has no such path.
+    is requested. Float16 has no such path. Nor has Triton, so there ``1 - p[t]`` of a frozen head has the absolute
+    accuracy of float32.
 
     Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
     ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
