@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string>
 #include <vector>
 
 #include "core/check.h"
@@ -55,32 +54,44 @@ class Row {
     const uint8_t* allowed_ = nullptr;
 };
 
-// The first of several weights that are passed one by one whose cumulative sum is above `target`.
-struct Search {
-    // Returns true if the search ends here. Rounding may leave the last of the weights above 0.
+// The first of several weights, added one by one, with which their sum is above `target`. Where rounding leaves the
+// whole sum below it, that is the largest weight, as the last one may have a probability of about 0.
+class Search {
+  public:
+    Search(double target, double sum) : target_(target), sum_(sum), before(sum) {}
+
+    // Returns true if the search ends here.
     bool add(double weight, int64_t place) {
-        if (weight > 0) found = place, before = sum;
-        sum += weight;
-        return sum > target;
+        const bool ends = sum_ + weight > target_;
+        if (ends || weight > largest_) {
+            found = place;
+            before = sum_;
+            largest_ = weight;
+        }
+        sum_ += weight;
+        return ends;
     }
 
-    double target, sum;
-    int64_t found = -1;
-    double before = 0;  // the sum before `found`
+  private:
+    double target_, sum_, largest_ = 0;
+
+  public:
+    int64_t found = 0;
+    double before;  // the sum before `found`
 };
 
 // The first column whose cumulative weight is above `target`. `parts` are the sums of the segments.
 int64_t find(const Row& row, int64_t width, const std::vector<Seen>& parts, double top, double target) {
-    Search segments{target, 0};
+    Search segments(target, 0);
     for (int64_t s = 0; s < int64_t(parts.size()); ++s) {
         if (segments.add(relative_to(parts[s], top).sum, s)) break;
     }
     const int64_t begin = segments.found * kLogitSegment, end = std::min(begin + kLogitSegment, width);
-    Search pieces{target, segments.before};
+    Search pieces(target, segments.before);
     for (int64_t piece = begin; piece < end; piece += kPiece) {
         if (pieces.add(relative_to(row.scan(piece, std::min(piece + kPiece, end)), top).sum, piece)) break;
     }
-    Search columns{target, pieces.before};
+    Search columns(target, pieces.before);
     for (int64_t column = pieces.found; column < std::min(pieces.found + kPiece, end); ++column) {
         if (columns.add(std::exp(double(row.value(column)) - top), column)) break;
     }
@@ -141,12 +152,11 @@ void draw_tokens(const DrawTensors& tensors, const View& token, const View& logp
             if (!std::isfinite(seen.max) || !std::isfinite(seen.sum)) continue;
             drawn = temperature[r] > 0 ? find(row, width, parts, seen.max, double(uniform[r]) * seen.sum)
                                        : find_largest(row, width, parts, seen.max);
-            logprob.as<float>()[r] = float(double(row.value(drawn)) - log_sum_exp(seen));
+            logprob.as<float>()[r] = float(std::min(0.0, double(row.value(drawn)) - log_sum_exp(seen)));
         }
     });
     for (int64_t r = 0; r < rows; ++r) {
-        if (token.as<int64_t>()[r] >= 0) continue;
-        throw InvalidInput("logits: row " + std::to_string(r) + " has NaN or +inf, or no allowed token above -inf");
+        require(token.as<int64_t>()[r] >= 0, "logits: a row has NaN, +inf, or no allowed token above -inf");
     }
 }
 

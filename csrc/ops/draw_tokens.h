@@ -14,9 +14,10 @@ struct DrawTensors {
     View allowed;      // [R, at least V / 8] u8: bit t % 8 of byte t / 8 allows token t; empty: all tokens
 };
 
-// Writes `token` [R] int64, the first whose cumulative probability is above the row's `uniform`, and `logprob` [R]
-// float32, its log-probability, at temperature 1 in greedy rows. A row does not depend on other rows or on the number
-// of threads. Throws InvalidInput for rows whose largest allowed logit is not finite.
+// Writes `token` [R] int64, the first whose cumulative probability is above the row's `uniform`, up to the rounding of
+// float32, and `logprob` [R] float32, its log-probability, at temperature 1 in greedy rows. A row does not depend on
+// other rows or on the number of threads. Throws InvalidInput for a row with NaN, whose largest allowed logit is not
+// finite, or whose logits are no longer finite once the temperature divides them.
 void draw_tokens(const DrawTensors& tensors, const View& token, const View& logprob, int threads);
 
 }  // namespace turnwise

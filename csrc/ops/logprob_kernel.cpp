@@ -16,6 +16,17 @@ struct VectorMath {
     static TW_INLINE F select(M m, F a, F b) { return vec_select(m, a, b); }
 };
 
+// x as it is stored. The compiler would fuse a product into the subtraction that follows, and a sum of weights would
+// then not be that of the logits whose largest it is relative to.
+TW_INLINE VecF rounded(VecF x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x.v));
+#elif defined(__AVX2__)
+    asm("" : "+x"(x.v));
+#endif
+    return x;
+}
+
 constexpr int kLanes = Lanes::count;
 constexpr float kInfinity = INFINITY;
 
@@ -29,7 +40,7 @@ struct Row {
 
     TW_INLINE VecF finished(VecF logit) const {
         if constexpr (has_cap) return capped<VectorMath>(logit, cap);
-        return logit * scale;
+        return rounded(logit * scale);
     }
     TW_INLINE VecF at(int i) const { return finished(bias ? load(logits + i) + load(bias + i) : load(logits + i)); }
     // The last, partial vector. Lanes beyond the end are -inf, so their weight exp(x) is 0.

@@ -78,6 +78,16 @@ def test_rows_keep_their_own_settings() -> None:
     assert tokens.tolist() == [1, 0], "rows are found again after others have left"
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(temperature=0)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_without_a_distribution_raises(sampling: Sampling, bad: float) -> None:
+    logits = torch.zeros(2, 7)
+    logits[1, 3] = bad
+    sampler = RowSampler.build([sampling] * 2, [0, 1], 1, CPU)
+    with pytest.raises(ValueError, match="a row has NaN"):
+        sampler.draw(logits, torch.arange(2), torch.zeros(2, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
 def test_no_token_without_weight_is_drawn(uniform: float) -> None:
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 0.0, 0.0, 0.0, 1e-30]])

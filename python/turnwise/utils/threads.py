@@ -29,8 +29,9 @@ IDLE_SECONDS = 10.0
 END_SECONDS = 5.0
 """Seconds that cancelled tasks get to end when an event loop does."""
 
-_OPENMP = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "200"}
-"""Variables that GNU's, and the last one that Intel's and LLVM's OpenMP reads when it is loaded."""
+_OPENMP = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
+"""What OpenMP reads when it is loaded. The last two are the defaults of GNU's, and of Intel's and LLVM's, for how long
+a thread without work spins: the policy alone would let it spin for ever."""
 
 _busy: set[threading.Thread] = set()
 _Work = tuple[Future[Any], Callable[[], Any]]
@@ -150,8 +151,8 @@ def keep_openmp_awake(environment: MutableMapping[str, str] = os.environ) -> Non
     GNU's OpenMP, which torch uses on Linux, lets a thread sleep after about 1 µs if the process has more OpenMP threads
     than processors. A second thread that computes, such as the local client's, begins a team of its own, so this is
     so wherever torch uses all processors, and each small op then waits for a thread to wake up. Under the policy
-    "active" the thread spins for ten times as long. The other variables keep the time bounded: else idle threads spin
-    for minutes. Nothing changes where one of them is set, or on other systems.
+    "active" the thread spins for ten times as long. How long threads spin otherwise does not change. Does nothing where
+    one of the variables is set, or on other systems.
 
     ``python bench/bench_real_model.py`` calls it as the command line does.
     """

@@ -26,7 +26,8 @@ from turnwise.types import Grammar, Sampling
 class RowSampler:
     """The sampling settings of ``R`` rows as columns. ``uniforms [R, T]`` float32, the others ``[R]``.
 
-    ``temperatures`` are 0 in greedy rows, ``filtered`` is true in those with top-p or top-k.
+    ``temperatures`` are 0 in greedy rows, ``filtered`` is true in those with top-p or top-k. ``filters`` and ``greedy``
+    tell if there is any of them.
     """
 
     temperatures: Tensor
@@ -34,6 +35,8 @@ class RowSampler:
     top_p: Tensor
     top_k: Tensor
     filtered: Tensor
+    filters: bool
+    greedy: bool
 
     @classmethod
     def build(
@@ -53,6 +56,8 @@ class RowSampler:
             top_p=torch.tensor([s.top_p for s in samplings], device=device),
             top_k=torch.tensor([s.top_k for s in samplings], device=device),
             filtered=torch.tensor(filtered, device=device),
+            filters=any(filtered),
+            greedy=any(s.temperature == 0 for s in samplings),
         )
 
     def draw(
@@ -64,16 +69,16 @@ class RowSampler:
         counts the tokens that each has. Returns tokens ``[r]``
         int64 and log-probabilities ``[r]`` float32 under ``log_softmax(logits / temperature)`` (greedy: temperature
         1), before top-p and top-k. With masks ``allowed [r, bytes]`` (see ``token_masks``) the distribution is that
-        over the allowed tokens. Raises ``ValueError`` for a row whose allowed logits have no finite largest one.
+        over the allowed tokens. Raises ``ValueError`` for a row with NaN or +inf, or without an allowed token.
 
         On CPUs a kernel draws all rows but those with top-p or top-k, so a row's tokens are the same in any batch.
         """
         uniforms, temperatures = self.uniforms[rows, at], self.temperatures[rows]
         if logits.device.type != "cpu":
             return self._draw_by_torch(logits, rows, temperatures, uniforms, allowed)
-        filtered = self.filtered[rows]
-        if not filtered.any():
+        if not self.filters:
             return _draw_by_kernel(logits, temperatures, uniforms, allowed)
+        filtered = self.filtered[rows]
         tokens, logprobs = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
         for mask in (filtered, ~filtered):
             part = mask.nonzero()[:, 0]
@@ -90,16 +95,22 @@ class RowSampler:
         self, logits: Tensor, rows: Tensor, temperatures: Tensor, uniforms: Tensor, allowed: np.ndarray | None
     ) -> tuple[Tensor, Tensor]:
         greedy = temperatures == 0
-        scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
+        scaled = logits.float() / (torch.where(greedy, 1.0, temperatures) if self.greedy else temperatures)[:, None]
         if allowed is not None:
             masks = unpack_masks(torch.from_numpy(allowed).to(logits.device), logits.shape[1])
             scaled = torch.where(masks, scaled, -torch.inf)
         logprobs = torch.log_softmax(scaled, dim=-1)
         weights = logprobs.exp()
-        if self.filtered.any():
+        if self.filters:
             weights = _filter(weights, self.top_p[rows, None], self.top_k[rows, None])
-        tokens = torch.where(greedy, logprobs.argmax(dim=-1), _inverse_cdf(weights, uniforms))
-        return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+        # The place is past the end in a row of NaN, and a GPU would end the whole process for it.
+        tokens = _inverse_cdf(weights, uniforms).clamp(max=logits.shape[1] - 1)
+        if self.greedy:
+            tokens = torch.where(greedy, logprobs.argmax(dim=-1), tokens)
+        drawn = logprobs.gather(1, tokens[:, None])[:, 0]
+        if not drawn.isfinite().all():
+            raise ValueError("logits: a row has NaN, +inf, or no allowed token above -inf")
+        return tokens, drawn
 
 
 def _draw_by_kernel(
@@ -107,6 +118,7 @@ def _draw_by_kernel(
 ) -> tuple[Tensor, Tensor]:
     tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     logits = logits.float() if logits.dtype == torch.float64 else logits
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     masks = None if allowed is None else torch.from_numpy(allowed)
     _C.draw_tokens(logits, temperatures, uniforms, masks, tokens, logprobs, torch.get_num_threads())
     return tokens, logprobs
