@@ -54,48 +54,31 @@ class Row {
     const uint8_t* allowed_ = nullptr;
 };
 
-// The first of several weights, added one by one, with which their sum is above `target`. Where rounding leaves the
-// whole sum below it, that is the largest weight, as the last one may have a probability of about 0.
-class Search {
-  public:
-    Search(double target, double sum) : target_(target), sum_(sum), before(sum) {}
-
-    // Returns true if the search ends here.
-    bool add(double weight, int64_t place) {
-        const bool ends = sum_ + weight > target_;
-        if (ends || weight > largest_) {
-            found = place;
-            before = sum_;
-            largest_ = weight;
-        }
-        sum_ += weight;
-        return ends;
-    }
-
-  private:
-    double target_, sum_, largest_ = 0;
-
-  public:
+// The first of n weights with which their sum is above `fraction` of it. Turns `fraction` into that of the weight's own
+// part that lies below. So parts of a part may be summed with other rounding: a part of weight 0 is never found.
+int64_t pick(const double* weight, int64_t n, double& fraction) {
+    double total = 0, sum = 0;
+    for (int64_t i = 0; i < n; ++i) total += weight[i];
+    const double target = std::min(fraction, 1 - 0x1p-50) * total;
     int64_t found = 0;
-    double before;  // the sum before `found`
-};
+    while (found < n - 1 && !(sum + weight[found] > target)) sum += weight[found++];
+    fraction = (target - sum) / weight[found];
+    return found;
+}
 
-// The first column whose cumulative weight is above `target`. `parts` are the sums of the segments.
-int64_t find(const Row& row, int64_t width, const std::vector<Seen>& parts, double top, double target) {
-    Search segments(target, 0);
-    for (int64_t s = 0; s < int64_t(parts.size()); ++s) {
-        if (segments.add(relative_to(parts[s], top).sum, s)) break;
+// The first column whose cumulative weight is above `fraction` of all. `parts` are the sums of the segments.
+int64_t find(const Row& row, int64_t width, const std::vector<Seen>& parts, double top, double fraction) {
+    std::vector<double> weight(std::max<size_t>({parts.size(), kPiece, kLogitSegment / kPiece}));
+    for (size_t s = 0; s < parts.size(); ++s) weight[s] = relative_to(parts[s], top).sum;
+    const int64_t begin = pick(weight.data(), int64_t(parts.size()), fraction) * kLogitSegment;
+    const int64_t end = std::min(begin + kLogitSegment, width), pieces = (end - begin + kPiece - 1) / kPiece;
+    for (int64_t p = 0; p < pieces; ++p) {
+        const int64_t first = begin + p * kPiece;
+        weight[p] = relative_to(row.scan(first, std::min(first + kPiece, end)), top).sum;
     }
-    const int64_t begin = segments.found * kLogitSegment, end = std::min(begin + kLogitSegment, width);
-    Search pieces(target, segments.before);
-    for (int64_t piece = begin; piece < end; piece += kPiece) {
-        if (pieces.add(relative_to(row.scan(piece, std::min(piece + kPiece, end)), top).sum, piece)) break;
-    }
-    Search columns(target, pieces.before);
-    for (int64_t column = pieces.found; column < std::min(pieces.found + kPiece, end); ++column) {
-        if (columns.add(std::exp(double(row.value(column)) - top), column)) break;
-    }
-    return columns.found;
+    const int64_t first = begin + pick(weight.data(), pieces, fraction) * kPiece, n = std::min(kPiece, end - first);
+    for (int64_t c = 0; c < n; ++c) weight[c] = std::exp(double(row.value(first + c)) - top);
+    return first + pick(weight.data(), n, fraction);
 }
 
 // The first column with the largest logit.
@@ -150,7 +133,7 @@ void draw_tokens(const DrawTensors& tensors, const View& token, const View& logp
             int64_t& drawn = token.as<int64_t>()[r];
             drawn = -1;
             if (!std::isfinite(seen.max) || !std::isfinite(seen.sum)) continue;
-            drawn = temperature[r] > 0 ? find(row, width, parts, seen.max, double(uniform[r]) * seen.sum)
+            drawn = temperature[r] > 0 ? find(row, width, parts, seen.max, double(uniform[r]))
                                        : find_largest(row, width, parts, seen.max);
             logprob.as<float>()[r] = float(std::min(0.0, double(row.value(drawn)) - log_sum_exp(seen)));
         }
