@@ -2,13 +2,15 @@
 
     python bench/gpu_check.py                    # all stages, about 15 minutes, into bench/results
     python bench/gpu_check.py --stages build benches --wheels wheels --out /tmp/report
+    python bench/gpu_check.py --rehearse --out /tmp/report   # on a CPU: the same with the smallest sizes
 
 The script uses the interpreter that runs it, with its torch for CUDA, Triton, nvcc, cmake and ninja, and no network.
 Missing Python packages come from a folder of wheels (``WHEELS``; ``pip download --no-deps -d wheels``). They and
 turnwise are installed into ``build/gpu-check/site``; nothing else on the machine changes. Every stage has a time limit,
 and a failed stage does not stop the next one. The report is rewritten after each stage; its last page has the measured
 times beside the predicted ones (``predicted.py``). The exit code is 1 if a stage failed, and 2 if the machine lacks
-something that all stages need.
+something that all stages need. A rehearsal finds what the machine's packages lack before a GPU's time is spent: it
+builds without CUDA, and nothing in it runs on a GPU. Each of its rows says "rehearsal".
 """
 
 from __future__ import annotations
@@ -76,11 +78,12 @@ class Result(NamedTuple):
     output: str  # the first and the last 10,000 characters
 
 
-def missing() -> list[str]:
-    """List everything that the stages need and this machine lacks."""
+def missing(rehearsal: bool = False) -> list[str]:
+    """List everything that the stages need and this machine lacks; for a rehearsal all but the GPU and nvcc."""
     gaps = [f"the Python package {name}" for name in MODULES if importlib.util.find_spec(name) is None]
-    gaps += [f"{name} on the PATH" for name in PROGRAMS if shutil.which(name) is None]
-    if importlib.util.find_spec("torch") is not None:
+    programs = [name for name in PROGRAMS if not rehearsal or name != "nvcc"]
+    gaps += [f"{name} on the PATH" for name in programs if shutil.which(name) is None]
+    if not rehearsal and importlib.util.find_spec("torch") is not None:
         import torch
 
         if not torch.cuda.is_available():
@@ -107,6 +110,29 @@ def install(*what: str) -> list[str]:
     """Return the command that installs into ``SITE``, without compiling bytecode, which takes longer than the rest."""
     options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--upgrade", "--target", str(SITE)]
     return [sys.executable, "-m", "pip", "install", *options, *what]
+
+
+def rehearsed(benches: Sequence[str]) -> list[Stage]:
+    """Return what of :func:`stages` a CPU can run, at the smallest sizes. Tests of a GPU are imported."""
+    python = [sys.executable, "-P"]
+    build = install("--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=OFF")
+    build += [f"--config-settings=build-dir={BUILD / 'cmake'}", str(ROOT)]
+    pytest = ["-c", str(BUILD / "pytest.ini"), "--rootdir", str(ROOT), "-q", "--tb", "short"]
+    layouts = [*pytest, str(ROOT / "tests/ops/test_contracts.py"), "-m", "not slow", "-k", "layout and native"]
+    on_gpu = [str(ROOT / each) for each in ("tests/ops", "tests/train/test_gpu.py", "tests/inference/test_sync_gpu.py")]
+    collect = f"import pytest, sys; code = pytest.main({[*pytest, '--collect-only', '-m', 'gpu', *on_gpu]}); "
+    every = [
+        Stage("build", build, 300),
+        Stage("import", [*python, "-c", "from turnwise import _C; print('built', _C.isa())"], 30, "built"),
+        Stage("ops", [*python, "-m", "pytest", *layouts], 120, r"\d+ passed", ONE_THREAD),
+        Stage("tests", [*python, "-c", collect + "sys.exit(code not in (0, 5))"], 120, "", ONE_THREAD),
+    ]
+    for name in benches:
+        command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cpu", "--quick"]
+        command += ["--rounds", "2", "--json", str(BUILD / f"{name}.json")]
+        environment = {**ONE_THREAD, "TORCHDYNAMO_DISABLE": "1"}
+        every.append(Stage(f"bench {name}", command, 180, r"^\|", environment))
+    return every
 
 
 def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[Stage]:
@@ -203,6 +229,11 @@ def run_all(
         yield result
 
 
+def marked(line: str) -> str:
+    """Return a line of a table with "rehearsal" in a column of its own."""
+    return f"|---{line}" if line.startswith("|---") else f"| rehearsal {line}" if line.startswith("|") else line
+
+
 def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
     """Return the report: stages, then the benches' tables and the output of tests, sanitizers and failed stages."""
     lines = [f"# GPU check, {datetime.now(UTC).date().isoformat()}", ""]
@@ -214,6 +245,8 @@ def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
             lines += ["", *[line for line in r.output.splitlines() if line.startswith(("## ", "|", "without "))]]
         elif r.status != "ok" or r.name in ("tests", "memcheck", "racecheck"):
             lines += ["", f"## {r.name}", "", "```text", *r.output.strip().splitlines()[-25:], "```"]
+    if machine.get("rehearsal"):
+        lines = [marked(line) for line in lines]
     return "\n".join(lines) + "\n"
 
 
@@ -239,6 +272,8 @@ def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches
     rows_text = "".join(json.dumps(row) + "\n" for row in rows) + "".join(f.read_text(encoding="utf-8") for f in files)
     last, compared = last_page(files)
     rows_text += "".join(json.dumps(row) + "\n" for row in compared)
+    if machine.get("rehearsal"):
+        rows_text = "".join(json.dumps({"rehearsal": True, **json.loads(row)}) + "\n" for row in rows_text.splitlines())
     log = "".join(f"== {r.name}: {r.status}, {r.seconds:.0f} s\n{r.output}\n" for r in results)
     for suffix, text in ((".md", f"{report(machine, results)}\n{last}"), (".json", rows_text), (".log", log)):
         stem.with_suffix(suffix).write_text(text, encoding="utf-8")
@@ -254,6 +289,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
     parser.add_argument("--seconds", type=float, default=1200, help="for all stages together (default 1200)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: what of it needs no GPU, at the smallest sizes"
+    )
     options = parser.parse_args(arguments)
     if options.wheels is not None and not any(options.wheels.glob("*.whl")):
         parser.error(f"--wheels {options.wheels}: expected a folder with wheels in it")
@@ -273,21 +311,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results += run_all([Stage("wheels", wheels, 120)], options.seconds)
     sys.path.insert(0, str(SITE))
     importlib.invalidate_caches()
-    if gaps := missing():
+    if gaps := missing(options.rehearse):
         print("gpu-check can't run here; it needs", *(f"  {gap}" for gap in gaps), sep="\n", file=sys.stderr)
         print(f"Python packages may come with --wheels: {' '.join(WHEELS)}", file=sys.stderr)
         return 2
     benches = sorted({path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")} - NO_GPU)
+    benches.sort(key=lambda name: name != "trainer")  # what a GPU's time is best spent on
     for name in benches:
         (BUILD / f"{name}.json").unlink(missing_ok=True)
-    machine = gpu()
+    machine = {"gpu": "rehearsal", "rehearsal": True} if options.rehearse else gpu()
     workers = min(12, 3 * (os.cpu_count() or 1) // 4) if importlib.util.find_spec("xdist") else 0
     wanted = options.stages or GROUPS
-    todo = [
-        stage
-        for stage in stages(machine["architecture"], benches, workers)
-        if stage.name.replace("bench ", "benches ").split()[0] in wanted
-    ]
+    every = rehearsed(benches) if options.rehearse else stages(machine["architecture"], benches, workers)
+    todo = [stage for stage in every if stage.name.replace("bench ", "benches ").split()[0] in wanted]
     path = write(options.out, machine, results, benches)
     for result in run_all(todo, options.seconds - (time.monotonic() - start)):
         results.append(result)

@@ -110,7 +110,26 @@ def test_stages(check: Any) -> None:
     assert [stage.name for stage in stages if "worksteal" in stage.command] == ["tests", "training", "tests triton"]
     assert {stage.name.split()[0] for stage in stages} - {"bench"} < set(check.GROUPS)
     found = {path.stem.removeprefix("bench_") for path in (check.ROOT / "bench").glob("bench_*.py")} - check.NO_GPU
-    assert found == {"group_advantage", "grouped_policy_loss", "linear_logprob", "policy_loss", "token_rewards"}
+    ops = {"group_advantage", "grouped_policy_loss", "linear_logprob", "policy_loss", "token_rewards"}
+    assert found == {*ops, "trainer"}
+
+
+def test_a_rehearsal_runs_the_same_benches_without_a_gpu(check: Any, tmp_path: Path) -> None:
+    """Each row says so, in the table and in the JSON lines, and no GPU or nvcc is asked for."""
+    stages = check.rehearsed(["trainer", "policy_loss"])
+    assert [stage.name for stage in stages] == ["build", "import", "ops", "tests", "bench trainer", "bench policy_loss"]
+    assert any("TURNWISE_CUDA=OFF" in word for word in stages[0].command)
+    assert all({"--quick", "cpu"} <= set(stage.command) for stage in stages if stage.name.startswith("bench"))
+    machine = {"gpu": "rehearsal", "rehearsal": True}
+    bench = check.Result("bench trainer", "ok", 1.0, "## Title\n\n| method | s |\n|---|---|\n| turnwise | 1 |\n")
+    path = check.write(tmp_path, machine, [check.Result("build", "ok", 2.0, ""), bench], [])
+    lines = [line for line in path.read_text().split("## Measured")[0].splitlines() if line.startswith("|")]
+    assert all(line.startswith(("| rehearsal |", "|---|---|")) for line in lines) and len(lines) == 7
+    assert len({line.count("|") for line in lines[:4]}) == 1, "a column more in each line"
+    rows = [json.loads(line) for line in path.with_suffix(".json").read_text().splitlines()]
+    assert rows and all(row["rehearsal"] is True for row in rows)
+    gaps = check.missing(rehearsal=True)
+    assert not any("GPU" in gap or "nvcc" in gap for gap in gaps)
 
 
 def test_wheels_and_the_report(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
