@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,7 +151,8 @@ def test_the_kernel_reads_no_other_memory(changed: dict[str, Any], message: str)
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa: str) -> None:
     """The kernels for lesser processors, in a process of their own."""
-    chosen = ["-p", "no:cacheprovider", __file__, "-k", "test_the_kernel"]
+    draws = str(Path(__file__).with_name("test_draw_tokens.py"))
+    chosen = ["-p", "no:cacheprovider", __file__, draws, "-k", "test_the_kernel or test_draw_tokens"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-x", *chosen],
         env={**os.environ, "TURNWISE_ISA": isa},
