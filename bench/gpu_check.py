@@ -245,8 +245,6 @@ def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
             lines += ["", *[line for line in r.output.splitlines() if line.startswith(("## ", "|", "without "))]]
         elif r.status != "ok" or r.name in ("tests", "memcheck", "racecheck"):
             lines += ["", f"## {r.name}", "", "```text", *r.output.strip().splitlines()[-25:], "```"]
-    if machine.get("rehearsal"):
-        lines = [marked(line) for line in lines]
     return "\n".join(lines) + "\n"
 
 
@@ -274,8 +272,11 @@ def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches
     rows_text += "".join(json.dumps(row) + "\n" for row in compared)
     if machine.get("rehearsal"):
         rows_text = "".join(json.dumps({"rehearsal": True, **json.loads(row)}) + "\n" for row in rows_text.splitlines())
+    page = f"{report(machine, results)}\n{last}"
+    if machine.get("rehearsal"):
+        page = "".join(marked(line) for line in page.splitlines(keepends=True))
     log = "".join(f"== {r.name}: {r.status}, {r.seconds:.0f} s\n{r.output}\n" for r in results)
-    for suffix, text in ((".md", f"{report(machine, results)}\n{last}"), (".json", rows_text), (".log", log)):
+    for suffix, text in ((".md", page), (".json", rows_text), (".log", log)):
         stem.with_suffix(suffix).write_text(text, encoding="utf-8")
     return stem.with_suffix(".md")
 

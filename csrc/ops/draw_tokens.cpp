@@ -5,21 +5,13 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/float16.h"
 #include "core/parallel.h"
 #include "ops/logprob_kernel.h"
 
 namespace turnwise {
 namespace {
 
-constexpr int64_t kValuesPerThread = 16384;  // below this a second thread costs more than it gains
-constexpr int64_t kPiece = 128;              // columns of a segment that are read one by one
-
-float read(const View& view, int64_t place) {
-    if (view.dtype == DType::bf16) return to_float(view.as<BFloat16>()[place]);
-    if (view.dtype == DType::f16) return to_float(view.as<Half>()[place]);
-    return view.as<float>()[place];
-}
+constexpr int64_t kPiece = 128;  // columns of a segment that are read one by one
 
 // The scaled logits of one row; those that are not allowed are -infinity.
 class Row {
@@ -33,7 +25,7 @@ class Row {
 
     float value(int64_t column) const {
         if (allowed_ && !(allowed_[column / 8] >> (column % 8) & 1)) return -INFINITY;
-        return read(logits_, start_ + column) * scale_;
+        return read_logit(logits_, start_ + column) * scale_;
     }
 
     // The sums of the columns begin .. end - 1, at most a segment.
@@ -120,7 +112,7 @@ void draw_tokens(const DrawTensors& tensors, const View& token, const View& logp
     }
     const float *temperature = tensors.temperature.as<float>(), *uniform = tensors.uniform.as<float>();
     const int64_t segments = (width + kLogitSegment - 1) / kLogitSegment;
-    const int64_t shares = std::clamp<int64_t>(rows * width / kValuesPerThread, 1, std::max(1, threads));
+    const int64_t shares = std::clamp<int64_t>(rows * width / kLogitsPerThread, 1, std::max(1, threads));
     run_parts(int(shares), [&](int share) {
         std::vector<Seen> parts(segments, nothing_seen());
         for (int64_t r = rows * share / shares; r < rows * (share + 1) / shares; ++r) {

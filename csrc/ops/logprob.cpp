@@ -22,8 +22,6 @@ const LogprobKernels& logprob_kernels_avx512();
 
 namespace {
 
-constexpr int64_t kValuesPerThread = 16384;  // below this a second thread costs more than it gains
-
 // The columns of the state tensor, see logprob_scan.
 struct State {
     State(const View& view, int64_t n) : data(view.as<double>()), n(n) { check_logprob_state(view, n); }
@@ -61,7 +59,7 @@ class Tile {
     float value(int64_t row, int64_t column) const {
         const int64_t place = row * tile_.logits.stride[0] + column;
         const float bias = tile_.bias ? tile_.bias.as<float>()[column] : 0.0f;
-        const float logit = read(tile_.logits, place) + bias;
+        const float logit = read_logit(tile_.logits, place) + bias;
         return tile_.cap > 0 ? capped<ScalarMath>(logit, softcap()) : logit * tile_.scale;
     }
     // The derivative of the cap at the scaled logit x; 1 without a cap.
@@ -81,7 +79,7 @@ class Tile {
     // Calls body(row) for each row; threads share the rows.
     template <class Body>
     void each_row(int threads, const Body& body) const {
-        const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows_ * width_ / kValuesPerThread));
+        const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows_ * width_ / kLogitsPerThread));
         run_parts(int(parts), [&](int part) {
             for (int64_t row = rows_ * part / parts; row < rows_ * (part + 1) / parts; ++row) body(row);
         });
@@ -93,11 +91,6 @@ class Tile {
         std::memset(out.as<char>() + size_t(start) * size, 0, size_t(width_) * size);
     }
 
-    static float read(const View& view, int64_t place) {
-        if (view.dtype == DType::bf16) return to_float(view.as<BFloat16>()[place]);
-        if (view.dtype == DType::f16) return to_float(view.as<Half>()[place]);
-        return view.as<float>()[place];
-    }
     static void write(const View& view, int64_t place, float value) {
         if (view.dtype == DType::bf16) {
             view.as<BFloat16>()[place] = to_bfloat16(value);
@@ -270,7 +263,7 @@ void add_narrow(const View& total, const View& part, int threads) {
     require_float_stream("part", part);
     const int64_t rows = total.shape[0], width = total.shape[1];
     require(has_contiguous_rows(total) && has_contiguous_rows(part), "total, part: expected contiguous rows");
-    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows * width / kValuesPerThread));
+    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, rows * width / kLogitsPerThread));
     run_parts(int(parts), [&](int i) {
         for (int64_t row = rows * i / parts; row < rows * (i + 1) / parts; ++row) {
             logprob_kernels().add(part, row * part.stride[0], width, total.as<float>() + row * total.stride[0]);

@@ -2,12 +2,21 @@
 // set.
 #pragma once
 
+#include "core/float16.h"
 #include "core/view.h"
 #include "ops/logprob_math.h"
 
 namespace turnwise {
 
 constexpr int kLogitSegment = 2048;  // columns: it stays in L1 between the two passes, and float32 sums stay accurate
+
+constexpr int64_t kLogitsPerThread = 16384;  // below this a second thread costs more than it gains
+
+static inline float read_logit(const View& view, int64_t place) {
+    if (view.dtype == DType::bf16) return to_float(view.as<BFloat16>()[place]);
+    if (view.dtype == DType::f16) return to_float(view.as<Half>()[place]);
+    return view.as<float>()[place];
+}
 
 // n <= kLogitSegment logits of one row, contiguous from element `offset` of `logits`.
 struct LogitSegment {
