@@ -22,7 +22,7 @@ from turnwise.ops import Clip, group_advantage, grouped_policy_loss, policy_loss
 
 CLIP, GROUP, EPS = Clip(0.2, 0.28), 8, 1e-6
 BYTES_PER_TOKEN = 4 * 4 + 1  # logprob, old, reward and mask in; gradient out
-SIZES = {"cpu": [(8, 256), (64, 1024), (512, 2048)], "cuda": [(64, 1024), (1024, 4096), (8192, 4096)]}
+SIZES = {"cpu": [(8, 256), (64, 1024), (512, 2048)], "cuda": [(512, 2048), (8192, 4096)]}
 
 
 class Inputs(NamedTuple):

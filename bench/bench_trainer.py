@@ -55,9 +55,6 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 FLOP/s of the SXM cards, from their data sheets."""
 UPDATE, FAN_OUT = Case(512, 1536, 8, 1, "no"), Case(1024, 128, 8, 4)
 QUICK_UPDATE, QUICK_FAN_OUT = Case(16, 48, 4, 1, "no"), Case(32, 8, 4, 2)
-LEAST = {"turnwise, full": 1.5 * 11_900, "turnwise, LoRA": 1.5 * 13_300}
-"""Tokens per second: 1.5 times what prime-rl states for this model on one H100."""
-LEAST_TRIE = 4.0  # × padded's
 
 
 def make_model(options: Any, whole: bool) -> Any:
@@ -207,31 +204,14 @@ PARTS: dict[str, Callable[[Any, bool], list[dict[str, Any]]]] = {
 }
 
 
-def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each goal: tokens per second of updates, and the trie's speed beside padded rows."""
-    found = []
-    for row in rows:
-        for goal, figure, least in (
-            ("tokens/s", row["tokens/s"], LEAST.get(row["method"])),
-            ("× padded's speed", row.get("× padded"), LEAST_TRIE if row["method"] == "turnwise trie" else None),
-        ):
-            if least is not None and figure is not None:
-                met = "yes" if figure >= least else "NO"
-                found.append({"method": row["method"], "goal": goal, "figure": figure, "wanted": f"≥ {least:g}",
-                              "met": met})  # fmt: skip
-    return found
-
-
 def main() -> None:
     options = arguments(__doc__, part=tuple(PARTS))
     whole = options.device == "cuda" and not options.quick
     options.rounds = min(options.rounds, 5)
     for part in options.part:
         rows = PARTS[part](options, whole)
-        title = f"Qwen3-0.6B's shape, {part}" if whole else f"A tiny shape, {part}"
-        finish("trainer", title, rows, options)
-        if whole and (reached := goals(rows)):
-            finish("trainer", f"{title}: goals", reached, options)
+        shape = "Qwen3-0.6B's shape" if whole else "A tiny shape"
+        finish("trainer", f"{shape}, {part}", rows, options)
 
 
 if __name__ == "__main__":

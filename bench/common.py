@@ -94,12 +94,12 @@ def sizes(options: argparse.Namespace, long: Mapping[str, Sequence[tuple[int, in
     """Return the ``(rows, width)`` to time: the ``long`` rows of the device, then rows of ``SHORT_ROWS`` tokens.
 
     These have about as many tokens as the last but one of ``long``, and rows in groups of 8. ``--quick`` has two small
-    sizes instead.
+    sizes instead, and a GPU, where each size takes a compilation of the peers, has rows of 7 alone.
     """
     chosen = [QUICK] if options.quick else list(long[options.device])
     height, width = QUICK if options.quick else chosen[-2]
     short = [(height * width // (8 * tokens) * 8, tokens) for tokens in SHORT_ROWS]
-    return chosen + (short[:1] if options.quick else short)
+    return chosen + short[: 1 if options.quick or options.device == "cuda" else None]
 
 
 def peer(module: str) -> Any | None:

@@ -1,16 +1,18 @@
 """Build, tests, sanitizers and benches on a machine with a GPU, in one report. ``make gpu-check``.
 
-    python bench/gpu_check.py                    # all stages, about 15 minutes, into bench/results
-    python bench/gpu_check.py --stages build benches --wheels wheels --out /tmp/report
-    python bench/gpu_check.py --rehearse --out /tmp/report   # on a CPU: the same with the smallest sizes
+    python bench/gpu_check.py                                         # both parts, into bench/results
+    python bench/gpu_check.py kernels --wheels wheels --out report    # 7 minutes: build, ops, memcheck, their benches
+    python bench/gpu_check.py trainer --wheels wheels --out report    # 7 minutes: the trainer's bench and tests
+    python bench/gpu_check.py --rehearse --out report                 # on a CPU: the same with the smallest sizes
 
 The script uses the interpreter that runs it, with its torch for CUDA, Triton, nvcc, cmake and ninja, and no network.
 Missing Python packages come from a folder of wheels (``WHEELS``; ``pip download --no-deps -d wheels``). They and
-turnwise are installed into ``build/gpu-check/site``; nothing else on the machine changes. Every stage has a time limit,
-and a failed stage does not stop the next one. The report is rewritten after each stage; its last page has the measured
-times beside the predicted ones (``predicted.py``). The exit code is 1 if a stage failed, and 2 if the machine lacks
-something that all stages need. A rehearsal finds what the machine's packages lack before a GPU's time is spent: it
-builds without CUDA, and nothing in it runs on a GPU. Each of its rows says "rehearsal".
+turnwise are installed into ``build/gpu-check/site``; nothing else on the machine changes. A wheel of turnwise in that
+folder replaces the build. Every stage has a time limit, the most important stages come first, and a failed stage does
+not stop the next one. The report is rewritten after each stage; its last page has the goals, and which of CUDA and
+Triton won (``gpu_goals.py``). The exit code is 1 if a stage failed, and 2 if the machine lacks something that all
+stages need. A rehearsal finds what the machine's packages lack before a GPU's time is spent: it builds without CUDA,
+and nothing in it runs on a GPU. Each of its rows says "rehearsal".
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -47,9 +50,12 @@ PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # searched a
 # Benches that use no GPU or several, exceed a stage's time, or need a package that the image lacks.
 NO_GPU = {"arena", "constrained", "gateway", "grammars", "long_tail", "publish", "routing", "sharded", "state", "step",
           "train", "trie", "inference", "real_model", "trl", "verl", "workers"}  # fmt: skip
+SECONDS = 420  # for a part: two parts and the start of a machine fit into 15 minutes
 # Beside one another, processes with a thread for each core take most of the time from one another.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 FEWER = {"linear_logprob": ["--dtype", "bfloat16"]}  # float32 products would take the whole time
+# Later runs of a bench find what torch.compile and Triton made for an earlier one.
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": str(BUILD / "inductor"), "TRITON_CACHE_DIR": str(BUILD / "triton")}
 PYTEST_INI = f"""[pytest]
 addopts = --import-mode=importlib -p no:cacheprovider
 pythonpath = {ROOT}
@@ -128,15 +134,20 @@ def rehearsed(benches: Sequence[str]) -> list[Stage]:
         Stage("tests", [*python, "-c", collect + "sys.exit(code not in (0, 5))"], 120, "", ONE_THREAD),
     ]
     for name in benches:
-        command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cpu", "--quick"]
-        command += ["--rounds", "2", "--json", str(BUILD / f"{name}.json")]
+        script = str(ROOT / "bench" / f"bench_{name}.py")
+        command = [sys.executable, script, "--device", "cpu", "--quick", "--rounds", "2"]
+        command += ["--json", str(BUILD / f"{name}.json")]
         environment = {**ONE_THREAD, "TORCHDYNAMO_DISABLE": "1"}
         every.append(Stage(f"bench {name}", command, 180, r"^\|", environment))
     return every
 
 
-def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[Stage]:
-    """Return all stages, the most important first in case the time runs out. ``workers``: processes of pytest-xdist."""
+def bench(name: str, *options: str) -> list[str]:
+    return [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), *options, *FEWER.get(name, [])]
+
+
+def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> dict[str, list[Stage]]:
+    """Return the stages of each part. ``workers``: processes of pytest-xdist."""
     python = [sys.executable, "-P"]
     build = install("--no-build-isolation", "--config-settings=cmake.define.TURNWISE_CUDA=ON")
     build += [f"--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}-real"]
@@ -153,28 +164,48 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> list[
     training = [*pytest, str(ROOT / "tests/train/test_gpu.py"), str(ROOT / "tests/inference/test_sync_gpu.py"), *spread]
     native, triton = (["-k", f"(layout or one_row) and {which}"] for which in ("not triton and not torch", "triton"))
     passed = r"\d+ passed"
-    every = [
-        Stage("build", build, 180),
-        Stage("import", [*python, "-c", probe], 30, "CUDA"),
-        Stage("ops", [*layouts, *native], 60, passed),
-        Stage("tests", [*tests, "-k", "not triton"], 240, passed, ONE_THREAD),
-        Stage("training", training, 180, passed, ONE_THREAD),
-    ]
     # Sanitizers instrument turnwise's kernels alone: torch's and cuBLAS's would take minutes. Without the caching
     # allocator an access past the end of an allocation does not land in another.
-    clean = "ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards"
-    for tool in ("memcheck", "racecheck"):
-        sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        command = [*sanitizer, "--kernel-name", "kernel_substring=turnwise", *layouts, *native]
-        every.append(Stage(tool, command, 120, clean, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
-    for name in benches:
-        command = [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), "--device", "cuda", "--rounds", "15"]
-        command += [*FEWER.get(name, []), "--json", str(BUILD / f"{name}.json")]
-        every.append(Stage(f"bench {name}", command, 180, r"^\|"))  # of these torch.compile takes most
-    # Last: Triton compiles every kernel for every kind of input, one after another.
-    every.append(Stage("ops triton", [*layouts, *triton], 120, passed))
-    every.append(Stage("tests triton", [*tests, *triton], 200, passed, ONE_THREAD))
-    return every
+    sanitized = {}
+    for tool, clean in (("memcheck", "ERROR SUMMARY: 0 errors"), ("racecheck", "RACECHECK SUMMARY: 0 hazards")):
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        command += ["--kernel-name", "kernel_substring=turnwise", *layouts, *native]
+        sanitized[tool] = Stage(tool, command, 90, clean, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    # Compiling takes most of a bench's time, so all compile at once before any is timed.
+    timed = [name for name in benches if name != "trainer"]
+    compiled = [shlex.join(bench(name, "--device", "cuda", "--rounds", "1", "--json", os.devnull)) for name in timed]
+    together = ["bash", "-c", " & ".join([*compiled, "wait"])]
+    compile_all = Stage("compile", together, 100, r"^\|", {**CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "4"})
+    every = {
+        name: Stage(
+            f"bench {name}",
+            bench(name, "--device", "cuda", "--rounds", "15", "--json", str(BUILD / f"{name}.json")),
+            200 if name == "trainer" else 60,
+            r"^\|",
+            CACHES,
+        )
+        for name in benches
+    }
+    begin = [Stage("build", build, 180), Stage("import", [*python, "-c", probe], 30, "CUDA")]
+    return {
+        "kernels": [
+            *begin,
+            Stage("ops", [*layouts, *native], 60, passed),
+            Stage("tests", [*tests, "-k", "not triton"], 150, passed, ONE_THREAD),
+            sanitized["memcheck"],
+            *([compile_all] if timed else []),
+            *(every[name] for name in timed),
+            sanitized["racecheck"],
+        ],
+        "trainer": [
+            *begin,
+            *(every[name] for name in benches if name == "trainer"),
+            Stage("training", training, 120, passed, ONE_THREAD),
+            # Last: Triton compiles every kernel for every kind of input, one after another.
+            Stage("ops triton", [*layouts, *triton], 120, passed),
+            Stage("tests triton", [*tests, *triton], 200, passed, ONE_THREAD),
+        ],
+    }
 
 
 def run_stage(stage: Stage, limit: float) -> Result:
@@ -249,20 +280,23 @@ def report(machine: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def last_page(files: Sequence[Path]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the page that compares the benches with their predictions, and its rows."""
+    """Return the page of goals and winners, and its rows."""
     importlib.invalidate_caches()  # turnwise may have been installed since the last call
     try:
-        import predicted
+        import gpu_goals
 
-        rows = predicted.read(files)
-        return predicted.page(rows), predicted.records(rows)
+        from turnwise.ops.common.dispatch import ON_GPU
+
+        return gpu_goals.page(gpu_goals.read(files), ON_GPU)
     except (ImportError, LookupError) as error:  # no turnwise, or rows of another format: the rest of the report counts
-        return f"## Measured beside predicted\n\nNot compared: {type(error).__name__}: {error}\n", []
+        return f"## Goals\n\nNot compared: {type(error).__name__}: {error}\n", []
 
 
-def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches: Sequence[str]) -> Path:
-    """Write the report (.md), the rows of stages, benches and predictions as JSON lines (.json), all output (.log)."""
-    slug = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", "no-gpu")).lower()).strip("-")
+def write(
+    out: Path, machine: dict[str, Any], results: Sequence[Result], benches: Sequence[str], part: str = ""
+) -> Path:
+    """Write the report (.md), the rows of stages, benches and goals as JSON lines (.json), all output (.log)."""
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{machine.get('gpu', 'no-gpu')} {part}".lower()).strip("-")
     stem = out / f"{datetime.now(UTC).date().isoformat()}-{slug}"
     out.mkdir(parents=True, exist_ok=True)
     rows = [{"stage": r.name, "status": r.status, "seconds": round(r.seconds, 1), **machine} for r in results]
@@ -281,19 +315,22 @@ def write(out: Path, machine: dict[str, Any], results: Sequence[Result], benches
     return stem.with_suffix(".md")
 
 
-GROUPS = ("wheels", "build", "import", "ops", "tests", "training", "benches", "memcheck", "racecheck")
+GROUPS = ("wheels", "build", "import", "ops", "tests", "memcheck", "compile", "benches", "racecheck", "training")
+PARTS = ("kernels", "trainer")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--stages", nargs="+", choices=GROUPS, help="these alone (default: all)")
+    parser.add_argument("part", nargs="?", choices=PARTS, help="this part alone (default: one after the other)")
+    parser.add_argument("--stages", nargs="+", choices=GROUPS, help="these of its stages alone (default: all)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
-    parser.add_argument("--seconds", type=float, default=1200, help="for all stages together (default 1200)")
+    parser.add_argument("--seconds", type=float, help=f"for all stages together (default {SECONDS} for each part)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the report")
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU: what of it needs no GPU, at the smallest sizes"
     )
     options = parser.parse_args(arguments)
+    options.seconds = options.seconds or SECONDS * (1 if options.part else len(PARTS))
     if options.wheels is not None and not any(options.wheels.glob("*.whl")):
         parser.error(f"--wheels {options.wheels}: expected a folder with wheels in it")
     return options
@@ -317,18 +354,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Python packages may come with --wheels: {' '.join(WHEELS)}", file=sys.stderr)
         return 2
     benches = sorted({path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")} - NO_GPU)
-    benches.sort(key=lambda name: name != "trainer")  # what a GPU's time is best spent on
+    part = options.part or ""
+    if part:
+        benches = [name for name in benches if (name == "trainer") == (part == "trainer")]
     for name in benches:
         (BUILD / f"{name}.json").unlink(missing_ok=True)
     machine = {"gpu": "rehearsal", "rehearsal": True} if options.rehearse else gpu()
     workers = min(12, 3 * (os.cpu_count() or 1) // 4) if importlib.util.find_spec("xdist") else 0
-    wanted = options.stages or GROUPS
-    every = rehearsed(benches) if options.rehearse else stages(machine["architecture"], benches, workers)
+    wanted = set(options.stages or GROUPS)
+    if options.wheels is not None and any(options.wheels.glob("turnwise-*.whl")):
+        wanted -= {"build"}
+    parts = stages("" if options.rehearse else machine["architecture"], benches, workers)
+    chosen = [stage for name in PARTS if part in ("", name) for stage in parts[name]]
+    every = rehearsed(benches) if options.rehearse else list({stage.name: stage for stage in chosen}.values())
     todo = [stage for stage in every if stage.name.replace("bench ", "benches ").split()[0] in wanted]
-    path = write(options.out, machine, results, benches)
+    path = write(options.out, machine, results, benches, part)
     for result in run_all(todo, options.seconds - (time.monotonic() - start)):
         results.append(result)
-        path = write(options.out, machine, results, benches)
+        path = write(options.out, machine, results, benches, part)
     print(f"report: {path}")
     failed = [r.name for r in results if r.status != "ok"]
     print(f"FAILED: {', '.join(failed)}" if failed else f"all {len(results)} stages passed")

@@ -97,21 +97,38 @@ def test_stages_share_the_time(check: Any) -> None:
 
 
 def test_stages(check: Any) -> None:
-    """The build is for the GPU's own architecture, every other stage must print something, and the first ones fit."""
-    stages = check.stages("90", ["policy_loss"], workers=8)
-    quick = ["build", "import", "ops", "tests", "training", "memcheck", "racecheck"]
-    slow = ["ops triton", "tests triton"]
-    assert [stage.name for stage in stages] == [*quick, "bench policy_loss", *slow]
-    assert any("90-real" in word for word in stages[0].command)
-    assert all(stage.needs for stage in stages[1:])
-    assert sum(stage.limit for stage in stages[:7]) < check.parse([]).seconds
-    for stage in stages[5:7]:
-        assert "kernel_substring=turnwise" in stage.command and "worksteal" not in stage.command
-    assert [stage.name for stage in stages if "worksteal" in stage.command] == ["tests", "training", "tests triton"]
-    assert {stage.name.split()[0] for stage in stages} - {"bench"} < set(check.GROUPS)
+    """The build is for the GPU's own architecture, every other stage must print something, and what is worth most comes
+    first in each part."""
+    benches = ["policy_loss", "trainer"]
+    parts = check.stages("90", benches, workers=8)
+    begin, last = ["build", "import"], ["training", "ops triton", "tests triton"]
+    checks = ["ops", "tests", "memcheck", "compile", "bench policy_loss", "racecheck"]
+    assert {part: [stage.name for stage in each] for part, each in parts.items()} == {
+        "kernels": [*begin, *checks],
+        "trainer": [*begin, "bench trainer", *last],
+    }
+    every = {stage.name: stage for part in parts.values() for stage in part}
+    assert any("90-real" in word for word in every["build"].command)
+    assert all(stage.needs for name, stage in every.items() if name != "build")
+    for name in ("memcheck", "racecheck"):
+        assert "kernel_substring=turnwise" in every[name].command and "worksteal" not in every[name].command
+    assert [name for name, stage in every.items() if "worksteal" in stage.command] == [
+        "tests", "training", "tests triton"
+    ]  # fmt: skip
+    assert {name.split()[0] for name in every} - {"bench"} < set(check.GROUPS)
+    assert check.parse(["kernels"]).seconds == check.parse([]).seconds / 2 == check.SECONDS <= 420
     found = {path.stem.removeprefix("bench_") for path in (check.ROOT / "bench").glob("bench_*.py")} - check.NO_GPU
     ops = {"group_advantage", "grouped_policy_loss", "linear_logprob", "policy_loss", "token_rewards"}
     assert found == {*ops, "trainer"}
+
+
+def test_benches_compile_beside_one_another_before_any_is_timed(check: Any, tmp_path: Path) -> None:
+    """Their rows don't count, and the timed runs find the same caches."""
+    (compiling,) = (s for s in check.stages("90", ["a", "b", "trainer"])["kernels"] if s.name == "compile")
+    assert compiling.command[2].count("--rounds 1") == 2 and "trainer" not in compiling.command[2]
+    assert compiling.command[2].endswith("& wait") and "/dev/null" in compiling.command[2]
+    timed = [s for s in check.stages("90", ["a"])["kernels"] if s.name == "bench a"]
+    assert all(compiling.environment[name] == timed[0].environment[name] for name in check.CACHES)
 
 
 def test_a_rehearsal_runs_the_same_benches_without_a_gpu(check: Any, tmp_path: Path) -> None:
@@ -149,10 +166,18 @@ def test_wheels_and_the_report(check: Any, tmp_path: Path, monkeypatch: pytest.M
     show = f"next(pathlib.Path({str(out)!r}).glob('*.md')).read_text()"
     look = f"import brought, already_here, pathlib; print(brought.value, {show})"
     todo = [python(check, "build", ""), python(check, "ops", look, needs="^7"), python(check, "bench x", "")]
-    monkeypatch.setattr(check, "stages", lambda *_: todo)
-    assert check.main(["--wheels", str(tmp_path / "wheels"), "--out", str(out), "--stages", "build", "ops"]) == 0
+    monkeypatch.setattr(check, "stages", lambda *_: {"kernels": todo, "trainer": []})
+    given = ["kernels", "--wheels", str(tmp_path / "wheels"), "--out", str(out)]
+    assert check.main([*given, "--stages", "build", "ops"]) == 0
+    assert [path.name.split("-", 3)[3] for path in sorted(out.glob("*.md"))] == ["nvidia-h200-kernels.md"]
     log = log_of(out)
     assert "== wheels: ok" in log and "== ops: ok" in log and "| build | ok |" in log and "bench x" not in log
+    # A wheel of turnwise needs no build.
+    wheel = tmp_path / "wheels" / "brought-1.0-py3-none-any.whl"
+    monkeypatch.setattr(check, "install", lambda *_: [sys.executable, "-c", ""])
+    wheel.rename(wheel.with_name("turnwise-1.0-py3-none-any.whl"))
+    todo[1] = python(check, "ops", "")
+    assert check.main(given) == 0 and "== build" not in log_of(out)
 
 
 def test_report(check: Any, tmp_path: Path) -> None:
@@ -175,6 +200,6 @@ def test_the_guide_fetches_what_is_needed(check: Any) -> None:
     guide = (check.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (line,) = [line for line in guide.splitlines() if "pip download" in line]
     assert line.endswith(" -d wheels " + " ".join(check.WHEELS))
-    for wrong in (["--stages", "party"], ["--wheels", "/nowhere"]):
+    for wrong in (["--stages", "party"], ["--wheels", "/nowhere"], ["all"]):
         with pytest.raises(SystemExit):
             check.parse(wrong)

@@ -40,7 +40,7 @@ def test_a_missing_backend_says_how_to_get_it(monkeypatch) -> None:
         ops.group_advantage(REWARDS, GROUPS, backend="triton")
     monkeypatch.setattr(backends, "extension", SimpleNamespace(with_cuda=False))
     with pytest.raises(ops.BackendUnavailable, match="built without CUDA; build it with TURNWISE_CUDA=ON"):
-        backends.select_backend("native", on_gpu())
+        backends.select_backend("policy_loss", "native", on_gpu())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_a_device_that_does_not_take_the_native_kernels_gets_the_next(gpus, reas
     asked = gpus(native={1: reason, 2: reason}, triton={2: "no C compiler"})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        served = [backends.select_backend(None, on_gpu(index)) for index in (0, 1, 2, 1, 2, 0)]
+        served = [backends.select_backend("policy_loss", None, on_gpu(index)) for index in (0, 1, 2, 1, 2, 0)]
     assert served == ["native", "triton", "torch", "triton", "torch", "native"]
     assert sorted(asked) == [("native", 0), ("native", 1), ("native", 2), ("triton", 1), ("triton", 2)]
     assert [str(w.message) for w in said] == [
@@ -100,24 +100,24 @@ def test_a_named_backend_that_the_device_does_not_take_raises_with_the_reason(gp
     gpus(native={0: NO_CODE}, triton={0: "no C compiler"})
     for name, reason in (("native", "no kernel image is available"), ("triton", "no C compiler")):
         with pytest.raises(ops.BackendUnavailable, match=f"backend '{name}' can't serve this call: .*{reason}"):
-            backends.select_backend(name, on_gpu())
+            backends.select_backend("policy_loss", name, on_gpu())
         with pytest.raises(ops.BackendUnavailable, match=reason), ops.backend(name):
-            backends.select_backend(None, on_gpu())
+            backends.select_backend("policy_loss", None, on_gpu())
         monkeypatch.setattr(backends, "_environment", name)
         with pytest.raises(ops.BackendUnavailable, match=reason):
-            backends.select_backend(None, on_gpu())
+            backends.select_backend("policy_loss", None, on_gpu())
         monkeypatch.setattr(backends, "_environment", None)
-    assert backends.select_backend("torch", on_gpu()) == "torch"
+    assert backends.select_backend("policy_loss", "torch", on_gpu()) == "torch"
 
 
 def test_a_build_without_cuda_is_no_news_while_triton_serves(gpus) -> None:
     gpus(native={}, triton={1: "no C compiler"}, with_cuda=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backends.select_backend(None, on_gpu(0)) == "triton"
-        assert backends.select_backend(None, on_gpu(0), native="float64", triton="float64") == "torch"
+        assert backends.select_backend("policy_loss", None, on_gpu(0)) == "triton"
+        assert backends.select_backend("policy_loss", None, on_gpu(0), native="float64", triton="float64") == "torch"
     with pytest.warns(RuntimeWarning, match="plain PyTorch for cuda:1 .*built without CUDA.*; triton: no C compiler"):
-        assert backends.select_backend(None, on_gpu(1)) == "torch"
+        assert backends.select_backend("policy_loss", None, on_gpu(1)) == "torch"
 
 
 def test_a_capture_is_not_disturbed_by_a_question(gpus, monkeypatch) -> None:
@@ -126,12 +126,15 @@ def test_a_capture_is_not_disturbed_by_a_question(gpus, monkeypatch) -> None:
     capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    assert backends.select_backend(None, on_gpu()) == "native" and not asked
+    assert backends.select_backend("policy_loss", None, on_gpu()) == "native" and not asked
     capturing[0] = False
     with pytest.warns(RuntimeWarning, match="no kernel image"):
-        assert backends.select_backend(None, on_gpu()) == "triton"
+        assert backends.select_backend("policy_loss", None, on_gpu()) == "triton"
     capturing[0] = True
-    assert backends.select_backend(None, on_gpu()) == "triton" and asked == [("native", 0), ("triton", 0)]
+    assert backends.select_backend("policy_loss", None, on_gpu()) == "triton" and asked == [
+        ("native", 0),
+        ("triton", 0),
+    ]
 
 
 @pytest.mark.parametrize("name", [None, "triton"])
@@ -141,7 +144,7 @@ def test_a_question_stays_out_of_a_compiled_graph(gpus, name) -> None:
     gpu = on_gpu()
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if backends.select_backend(name, gpu) == "triton" else 3)
+        return x * (2 if backends.select_backend("policy_loss", name, gpu) == "triton" else 3)
 
     torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as said:

@@ -211,21 +211,39 @@ class OnGPU:
 
 
 def test_float32_goes_to_triton_unless_told_otherwise(monkeypatch) -> None:
-    serving = {"triton": ""}
-    monkeypatch.setattr(dispatch, "_unsupported_reason", lambda name, *_: serving[name])
+    serving = {"native": "", "triton": ""}
+    monkeypatch.setattr(dispatch, "_unsupported_reason", lambda name, *_: serving.get(name, ""))
     tensor: Any = OnGPU()
-    assert choice.prefers_triton(tensor) and dispatch.serves_by_default("triton", None, tensor)
-    assert not dispatch.serves_by_default("triton", "native", tensor)
+
+    def chosen(name: str | None = None) -> str:
+        return dispatch.select_backend(choice.head_op(tensor), name, tensor)
+
+    assert chosen() == "triton"
+    assert chosen("native") == "native"
     with dispatch.backend("native"):
-        assert not dispatch.serves_by_default("triton", None, tensor)
-    serving["triton"] = "no driver"
-    assert not dispatch.serves_by_default("triton", None, tensor)
+        assert chosen() == "native"
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=True))
-    assert not choice.prefers_triton(tensor)
+    assert chosen() == "native"
     monkeypatch.undo()
-    assert not choice.prefers_triton(torch.zeros(2, 2))
+    monkeypatch.setattr(dispatch, "_unsupported_reason", lambda name, *_: serving.get(name, ""))
+    serving["triton"] = "no driver"
+    assert chosen() == "native"
+    serving["triton"] = ""
+    assert choice.head_op(torch.zeros(2, 2)) == "linear_logprob"
     tensor.dtype = torch.bfloat16
-    assert not choice.prefers_triton(tensor)
+    assert chosen() == "native"
+
+
+@pytest.mark.parametrize("op", dispatch.ON_GPU)
+def test_the_table_decides_which_backend_comes_first(op: str, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "_unsupported_reason", lambda *_: "")
+    tensor: Any = OnGPU()
+    for first in ("native", "triton"):
+        monkeypatch.setitem(dispatch.ON_GPU, op, first)
+        assert dispatch.select_backend(op, None, tensor) == first
+        other = "native" if first == "triton" else "triton"
+        assert dispatch.select_backend(op, None, tensor, **{first: "float64"}) == other
+        assert dispatch.select_backend(op, other, tensor) == other
 
 
 def test_the_setting_of_tf32_compiles() -> None:

@@ -216,5 +216,5 @@ def test_tf32_must_be_far_ahead_for_a_frozen_weight(monkeypatch: pytest.MonkeyPa
     """Triton makes three products in TF32 where cuBLAS makes two in float32."""
     monkeypatch.setattr(choice, "device_of", lambda tensor: choice.Device(capability=capability))
     on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    assert choice.prefers_triton(on_gpu)
-    assert choice.prefers_triton(on_gpu, frozen=True) is frozen
+    assert choice.head_op(on_gpu) == "linear_logprob, float32"
+    assert choice.head_op(on_gpu, frozen=True) == ("linear_logprob, float32" if frozen else "linear_logprob")

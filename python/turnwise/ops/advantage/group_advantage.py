@@ -233,7 +233,7 @@ def compute_group_advantage(c: GroupColumns, options: GroupOptions, check: bool,
     check_types(c.rewards, c.lengths, c.valid)
     c = c._replace(rewards=c.rewards.detach(), lengths=None if c.lengths is None else c.lengths.detach())
     reason = transform_reason(backend, *c)
-    chosen = select_backend(backend, c.rewards, native=reason, triton=reason)
+    chosen = select_backend("group_advantage", backend, c.rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
         check_all(c, options)
     if chosen == "torch":

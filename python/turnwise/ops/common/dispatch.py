@@ -3,8 +3,9 @@
 ``native`` is C++ for CPU tensors and CUDA C++ for CUDA tensors. ``triton`` serves CUDA tensors, and CPU tensors in a
 process that runs Triton's interpreter (``TRITON_INTERPRET=1``). ``torch`` is the reference and serves any device.
 
-The automatic choice is ``native`` if it can serve, else ``triton`` (CUDA tensors only), else ``torch``. On a GPU it
-also probes once whether the device's driver accepts the kernels. If the compiled module does not load or a device
+The automatic choice is ``native`` if it can serve, else ``triton`` (CUDA tensors only), else ``torch``; :data:`ON_GPU`
+has the ops for which ``triton`` comes first. On a GPU it also probes once whether the device's driver accepts the
+kernels. If the compiled module does not load or a device
 rejects the kernels, one warning per device says so. A backend that the caller names raises if it can't serve.
 """
 
@@ -24,6 +25,18 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("native", "triton", "torch")
+ON_GPU = {
+    "gae": "native",  # not measured
+    "group_advantage": "native",  # not measured
+    "grouped_policy_loss": "native",  # not measured
+    "linear_logprob": "native",  # H200, bfloat16: 1.3 to 1.9 times as fast as Triton (bench/results/2026-11-27-h200.md)
+    "linear_logprob, float32": "triton",  # not measured; head_op says which calls these are
+    "logprob": "native",  # not measured
+    "policy_loss": "native",  # not measured
+    "token_returns": "native",  # not measured
+    "token_reward_sum": "native",  # not measured
+}
+"""The backend of each op that comes first on a GPU. The last page of ``make gpu-check`` compares it with the times."""
 
 
 class _Forced(threading.local):
@@ -173,8 +186,10 @@ def native_by_default() -> bool:
     return _forced.name is None and _environment is None and extension is not None and emulator is None
 
 
-def select_backend(name: str | None, tensor: Tensor | None = None, *, native: str = "", triton: str = "") -> str:
-    """The backend that serves a call on ``tensor`` (``None``: on the CPU, without tensors).
+def select_backend(
+    op: str, name: str | None, tensor: Tensor | None = None, *, native: str = "", triton: str = ""
+) -> str:
+    """The backend that serves a call of ``op``, a key of :data:`ON_GPU`, on ``tensor`` (``None``: on the CPU).
 
     The argument ``name`` wins over :func:`backend`, and that wins over ``TURNWISE_BACKEND``. ``native`` and ``triton``
     give the reason why that backend can't serve these inputs (empty: it can). This function checks the device and the
@@ -187,18 +202,11 @@ def select_backend(name: str | None, tensor: Tensor | None = None, *, native: st
     device, index = ("cpu", None) if on_cpu or tensor is None else (tensor.device.type, tensor.device.index)
     index = -1 if index is None else index  # -1: the current device
     if chosen is None:
-        return _choose(device, index, native, triton)
+        return _choose(op, device, index, native, triton)
     reason = _unsupported_reason(chosen, device, index) or {"native": native, "triton": triton}.get(chosen, "")
     if reason:
         raise BackendUnavailable(f"backend {chosen!r} can't serve this call: {reason}")
     return chosen
-
-
-def serves_by_default(name: str, named: str | None, tensor: Tensor) -> bool:
-    """True if a backend serves a CUDA tensor, and neither the argument ``named`` nor the caller's setting names one."""
-    if (named or forced_backend()) is not None or not tensor.is_cuda:
-        return False
-    return not _unsupported_reason(name, "cuda", -1 if tensor.device.index is None else tensor.device.index)
 
 
 def _unsupported_reason(name: str, device: str, index: int) -> str:
@@ -208,8 +216,10 @@ def _unsupported_reason(name: str, device: str, index: int) -> str:
     return (_native_unsupported_reason if name == "native" else _triton_unsupported_reason)(device, index)
 
 
-def _choose(device: str, index: int, native: str, triton: str) -> str:
+def _choose(op: str, device: str, index: int, native: str, triton: str) -> str:
     """The first backend that can serve. Warns once per device if the machine allows only a slower one."""
+    if device == "cuda" and ON_GPU[op] == "triton" and not (triton or _unsupported_reason("triton", device, index)):
+        return "triton"
     native_reason = _unsupported_reason("native", device, index)
     if not (native or native_reason):
         return "native"

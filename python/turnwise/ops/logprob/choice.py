@@ -1,7 +1,7 @@
 """Choose how the LM head cuts its work: the shape of a tile of logits, and the tokens that share a product.
 
-On a GPU the choice follows ``bench/head_model.py``, which predicts the time of each option. A test compares the choice
-with the model's best. Nothing here was measured on a GPU.
+On a GPU the choice follows a model of each option's products, traffic and launches. On an H200 it was within 13% of the
+measured times (``bench/results/2026-11-27-h200.md``), which made it superfluous.
 """
 
 from __future__ import annotations
@@ -186,15 +186,17 @@ def tf32_allowed() -> bool:
 tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in common/dispatch.py
 
 
-def prefers_triton(hidden: Tensor, frozen: bool = False) -> bool:
-    """True if Triton's kernels, where they serve, are expected to be faster than cuBLAS's products with our kernels.
+def head_op(hidden: Tensor, frozen: bool = False) -> str:
+    """The key of a call of the LM head in ``ON_GPU``, the table of backends.
 
-    They make a float32 product of three in TF32 on the tensor cores. cuBLAS uses those only if torch allows TF32. With
-    a ``frozen`` weight cuBLAS makes two products and Triton three, so TF32's speedup must be larger.
+    Float32 products have one of their own. Triton's kernels make each of three in TF32 on the tensor cores; cuBLAS uses
+    those only if torch allows TF32. With a ``frozen`` weight cuBLAS makes two products and Triton three, so TF32's
+    speedup must be larger.
     """
     if not hidden.is_cuda or hidden.dtype is not torch.float32 or tf32_allowed():
-        return False
-    return not frozen or device_of(hidden).capability >= (10, 0)
+        return "linear_logprob"
+    slower = frozen and device_of(hidden).capability < (10, 0)
+    return "linear_logprob" if slower else "linear_logprob, float32"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

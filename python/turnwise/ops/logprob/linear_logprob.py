@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend, serves_by_default
+from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend
 from turnwise.ops.common.layout import transform_reason
 from turnwise.ops.logprob import linear_frozen
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
-from turnwise.ops.logprob.choice import prefers_triton
+from turnwise.ops.logprob.choice import head_op
 from turnwise.ops.logprob.linear_native import backward, forward
 from turnwise.ops.logprob.logprob import reference as logprob_reference
 from turnwise.ops.logprob.tiles import Softmax
@@ -206,10 +206,8 @@ def linear_logprob(
             check_id_values("positions", positions, hidden.shape[0])
     narrow = "hidden is float64, and the kernels compute in float32" if hidden.dtype is torch.float64 else ""
     reason = transform_reason(backend, hidden, weight, targets, bias, positions) or narrow
-    chosen = select_backend(backend, hidden, native=reason, triton=reason)
     frozen = linear_frozen.serves(hidden, weight, bias)
-    if chosen == "native" and prefers_triton(hidden, frozen) and serves_by_default("triton", backend, hidden):
-        chosen = "triton"
+    chosen = select_backend(head_op(hidden, frozen), backend, hidden, native=reason, triton=reason)
     if chosen == "torch":
         logprob, entropies = reference(hidden, weight, targets, bias, positions, softmax, entropy)
     elif chosen == "native" and frozen:

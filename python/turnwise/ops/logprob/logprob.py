@@ -253,7 +253,7 @@ def logprob(
         check_id_values("targets", targets, logits.shape[-1], softmax.ignore_index)
     narrow = "logits is float64, and the kernels compute in float32" if logits.dtype is torch.float64 else ""
     reason = transform_reason(backend, logits, targets) or narrow
-    chosen = select_backend(backend, logits, native=reason, triton=reason)
+    chosen = select_backend("logprob", backend, logits, native=reason, triton=reason)
     if chosen == "torch":
         values, entropies = reference(logits, targets, softmax, entropy)
     else:

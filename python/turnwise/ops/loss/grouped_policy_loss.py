@@ -125,7 +125,7 @@ def grouped_policy_loss(
     s, reason = cast_for_kernel(s, objective.variant)
     others = group_ids, trajectory_ids, lengths, valid
     reason = transform_reason(backend, *s, *others) or reason or float64_reason(token_rewards=rewards)
-    chosen = select_backend(backend, logprobs, native=reason, triton=reason)
+    chosen = select_backend("grouped_policy_loss", backend, logprobs, native=reason, triton=reason)
 
     # The GPU's kernel has no table of trajectories.
     fused = chosen == "native" and (pool == "rows" or native_core(logprobs)[0] == "cpu")

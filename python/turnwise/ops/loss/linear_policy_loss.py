@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import native_core, select_backend, serves_by_default, stream_of
+from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
 from turnwise.ops.common.layout import RowLayout, Streams, transform_reason
 from turnwise.ops.logprob import linear_frozen
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
-from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, one_pass, prefers_triton
+from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, head_op, one_pass
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.linear_native import Gradients, Head, spread
 from turnwise.ops.logprob.tiles import Upstream, new_state, scan
@@ -193,7 +193,7 @@ def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
     """True if the compiled kernels serve the chunks. Otherwise the two separate ops choose or reject a backend."""
     if hidden.dtype is torch.float64:
         return False
-    return select_backend(backend, hidden, native=reason, triton=reason) == "native"
+    return select_backend("linear_logprob", backend, hidden, native=reason, triton=reason) == "native"
 
 
 def _is_faster(
@@ -201,7 +201,7 @@ def _is_faster(
 ) -> bool:
     """True if one pass is expected to be faster than two ops and to need no more memory."""
     frozen = linear_frozen.serves(hidden, weight, bias)
-    triton = prefers_triton(hidden, frozen) and serves_by_default("triton", backend, hidden)
+    triton = hidden.is_cuda and select_backend(head_op(hidden, frozen), backend, hidden) == "triton"
     if frozen and not triton:
         return False  # two ops make no more products, and their logits stay in the cache
     if native_core(hidden)[0] == "cpu":

@@ -370,7 +370,7 @@ def prepared_policy_loss(
         check_call(s, objective, check)
     s, reason = cast_for_kernel(s, objective.variant)
     reason = transform_reason(backend, *s) or reason
-    served = select_backend(backend, s.logprobs, native=reason, triton=reason)
+    served = select_backend("policy_loss", backend, s.logprobs, native=reason, triton=reason)
     if served != "native" or objective.variant.selects:  # the native kernels make their own checks
         check_call(s, objective)
     s = with_selected(s, objective.variant)

@@ -156,7 +156,7 @@ def _locate(
 
 def _backend(name: str | None, tensor: Tensor) -> str:
     reason = "the input is float64, and the kernels compute in float32" if tensor.dtype is torch.float64 else ""
-    return select_backend(name, tensor, native=reason, triton=reason)
+    return select_backend("logprob", name, tensor, native=reason, triton=reason)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def gae(
     check_share("lam", lam)
     reason = transform_reason(backend, rewards, values, mask, cu_seqlens)
     reason = reason or float64_reason(rewards=rewards, values=values)
-    chosen = select_backend(backend, rewards, native=reason, triton=reason)
+    chosen = select_backend("gae", backend, rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
         _check(rewards, values, mask, cu_seqlens)
         check_reward_values("rewards", rewards, mask, cu_seqlens)

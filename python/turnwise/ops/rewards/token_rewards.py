@@ -254,7 +254,7 @@ def token_reward_sum(
     rewards = as_floats("token_rewards", token_rewards)
     check_optional(mask=mask, cu_seqlens=cu_seqlens, lengths=lengths)
     reason = transform_reason(backend, rewards, mask, cu_seqlens, lengths) or float64_reason(token_rewards=rewards)
-    chosen = select_backend(backend, rewards, native=reason, triton=reason)
+    chosen = select_backend("token_reward_sum", backend, rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
         check_tokens("token_rewards", rewards, mask, cu_seqlens)
         _check_lengths(rewards, mask, cu_seqlens, lengths)
@@ -291,7 +291,7 @@ def token_returns(
     check_optional(mask=mask, cu_seqlens=cu_seqlens)
     check_share("gamma", gamma)
     reason = transform_reason(backend, rewards, mask, cu_seqlens) or float64_reason(token_rewards=rewards)
-    chosen = select_backend(backend, rewards, native=reason, triton=reason)
+    chosen = select_backend("token_returns", backend, rewards, native=reason, triton=reason)
     if check and not torch.compiler.is_compiling():
         check_tokens("token_rewards", rewards, mask, cu_seqlens)
         check_reward_values("token_rewards", rewards, mask, cu_seqlens)
