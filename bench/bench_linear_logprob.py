@@ -2,10 +2,10 @@
 
 It verifies, then times log-probabilities alone, log-probabilities with their backward, and the clipped loss with its
 backward; the last two also with a frozen weight. "eager" computes all logits, in float32 for the softmax, as trainers
-do. TRL's function takes those logits; verl's works by chunks of tokens. On a GPU, verl's Triton kernel and Liger's are
-timed too. "share of products" is the time of the bare matrix products by torch.mm over the method's time: one forward,
-and two backward, or one if the weight is frozen. "peak MB" is memory above the inputs, with gradients. Run all cases,
-or some; on a CPU each takes minutes at the larger vocabulary:
+do. TRL's function takes those logits; verl's works by chunks of tokens, Liger's loss by sequences. On a GPU, verl's
+Triton kernel and Liger's are timed too. "share of products" is the time of the bare matrix products by torch.mm over
+the method's time: one forward, and two backward, or one if the weight is frozen. "peak MB" is memory above the inputs,
+with gradients. Run all cases, or some; on a CPU each takes minutes at the larger vocabulary:
 
     python bench/bench_linear_logprob.py
     python bench/bench_linear_logprob.py --vocabulary 151936 --dtype bfloat16
@@ -136,7 +136,22 @@ def in_one(i: Inputs) -> Tensor:
     ).loss
 
 
-LOSSES: dict[str, Method] = {"eager": eager_loss, "turnwise, two ops": two_ops, "turnwise, in one": in_one}
+def by_liger(module: Any) -> Method:
+    loss = module.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo", temperature=TEMPERATURE)
+
+    def call(i: Inputs) -> Tensor:
+        old = i.old.view(SEQUENCES, -1)
+        hidden, targets, mask = i.hidden.view(*old.shape, -1), i.targets.view_as(old), torch.ones_like(old)
+        return loss(hidden, i.weight, targets, mask, i.advantages, old_per_token_logps=old)[0]
+
+    return call
+
+
+def loss_methods() -> dict[str, Method]:
+    methods: dict[str, Method] = {"eager": eager_loss, "torch.compile": torch.compile(eager_loss)}
+    if liger := peer("liger_kernel.chunked_loss"):
+        methods["Liger"] = by_liger(liger)
+    return {**methods, "turnwise, two ops": two_ops, "turnwise, in one": in_one}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,7 +212,7 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -
 def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
     i = make(case, device)
     frozen = i._replace(weight=i.weight.detach())  # as under LoRA
-    methods, losses = logprob_methods(device), dict(LOSSES)
+    methods, losses = logprob_methods(device), loss_methods()
     for group, inputs in itertools.product((methods, losses), (i, frozen)):
         verify(group, inputs, TOLERANCE[case.dtype])
     parts: dict[str, dict[str, Callable[[], Any]]] = {
