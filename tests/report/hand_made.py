@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from turnwise.train.log.run_log import RunLog
-from turnwise.types import GenerateResult, Rollout, Step
+from turnwise.types import CHILD, GenerateResult, Rollout, Step
 
 HOSTILE = "</script><b id=injected>bold</b><!-- {{data}} & \u2028"
 """What would break out of the page if any text entered it as HTML."""
@@ -69,6 +69,8 @@ def hand_made(folder: Path, step: int) -> None:
     ]  # fmt: skip
     half_done = [call(words, "alice", 0, "half done")]
     failed = Rollout("r9.0", "check", {"of": "r9"}, half_done, error="Boom: <i>line 3</i>")
+    whose = {"actor": "bob", "attempt": "r9", "parent": "r9", "order": 0, "after": ["alice", 1], "inherits": True}
+    failed.meta[CHILD] = whose
     rewards = {"alice": 1.0, "bob": float("nan")}
     rollout = Rollout("r9", "duel", {"deal": HOSTILE}, steps, rewards, seed=2**62 + 1)
     result = GenerateResult(rollout, children=[GenerateResult(failed, parent_id="r9")])

@@ -183,6 +183,8 @@ def test_markup_failures_nested_episodes_and_private_text(page):
     assert page.locator(".branch[data-branch='2'] .badge").inner_text() == "failed"
     nested = page.locator(".children .episode")
     assert nested.get_attribute("data-id") == "r9.0" and "failed" in nested.locator("h3").inner_text()
+    summary = nested.locator(".summary").inner_text()
+    assert summary.endswith("sub-agent of r9, as bob, after call 1 of alice, with its reward")
     page.locator(".prompt summary").first.click()
     assert page.locator("mark.private:visible").all_inner_texts() == ["Your card: ace"]
     bob = page.locator(".prompt", has=page.locator(".role", has_text="system")).first

@@ -124,6 +124,15 @@ function fold(title, value) {
   return el("details", {}, el("summary", {}, title), el("pre", {}, text));
 }
 
+// Whose sub-agent an episode is, and the call after which it was opened.
+function openedBy({ meta }) {
+  const child = meta && meta.child;
+  if (!child) return "";
+  const [actor, call] = child.after || [];
+  return ` · sub-agent of ${child.parent}, as ${child.actor}` + (child.after ? `, after call ${call} of ${actor}` : ", before any call")
+    + (child.inherits ? ", with its reward" : "");
+}
+
 function episodeView(run, episode, view, depth = 0) {
   const scale = scaleOf(walk(episode).flatMap((part) => part.steps));
   const measured = Object.entries(episode.metrics || {}).map(([name, value]) => [name, number(value)]);
@@ -131,7 +140,8 @@ function episodeView(run, episode, view, depth = 0) {
     el(depth ? "h3" : "h2", {}, episode.id, " ", el("span", { class: "type" }, episode.episode_type),
       episode.error ? el("span", { class: "badge bad" }, "failed") : null,
       episode.trainable ? null : el("span", { class: "badge" }, "not trained on")),
-    el("p", { class: "summary" }, depth ? "" : `step ${episode.step} · `, rewardsOf(episode) || "no rewards", ` · seed ${episode.seed}`),
+    el("p", { class: "summary" }, depth ? "" : `step ${episode.step} · `, rewardsOf(episode) || "no rewards", ` · seed ${episode.seed}`,
+      openedBy(episode)),
     episode.error ? el("pre", { class: "error" }, episode.error) : null,
     el("div", { class: "folds" }, fold("artifact", episode.artifact), measured.length
       ? el("details", {}, el("summary", {}, "metrics"), rows(measured)) : null, fold("extras", episode.extras), fold("meta", episode.meta)),
