@@ -10,7 +10,8 @@
   difference of the trainer's log-probabilities from the sampler's.
 
 "first s" is the first call after those that check and compile, "s" the median of the others; "peak MB" is the most
-memory that PyTorch held. Without a GPU or with ``--quick`` the shapes are tiny: that only shows that the bench runs.
+memory that PyTorch held, "per pass" the most tokens of a micro-batch, which are halved if memory runs out. Without a GPU
+or with ``--quick`` the shapes are tiny: that only shows that the bench runs.
 
     python bench/bench_trainer.py --rounds 5
     python bench/bench_trainer.py --part sampling
@@ -114,7 +115,9 @@ def update(options: Any, whole: bool) -> list[dict[str, Any]]:
         name = torch.cuda.get_device_name() if options.device == "cuda" else ""
         peak = next((peak for card, peak in PEAKS.items() if card in name), None)
         flop = (6 if method == "turnwise, full" else 4) * weights * speed
-        rows.append({"part": "update", "method": method, "tokens": case.tokens, **measured, "tokens/s": speed,
+        passed = policy.micro_batch_tokens(case.tokens)  # half as many if memory ran out
+        rows.append({"part": "update", "method": method, "tokens": case.tokens, "per pass": passed, **measured,
+                     "tokens/s": speed,
                      "MFU": flop / peak if peak else None})  # fmt: skip
         del model, policy
     return rows
