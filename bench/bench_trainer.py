@@ -10,8 +10,8 @@
   difference of the trainer's log-probabilities from the sampler's.
 
 "first s" is the first call after those that check and compile, "s" the median of the others; "peak MB" is the most
-memory that PyTorch held, "per pass" the most tokens of a micro-batch, which are halved if memory runs out. Without a GPU
-or with ``--quick`` the shapes are tiny: that only shows that the bench runs.
+memory that PyTorch held, "per pass" the most tokens of a micro-batch, which are halved if memory runs out. Without a
+GPU or with ``--quick`` the shapes are tiny: that only shows that the bench runs.
 
     python bench/bench_trainer.py --rounds 5
     python bench/bench_trainer.py --part sampling
