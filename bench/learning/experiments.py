@@ -230,20 +230,22 @@ def shipped(
     seed: int,
     contenders: Sequence[str],
     tokens: int = 200_000,
-    warm_steps: int | None = None,
+    start: Settings | None = None,
 ) -> list[Cell]:
     """Cells of ``examples/<task>.toml`` with its own learning rate, for some contenders of :func:`grid_contenders`.
 
     The lone agent makes as many calls as the team does in ``rounds``; so the start knows later rounds too, for which
-    ``warm_steps`` may replace the example's. It takes minutes, and all seeds share it.
+    ``start`` may replace settings of the example's ``warm_start`` and ``task_options``. It takes minutes, and all seeds
+    share it.
     """
     example = tomllib.loads((EXAMPLES / f"{task}.toml").read_text(encoding="utf-8"))
-    play: Settings = {**example["task_options"], "max_turns": rounds}
+    given = merged({name: example[name] for name in ("task_options", "warm_start")}, start or {})
+    play: Settings = {**given["task_options"], "max_turns": rounds}
     calls = rounds * len(team)
     warm = WarmStart(
         task,
         {**play, "max_turns": max(2, rounds), "actors": list(dict.fromkeys([*team, alone]))},
-        {**example["warm_start"], **({} if warm_steps is None else {"steps": warm_steps})},
+        given["warm_start"],
         SEEDS[0],
     )
     base = merged(
@@ -270,7 +272,9 @@ def sokoban(seed: int) -> list[Cell]:
 def code_duel(seed: int) -> list[Cell]:
     # Demonstrations of the second round double what the start has to learn. Programs are long: with the batches of the
     # other tasks the tokens would do for two updates.
-    found = shipped("code_duel", ("coder", "tester"), "coder", 2, seed, FEWER, tokens=300_000, warm_steps=900)
+    # The example starts from other demonstrations since these ran.
+    start: Settings = {"task_options": {"clean": 0.85}, "warm_start": {"steps": 900, "shuffle": False}}
+    found = shipped("code_duel", ("coder", "tester"), "coder", 2, seed, FEWER, tokens=300_000, start=start)
     smaller = {"rollout": {"prompts_per_step": 8}}
     return [replace(cell, config=merged(cell.config, smaller)) for cell in found]
 
