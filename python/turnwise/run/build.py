@@ -200,11 +200,12 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
     _prepare_torch(config)
     task = task_of(config)
-    config, *_ = check_config(config, task, warm=False)
+    config, actors, *_ = check_config(config, task, warm=False)
     # All weights are rank 0's, so here they are not even read.
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
     policies = build_policies(config, models, _load_references(config, task, empty=True))
+    attach_teachers(policies, actors, config)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 saves after them, which takes all ranks
     shard(policies, config, mesh).follow()
@@ -257,15 +258,15 @@ def _build_here(
     # Build the arena with its client, and the policies.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
     policies = build_policies(config, models, _moved(_load_references(config, task), device))
-    if config.distill.top_k:
-        attach_teachers(policies, {actor.id: actor.policy for actor in actors}, config)
+    attach_teachers(policies, actors, config)
     return policies if mesh is None else shard(policies, config, mesh), arena
 
 
-def attach_teachers(policies: Mapping[str, Policy], policy_of: Mapping[str, str], config: TrainConfig) -> None:
-    """Give each policy the teachers of its actors, whose forward KL is in the loss."""
+def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], config: TrainConfig) -> None:
+    """Give each policy the teachers of its actors, if their forward KL is in the loss (``distill.top_k``)."""
+    policy_of = {actor.id: actor.policy for actor in actors}
     by_policy: dict[str, dict[str, Policy]] = {}
-    for actor, teacher in config.teachers().items():
+    for actor, teacher in config.teachers().items() if config.distill.top_k else ():
         by_policy.setdefault(policy_of[actor], {})[actor] = policies[teacher]
     for name, teachers in by_policy.items():
         policies[name].teaching = Teaching(teachers, config.distill.top_k, config.distill.coef)

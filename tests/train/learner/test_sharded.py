@@ -42,6 +42,8 @@ from turnwise.train.model.loading import load_model, peft_config
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.model.weights import bit_sum, bit_sums, named_weights
+from turnwise.train.update.kl import refresh
+from turnwise.train.update.teaching import Teaching
 from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
@@ -303,6 +305,41 @@ def pair(folder: Path, mesh: Any) -> dict[str, Any]:
     return found
 
 
+RULES: dict[str, LossConfig] = {
+    "masks": LossConfig(
+        masks={"rejection": {"token-k1": [0.2, 5.0]}, "off_policy": 0.1, "second_moment": 0.5, "top_entropy": 0.6}
+    ),
+    "entropy": LossConfig(entropy_coef=0.01, entropy_target=3.0, kl={"coef": 0.1, "refresh_every": 2}),
+    "observations": LossConfig(observations=0.5),
+    "baseline": LossConfig(baseline="optimal_token"),
+    "vespo": LossConfig(type="vespo"),
+    "teacher": LossConfig(),
+}
+
+
+def ruled(rule: str, mesh: Any) -> dict[str, Any]:
+    """Two steps by a rule that reads whole minibatches or steps, of which each rank has a part."""
+    policy, batch = make_policy(CASES[0]), make_batch()
+    policies = {"default": policy}
+    if rule == "teacher":  # of one of the two actors, in padded rows: some micro-batches have no pupil
+        policies["teacher"] = make_policy(Case("padded", False, True), seed=9)
+        policy.teaching = Teaching({"second": policies["teacher"]}, top_k=4, coef=0.7)
+        batch.actor_index[3:] = 0
+    if mesh is not None:
+        shard_policies(policies, mesh)
+    observed = np.random.default_rng(5).random(len(batch.token_ids)) < 0.2
+    batch = replace(
+        batch, observation_mask=(observed & (batch.loss_mask == 0)).astype(np.uint8), group_index=np.arange(15) // 3
+    )
+    rng, metrics = np.random.default_rng(7), []
+    for _ in range(2):
+        metrics.append(update_policy(policy, batch, UPDATE, RULES[rule], rng))
+        policy.version += 1
+        metrics[-1].update(refresh(policy, RULES[rule].kl))
+    weights = {name: tensor.clone() for name, tensor in whole(policy.weights())}
+    return {"metrics": metrics, "weights": weights, "adapted": [policy.entropy_coef or 0, policy.last_entropy or 0]}
+
+
 def half(mesh: Any) -> dict[str, float]:
     """A base in bfloat16 under adapters in float32."""
     policy = make_policy(Case("trie", True, False), dtype=torch.bfloat16)
@@ -375,6 +412,7 @@ def work(folder: Path) -> None:
         die(mesh)
     found = {str(case): results(case, mesh) for case in CASES} | {"odd": odd(mesh)}
     found |= {"report": report(mesh, folder / f"{dist.get_rank()}.safetensors"), "narrow": narrow(mesh)}
+    found |= {f"rule {rule}": ruled(rule, mesh) for rule in RULES}
     found |= {
         "half": half(mesh),
         "rounded": rounded(mesh, folder),
@@ -531,6 +569,18 @@ def test_two_ranks_train_as_one(done: list[dict[str, Any]], case: Case) -> None:
         assert got["kl_coef"] == pytest.approx(want["kl_coef"], rel=1e-6)
         assert want["kl_coef"] != 0.1
     assert done[0][str(case)]["sums"] == done[1][str(case)]["sums"]
+
+
+@READER
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_read_what_all_ranks_have(done: list[dict[str, Any]], rule: str) -> None:
+    want = ruled(rule, None)
+    for found in done:
+        got = found[f"rule {rule}"]
+        assert furthest(got["weights"], want["weights"]) <= 1e-6
+        for one, other in zip(got["metrics"], want["metrics"], strict=True):
+            assert_close(one, other, rule)
+        assert got["adapted"] == pytest.approx(want["adapted"], rel=1e-4)
 
 
 @READER

@@ -185,7 +185,8 @@ def _ignore(*arguments: object) -> None:
 
 # -- groups of policies in parallel ------------------------------------------------------------------------------------
 def weight_groups(policies: Mapping[str, Policy]) -> list[list[str]]:
-    """Group the names of policies by their weights. Frozen ones join their base's group, or the first one."""
+    """Group the names of policies by their weights. Frozen ones join their base's group, or the first one; policies
+    that learn from a teacher's distribution join the teacher's."""
     groups: dict[int, list[str]] = {}
     for name, policy in policies.items():
         if policy.trainable:
@@ -194,7 +195,14 @@ def weight_groups(policies: Mapping[str, Policy]) -> list[list[str]]:
     for name, policy in policies.items():
         if not policy.trainable:
             groups.get(id(policy.base), first).append(name)
-    return list(groups.values())
+    found = list(groups.values())
+    for name, policy in policies.items():
+        taught_by = {} if policy.teaching is None else policy.teaching.teachers
+        near = [name, *(other for other, each in policies.items() if any(each is one for one in taught_by.values()))]
+        joined = [group for group in found if not {*near}.isdisjoint(group)]
+        joined[0].extend(each for group in joined[1:] for each in group)
+        found = [group for group in found if not any(group is one for one in joined[1:])]
+    return found
 
 
 class ParallelLearner(ShardedLearner):

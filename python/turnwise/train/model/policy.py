@@ -301,8 +301,10 @@ class Policy:
         return min(float(forward.trie_share) for forward in self.forwards())
 
     def forwards(self) -> list[Any]:
-        """Return the forward passes of the policy and, if it has one, of its reference."""
-        return [self.forward] if self.reference_forward is None else [self.forward, self.reference_forward]
+        """Return the forward passes of the policy, its reference and its teachers: all those of its micro-batches."""
+        reference = [] if self.reference_forward is None else [self.reference_forward]
+        teachers = {} if self.teaching is None else self.teaching.teachers
+        return [self.forward, *reference, *(teacher.forward for teacher in teachers.values())]
 
     @property
     def device(self) -> torch.device:

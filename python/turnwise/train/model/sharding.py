@@ -31,19 +31,31 @@ class Root(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, read: Forward, micro: MicroBatch, entropy: bool) -> Result:
-        return read(micro, entropy=entropy)
+    def forward(self, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return read(*arguments, **options)
 
 
 class ShardedForward:
-    """Calls ``read`` inside of the ``root`` of its model; a stand-in for :class:`Forward`."""
+    """Calls all passes of ``read`` inside of the ``root`` of its model; a stand-in for :class:`Forward`."""
 
     def __init__(self, root: Root, read: Forward) -> None:
         self.root, self.read = root, read
         self.packed, self.trie_share = read.packed, read.trie_share
 
     def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
-        result: Result = self.root(self.read, micro, entropy)
+        result: Result = self.root(self.read, micro, entropy=entropy)
+        return result
+
+    def with_squares(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.root(self.read.with_squares, micro)
+        return result
+
+    def with_others(self, micro: MicroBatch, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        result: tuple[Tensor, Tensor | None, Tensor] = self.root(self.read.with_others, micro, ids_Nk)
+        return result
+
+    def top(self, micro: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.root(self.read.top, micro, k)
         return result
 
 

@@ -35,7 +35,7 @@ class Teaching:
         for teacher in {id(each): each for each in self.teachers.values()}.values():
             pupils = [index for index, name in enumerate(actors) if self.teachers.get(name) is teacher]
             own_N = torch.isin(micro.actor_ids_B, micro.actor_ids_B.new_tensor(pupils))[micro.row_N] & free_N
-            if own_N.any():
+            if own_N.any() or policy.ranks.size > 1:  # the ranks of a sharded teacher make each pass together
                 teacher.model.eval()
                 ids, logprobs = teacher.forward.top(micro, self.top_k)
                 ids_Nk[own_N], top_Nk[own_N] = ids[own_N], logprobs[own_N].to(top_Nk.dtype)
