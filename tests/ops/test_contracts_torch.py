@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
@@ -84,6 +85,22 @@ def test_a_graph_is_walked_twice_and_a_loss_changed_in_place(target, name) -> No
         changed += 1
         changed *= 3
         torch.testing.assert_close(torch.autograd.grad(2 * changed.sum(), leaf)[0], 3 * once)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", [*DIFFERENTIABLE, "linear_logprob, frozen"])
+def test_activation_checkpointing_changes_nothing(target, name, reentrant: bool) -> None:
+    """It runs the op again in the backward, and hands out each saved tensor once."""
+    given, leaf = prepared(target, name)
+    key = next(key for key, value in given.items() if value is leaf)
+
+    def call(tensor: Tensor) -> Tensor:
+        return CASES[name].call({**given, key: tensor}, backend=target.backend)[0].sum()
+
+    want = torch.autograd.grad(call(leaf), leaf)[0]
+    leaf.grad = None
+    checkpoint(call, leaf, use_reentrant=reentrant).backward()
+    assert torch.equal(leaf.grad, want)
 
 
 @pytest.mark.parametrize("name", OPS)

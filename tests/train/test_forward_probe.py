@@ -6,7 +6,9 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from turnwise.inference.common.hf_model import context_length
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.micro_batch import trial
 from turnwise.train.model.packed_attention import packed_attention
 from turnwise.train.model.prefix_tree_attention import ATTENTION, tree_attention
 from turnwise.train.model.support import causal_lm, fusing_unsupported_reason, packing_unsupported_reason
@@ -111,3 +113,29 @@ def test_prompt_learning_and_other_modules_are_refused():
         causal_lm(peft.get_peft_model(build("llama"), config))
     with pytest.raises(TypeError, match="model is a Linear: expected a Hugging Face causal LM"):
         causal_lm(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("broken", ["output", "module"])
+def test_a_decoder_of_another_kind_leaves_padded_rows(broken, monkeypatch):
+    """Some models name their head or themselves as the decoder; nothing of them is refused for it."""
+    model = build("llama")
+    decoder = model.lm_head if broken == "module" else model
+    monkeypatch.setattr(model, "get_decoder", lambda: decoder)
+    assert "gives no hidden states" in packing_unsupported_reason(model)
+    with pytest.warns(RuntimeWarning, match="rows are padded"):
+        forward = Forward(model)
+    assert not forward.packed and not forward.fused
+
+
+def test_rows_end_where_longrope_changes():
+    """The frequencies would be those of the longest row of a pass."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = build("phi3", **sizes, original_max_position_embeddings=16, rope_scaling=factors)
+    assert context_length(model.config) == 16 and context_length(build("llama").config) == 64
+    with pytest.warns(RuntimeWarning, match="rows have at most 16 tokens, as longer ones would change"):
+        forward = Forward(model)
+    device = torch.device("cpu")
+    assert torch.isfinite(forward(trial(200, 16, device))[0]).all()
+    with pytest.raises(ValueError, match="a row of 18 tokens: Phi3ForCausalLM changes"):
+        forward(trial(200, 18, device))

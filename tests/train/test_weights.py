@@ -10,15 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from turnwise.inference import TransformersClient
+from turnwise.inference.weights.lora import SharedBase
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_checkpoint, load_weights, save_checkpoint
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
-from turnwise.train.config.policies import LoraConfig, PolicyConfig
+from turnwise.train.config.policies import LoraConfig, PolicyConfig, WarmStartConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.export import export_model
-from turnwise.train.model.loading import attach_adapters, load_model, take_dtype
+from turnwise.train.model.loading import attach_adapters, load_model, peft_config, take_dtype
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.weights import MasterWeights
+from turnwise.train.update.sft import Demonstration, warm_start
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
 
@@ -80,6 +82,36 @@ def test_micro_batches_add_up_in_float32():
     masters.drop()
     weight.sum().backward()
     assert weight.grad is not None
+
+
+def test_a_later_policy_takes_the_weights(random_batch):
+    """As after a warm start, or in a notebook: each gradient has one master, and the earlier policy can't step."""
+    first = make("bfloat16")
+    later = Policy("later", first.model, UpdateConfig(lr=1e-3), total_steps=20)
+    train(later, random_batch(0, rows=6))
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in first.model.parameters())
+    with pytest.raises(RuntimeError, match="a newer policy trains these weights"):
+        first.masters.write()
+    # Masters without a policy hold nothing, and take no gradient.
+    weight = next(iter(later.model.parameters()))
+    del first
+    later.release()
+    assert later.masters.trained == [] and not weight._post_accumulate_grad_hooks
+    forgotten = MasterWeights([weight])
+    del forgotten
+    assert not weight._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_warm_start_leaves_no_masters(lora):
+    """Those of a frozen base would stay for the whole run."""
+    model = take_dtype(build_model(build_tokenizer(["0123456789"]), **TINY), torch.bfloat16)
+    warm_start(model, [Demonstration([1, 10], [20, 2])], WarmStartConfig(steps=2, batch_size=1), seed=0)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    adapted = SharedBase(model).add_adapter("default", peft_config(LoraConfig(rank=2)), seed=0) if lora else model
+    policy = Policy("default", adapted, UpdateConfig(lr=1e-3), total_steps=2)
+    assert len(policy.masters.named()) == (0 if lora else len(list(model.parameters())))
 
 
 def test_a_checkpoint_holds_the_masters_and_goes_on_bit_for_bit(tmp_path, random_batch):

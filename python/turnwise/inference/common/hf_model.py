@@ -27,11 +27,30 @@ _keeps: list[bool] = []  # one for each running :func:`without_recomputing`
 def context_length(config: Any) -> int | None:
     """Return the most tokens in a sequence by a model's ``config`` (its text part); ``None`` if it names no limit.
 
-    Recurrent models (Mamba) and those whose positions are slopes (Bloom) have none.
+    Recurrent models (Mamba) and those whose positions are slopes (Bloom) have none. Those of :func:`rope_limit` end
+    there.
     """
     text = config.get_text_config()
     sizes = (getattr(text, name, None) for name in _CONTEXT)
-    return next((int(size) for size in sizes if isinstance(size, int) and size > 0), None)
+    size = next((int(size) for size in sizes if isinstance(size, int) and size > 0), None)
+    return min(filter(None, (size, rope_limit(config))), default=None)
+
+
+def rope_limit(config: Any) -> int | None:
+    """Return the tokens up to which a model with LongRoPE has one set of rotary frequencies; ``None`` for others.
+
+    Transformers takes the frequencies of the longest row of a pass for all its rows, so log-probs of longer rows, and
+    of those beside them, would depend on the batch; and the keys of a cache keep the frequencies that they had.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]  # the last by layer type
+    limits = [
+        each.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        for each in kinds
+        if each.get("rope_type") == "longrope"
+    ]
+    return min(map(int, filter(None, limits)), default=None)
 
 
 def shortest_context(configs: Iterable[Any]) -> int | None:

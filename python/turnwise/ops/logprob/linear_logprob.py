@@ -60,14 +60,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _inputs(ctx: Any) -> list[Any]:
-    """Return hidden, weight, targets, bias, positions, lse and entropies."""
-    tensors = ctx.saved_tensors[: len(ctx.sampled)]
-    return [*(t if s is None else s for t, s in zip(tensors, ctx.sampled, strict=True)), *ctx.saved_tensors[5:7]]
+def _saved(ctx: Any) -> list[Any]:
+    """Return hidden, weight, targets, bias, positions, lse, entropies and, if the weight is frozen, the slope.
+
+    Each backward calls it once: activation checkpointing hands out what is saved a single time.
+    """
+    saved = ctx.saved_tensors
+    count = len(ctx.sampled)
+    return [*(t if s is None else s for t, s in zip(saved[:count], ctx.sampled, strict=True)), *saved[count:]]
 
 
 def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-    *tensors, lse, entropies = _inputs(ctx)
+    return _gradients(ctx, _saved(ctx), grad_logprob, grad_entropy)
+
+
+def _gradients(ctx: Any, saved: list[Any], grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    *tensors, lse, entropies = saved[:7]
     need_hidden, need_weight, _, need_bias, *_ = ctx.needs_input_grad
     with_entropy = ctx.entropy and grad_entropy is not None
     if grad_logprob is None:
@@ -89,10 +97,10 @@ def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: 
 def _differentiate_frozen(
     ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None, __: Any
 ) -> tuple[Any, ...]:
+    saved = _saved(ctx)
     if grad_logprob is None or grad_entropy is not None:  # the entropy's gradient needs the logits again
-        return _differentiate(ctx, grad_logprob, None, grad_entropy)[:-1]
-    hidden, _, _, _, positions, *_ = _inputs(ctx)
-    slope = ctx.saved_tensors[-1]
+        return _gradients(ctx, saved, grad_logprob, grad_entropy)[:-1]
+    hidden, positions, slope = saved[0], saved[4], saved[-1]
     return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 8
 
 

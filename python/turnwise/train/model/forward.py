@@ -22,6 +22,7 @@ from turnwise.inference.common.hf_model import (
     context_length,
     last_mlp_at,
     recomputes,
+    rope_limit,
     vocabulary_size,
     without_recomputing,
 )
@@ -94,6 +95,7 @@ class Forward:
         self._bytes_per_token: float | None = None
         self._routers: Routers | None = None
         lm, wanted = self.lm, LAYOUTS[layout]
+        self._rope_limit = rope_limit(lm.config)
         if lm.get_input_embeddings().weight.is_meta:
             return
         facts = facts_of(model, stream=wanted.stream, shared=wanted.trie_share > 0, dropout=dropout)
@@ -107,7 +109,12 @@ class Forward:
         if facts.unread:
             text = f"no pass runs {len(facts.unread)} layers with the adapter, such as {facts.unread[0]!r}"
             warnings.warn(f"{facts.kind}: {text}, so it does not train there", RuntimeWarning, stacklevel=2)
-        fallbacks = {"log-probs are read from logits": reason_unfused, "rows are padded": reason_padded}
+        reason_short = "" if self._rope_limit is None else "longer ones would change the frequencies of its LongRoPE"
+        fallbacks = {
+            "log-probs are read from logits": reason_unfused,
+            "rows are padded": reason_padded,
+            f"rows have at most {self._rope_limit} tokens": reason_short,
+        }
         for fallback, reason in fallbacks.items():
             if reason:
                 warnings.warn(f"{facts.kind}: {fallback}, as {reason}", RuntimeWarning, stacklevel=2)
@@ -240,6 +247,11 @@ class Forward:
         A stream takes one pass, padded rows one for each group of rows of similar length.
         """
         make = self._from_hidden if self.fused else self._from_logits
+        if self._rope_limit is not None and max(micro.lengths, default=0) > self._rope_limit:
+            raise ValueError(
+                f"a row of {max(micro.lengths)} tokens: {type(self.lm).__name__} changes the frequencies of its LongRoPE "
+                f"beyond {self._rope_limit}; expected no longer rows"
+            )
         if micro.experts_TLK is not None:
             self.routers().check(micro.experts_TLK, "routed_experts of the batch")
         if self.packed:

@@ -91,6 +91,12 @@ class Policy:
         self.computes_in: dict[str, torch.dtype] = {}  # dtype of sharded weights in a pass, if it is another one
         self.build_optimizer()
 
+    def release(self) -> None:
+        """End the training of this policy, and give back the memory for it: masters, gradients and moments."""
+        self.discard_gradient()
+        self.masters.drop()
+        self.optimizer = self.schedule = None
+
     def _set_mode(self, dropout: bool) -> None:
         """Let layers recompute in evaluation mode too, and warn of the effect of ``dropout``."""
         if recomputes(lm := causal_lm(self.model if self.base is None else self.base.model)):

@@ -304,7 +304,11 @@ def _packing_fails(lm: Any) -> str:
     positions = torch.cat([torch.arange(length) for length in _LENGTHS]).to(tokens.device)
     inputs = stream_inputs(lm, positions, _LENGTHS)
     with in_mode(lm):
-        alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in tokens.split(_LENGTHS, dim=1)]
+        try:
+            rows = tokens.split(_LENGTHS, dim=1)
+            alone = [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+        except Exception as error:
+            return f"its {type(decoder).__name__} gives no hidden states: {type(error).__name__}: {error}"
         try:
             packed = decoder(input_ids=tokens, use_cache=False, **inputs).last_hidden_state[0]
         except Exception as error:  # models raise errors of any type; the caller reports the text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.inference.weights.weight_block import storage_key
@@ -71,12 +73,17 @@ class MasterWeights:
     ``lr = 1e-6`` moves it by a hundredth of that. So a parameter of less than 4 bytes has a float32 master. Each
     backward pass adds its gradient to the master's, so micro-batches add up in float32; :meth:`write` then rounds the
     master into the parameter. Other parameters are their own masters.
+
+    A parameter has one master: later ones over the same model take it from these, which then can't be written.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.trained: list[nn.Parameter] = []
         self._narrow: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._hooks = []
+        self._hooks: list[Any] = []
+        self._taken = False
+        weakref.finalize(self, _remove, self._hooks)  # a parameter that outlives its masters adds to none
+        taking = _Taking(self)
         for parameter in parameters:
             if not parameter.is_floating_point() or parameter.element_size() >= 4:
                 self.trained.append(parameter)
@@ -85,7 +92,12 @@ class MasterWeights:
             self.trained.append(master)
             self._narrow[id(parameter)] = parameter, master
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take_gradient))
+                earlier = _MASTERS.get(parameter, lambda: None)()
+                if earlier is not None and earlier is not self:
+                    earlier.drop()
+                    earlier._taken = True
+                _MASTERS[parameter] = weakref.ref(self)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(taking))
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the master of a parameter; ``weight`` itself if it has none."""
@@ -97,17 +109,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Round the masters into the model."""
+        """Round the masters into the model. Raises ``RuntimeError`` if later masters have taken its weights."""
+        if self._taken:
+            raise RuntimeError("a newer policy trains these weights: expected one policy that trains at a time")
         for parameter, master in self._narrow.values():
             parameter.copy_(master)
 
     def drop(self) -> None:
         """Leave the parameters without masters."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
         self._narrow.clear()
+        self.trained.clear()
 
-    def _take_gradient(self, parameter: nn.Parameter) -> None:
+    def take_gradient(self, parameter: nn.Parameter) -> None:
+        """Add the gradient of a parameter to its master's."""
         master = self._narrow[id(parameter)][1]
         assert parameter.grad is not None
         if master.grad is None:
@@ -115,3 +130,25 @@ class MasterWeights:
         else:
             master.grad += parameter.grad
         parameter.grad = None
+
+
+_MASTERS: Any = WeakIdKeyDictionary()
+"""Weak references to the masters of each narrow parameter that trains."""
+
+
+class _Taking:
+    """A hook that does not keep its masters."""
+
+    def __init__(self, masters: MasterWeights) -> None:
+        self.masters = weakref.ref(masters)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        masters = self.masters()
+        if masters is not None:
+            masters.take_gradient(parameter)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

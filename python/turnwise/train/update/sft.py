@@ -110,6 +110,7 @@ def warm_start(
             raise FloatingPointError(f"{error} (step {stop.done.steps}); lower warm_start.lr = {lr}") from error
         stop.add_step(last)
         on_step(stop.done.steps, last)
+    policy.release()  # the model goes on: its later policy has masters and moments of its own
     model.eval()
     return stop.done
 
