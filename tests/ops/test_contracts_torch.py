@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from turnwise import ops
 from turnwise.ops import BackendUnavailable

@@ -249,8 +249,8 @@ class Forward:
         make = self._from_hidden if self.fused else self._from_logits
         if self._rope_limit is not None and max(micro.lengths, default=0) > self._rope_limit:
             raise ValueError(
-                f"a row of {max(micro.lengths)} tokens: {type(self.lm).__name__} changes the frequencies of its LongRoPE "
-                f"beyond {self._rope_limit}; expected no longer rows"
+                f"a row of {max(micro.lengths)} tokens: {type(self.lm).__name__} changes the frequencies of its "
+                f"LongRoPE beyond {self._rope_limit}; expected no longer rows"
             )
         if micro.experts_TLK is not None:
             self.routers().check(micro.experts_TLK, "routed_experts of the batch")
