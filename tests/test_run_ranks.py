@@ -35,7 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"policy_sharing": "lora_per_actor", "loss": {"kl": {"coef": 0.1, "apply_to": "reward"}}},
     "parallel": {"policy_sharing": "model_per_actor", "sharding": {"parallel": True}},
-}
+    "teacher": {
+        "policy_sharing": "model_per_actor", "policies": {"default": {"path": "tiny"}, "big": {"path": "tiny"}},
+        "actors": {"reviser": {"teacher": "big"}}, "distill": {"top_k": 4}, "sharding": {"parallel": True},
+    },
+}  # fmt: skip
 
 
 def train_on_two_ranks(config: TrainConfig) -> str:
@@ -56,7 +60,7 @@ def train_on_two_ranks(config: TrainConfig) -> str:
     "case",
     [
         *(pytest.param(case, marks=SLOW) for case in ("full", "lora")),
-        pytest.param("parallel", marks=pytest.mark.slow),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("parallel", "teacher")),
     ],
 )
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
+from turnwise.train.learner.sharded import weight_groups
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import pack, pad
 from turnwise.train.model.policy import Policy
@@ -93,3 +94,18 @@ def test_the_gradient_is_that_of_the_kl(random_batch, small_model, budget):
     of_second = (kl * mask).sum() / (is_taught * mask).sum()
     assert metrics["second/teacher_forward_kl"] == pytest.approx(of_second.item(), rel=1e-4)
     assert metrics["first/teacher_forward_kl"] == 0
+
+
+def test_a_teacher_trains_where_its_pupil_does(small_model):
+    """Groups of weights train on ranks of their own, and a pupil's update runs its teacher."""
+
+    def policy(name, trainable=True):
+        return Policy(name, small_model()[0], UpdateConfig(), total_steps=1, trainable=trainable)
+
+    one, two, big, other = policy("one"), policy("two"), policy("big", False), policy("other", False)
+    policies = {"one": one, "two": two, "big": big, "other": other}
+    assert weight_groups(policies) == [["one", "big", "other"], ["two"]]
+    two.teaching = Teaching({"second": big}, top_k=4, coef=1.0)
+    assert weight_groups(policies) == [["one", "other"], ["two", "big"]]
+    one.teaching = Teaching({"first": big}, top_k=4, coef=1.0)
+    assert [sorted(group) for group in weight_groups(policies)] == [["big", "one", "other", "two"]]

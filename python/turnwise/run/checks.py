@@ -21,7 +21,7 @@ from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
 from turnwise.tasks.several import Part, SeveralTasks
-from turnwise.train.config.cluster import ClusterConfig, ShardingConfig
+from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import GATEWAY_TASKS, TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
@@ -357,8 +357,6 @@ def distill_problems(config: TrainConfig) -> list[str]:
         key = f"config key 'distill.top_k' = {config.distill.top_k}"
         if config.distill.hint != "none":
             lines.append(f"{key}: the loss reads the actor's own prompts: expected 0 with distill.hint")
-        if config.sharding != ShardingConfig():
-            lines.append(f"{key}: expected 0 with [sharding]: a sharded teacher can't join an update yet")
         if is_remote(config):
             lines.append(f"{key}: expected 0 with learner.type = 'tinker', whose losses have no such term")
     if config.filter.dynamic_sampling_rounds and not config.distill.reward:

@@ -185,21 +185,24 @@ def _ignore(*arguments: object) -> None:
 
 # -- groups of policies in parallel ------------------------------------------------------------------------------------
 def weight_groups(policies: Mapping[str, Policy]) -> list[list[str]]:
-    """Group the names of policies by their weights. Frozen ones join their base's group, or the first one; policies
-    that learn from a teacher's distribution join the teacher's."""
+    """Group the names of policies by their weights. Frozen ones join their base's group, that of a policy whose updates
+    read their distribution, or the first one. Policies with the same such teacher are one group."""
     groups: dict[int, list[str]] = {}
     for name, policy in policies.items():
         if policy.trainable:
             groups.setdefault(id(policy.base or policy), []).append(name)
     first = next(iter(groups.values()), None) or groups.setdefault(0, [])
+    pupils: dict[str, list[str]] = {
+        name: [other for other, each in policies.items() if each.is_taught_by(policy)]
+        for name, policy in policies.items()
+    }
     for name, policy in policies.items():
         if not policy.trainable:
-            groups.get(id(policy.base), first).append(name)
+            taught = [group for group in groups.values() if not set(pupils[name]).isdisjoint(group)]
+            groups.get(id(policy.base), next(iter(taught), first)).append(name)
     found = list(groups.values())
-    for name, policy in policies.items():
-        taught_by = {} if policy.teaching is None else policy.teaching.teachers
-        near = [name, *(other for other, each in policies.items() if any(each is one for one in taught_by.values()))]
-        joined = [group for group in found if not {*near}.isdisjoint(group)]
+    for name, others in pupils.items():
+        joined = [group for group in found if not {name, *others}.isdisjoint(group)]
         joined[0].extend(each for group in joined[1:] for each in group)
         found = [group for group in found if not any(group is one for one in joined[1:])]
     return found

@@ -306,6 +306,10 @@ class Policy:
         """Largest share of the rows' tokens that a trie may have to be used instead of the rows."""
         return min(float(forward.trie_share) for forward in self.forwards())
 
+    def is_taught_by(self, other: Policy) -> bool:
+        """Return True if the updates of this policy read the distribution of ``other``."""
+        return self.teaching is not None and any(each is other for each in self.teaching.teachers.values())
+
     def forwards(self) -> list[Any]:
         """Return the forward passes of the policy, its reference and its teachers: all those of its micro-batches."""
         reference = [] if self.reference_forward is None else [self.reference_forward]
