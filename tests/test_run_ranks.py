@@ -59,8 +59,8 @@ def train_on_two_ranks(config: TrainConfig) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=SLOW) for case in ("full", "lora")),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("parallel", "teacher")),
+        *(pytest.param(case, marks=SLOW) for case in ("full", "lora", "parallel")),
+        pytest.param("teacher", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> None:

@@ -212,7 +212,8 @@ class Policy:
         used += sum(parameter.numel() * 16 for parameter in self.trained_parameters() if self.trainable)
         free = share * max(0.0, memory - used / self.ranks.size)
         # A trial would fragment the memory of a rank, and all ranks would have to make it together.
-        per_token = self.forward.bytes_per_token() if self.ranks.size == 1 else linear_bytes_per_token(lm)
+        whole = isinstance(self.forward, Forward)  # a shard, of one process too, has no pass outside of its root
+        per_token = self.forward.bytes_per_token() if whole else linear_bytes_per_token(lm)
         tokens = free / (_BACKWARD * per_token)
         return int(2 ** np.clip(np.floor(np.log2(max(tokens, 1.0))), _FEWEST, _MOST))
 
