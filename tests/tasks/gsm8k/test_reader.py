@@ -110,6 +110,26 @@ def test_a_dataset_gives_what_its_file_gives(tmp_path, monkeypatch):
         read_dataset(str(folder), None, "test")
 
 
+def test_parquet_and_saved_datasets_are_read_as_folders(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "#### 2"}])
+    folder, saved, single = (tmp_path / name for name in ("parquet", "saved", "single"))
+    folder.mkdir()
+    rows.to_parquet(folder / "train.parquet")
+    datasets.DatasetDict({"train": rows}).save_to_disk(saved)
+    rows.save_to_disk(single)
+    for each in (folder, saved):
+        assert [question.answer for question in read_dataset(str(each), None, "train")] == ["2"]
+        with pytest.raises(ValueError, match=rf"dataset='.*{each.name}': no split 'test' could be loaded"):
+            read_dataset(str(each), None, "test")
+    with pytest.raises(ValueError, match="it has no splits"):
+        read_dataset(str(single), None, "train")
+    with pytest.raises(ValueError, match=r"train.parquet': expected JSONL; .* give their folder as dataset"):
+        read_questions(folder / "train.parquet")
+
+
 def test_without_the_package_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'turnwise\[datasets\]'"):

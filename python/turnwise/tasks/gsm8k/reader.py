@@ -49,6 +49,8 @@ def read_questions(path: str | PathLike[str]) -> list[GSM8KQuestion]:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no such file (looked in {Path.cwd()})")
+    if file.suffix == ".parquet":
+        raise ValueError(f"path={str(path)!r}: expected JSONL; of Parquet files give their folder as dataset")
     questions = []
     for index, record in read_json_lines(path):
         try:
@@ -63,8 +65,8 @@ def read_questions(path: str | PathLike[str]) -> list[GSM8KQuestion]:
 def read_dataset(name: str, subset: str | None, split: str) -> list[GSM8KQuestion]:
     """Read the questions of a dataset of the Hugging Face Hub, or of a folder, with the package ``datasets``.
 
-    Raises ``ImportError`` without that package, its own error for an unknown dataset, and ``ValueError`` for a wrong
-    row, as :func:`read_questions` does.
+    A folder has data files, or was written by ``save_to_disk``. Raises ``ImportError`` without that package, and
+    ``ValueError`` for a dataset or split that it can't load, and for a wrong row, as :func:`read_questions` does.
 
     Example: ``read_dataset("openai/gsm8k", "main", "train")``
     """
@@ -73,7 +75,18 @@ def read_dataset(name: str, subset: str | None, split: str) -> list[GSM8KQuestio
     except ImportError:
         raise ImportError("datasets of the hub need another package: pip install 'turnwise[datasets]'") from None
     questions = []
-    for number, row in enumerate(datasets.load_dataset(name, subset, split=split)):
+    try:
+        if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):  # of save_to_disk
+            saved = datasets.load_from_disk(name)
+            if not isinstance(saved, dict):
+                raise ValueError("it has no splits: expected a saved DatasetDict")
+            rows = saved[split]
+        else:
+            rows = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # its errors have many types, and name none of these settings
+        where = f"dataset={name!r}" + ("" if subset is None else f", subset={subset!r}")
+        raise ValueError(f"{where}: no split {split!r} could be loaded: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(rows):
         try:
             questions.append(_read_record(row))
         except ValueError as error:
