@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
@@ -28,6 +29,8 @@ from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
 """Key of ``step.info``: a later prompt of the session continues this answer."""
+NO_PART_OF_A_URL = (".", "..")
+"""Names of actors that clients leave out of a URL, however they are quoted."""
 END_GRACE = 5.0
 """Seconds that running calls get when a session ends."""
 ALWAYS = (
@@ -122,6 +125,8 @@ class GatewaySession:
         unknown = [actor for actor in actors if actor not in arena.actors]
         if unknown:
             raise ValueError(f"actors={list(actors)!r}: no actor {unknown[0]!r}, expected some of {list(arena.actors)}")
+        if no_part := [actor for actor in actors if actor in NO_PART_OF_A_URL]:
+            raise ValueError(f"actors={list(actors)!r}: {no_part[0]!r} can't be a part of a URL, expected another name")
         self.arena, self.settings = arena, settings
         self.format: ChatFormat = arena.chat_format(
             renderer=settings.renderer, template_kwargs=settings.chat_template_kwargs
@@ -161,7 +166,7 @@ class GatewaySession:
         """Set the URLs of the models, and serve the session with others. ``opens`` makes sessions of sub-agents."""
         self.url, self._served, self._opens = f"{url}/s/{self.id}", served, opens
         for actor, seat in self.seats.items():
-            root = f"{self.url}/{actor}"
+            root = f"{self.url}/{quote(actor, safe='')}"
             self.models[actor] = self._model(f"{root}/v1", root, seat.key, actor)
         served[self.id] = self
 
