@@ -21,6 +21,7 @@ from turnwise.inference.local.models import copy_models
 from turnwise.inference.weights.lora import shared_bases
 from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit
+from turnwise.run import build
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run, task_of, tiny_model
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -330,6 +331,35 @@ def test_a_resumed_run_takes_its_new_settings_and_tells_them(tmp_path, capsys):
     assert policy.schedule.base_lrs == [1e-2] and policy.optimizer.param_groups[0]["lr"] == 0.0
     told = " ".join(capsys.readouterr().out.split())
     assert "settings changed since then: steps 2 -> 4, update.lr 0.001 -> 0.01" in told
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+def test_a_log_that_cannot_be_opened_shows_before_anything_is_sampled_or_trained(tmp_path, monkeypatch, warm):
+    """Without an API key a run failed after its first step, with W&B's own error."""
+    import wandb
+
+    def no_key(**settings):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", no_key)
+    monkeypatch.setattr(build, "check_start", lambda *_: pytest.fail("the model was sampled"))
+    monkeypatch.setattr(build, "run_warm_start", lambda *_: pytest.fail("the model was trained"))
+    config = config_of(tmp_path / "run", log={"wandb": "x"}, warm_start={"steps": warm})
+    assert 'wandb = "x"' in dry_run(config) and not config.run_dir.exists()
+    with pytest.raises(ConfigError, match=r"config key 'log.wandb' = 'x': .*No API key configured"):
+        train_from_config(config)
+    assert not list_checkpoints(config.run_dir / "checkpoints")
+    assert build_run(config, warm=False).evaluate(samples=1).episodes == 3, "an evaluation opens no log"
+
+
+def test_a_resumed_run_says_nothing_of_paths_to_the_same_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train_from_config(config_of("runs/q", steps=1))
+    capsys.readouterr()
+    for number, folder in enumerate(("runs/q", tmp_path / "runs" / "q"), 2):
+        train_from_config(config_of(folder, steps=number))
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"settings changed since then: steps {number - 1} -> {number} " in told and "run_dir" not in told
 
 
 def test_evaluating_a_folder_that_is_no_checkpoint_leaves_the_runs_config_alone(tmp_path):

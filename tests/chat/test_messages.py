@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.chat.messages import ChatError, message_key, plain_messages
+from turnwise.chat.messages import ChatError, message_key, not_shown, plain_messages
 
 
 def test_messages_of_any_dialect_take_one_form() -> None:
@@ -27,6 +27,41 @@ def test_messages_of_any_dialect_take_one_form() -> None:
         },
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
     ]
+
+
+def test_old_calls_of_functions_and_refusals_keep_their_meaning() -> None:
+    old = {"name": "add", "arguments": '{"a": 2}'}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    given = [
+        {"role": "user", "content": "2 + 2"},
+        {"role": "assistant", "content": None, "function_call": old},
+        {"role": "function", "name": "add", "content": "4"},
+        {"role": "assistant", "content": None, "refusal": "I won't."},
+        {"role": "assistant", "content": "Hm.", "refusal": "No."},
+        {"role": "assistant", "function_call": old, "tool_calls": [call]},
+    ]
+    assert plain_messages(given)[1:] == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "name": "add"},
+        {"role": "assistant", "content": "I won't."},
+        {"role": "assistant", "content": "Hm.\n\nNo."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "left_out"),
+    [
+        ({"role": "user", "name": "ann", "content": "Hi"}, ("messages.name",)),
+        ({"role": "assistant", "name": "bob", "content": "Hi"}, ("messages.name",)),
+        ({"role": "developer", "name": "x", "content": "Hi"}, ("messages.name",)),
+        ({"role": "user", "name": None, "content": "Hi"}, ()),
+        ({"role": "tool", "name": "add", "content": "4"}, ()),
+        ({"role": "function", "name": "add", "content": "4"}, ()),
+    ],
+)
+def test_names_of_speakers_are_not_shown(message: dict[str, object], left_out: tuple[str, ...]) -> None:
+    assert not_shown([message, message]) == left_out
 
 
 def test_keys_leave_out_ids_reasoning_and_the_order_of_fields() -> None:
@@ -56,6 +91,13 @@ def test_keys_leave_out_ids_reasoning_and_the_order_of_fields() -> None:
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages[0].content[0]",
             "got a part of type 'image_url', expected text",
+        ),
+        ([{"role": "assistant", "audio": {"id": "a1"}}], "messages[0].audio", "expected text"),
+        ([{"role": "assistant", "refusal": 7}], "messages[0].refusal", "expected text"),
+        (
+            [{"role": "assistant", "content": "", "function_call": {"arguments": "{}"}}],
+            "messages[0].function_call",
+            "expected a call of a function with a name",
         ),
         (
             [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, {"role": "user", "content": "x"}],

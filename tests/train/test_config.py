@@ -227,3 +227,28 @@ def test_the_steps_of_a_policy_are_counted(steps):
         counted = sum(name in policies_at(step, PHASES, [name]) for step in range(steps))
         assert steps_in_training(name, steps, PHASES) == counted
     assert steps_in_training("a", steps, []) == steps
+
+
+def test_paths_to_the_same_file_are_no_difference(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "other", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("model")
+    config = TrainConfig(run_dir="run", policies={"a": {"path": "model"}}, task_options={"paths": ["model"]})
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(to_toml(config))
+
+    def told(run_dir="run", path="model", paths=("model",)):
+        options = {"paths": list(paths)}
+        return differences(file, TrainConfig(run_dir=run_dir, policies={"a": {"path": path}}, task_options=options))
+
+    for same in ("./model", "model/", str(tmp_path / "model"), "link", "run/../model"):
+        assert told(path=same, paths=[same]) == []
+    assert told(path="other") == ["policies.a.path model -> other"]
+    assert told(path=str(tmp_path / "missing")) == [f"policies.a.path model -> {tmp_path}/missing"]
+    assert told(paths=["model", "model"]) == ["task_options.paths ['model'] -> ['model', 'model']"]
+    # A relative run_dir is this folder, also from elsewhere; another absolute one is told.
+    monkeypatch.chdir(tmp_path / "other")
+    assert told(run_dir=str(tmp_path / "run")) == []
+    file.write_text(to_toml(config.model_copy(update={"run_dir": tmp_path / "before"})))
+    assert told(run_dir=str(tmp_path / "run")) == [f"run_dir {tmp_path}/before -> {tmp_path}/run"]

@@ -115,6 +115,27 @@ def test_every_sink_hears_everything_and_is_closed_when_a_run_fails(tmp_path):
         assert writer.told == [("rewind", 1), (2, {"reward": 0.5}), ("close",)]
 
 
+def test_logs_are_opened_first_and_closed_if_one_of_them_fails(tmp_path):
+    class Opened(Recorder):
+        def open(self):
+            self.told.append("open")
+
+    class Broken(Recorder):
+        def open(self):
+            raise ValueError("no key")
+
+    good, bare = Opened(), Recorder()
+    with RunLog(tmp_path, 3, writers=[good, bare]):
+        assert (good.told, bare.told) == (["open"], [])
+    assert good.told == ["open", ("close",)]
+    with pytest.raises(ValueError, match="no key"), RunLog(tmp_path, 3, writers=[good, Broken()]):
+        pytest.fail("the block ran")
+    assert good.told == ["open", ("close",)] * 2
+    with pytest.raises(RuntimeError), RunLog(tmp_path, 3, writers=[good]).opened():
+        raise RuntimeError("the start failed")
+    assert good.told == ["open", ("close",)] * 3
+
+
 def test_tokens_are_written_as_text_in_nested_episodes_too(tmp_path):
     tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
     ids = tokenizer.encode("4 2", add_special_tokens=False)

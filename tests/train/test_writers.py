@@ -9,11 +9,13 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.writers import JsonLines, TensorBoard, WandB, open_writers
 
 
@@ -44,6 +46,24 @@ def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, module, log, e
     assert "\n" not in str(raised.value)
 
 
+def test_a_log_that_cannot_be_opened_names_its_key(tmp_path, monkeypatch):
+    (tmp_path / "tensorboard").write_text("a file")
+    with pytest.raises(ConfigError, match=r"config key 'log.tensorboard' = true: .*tensorboard can't be written"):
+        TensorBoard(tmp_path / "tensorboard").open()
+
+    import wandb
+
+    def no_key(**settings):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", no_key)
+    for call in ("open", "log"):
+        writer = WandB(tmp_path, "sudoku", mode="online")
+        with pytest.raises(ConfigError, match=r"config key 'log.wandb' = 'sudoku': .*No API key configured"):
+            writer.open() if call == "open" else writer.log(1, {})
+        assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"], "a refused run leaves no record"
+
+
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -62,6 +82,7 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     writer.close()
 
     again = TensorBoard(tmp_path)
+    again.open()
     again.rewind(1)
     for step in (2, 3, 4):
         again.log(step, {"reward/solver": step * 10, "loss": 2})
@@ -119,6 +140,30 @@ def wandb_rows(folder: Path) -> list[tuple[str, dict[str, float]]]:
                 items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
                 found.append((path.stem.removeprefix("run-"), items))
     return found
+
+
+def test_wandb_run_that_is_opened_before_the_records_are_rewound(tmp_path, monkeypatch):
+    import wandb
+
+    begun, ended, logged = [], [], []
+
+    def init(**settings):
+        begun.append(settings["id"])
+        run = SimpleNamespace(finish=lambda: ended.append(settings["id"]))
+        run.log = lambda metrics, step: logged.append((begun.index(settings["id"]), step))
+        return run
+
+    monkeypatch.setattr(wandb, "init", init)
+    first, second = (WandB(tmp_path, "sudoku", mode="online") for _ in range(2))
+    for call in (first.open, first.open, lambda: first.rewind(-1), lambda: first.log(1, {}), first.close):
+        call()
+    assert len(begun) == 1 and ended == begun, "a new run stays open when it has nothing to forget"
+    for call in (second.open, lambda: second.rewind(0), lambda: second.log(1, {}), lambda: second.log(2, {})):
+        call()
+    assert begun == [begun[0]] * 2 and logged == [(0, 1), (0, 2)], "a run that goes on sends no step twice"
+    second.rewind(-1)
+    second.log(1, {})
+    assert len(set(begun)) == 2 and len(ended) == 2 and logged[-1] == (2, 1), "one that begins again is another run"
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from turnwise.types import Message, Messages
 
 ROLES = ("system", "user", "assistant", "tool")
 SYSTEM_ROLES = ("system", "developer")
+SPEAKERS = (*SYSTEM_ROLES, "user", "assistant")
+"""Roles of messages whose ``name`` says who speaks; in a tool's result it is the tool."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that hold text, in the APIs that the gateway serves."""
 
@@ -30,8 +32,8 @@ def plain_messages(messages: Any) -> Messages:
     """Return ``messages`` in the form that chat templates take. Raises :class:`ChatError` for a chat they can't hold.
 
     Content becomes one string. The role ``developer`` becomes ``system``. A tool call's arguments become an object,
-    unless they are no JSON object. Results of tools take the order of their calls. Fields that no template reads are
-    left out.
+    unless they are no JSON object. Results of tools take the order of their calls. An old ``function_call`` becomes a
+    tool call, and a ``refusal`` content. Fields that no template reads are left out, see :func:`not_shown`.
 
     Example: ``[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]`` gives
     ``[{"role": "system", "content": "Be brief."}]``.
@@ -50,6 +52,12 @@ def _plain(message: Any, where: str) -> Message:
         raise ChatError(f"{where}.role", f"got {role!r}, expected one of {ROLES}")
     plain: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
     if role == "assistant":
+        if message.get("audio"):
+            raise ChatError(f"{where}.audio", f"got {str(message['audio'])[:80]!r}, expected text")
+        refusal = text_of(message.get("refusal"), f"{where}.refusal")
+        plain["content"] = "\n\n".join(text for text in (plain["content"], refusal) if text)
+        if message.get("function_call") and not message.get("tool_calls"):
+            plain["tool_calls"] = [_plain_call({"function": message["function_call"]}, f"{where}.function_call")]
         if message.get("tool_calls"):
             if not isinstance(message["tool_calls"], Sequence) or isinstance(message["tool_calls"], str):
                 raise ChatError(f"{where}.tool_calls", f"got {str(message['tool_calls'])[:80]!r}, expected a list")
@@ -62,6 +70,15 @@ def _plain(message: Any, where: str) -> Message:
     elif role == "tool":
         plain |= {key: str(message[key]) for key in ("tool_call_id", "name") if message.get(key)}
     return plain
+
+
+def not_shown(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the fields that say something of ``messages`` and that :func:`plain_messages` leaves out.
+
+    Example: ``[{"role": "user", "name": "ann", "content": "Hi"}]`` gives ``("messages.name",)``.
+    """
+    named = any(message.get("name") for message in messages if message.get("role") in SPEAKERS)
+    return ("messages.name",) if named else ()
 
 
 def with_answer(messages: Messages, answer: Message) -> Messages:

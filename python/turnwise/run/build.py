@@ -107,7 +107,7 @@ class Run:
 
         A new run is rejected if its policy never succeeds (``train.health.start``).
         """
-        with self.trainer.lock:
+        with self.trainer.lock, self.trainer.log.opened():
             check_questions(self.config, self.task)
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
             asked = starting_questions(self.config, self.task) if begins else []
@@ -246,6 +246,8 @@ def _build_here(
     config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, rows: Any, log: RunLog, mesh: Any
 ) -> tuple[Any, Arena]:
     """Load the models, warm-start them on ``rows``, and return the learner, or the policies, with the arena."""
+    if rows is not None:
+        log.open()  # a log that can't be opened shows before the warm start
     # To be sharded, models wait in the CPU's memory.
     device = find_device(config.device) if mesh is None else "cpu"
     models = _moved(_load_models(config, task), device)

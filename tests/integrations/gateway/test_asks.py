@@ -289,6 +289,47 @@ def test_fields_that_change_nothing_are_taken_and_wishes_for_effort_are_counted(
     assert not_applied == {f"gateway/not_applied/{name}/solver": 1.0 for name in names}
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "no", "is_error": True}
+UNSHOWN = {
+    Chat: ([{**USER[0], "name": "ann"}], "name"),
+    Responses: ([{**USER[0], "name": "ann"}], "name"),
+    Messages: (
+        [
+            *USER,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "add", "input": {}}]},
+            {"role": "user", "content": [RESULT]},
+        ],
+        "is_error",
+    ),
+}
+
+
+@every
+def test_fields_of_messages_that_no_template_shows_are_counted(wire):
+    messages, name = UNSHOWN[wire]
+
+    async def agent(seen, models):
+        async with wire.client(models["solver"]) as client:
+            await wire.ask(client, messages=messages)
+            await wire.ask(client)
+
+    played = play(agent, ["4"])
+    counted = {key: value for key, value in played.metrics.items() if "not_applied" in key}
+    assert counted == {f"gateway/not_applied/messages.{name}/solver": 1.0}
+
+
+def test_old_calls_of_functions_reach_the_model():
+    old = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}}
+
+    async def agent(seen, models):
+        async with Chat.client(models["solver"]) as client:
+            await Chat.ask(client, [*USER, old, {"role": "function", "name": "add", "content": "4"}])
+
+    played = play(agent, ["4"])
+    shown = played.text(played.steps[0].prompt_token_ids)
+    assert '"add", "arguments": {"a": 2}' in shown and "not_applied" not in str(played.metrics)
+
+
 def test_top_k_of_an_evaluation_is_the_agents():
     options = [{"extra_body": {"top_k": value}} for value in (-1, 5)]
     calls = asked(Chat, ["4"], *options, evaluation=True).client.calls

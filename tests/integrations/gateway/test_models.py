@@ -38,6 +38,38 @@ def test_clients_of_an_async_agent_are_closed_with_the_episode():
     assert all(client.is_closed() for client in played.seen)
 
 
+@pytest.mark.parametrize("name", ["org/solver", "a?b", "50%", "a%2Fb", "a#b", "a/../b", "{a}", "naïve one"])
+def test_names_that_a_url_must_quote(name):
+    async def agent(seen, models):
+        for model in (models[name], models[name].child()):
+            openai, anthropic = model.async_openai_client(), model.async_anthropic_client()
+            answer = await openai.chat.completions.create(model=name, messages=USER)
+            other = await anthropic.messages.create(model=name, messages=USER, max_tokens=8)
+            assert answer.choices[0].message.content == other.content[0].text == "4"
+            assert (await openai.models.retrieve(name)).id == name
+            opened = await openai.post("/children", body={}, cast_to=object)
+            client = model.async_openai_client(base_url=opened["base_url"], api_key=opened["api_key"])
+            assert (await client.responses.create(model=name, input="hi")).output_text == "4"
+
+    played = play(agent, ["4"], actors=(name,))
+    assert played.ended and played.metrics[f"gateway/calls/{name}"] == 6
+
+
+@pytest.mark.parametrize("name", ["/models/org/solver", "/models/org%2Fsolver"])
+def test_model_with_a_slash_is_found_quoted_or_not(name):
+    async def agent(seen, models):
+        client = models["org/solver"].async_openai_client()
+        seen.append(await client.get(name, cast_to=object))
+
+    assert play(agent, ["4"], actors=("org/solver",)).seen[0]["id"] == "org/solver"
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_names_that_no_url_can_hold_are_refused(name):
+    played = play(lambda seen, models: None, ["4"], actors=(name,), fails=True)
+    assert f"{name!r} can't be a part of a URL, expected another name" in played.error
+
+
 def test_clients_of_an_agent_in_a_thread():
     def agent(seen, models):
         model = models["solver"]

@@ -192,9 +192,36 @@ def test_tools_switched_off_and_single_calls(wire):
         ),
     }[wire]
     tools = {"tools": wire.tools}
-    without, one = asked(wire, [SUM + SUM], tools | none, tools | single).seen
+    played = asked(wire, [SUM + SUM], tools | none, tools | single)
+    without, one = played.seen
     assert not wire.calls(without) and wire.text(without) == SUM + SUM
-    assert len(wire.calls(one)) == 1 and '"name": "add"' in wire.text(one)
+    assert len(wire.calls(one)) == 1 and not wire.text(one)
+    counts = {key: value for key, value in played.metrics.items() if "tool_calls/" in key and value}
+    assert counts == {"gateway/tool_calls/ok/solver": 1.0, "gateway/tool_calls/extra/solver": 1.0}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@every
+def test_calls_after_the_first_stay_in_the_tokens_that_the_next_prompt_extends(wire, family):
+    single = {"parallel_tool_calls": False}
+    if wire is Messages:
+        single = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+
+    async def agent(seen, models):
+        async with wire.client(models["solver"]) as client:
+            answer = await wire.ask(client, tools=wire.tools, **single)
+            [(call, arguments)] = wire.calls(answer)
+            assert arguments == {"a": 1, "b": 1} and "add" not in wire.text(answer)
+            seen += [wire.text(answer)]
+            chat = [*USER, *wire.sent_back(answer), *wire.results({call: "2"})]
+            await wire.ask(client, chat, tools=wire.tools, **single)
+
+    calls = [call_of("add", f'{{"a": {n}, "b": 1}}') for n in (1, 2, 3)]
+    broken = "<tool_call>\n{add}\n</tool_call>"
+    played = play(agent, ["\n".join([calls[0], broken.replace("add", "x"), *calls[1:]]), "2"], family=family)
+    assert played.steps[0].info["tool_calls"] == ["ok", "invalid_json", "extra", "extra"]
+    assert "{x}" in played.seen[0], "the agent sees a call that can't be read"
+    check_extended(played)
 
 
 @both

@@ -59,7 +59,9 @@ COUNTS: dict[str, ModuleType] = {
     "messages/count_tokens": anthropic_messages,
 }
 """Routes that answer with the number of tokens of a prompt, and sample nothing."""
-ROOTS = ("/s/{sid}/{actor}/v1", "/s/{sid}/{actor}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
+ACTOR = "{actor:[^/]+}"
+"""A quoted name of an actor. aiohttp's own pattern takes no braces."""
+ROOTS = (f"/s/{{sid}}/{ACTOR}/v1", f"/s/{{sid}}/{ACTOR}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
 STANDING_ROOTS = ("/v1", "/v1/v1")
 """Roots of a server without sessions: a request names its actor as the model."""
 KEEP_ALIVE = 10.0
@@ -95,7 +97,7 @@ class GatewayServer:
             for path, serve in CHILDREN.items():
                 app.router.add_post(f"{root}/{path}", self._handler(openai_chat, serve))
             app.router.add_get(f"{root}/models", self._models)
-            app.router.add_get(f"{root}/models/{{model}}", self._models)
+            app.router.add_get(f"{root}/models/{{model:.+}}", self._models)
         app.router.add_route("*", "/{path:.*}", self._no_route)
         # Without handler_cancellation a client that hangs up would leave its call running.
         self._runner = web.AppRunner(

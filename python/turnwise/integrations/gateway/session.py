@@ -10,13 +10,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
-from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion
+from turnwise.chat.formats import OK, ChatFormat
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, Tool, with_answer
 from turnwise.integrations.gateway.constrained import grammar_of
@@ -28,6 +29,10 @@ from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
 """Key of ``step.info``: a later prompt of the session continues this answer."""
+EXTRA = "extra"
+"""Status of a good call after the first one, where the agent asked for one call at a time."""
+NO_PART_OF_A_URL = (".", "..")
+"""Names of actors that clients leave out of a URL, however they are quoted."""
 END_GRACE = 5.0
 """Seconds that running calls get when a session ends."""
 ALWAYS = (
@@ -122,6 +127,8 @@ class GatewaySession:
         unknown = [actor for actor in actors if actor not in arena.actors]
         if unknown:
             raise ValueError(f"actors={list(actors)!r}: no actor {unknown[0]!r}, expected some of {list(arena.actors)}")
+        if no_part := [actor for actor in actors if actor in NO_PART_OF_A_URL]:
+            raise ValueError(f"actors={list(actors)!r}: {no_part[0]!r} can't be a part of a URL, expected another name")
         self.arena, self.settings = arena, settings
         self.format: ChatFormat = arena.chat_format(
             renderer=settings.renderer, template_kwargs=settings.chat_template_kwargs
@@ -161,7 +168,7 @@ class GatewaySession:
         """Set the URLs of the models, and serve the session with others. ``opens`` makes sessions of sub-agents."""
         self.url, self._served, self._opens = f"{url}/s/{self.id}", served, opens
         for actor, seat in self.seats.items():
-            root = f"{self.url}/{actor}"
+            root = f"{self.url}/{quote(actor, safe='')}"
             self.models[actor] = self._model(f"{root}/v1", root, seat.key, actor)
         served[self.id] = self
 
@@ -341,11 +348,13 @@ class GatewaySession:
         ask, ids = call.ask, response.completion_token_ids
         parsed = self.format.parse(ids, ask.readable_tools, prompt.ids)
         if not ask.parallel_calls and len(parsed.good_calls) > 1:
-            # Keep the first good call; the others become text.
-            first_call, *extra = parsed.good_calls
-            kept = tuple(made for made in parsed.calls if made is first_call or made.status != OK)
-            text = parsed.content + "".join(f"\n{made.raw}" for made in extra)
-            parsed = ParsedCompletion(text, parsed.reasoning, kept)
+            # Keep the first good call. The others stay in the sampled tokens, which a later prompt extends.
+            first_call, *_ = parsed.good_calls
+            calls = tuple(
+                replace(made, status=EXTRA) if made.status == OK and made is not first_call else made
+                for made in parsed.calls
+            )
+            parsed = replace(parsed, calls=calls)
         content, stopped = parsed.content, None
         if ask.messages[-1]["role"] == "assistant" and ask.continues_answer and content and not parsed.reasoning:
             # Parsers of families trim the text, but this one goes on in the middle of a message.
@@ -425,9 +434,8 @@ class GatewaySession:
         for choice in choices:
             counts["truncated"] += choice.finish == "length"
             for made in choice.parsed.calls:
-                counts["tool_calls/ok" if made.status == OK else "tool_calls/malformed"] += 1
-                if made.status != OK:
-                    counts[f"tool_calls/{made.status}"] += 1
+                counts[f"tool_calls/{made.status}"] += 1
+                counts["tool_calls/malformed"] += made.status not in (OK, EXTRA)
 
     def called(self) -> list[str]:
         """Return the actors that need a reward: those that were asked here, or in a child that takes its parent's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,15 +153,35 @@ def to_toml(config: TrainConfig) -> str:
 def differences(file: Path, config: TrainConfig) -> list[str]:
     """List the keys where ``config`` differs from a file of :func:`to_toml`, as ``"update.lr 0.001 -> 0.01"``.
 
-    The list is empty if the file is missing or is not TOML.
+    The list is empty if the file is missing or is not TOML. Two paths to the same file or folder are equal, and so is a
+    ``run_dir`` relative to the folder where the run began, as the file lies in it.
     """
     try:
         before = _leaves(nulls.restore(tomllib.loads(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError):
         return []
     now = _leaves(nulls.restore(tomllib.loads(to_toml(config))))
-    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    if not Path(str(before.get("run_dir", ""))).is_absolute():
+        before.pop("run_dir", None)
+        now.pop("run_dir", None)
+    keys = [key for key in dict.fromkeys([*before, *now]) if not _is_same(before.get(key), now.get(key))]
     return [f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}" for key in keys]
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(_is_same(before[key], now[key]) for key in before)
+    return before == now or (isinstance(before, str) and isinstance(now, str) and _is_same_path(before, now))
+
+
+def _is_same_path(before: str, now: str) -> bool:
+    """True if both are paths to one file or folder, such as ``models/a`` and ``/data/models/a``."""
+    try:
+        return os.path.samefile(before, now)
+    except (OSError, ValueError):  # no such file, or no path at all
+        return False
 
 
 def _leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:

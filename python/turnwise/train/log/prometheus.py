@@ -54,10 +54,27 @@ class Prometheus:
         self._steps = 0
         self._server: Any = None
         self._families = self._table(0, {})
-        self._start()
+        self.open()
+
+    def open(self) -> None:
+        """Start the server, unless it runs. Raises :class:`ConfigError` for a port in use."""
+        if self._server is not None:
+            return
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        host, _, port = self._address.rpartition(":")
+        try:
+            self._server = start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as error:
+            raise ConfigError(
+                f"config key 'log.prometheus' = {self._address!r}: expected a free port of this machine, got: "
+                f"{error.strerror or error}. Choose another one"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._start()
+        self.open()
         self._steps += 1
         self._families = self._table(step, metrics)
 
@@ -81,22 +98,6 @@ class Prometheus:
             for labels, value in samples.items():
                 family.add_sample(f"{name}_total" if kind == "counter" else name, dict(labels), value)
             yield family
-
-    def _start(self) -> None:
-        if self._server is not None:
-            return
-        from prometheus_client import CollectorRegistry, start_http_server
-
-        registry = CollectorRegistry()
-        registry.register(self)
-        host, _, port = self._address.rpartition(":")
-        try:
-            self._server = start_http_server(int(port), host.strip("[]"), registry)
-        except OSError as error:
-            raise ConfigError(
-                f"config key 'log.prometheus' = {self._address!r}: expected a free port of this machine, got: "
-                f"{error.strerror or error}. Choose another one"
-            ) from error
 
     def _table(self, step: int, metrics: Mapping[str, float]) -> Families:
         """Return what is served after ``step``."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -65,7 +66,31 @@ class RunLog:
             progress=config.log.progress,
         )
 
+    def open(self) -> None:
+        """Open what the writers write to, so that a missing key or a folder that can't be written shows at once."""
+        try:
+            for writer in self.writers:
+                getattr(writer, "open", _nothing)()
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the writers for the block, and close them if an error leaves it."""
+        self.open()
+        try:
+            yield
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close all writers. If one fails, the error is raised, or becomes a note of an ``error`` before it."""
+        _call_all([writer.close for writer in self.writers], error)
+
     def __enter__(self) -> Self:
+        self.open()
         self.bars.start()
         return self
 
@@ -73,7 +98,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bars.stop()
-        _call_all([writer.close for writer in self.writers], error)
+        self.close(error)
 
     def step(self, step: int, metrics: Mapping[str, float], results: Sequence[GenerateResult] = ()) -> None:
         """Record one finished training step. If one record fails, the others are still written, and then it raises."""
@@ -138,6 +163,9 @@ class RunLog:
         validated = [row for row in read_metrics(self.folder) if "validation" in row]
         self.bars.rewind(step, validated[-1] if validated else None)
         return later
+
+
+def _nothing() -> None: ...
 
 
 def _call_all(calls: Sequence[Callable[[], None]], first: BaseException | None = None) -> None:

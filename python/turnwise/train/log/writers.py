@@ -1,7 +1,8 @@
 """Metric writers, each a :class:`MetricWriter`: ``metrics.jsonl`` always, TensorBoard, Weights & Biases and Prometheus
 on request.
 
-A writer opens its log when the first step is logged, so inspecting a run creates no empty log.
+A writer opens its log before a training run samples anything, and at the latest with the first step. Inspecting a run
+creates no empty log.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.prometheus import Prometheus
 from turnwise.utils.files import parse_json_line, replace_text, replacing
 
@@ -25,6 +28,8 @@ class MetricWriter(Protocol):
     """A destination of metrics. The trainer calls ``rewind`` before the first ``log``.
 
     A method ``add(step, metrics)`` gets metrics of a step that is already logged; without it :meth:`log` gets them.
+    A method ``open()`` is called, perhaps several times, before a run samples anything. It raises an error, such as
+    ``ConfigError``, if later calls would fail.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -90,6 +95,17 @@ class TensorBoard:
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
 
+    def open(self) -> None:
+        """Raise ``ConfigError`` unless a file can be made in the folder. The first step opens the log itself."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"config key 'log.tensorboard' = true: {self.folder} can't be written: {error}"
+            ) from error
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -127,7 +143,7 @@ class WandB:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._run is None:
-            self._start()
+            self.open()
         if step <= self._last:
             return
         # The file is written first: a kill in between loses this step instead of sending it twice.
@@ -136,7 +152,8 @@ class WandB:
         self._run.log(dict(metrics), step=step)
 
     def rewind(self, step: int) -> None:
-        if step < 0:  # no step is left, so a new W&B run begins
+        if step < 0 and (self._run is None or self._last >= 0):  # no step is left, so a new W&B run begins
+            self.close()
             self._file.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -148,7 +165,10 @@ class WandB:
     def _file(self) -> Path:
         return self.folder / "wandb.json"
 
-    def _start(self) -> None:
+    def open(self) -> None:
+        """Begin the W&B run, or go on with it. Raises ``ConfigError``, such as without an API key."""
+        if self._run is not None:
+            return
         import wandb
 
         if self._file.exists():
@@ -156,17 +176,23 @@ class WandB:
             self._id, self._last = saved["id"], saved["last_step"]
         else:
             self._id, self._last = secrets.token_hex(4), -1
+        try:
+            self._run = wandb.init(
+                project=self.project,
+                dir=str(self.folder),
+                id=self._id,
+                name=self.folder.name,
+                mode=self.mode,  # type: ignore[arg-type]
+                resume="allow" if self.mode == "online" else None,
+                config=self.config,
+                settings=wandb.Settings(silent=True, console="off", disable_git=True),
+            )
+        except (wandb.Error, OSError, ValueError) as error:
+            raise ConfigError(
+                f"config key 'log.wandb' = {self.project!r}: Weights & Biases opens no run: {error} "
+                "(log.wandb_mode = 'offline' needs neither key nor network)"
+            ) from error
         self._remember()
-        self._run = wandb.init(
-            project=self.project,
-            dir=str(self.folder),
-            id=self._id,
-            name=self.folder.name,
-            mode=self.mode,  # type: ignore[arg-type]
-            resume="allow" if self.mode == "online" else None,
-            config=self.config,
-            settings=wandb.Settings(silent=True, console="off", disable_git=True),
-        )
 
     def _remember(self) -> None:
         text = json.dumps({"id": self._id, "project": self.project, "last_step": self._last})

@@ -41,7 +41,8 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     system = text_of(fields.take("system"), "system")
     messages: Messages = []
-    for index, message in enumerate(list_of(fields.take("messages", []), "messages")):
+    given = list_of(fields.take("messages", []), "messages")
+    for index, message in enumerate(given):
         messages += _messages(message, f"messages[{index}]")
     thread, config = fields.take("thread", {}), fields.take("output_config", {})
     if not isinstance(thread, Mapping) or not isinstance(config, Mapping):
@@ -72,7 +73,12 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         continues_answer=True,
         carried=messages if thread else None,
     )
-    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *(["effort"] if config.get("effort") else []))
+    blocks = [block for message in given if not isinstance(message["content"], str) for block in message["content"]]
+    failed = any(
+        block.get("is_error") for block in blocks
+    )  # templates show a tool's result, but no mark that it failed
+    lost = [*(["effort"] if config.get("effort") else []), *(["messages.is_error"] if failed else [])]
+    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *lost)
     return ask
 
 

@@ -129,7 +129,7 @@ class Ask:
     carried: Messages | None = None
     """The messages that an answer's id stands for in a later request; ``None`` if the dialect has no such ids."""
     not_applied: tuple[str, ...] = ()
-    """The fields that ask for effort or style, which were taken and change nothing."""
+    """The fields that were taken and change nothing: wishes for effort or style, and names of speakers."""
 
     @property
     def readable_tools(self) -> list[Tool]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.messages import plain_messages
+from turnwise.chat.messages import not_shown, plain_messages
 from turnwise.integrations.gateway.wire.ask import (
     MAX_CHOICES,
     Answered,
@@ -52,12 +52,13 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     fields = Fields(body, IGNORED)
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
     options = fields.take("stream_options", {})
+    messages = fields.take("messages")
     limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
     n, top_k = fields.count("n") or 1, fields.count("top_k", -1)
     if n > MAX_CHOICES:
         raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
     ask = Ask(
-        plain_messages(fields.take("messages")),
+        plain_messages(messages),
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(fields.take("tool_choice"), tools),
@@ -76,7 +77,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         turn=fields.turn(),
         continues_answer=fields.flag("continue_final_message", None),
     )
-    ask.not_applied = fields.finish(HARMLESS, WISHES)
+    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *not_shown(messages))
     return ask
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.messages import plain_messages, text_of
+from turnwise.chat.messages import not_shown, plain_messages, text_of
 from turnwise.integrations.gateway.wire import openai_chat
 from turnwise.integrations.gateway.wire.ask import (
     Answered,
@@ -62,7 +62,9 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         turn=fields.turn(),
         carried=messages,
     )
-    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *(["verbosity"] if text.get("verbosity") else []))
+    left = fields.finish(HARMLESS, WISHES)
+    names = () if isinstance(given, str) else not_shown(given)
+    ask.not_applied = (*left, *(["verbosity"] if text.get("verbosity") else []), *names)
     return ask
 
 
