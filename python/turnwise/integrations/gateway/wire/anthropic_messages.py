@@ -74,9 +74,8 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         carried=messages if thread else None,
     )
     blocks = [block for message in given if not isinstance(message["content"], str) for block in message["content"]]
-    failed = any(
-        block.get("is_error") for block in blocks
-    )  # templates show a tool's result, but no mark that it failed
+    # Templates show a tool's result, but no mark that it failed.
+    failed = any(block.get("is_error") for block in blocks)
     lost = [*(["effort"] if config.get("effort") else []), *(["messages.is_error"] if failed else [])]
     ask.not_applied = (*fields.finish(HARMLESS, WISHES), *lost)
     return ask
