@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,8 +160,14 @@ def differences(file: Path, config: TrainConfig) -> list[str]:
     except (OSError, ValueError):
         return []
     now = _leaves(nulls.restore(tomllib.loads(to_toml(config))))
-    keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    keys = [key for key in dict.fromkeys([*before, *now]) if not same(before.get(key), now.get(key))]
     return [f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}" for key in keys]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True for equal plain values. NaN equals itself here, as no setting changed."""
+    text, other_text = (json.dumps(value, sort_keys=True, default=str) for value in (one, other))
+    return bool(one == other) or text == other_text
 
 
 def _leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
