@@ -58,6 +58,17 @@ def test_a_start_from_rows_of_one_actor(tmp_path, capsys):
         assert equal(weights_of(run.trainer, name), weights_of(fresh.trainer, name)) is not moves, name
 
 
+@pytest.mark.parametrize(("sharing", "differ"), [("shared", True), ("model_per_actor", False)])
+def test_a_start_from_rows_of_no_actor(tmp_path, capsys, sharing, differ):
+    """The actors of sudoku differ in their system prompts; a policy of its own has one actor."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "1234"}], "completion": "4321"}) + "\n")
+    warm_start = {**SMALL["warm_start"], "data": str(path)}
+    train_from_config(config_of(tmp_path / "run", steps=0, policy_sharing=sharing, warm_start=warm_start))
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("1 of 1 rows may be of several actors, whose system prompts differ" in said) is differ
+
+
 MISTAKES = """
 stepz = 5
 run_dir = "{run_dir}"

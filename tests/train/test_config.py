@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import sys
 import tomllib
@@ -11,6 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from turnwise.arena import Arena
+from turnwise.run.workers.attach import differences as worker_differences
+from turnwise.run.workers.attach import episode_settings
 from turnwise.train.config.policies import PhaseConfig, policies_at, steps_in_training
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
@@ -21,7 +24,7 @@ from turnwise.types import TaskCapabilities
 
 def written(tmp_path, text):
     path = tmp_path / "run.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -176,10 +179,15 @@ def test_what_changed_since_a_run_began_and_files_that_can_not_be_read(tmp_path)
 )
 def test_options_that_are_null_survive_the_written_file(tmp_path, table):
     """``--task_options.subset null`` ended in a TOML error."""
-    options = {"b": None, "c.d e": {'f"': None, "-": [1, None, {"g": None, "h": [[None], 2]}]}, "empty": {"i": None}}
+    options = {
+        "b": None,
+        "c.d e": {'f"': None, "-": [1, None, {"g": None, "h": [[None], 2]}]},
+        "empty": {"i": None},
+        "quoted": dict.fromkeys(["", "a\\b", "\t\n\x00\x1f", "\x7f", "é", "\ufeff", "🍵", " = 0\n"]),
+    }
     config = read_config(None, {f"{table}.a": options})
     path = written(tmp_path, to_toml(config))
-    assert read_config(path) == config == TrainConfig.model_validate(tomllib.loads(path.read_text()))
+    assert read_config(path) == config == TrainConfig.model_validate(tomllib.loads(path.read_text("utf-8")))
     assert differences(path, config) == []
     # The keys stand beside their tables, and later settings replace them.
     (tmp_path / "above.toml").write_text(f'extends = "run.toml"\n[{table}.a]\nb = 3\n')
@@ -188,6 +196,27 @@ def test_options_that_are_null_survive_the_written_file(tmp_path, table):
     assert read_config(None, {f"{table}.a": {"b": None}}) == read_config(
         written(tmp_path, f'unset = ["{table}.a.b"]\n')
     )
+
+
+def test_options_that_are_no_finite_numbers_survive_the_written_file(tmp_path):
+    """They became ``None``, in the file, in the processes of a cluster and in a copy of the config."""
+    options = {"high": math.inf, "low": -math.inf, "bounds": [0.0, math.inf, {"x": [math.nan]}], "none": None}
+    tables = ("task_options", "gateway", "credit.options", "rollout.vllm.engine_args")
+    config = read_config(None, {f"{table}.a": options for table in tables})
+    text = to_toml(config)
+    assert "high = inf\n" in text and "low = -inf\n" in text and "nan" in text
+    path = written(tmp_path, text)
+    copied = config_from_dict(config.model_dump(mode="json"))
+    for again in (read_config(path), copied):
+        for table in (again.task_options, again.gateway, again.credit.options, again.rollout.vllm.engine_args):
+            assert repr(table["a"]) == repr(options)
+    # NaN differs from itself, and yet no setting changed.
+    settings = json.loads(json.dumps(episode_settings(config)))
+    assert differences(path, config) == worker_differences(episode_settings(config), settings) == []
+    finite = config.model_copy(update={"task_options": {"a": {**options, "high": 1.0}}})
+    assert differences(path, finite) == ["task_options.a.high inf -> 1.0"]
+    [line] = worker_differences(episode_settings(finite), settings)
+    assert line.startswith("task_options: ")
 
 
 @pytest.mark.parametrize("keys", ["3", "[3]", '["a b"]', '["seed.x"]', '["task_options.l.9"]', '[""]'])

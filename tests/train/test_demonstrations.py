@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from turnwise.arena import Arena, MultiTurnEpisode, Rubric
 from turnwise.chat import ChatRenderer
+from turnwise.credit import GRPOCredit
+from turnwise.inference import ScriptedClient
+from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.update.sft_data import RowReader, SFTRow, fitting, tokenize
-from turnwise.types import GenerateResult, Rollout, Step
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
 
 CHAT = [{"role": "user", "content": "2 + 2 = ?"}]
 
@@ -164,3 +169,96 @@ def test_rows_that_do_not_fit_are_counted_and_the_longest_named(small_model):
     assert "2 of 4 rows left out" in told and "9 tokens; the longest, rows.jsonl:9, has 11" in told
     with pytest.raises(ConfigError, match=r"4 of 4 rows left out.*no row is left"):
         fitting(tokenizer, rows, 4)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: Other.
+    """
+    return a + b
+
+
+def test_a_row_without_actor_is_rendered_as_all_actors_are(small_model):
+    """Such prompts lacked the tools, the system prompt and the options of the template that every call has."""
+    _, tokenizer = small_model()
+
+    def shown(actors, *rows):
+        notes: list[str] = []
+        fit = fitting(tokenizer, [SFTRow(*row, "here") for row in rows], None, notes.append, actors)
+        return [tokenizer.decode(row.prompt_token_ids) for row in fit], notes
+
+    one, two = (Actor(name, "Be brief.", tools=[add]) for name in ("one", "two"))
+    prompt = "<|system|>Be brief.\nadd(a, b)<|end|><|user|>2 + 2 = ?<|end|><|assistant|>"
+    rows = [(CHAT, "4", None), (CHAT, "4", "one")]
+    assert shown([one], *rows) == shown([one, two], *rows) == ([prompt, prompt], [])
+    # A system message in the row replaces the actor's own, and a plain text is no chat.
+    own = [{"role": "system", "content": "x"}, *CHAT]
+    assert shown([one], (own, "4", None), ("2 + 2 =", "4", None)) == (
+        [prompt.replace("Be brief.", "x"), "2 + 2 ="],
+        [],
+    )
+    # Where actors differ, the row has what they share, and one line says so.
+    other = Actor("two", "Take your time.", tools=[add])
+    prompts, notes = shown([one, other], *rows, (own, "4", None), ("2 + 2 =", "4", None))
+    assert prompts == [prompt.replace("Be brief.", ""), prompt, prompt.replace("Be brief.", "x"), "2 + 2 ="]
+    assert len(notes) == 1 and "1 of 4 rows may be of several actors, whose system prompts differ" in notes[0]
+    prompts, notes = shown([one, Actor("two")], *rows)
+    assert prompts == ["<|user|>2 + 2 = ?<|end|><|assistant|>", prompt]
+    assert "1 of 2 rows" in notes[0] and "system prompts and tools differ" in notes[0] and "Set 'actor'" in notes[0]
+    # Two tasks may have actors of one name.
+    prompts, notes = shown([one, Actor("one", "Take your time.", tools=[add])], rows[1])
+    assert prompts == [prompt.replace("Be brief.", "")] and "1 of 1 rows" in notes[0]
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("before", ["", "let me see ", "<think>hm</think>\n\n"])
+async def test_recorded_prompts_keep_the_tokens_that_the_actor_saw(tmp_path, before):
+    """A template changes earlier answers, so the rendered prompt of a second tool round was another one."""
+
+    class Sums(MultiTurnEpisode):
+        episode_type, actors, max_turns = "sums", ("solver",), 1
+        rubric = Rubric([lambda completion: 1.0])
+
+        def get_prompt(self, artifact):
+            return f"1 + 2 = ? {artifact}"
+
+    def reply(request):
+        return before + CALL if request.messages[-1]["role"] == "user" else "3"
+
+    tokenizer = build_tokenizer(["0123456789"], vocab_size=300)
+    actor = Actor("solver", tools=[add], max_tokens=200)
+    arena = Arena(ScriptedClient(reply, tokenizer=tokenizer), tokenizer, credit=GRPOCredit())
+    arena.add_actor(actor)
+    arena.add_episode(Sums())
+    [result] = await arena.generate_rollouts([EpisodeRequest("sums", "<|end|>")])
+    with RunLog(tmp_path, total_steps=1, rollouts_per_step=9) as log:
+        log.step(1, {}, [result])
+    rows = RowReader(["solver"]).read(tmp_path / "rollouts.jsonl")
+    notes: list[str] = []
+    seen = [(step.prompt_token_ids, step.completion_token_ids) for step in result.rollout.steps]
+    assert len(seen) == 2
+    fit = fitting(tokenizer, rows, None, notes.append, [actor])
+    assert [(row.prompt_token_ids, row.completion_token_ids) for row in fit] == seen and notes == []
+    # Tokens of another tokenizer mean other texts: the prompts are rendered again, and counted.
+    foreign = [replace(row, prompt_token_ids=[token + 1 for token in row.prompt_token_ids]) for row in rows]
+    fit = fitting(tokenizer, foreign, None, notes.append, [actor])
+    assert all("1 + 2 = ?" in tokenizer.decode(row.prompt_token_ids) for row in fit)
+    assert len(notes) == 1 and "2 of 2 rows are recorded without token ids of this model's tokenizer" in notes[0]
+
+
+def test_a_recorded_completion_keeps_its_own_end(small_model):
+    _, tokenizer = small_model()
+    prompt = ChatRenderer(tokenizer).prompt_ids(CHAT)
+    end = tokenizer.eos_token_id
+    split = [*tokenizer.encode("4"), *tokenizer.encode("2")]
+    for sampled in ([*split, end], split):
+        [row] = fitting(tokenizer, [SFTRow(CHAT, "42", "a", "here", True, prompt, sampled)], None)
+        assert (row.prompt_token_ids, row.completion_token_ids) == (prompt, [*split, end])
+    # Ids of another completion are not those of the text.
+    [row] = fitting(tokenizer, [SFTRow(CHAT, "42", "a", "here", True, prompt, tokenizer.encode("7"))], None)
+    assert tokenizer.decode(row.completion_token_ids) == "42<|end|>"

@@ -253,7 +253,10 @@ def _build_here(
     models = _moved(_load_models(config, task), device)
     check_targets(models, config.policies)
     if rows is not None:
-        run_warm_start(config, rows, actors, tokenizer, _moved(models, find_device(config.device)), log)
+        players = actors
+        if isinstance(task, SeveralTasks):
+            players = [actor for team in task.teams(actors).values() for actor in team.values()]
+        run_warm_start(config, rows, players, tokenizer, _moved(models, find_device(config.device)), log)
         models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
     check_routing(config, models)

@@ -40,7 +40,10 @@ def run_warm_start(
     models: dict[str, Any],
     log: RunLog,
 ) -> None:
-    """Train each model on the rows of its actors; a shared base learns the rows of all policies that share it."""
+    """Train each model on the rows of its actors; a shared base learns the rows of all policies that share it.
+
+    Of several tasks, ``actors`` has the actors of each.
+    """
     log.note(f"warm start on {rows.source}")
     policy_of = {actor.id: actor.policy for actor in actors}
     records: list[dict[str, Any]] = []
@@ -53,7 +56,8 @@ def run_warm_start(
             log.note(f"warm start of {warmed}: no row is of its actors, so nothing is trained")
             continue
         model = models[names[0]]
-        fit = fitting(tokenizer, kept, context_length(model.config), log.note, actors)
+        players = [actor for actor in actors if actor.policy in names]
+        fit = fitting(tokenizer, kept, context_length(model.config), log.note, players)
         notes = _WarmStartNotes(log, config.warm_start.steps, names, records)
         done = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=notes.step, on_check=notes.check)
         log.note(f"warm start of {warmed}: {describe(done)}")

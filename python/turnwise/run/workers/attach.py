@@ -13,7 +13,7 @@ from turnwise.arena import Arena, ArtifactStore
 from turnwise.inference.common.http import checked_key
 from turnwise.tasks import Task
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
+from turnwise.train.config.toml import ConfigError, same
 from turnwise.utils.files import KEY_VARIABLE, MEMBERS
 from turnwise.workers.engines import engines_of
 from turnwise.workers.link import Members, WatchedMembers, fixed_members
@@ -147,5 +147,5 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     return [
         f"{key}: {ours.get(key)!r} here, {theirs.get(key)!r} in the process of the loop"
         for key in dict.fromkeys([*ours, *theirs])
-        if ours.get(key) != theirs.get(key)
+        if not same(ours.get(key), theirs.get(key))
     ]

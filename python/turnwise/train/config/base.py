@@ -13,7 +13,11 @@ class Section(BaseModel):
     """A section of the config file, described by its docstring; the string below a field describes the field."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        validate_assignment=True,
+        allow_inf_nan=False,  # in typed fields; tables of options may hold inf and nan,
+        ser_json_inf_nan="constants",  # which dumps keep: the default would make them None
+        use_attribute_docstrings=True,
     )
 
     @field_validator("*", mode="before")

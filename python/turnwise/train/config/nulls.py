@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -43,14 +41,18 @@ def restore(data: dict[str, Any]) -> dict[str, Any]:
 def _plain(value: Any, at: str, nulls: list[str]) -> Any:
     """Return ``value`` without its ``None``, whose keys are added to ``nulls``."""
     if isinstance(value, Mapping):
-        bare = {key: bool(re.fullmatch("[A-Za-z0-9_-]+", str(key))) for key in value}
-        dotted = {key: f"{at}.{key if bare[key] else json.dumps(str(key))}".lstrip(".") for key in value}
+        dotted = {key: f"{at}.{_key_text(str(key))}".lstrip(".") for key in value}
         nulls += [dotted[key] for key, each in value.items() if each is None]
         return {key: _plain(each, dotted[key], nulls) for key, each in value.items() if each is not None}
     if isinstance(value, (list, tuple)):
         nulls += [f"{at}.{number}" for number, each in enumerate(value) if each is None]
         return [PLACEHOLDER if each is None else _plain(each, f"{at}.{n}", nulls) for n, each in enumerate(value)]
     return value
+
+
+def _key_text(key: str) -> str:
+    """Return a key as TOML writes it, quoted if it must be."""
+    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
 
 
 def _split(key: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -164,20 +165,23 @@ def differences(file: Path, config: TrainConfig) -> list[str]:
     if not Path(str(before.get("run_dir", ""))).is_absolute():
         before.pop("run_dir", None)
         now.pop("run_dir", None)
-    keys = [key for key in dict.fromkeys([*before, *now]) if not _is_same(before.get(key), now.get(key))]
+    keys = [key for key in dict.fromkeys([*before, *now]) if not same(before.get(key), now.get(key))]
     return [f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}" for key in keys]
 
 
-def _is_same(before: Any, now: Any) -> bool:
-    if isinstance(before, list) and isinstance(now, list):
-        return len(before) == len(now) and all(map(_is_same, before, now))
-    if isinstance(before, dict) and isinstance(now, dict):
-        return before.keys() == now.keys() and all(_is_same(before[key], now[key]) for key in before)
-    return before == now or (isinstance(before, str) and isinstance(now, str) and _is_same_path(before, now))
+def same(one: Any, other: Any) -> bool:
+    """Return True for equal plain values. NaN equals itself here, as no setting changed, and so do two paths to one
+    file or folder, such as ``models/a`` and ``/data/models/a``."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+        return True
+    return bool(one == other) or (isinstance(one, str) and isinstance(other, str) and _is_same_path(one, other))
 
 
 def _is_same_path(before: str, now: str) -> bool:
-    """True if both are paths to one file or folder, such as ``models/a`` and ``/data/models/a``."""
     try:
         return os.path.samefile(before, now)
     except (OSError, ValueError):  # no such file, or no path at all

@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
-from turnwise.chat.messages import Tool
+from turnwise.chat.messages import SYSTEM_ROLES, Tool
 from turnwise.chat.tools import schemas
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
@@ -31,7 +31,7 @@ class SFTRow:
 
     The policy of ``actor`` trains on the row; ``None`` means every policy. ``source`` names the row in error messages.
     A model wrote the completion of a ``recorded`` row, so control tokens in its text stay text. In other rows they
-    become tokens, as the channels of GPT-OSS need.
+    become tokens, as the channels of GPT-OSS need. A recorded row also has the token ids of its call.
 
     Example: ``SFTRow([{"role": "user", "content": "2 + 2 = ?"}], "4", actor="solver", source="demos.jsonl:17")``
     """
@@ -41,6 +41,8 @@ class SFTRow:
     actor: str | None
     source: str
     recorded: bool = False
+    prompt_token_ids: Sequence[int] = ()
+    completion_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +133,9 @@ class RowReader:
         for step in data["steps"]:
             reason = self._reason_to_omit(data, step)
             if reason is None:
+                ids = step["prompt_token_ids"], step["completion_token_ids"]
                 yield SFTRow(
-                    _messages(step["prompt"], source), step["completion"], step["actor_id"], source, recorded=True
+                    _messages(step["prompt"], source), step["completion"], step["actor_id"], source, True, *ids
                 )
             else:
                 self.left_out[reason] += 1
@@ -156,16 +159,13 @@ class RowReader:
         return None
 
 
-def tokenize(
-    format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = None, tools: Sequence[Tool] = ()
-) -> Demonstration:
+def tokenize(format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = None) -> Demonstration:
     """Tokenize the prompt as a model call would, and the completion as a model would sample it, with its end.
 
     ``prompt`` are the prompt's ids, if they are known.
     """
     if prompt is None:
-        text = row.prompt
-        prompt = format.tokenizer.encode(text) if isinstance(text, str) else format.prompt_ids(text, tools)
+        prompt = _Look(format).prompt_ids(row.prompt)
     completion = format.text_ids(row.completion) if row.recorded else format.encode(row.completion)
     return Demonstration(prompt, [*completion, *format.end_token_ids])
 
@@ -180,23 +180,37 @@ def fitting(
     """Tokenize ``rows``, and leave out those longer than ``max_context`` tokens; ``note`` gets a line about these.
 
     ``max_context=None`` leaves out none. A row of one of ``actors`` is rendered as that actor's calls are, with its
-    tools. Raises :class:`ConfigError` if no row fits.
+    system prompt, tools and template options. So is a row of no actor where all ``actors`` have the same ones; it lacks
+    those in which they differ. A recorded row keeps its tokens if this ``tokenizer`` wrote them. ``note`` also gets the
+    number of rows that lack something, and of recorded ones that are rendered again. Raises :class:`ConfigError` if no
+    row fits.
     """
-    formats: dict[str | None, tuple[ChatFormat, list[Tool]]] = {}
-    for actor in actors:
-        options = actor.chat_template_kwargs
-        if actor.tools:
-            formats[actor.id] = chat_format(tokenizer, template_kwargs=options), schemas(actor.tools)
-        else:
-            formats[actor.id] = ChatRenderer(tokenizer, options), []
-    plain = ChatRenderer(tokenizer)
+    looks = _Looks(tokenizer, actors)
     every: list[Demonstration] = []
-    for before, row in zip([None, *rows], rows, strict=False):
+    rendered: tuple[SFTRow, Sequence[int]] | None = None
+    ambiguous, again = Counter[str](), 0
+    for row in rows:
+        look = looks.of(row)
+        if (seen := _as_recorded(look, row)) is not None:
+            every.append(seen)
+            continue
         # Rendering a template takes a millisecond, so successive rows with equal prompts share its tokens.
-        same = before is not None and (before.prompt, before.actor) == (row.prompt, row.actor)
-        prompt = every[-1].prompt_token_ids if same else None
-        format, tools = formats.get(row.actor, (plain, []))
-        every.append(tokenize(format, row, prompt, tools))
+        if rendered is None or (rendered[0].prompt, rendered[0].actor) != (row.prompt, row.actor):
+            rendered = row, look.prompt_ids(row.prompt)
+        every.append(tokenize(look.format, row, rendered[1]))
+        again += row.recorded and list(rendered[1]) != list(row.prompt_token_ids)
+        if look.differing and not isinstance(row.prompt, str):
+            ambiguous[look.differing] += 1
+    for differing, count in ambiguous.items():
+        note(
+            f"warm start: {count} of {len(every)} rows may be of several actors, whose {differing} differ: they are "
+            "rendered without these. Set 'actor' in each row, or begin its messages with the system message"
+        )
+    if again:
+        note(
+            f"warm start: {again} of {len(every)} rows are recorded without token ids of this model's tokenizer: their "
+            "prompts are rendered again, and may differ from those that the actors saw"
+        )
     fit = [demonstration for demonstration in every if max_context is None or len(demonstration) <= max_context]
     if len(fit) == len(every):
         return fit
@@ -209,6 +223,80 @@ def fitting(
         raise ConfigError(f"{text}; no row is left")
     note(text)
     return fit
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The way in which prompts of some actors are rendered, without the parts in which these are ``differing``."""
+
+    format: ChatFormat
+    system_prompt: str = ""
+    tools: Sequence[Tool] = ()
+    differing: str = ""
+    opens_with_control: bool = False
+    """True if every prompt begins with a control token."""
+
+    def prompt_ids(self, prompt: Messages | str) -> list[int]:
+        """Return the ids of a prompt as a model call would send it."""
+        if isinstance(prompt, str):
+            return list(self.format.tokenizer.encode(prompt))
+        if self.system_prompt and prompt[0]["role"] not in SYSTEM_ROLES:
+            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        return self.format.prompt_ids(prompt, self.tools)
+
+
+class _Looks:
+    """Finds the :class:`_Look` of a row: that of its actor, or the one that ``actors`` share."""
+
+    def __init__(self, tokenizer: Any, actors: Sequence[Actor]) -> None:
+        self.tokenizer, self.actors = tokenizer, actors
+        self._looks: dict[tuple[str | None, bool], _Look] = {}
+        self._formats: dict[tuple[bool, str], ChatFormat] = {}
+
+    def of(self, row: SFTRow) -> _Look:
+        lacks_system = not isinstance(row.prompt, str) and row.prompt[0]["role"] not in SYSTEM_ROLES
+        key = row.actor, lacks_system
+        if key not in self._looks:
+            actors = [actor for actor in self.actors if row.actor in (None, actor.id)]
+            self._looks[key] = self._shared(actors, lacks_system)
+        return self._looks[key]
+
+    def _shared(self, actors: Sequence[Actor], lacks_system: bool) -> _Look:
+        parts: dict[str, list[Any]] = {
+            "system prompts": [actor.system_prompt for actor in actors] if lacks_system else [],
+            "tools": [schemas(actor.tools) for actor in actors],
+            "chat_template_kwargs": [dict(actor.chat_template_kwargs) for actor in actors],
+        }
+        differing = [name for name, values in parts.items() if any(value != values[0] for value in values)]
+        shared = {name: values[0] for name, values in parts.items() if values and name not in differing}
+        tools, options = shared.get("tools", []), shared.get("chat_template_kwargs", {})
+        key = bool(tools), repr(sorted(options.items()))
+        if key not in self._formats:
+            known = chat_format(self.tokenizer, template_kwargs=options) if tools else None
+            self._formats[key] = known or ChatRenderer(self.tokenizer, options)
+        format = self._formats[key]
+        opens = format.prompt_ids([{"role": "user", "content": "x"}])[0] in format.control.values()
+        return _Look(format, shared.get("system prompts", ""), tools, " and ".join(differing), opens)
+
+
+def _as_recorded(look: _Look, row: SFTRow) -> Demonstration | None:
+    """Return the tokens that the model saw and sampled; ``None`` if the row has none of this tokenizer.
+
+    The record doesn't name its tokenizer. It is this one if the tokens read as the recorded texts, whitespace
+    aside, and the prompt begins with a control token if those of this run do. Answers and results of tools in the
+    prompt don't count, as templates may change them.
+    """
+    prompt, completion, decode = row.prompt_token_ids, row.completion_token_ids, look.format.tokenizer.decode
+    if not (prompt and completion) or isinstance(row.prompt, str):
+        return None
+    texts = [message["content"] for message in row.prompt if message["role"] in (*SYSTEM_ROLES, "user")]
+    shown, sampled = decode(prompt, skip_special_tokens=False), decode(completion, skip_special_tokens=True)
+    pairs = [*((text, shown) for text in texts), (row.completion, sampled)]
+    reads = all("".join(text.split()) in "".join(whole.split()) for text, whole in pairs)
+    if not reads or (look.opens_with_control and prompt[0] not in look.format.control.values()):
+        return None
+    ends = [] if completion[-1] in look.format.stop_token_ids else look.format.end_token_ids
+    return Demonstration(list(prompt), [*completion, *ends])
 
 
 def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:
