@@ -172,7 +172,10 @@ def test_tool_calls_in_hooks_are_recorded_and_no_part_of_the_transcript(make_are
         ({"get_initial_actor": lambda self: "c"}, "actor_id='c': no such actor"),
         ({"get_initial_actor": lambda self: "b", "actors": ("a",)}, "lacks 'b': override next_actor"),
         ({"build_messages": lambda self, state, arena, artifact: []}, "expected a string or at least one message"),
-        ({"build_messages": lambda self, state, arena, artifact: ["hi"]}, "expected a dict with 'role' and 'content'"),
+        (
+            {"build_messages": lambda self, state, arena, artifact: ["hi"]},
+            r"messages\[0\]: got 'hi', expected an object with a role",
+        ),
     ],
 )
 def test_mistakes_are_named(make_arena, changes, message):

@@ -17,7 +17,7 @@ from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
-from turnwise.chat.messages import plain_messages, well_formed_texts
+from turnwise.chat.messages import well_formed_texts
 from turnwise.chat.tools import by_name, schemas
 from turnwise.types import Actor, Messages, ModelResponse, Step
 from turnwise.types.protocols import ArenaForHooks
@@ -46,7 +46,7 @@ async def call_with_tools(
     with not_counted():
         functions, tools = by_name(actor.tools), schemas(actor.tools)
         format.check_tools(tools)
-    messages = plain_messages(to_messages(prompt, actor))
+    messages = to_messages(prompt, actor)
     chats, context = Conversations(format), current_context()
     turn = None if context is None else context.state.turn
     own = (actor.sampling or arena.sampling).stop_token_ids
