@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -184,8 +185,30 @@ def test_a_metric_that_the_rubric_does_not_make_is_refused_before_models_are_loa
 
 
 @pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        ("", r"success_metric='vowels/an': 'an' is no actor of the task, nor in its .*; did you mean 'ann'"),
+        (', measured=("an",)', ""),
+    ],
+)
+def test_a_metric_of_no_actor_is_refused_unless_the_task_declares_it(module, tmp_path, declared, told):
+    """It failed at the final evaluation, after the whole training."""
+    source = MODULE.replace('"vowels/ann"', '"vowels/an"').replace('"cid"))', f'"cid"){declared})')
+    (tmp_path / "own_talk_an.py").write_text(source)
+    sys.modules.pop("own_talk_an", None)
+    config = config_from_dict({"task": "own_talk_an:TalkTask", "run_dir": str(tmp_path / "run")})
+    if not told:
+        assert dry_run(config)
+        return
+    for start in (build_run, dry_run):
+        with pytest.raises(ConfigError, match=told):
+            start(config)
+
+
+@pytest.mark.parametrize(
     ("old", "new", "told"),
     [
+        ('"cid"))', '"cit"))', "capabilities.seats: the task has no actor 'cit'; did you mean 'cid'"),
         ('"talk": Talk(', '"talks": Talk(', "questions are of episode 'talk', .*did you mean 'talks'"),
         ('"cid": "You', '"cit": "You', "episode 'talk': the task has no actor 'cid'; did you mean 'cit'"),
         ('actors = ("ann", "bob", "cid")', "", "Talk.actors is empty: expected the ids of the actors"),
