@@ -89,7 +89,7 @@ class Mislabelled(Pair):
         (build_task("kuhn_poker"), ["player0"], r"task 'kuhn_poker' has no method with_actors\(actors\)"),
         (Pair(), ["all"], r"task 'pair' has no method with_actors\(actors\), which returns the task for some of its"),
         (Inseparable(), ["all"], "task 'pair' needs all of its actors: with_actors says: they are a pair"),
-        (Mislabelled(), ["all"], r"task 'pair': with_actors\(.*\) gave success_metric='right/nobody', expected that of"),
+        (Mislabelled(), ["all"], r"task 'pair': with_actors\(.*\) gave success_metric='right/nobody', expected"),
         (build_task("code_duel"), ["coder"], "task 'code_duel' can't be played without 'coder': with_actors says: "
          r"actors=\('tester',\): expected the coder first, whose program is tested. Name another actor, or 'all'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -169,9 +170,17 @@ def without_round(messages: Messages) -> str:
     return _ROUND.sub("", messages[-1]["content"])
 
 
-def split_of(question: str) -> Split:
+def key_of(question: Any) -> str:
+    """The text that stands for a question: a text itself, else its canonical JSON.
+
+    Raises ``TypeError`` or ``ValueError`` for what JSON can't hold.
+    """
+    return question if isinstance(question, str) else json.dumps(question, sort_keys=True, allow_nan=False)
+
+
+def split_of(question: Any) -> Split:
     """The split of a question, by a hash of its text: 8 of 10 go to train, 1 to validation, 1 to eval."""
-    digest = blake2b(question.encode(), digest_size=8).digest()
+    digest = blake2b(key_of(question).encode(), digest_size=8).digest()
     return SPLIT_OF_RESIDUE[int.from_bytes(digest, "big") % len(SPLIT_OF_RESIDUE)]
 
 
