@@ -158,7 +158,7 @@ def _sub_team(task: SplittableTask, actors: Sequence[str]) -> tuple[SubTeam | No
     measured = team.success_metric.partition("/")[2]
     if measured not in (*actors, *capabilities_of(team, TaskCapabilities).measured):
         raise ValueError(
-            f"task {task.name!r}: with_actors({tuple(actors)!r}) gave success_metric={team.success_metric!r}, expected "
+            f"task {team.name!r}: with_actors({tuple(actors)!r}) gave success_metric={team.success_metric!r}, expected "
             "that of one of these actors"
         )
     return SubTeam(tuple(actors), episodes, team.success_metric), ""

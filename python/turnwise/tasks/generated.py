@@ -100,7 +100,7 @@ def draw_distinct(
     draw: Callable[[], Q | None],
     what: str,
     *,
-    split_of: Callable[[Q], Split] = split_of,  # type: ignore[assignment]
+    split_of: Callable[[Q], Split] = split_of,
     patience: int = 20_000,
     repeats: bool = False,
 ) -> list[Q]:
