@@ -136,6 +136,23 @@ def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
     return messages
 
 
+def chat_of(prompt: Any, where: str) -> str | Messages:
+    """Return what a hook gave as a prompt: a string, or plain messages. Errors begin with ``where``, the hook."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return to_messages(prompt, None)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: {error}") from error
+
+
+def text_of_hook(text: Any, where: str) -> str:
+    """Return a text that a hook gave, ``""`` for ``None``. Raises ``TypeError`` that names ``where``, the hook."""
+    if text is None or isinstance(text, str):
+        return text or ""
+    raise TypeError(f"{where}: got {to_python(text)!r:.80}, expected text or None")
+
+
 def _is_text(message: Any) -> bool:
     """True for ``{"role": str, "content": str}`` with a known role, the form of nearly all messages."""
     return (
