@@ -74,6 +74,13 @@ class Inseparable(Pair):
         raise ValueError("they are a pair")
 
 
+class Mislabelled(Pair):
+    def with_actors(self, actors):
+        team = Pair()
+        team.success_metric = "right/nobody"
+        return team
+
+
 @pytest.mark.parametrize(
     ("task", "names", "told"),
     [
@@ -82,10 +89,11 @@ class Inseparable(Pair):
         (build_task("kuhn_poker"), ["player0"], r"task 'kuhn_poker' has no method with_actors\(actors\)"),
         (Pair(), ["all"], r"task 'pair' has no method with_actors\(actors\), which returns the task for some of its"),
         (Inseparable(), ["all"], "task 'pair' needs all of its actors: with_actors says: they are a pair"),
+        (Mislabelled(), ["all"], r"task 'pair': with_actors\(.*\) gave success_metric='right/nobody', expected"),
         (build_task("code_duel"), ["coder"], "task 'code_duel' can't be played without 'coder': with_actors says: "
          r"actors=\('tester',\): expected the coder first, whose program is tested. Name another actor, or 'all'"),
     ],
-    ids=["unknown", "one", "game", "hook", "inseparable", "needed"],
+    ids=["unknown", "one", "game", "hook", "inseparable", "mislabelled", "needed"],
 )  # fmt: skip
 def test_what_cannot_be_left_out_is_refused(task, names, told):
     with pytest.raises(ValueError, match=f"(?s){told}"):

@@ -8,9 +8,9 @@ from collections import UserDict
 import numpy as np
 import pytest
 
-from turnwise.arena.runtime.model_call import PromptCache
+from turnwise.arena.runtime.model_call import PromptCache, to_messages
 from turnwise.chat import ChatRenderer
-from turnwise.chat.messages import well_formed_texts
+from turnwise.chat.messages import ChatError, well_formed_texts
 from turnwise.types import Actor, ModelError, Sampling
 
 
@@ -58,6 +58,30 @@ def test_siblings_prompts_are_encoded_once_and_none_can_spoil_the_others():
     other = Counting()
     cache.token_ids(ChatRenderer(other), [{"role": "user", "content": "xx"}])
     assert other.calls == 1, "another format, other ids"
+
+
+@pytest.mark.parametrize("actor", ["solver", None], ids=["actor", "judge"])
+def test_text_parts_are_shown_as_one_text_and_other_parts_are_refused(make_arena, actor):
+    """Templates showed them as nothing, as Python's repr, or left them out."""
+    arena = make_arena()
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2"}]
+    asked = [{"role": "developer", "content": "Add."}, {"role": "user", "content": parts, "name": "ann"}]
+    response = asyncio.run(arena.call_model(actor, asked))
+    assert "".join(map(chr, response.prompt_token_ids)) == "<system>Add.\n<user>2 + 2\n<assistant>"
+    assert arena.client.requests[0].messages[1] == {"role": "user", "content": "2 + 2"}
+    picture = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
+    for content, told in ((picture, r"content\[2\]: got a part of type 'image_url'"), (None, "content: got None")):
+        with pytest.raises(ChatError, match=rf"messages\[0\].{told}, expected "):
+            asyncio.run(arena.call_model(actor, [{"role": "user", "content": content}]))
+    with pytest.raises(ChatError, match=r"messages\[0\].role: got 'human', expected one of"):
+        asyncio.run(arena.call_model(actor, [{"role": "human", "content": "2 + 2"}]))
+    assert len(arena.client.requests) == 1
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"hi", {"role": "user", "content": "hi"}])
+def test_a_prompt_that_is_no_chat_is_refused(prompt):
+    with pytest.raises(TypeError, match="expected a string or a list of messages"):
+        to_messages(prompt, None)
 
 
 def test_text_is_decoded_without_special_tokens_and_the_stop_token_is_kept(make_arena):

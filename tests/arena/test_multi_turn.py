@@ -171,8 +171,38 @@ def test_tool_calls_in_hooks_are_recorded_and_no_part_of_the_transcript(make_are
         ),
         ({"get_initial_actor": lambda self: "c"}, "actor_id='c': no such actor"),
         ({"get_initial_actor": lambda self: "b", "actors": ("a",)}, "lacks 'b': override next_actor"),
+        ({"get_prompt": lambda self, artifact: None}, "Mistake.get_prompt: prompt=None: expected a string or a list"),
+        (
+            {"get_prompt": lambda self, artifact: [{"role": "user", "content": [{"type": "image_url"}]}]},
+            r"Mistake.get_prompt: messages\[0\].content\[0\]: got a part of type 'image_url'",
+        ),
+        (
+            {"get_observation": lambda self, state, arena, artifact: 5},
+            "Mistake.get_observation for actor 'a': got 5, expected text or None",
+        ),
+        (
+            {"env_response": lambda self, state, arena, artifact: {"board": 1}},
+            "Mistake.env_response for actor 'a': got {'board': 1}, expected text or None",
+        ),
+        (
+            {"env_response": lambda self, state, arena, artifact: 0},
+            "Mistake.env_response for actor 'a': got 0, expected text or None",
+        ),
+        ({"public": lambda self, text: [text]}, r"Mistake.public_to, or public, for actor 'b': got \["),
+        (
+            {"build_messages": lambda self, state, arena, artifact: 5},
+            "Mistake.build_messages for actor 'a': prompt=5: expected a string or a list of messages",
+        ),
+        (
+            {"next_actor": lambda self, state, arena, artifact: None},
+            "Mistake.next_actor: got None, expected the id of an actor",
+        ),
+        ({"get_initial_actor": lambda self: None}, "Mistake.get_initial_actor: got None, expected the id of an actor"),
         ({"build_messages": lambda self, state, arena, artifact: []}, "expected a string or at least one message"),
-        ({"build_messages": lambda self, state, arena, artifact: ["hi"]}, "expected a dict with 'role' and 'content'"),
+        (
+            {"build_messages": lambda self, state, arena, artifact: ["hi"]},
+            r"messages\[0\]: got 'hi', expected an object with a role",
+        ),
     ],
 )
 def test_mistakes_are_named(make_arena, changes, message):
@@ -182,6 +212,23 @@ def test_mistakes_are_named(make_arena, changes, message):
         raise AssertionError(rollout.error)
 
 
-def test_max_turns_must_be_positive():
+@pytest.mark.parametrize("turns", [0, None, -1, "2", float("nan")])
+def test_max_turns_must_be_positive(make_arena, turns):
+    """A class with 0 turns played one, and ``None`` failed in play."""
+    told = f"Mistake.max_turns={turns!r}: expected a number of turns, at least 1"
+    with pytest.raises(ValueError, match=told):
+        make_arena(episodes=[type("Mistake", (Chat,), {"max_turns": turns})()])
     with pytest.raises(ValueError, match="max_turns=0"):
         Chat(max_turns=0)
+    assert make_arena(actors=("a", "b"), episodes=[Chat(max_turns=1)])
+
+
+def test_an_opening_without_messages_leaves_the_observation(make_arena):
+    _, rollout = play(make_arena, type("Silent", (Chat,), {"get_prompt": lambda self, artifact: []})())
+    assert rollout.steps[0].prompt == [{"role": "user", "content": "SECRET-a-0"}]
+
+
+def test_an_opening_of_parts_is_joined_with_what_follows(make_arena):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "OPEN"}, {"type": "text", "text": "ING"}]}]
+    _, rollout = play(make_arena, type("Parts", (Chat,), {"get_prompt": lambda self, artifact: parts})())
+    assert rollout.steps[0].prompt == [{"role": "user", "content": "OPENING\n\nSECRET-a-0"}]

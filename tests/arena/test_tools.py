@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 
 from turnwise.arena import Arena, BatchFailedError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.runtime.tool_rounds import answer_of
@@ -170,6 +174,90 @@ def test_schemas() -> None:
         by_name([given, given])
     with pytest.raises(TypeError, match="expected a function or a JSON schema"):
         tool_of(3)  # type: ignore[arg-type]
+
+
+class Color(Enum):
+    RED = "red"
+
+
+class Point(BaseModel):
+    x: int
+    title: str = ""
+
+
+@dataclass
+class Line:
+    ends: list[Point]
+
+
+def taking(hint: Any) -> Any:
+    def show(value):  # type: ignore[no-untyped-def]
+        """Show a value.
+
+        Args:
+            value: The value.
+        """
+        return repr(value)
+
+    show.__annotations__ = {"value": hint, "return": str}
+    return show
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}, "title": {"default": "", "type": "string"}}}
+POINT |= {"required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema", "given", "told"),
+    [
+        (int, {"type": "integer"}, "2", "2"),
+        (int, {"type": "integer"}, 2.5, "error: TypeError: value: Input should be a valid integer, got a number with"),
+        (bool, {"type": "boolean"}, "false", "False"),
+        (str, {"type": "string"}, 3, "error: TypeError: value: Input should be a valid string, got 3"),
+        (Annotated[int, "a count"], {"type": "integer"}, 3, "3"),
+        (Annotated[int, Field(ge=1)], {"type": "integer", "minimum": 1}, 0, "error: TypeError: value: Input should be"),
+        (int | str | None, {"type": ["integer", "string"], "nullable": True}, None, "None"),
+        (Literal["a"], {"type": "string", "enum": ["a"]}, "b", "error: TypeError: value: Input should be 'a', got 'b'"),
+        (Color, {"type": "string", "enum": ["red"]}, "red", "<Color.RED: 'red'>"),
+        (Color, {"type": "string", "enum": ["red"]}, "blue", "error: TypeError: value: Input should be 'red', got 'bl"),
+        (Point, POINT, {"x": "1"}, "Point(x=1, title='')"),
+        (Point, POINT, {}, "error: TypeError: value.x: Field required, got {}"),
+        (
+            Line,
+            {"type": "object", "properties": {"ends": {"type": "array", "items": POINT}}, "required": ["ends"]},
+            {"ends": [{"x": 1}]},
+            "Line(ends=[Point(x=1, title='')])",
+        ),
+        (set[int], {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1], "{1}"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.filterwarnings("ignore:tool 'show' failed")
+def test_arguments_have_the_types_of_the_hints(hint: Any, schema: Any, given: Any, told: str, is_async: bool) -> None:
+    """Models, dataclasses and Enums were an object of any kind, and the function got what the model wrote."""
+    tool = taking(hint)
+    if is_async:
+        plain = tool
+
+        @functools.wraps(plain)
+        async def tool(value):  # type: ignore[no-untyped-def]
+            return plain(value)
+
+    assert tool_of(tool)["function"]["parameters"]["properties"]["value"] == {**schema, "description": "The value."}
+    result = play(arena_of([call("show", value=given), "4"], tool))
+    assert result.rollout.steps[1].prompt[-1]["content"].startswith(told)
+    assert result.rollout.meta.get("mishaps", {}) == ({"tool_errors/show": 1} if told.startswith("error") else {})
+
+
+class Nested(BaseModel):
+    inner: Nested | None = None
+
+
+@pytest.mark.parametrize("hint", [Arena, Callable[[int], int], Nested], ids=repr)
+def test_a_type_without_a_schema_is_refused_when_the_actor_is_added(hint: Any) -> None:
+    with pytest.raises(ValueError, match="tools: show has no schema: "):
+        arena_of([], taking(hint))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -143,6 +144,72 @@ def test_success_must_be_named():
         Unmeasured()
 
 
+def asking(given):
+    class Asking(OwnTask):
+        name, success_metric, system_prompts = "asking", "right/solver", {"solver": "Answer."}
+
+        def questions(self):
+            return given
+
+        def episodes(self, tree=None):
+            return {}
+
+    return Asking()
+
+
+ROWS = [{"question": f"{a} + 1", "answer": [a + 1, {"even": a % 2}]} for a in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("given", "artifact"),
+    [
+        (ROWS, lambda row: row),
+        ([tuple(row.values()) for row in ROWS], lambda row: {"question": list(row.values())}),
+        (range(60), lambda row: {"question": row["answer"][0] - 1}),
+        ((row["question"] for row in ROWS), lambda row: {"question": row["question"]}),
+    ],
+    ids=["dicts", "tuples", "numbers", "generator of texts"],
+)
+def test_rows_of_a_dataset_are_questions(given, artifact):
+    """Dicts failed as unhashable, tuples and numbers with a raw error."""
+    given = list(given) if isinstance(given, (list, range)) else given
+    task = asking(given)
+    pool = task.question_pool(None) if isinstance(given, list) else task.question_pool(2)
+    known = [artifact(row) for row in ROWS]
+    assert len(pool) > 1 and all(request.artifact in known for request in pool)
+    assert len({request.group_id for request in pool}) == len({request.seed for request in pool}) == len(pool)
+    if isinstance(given, list):
+        held = task.eval_requests("eval", 2)
+        assert not {request.group_id.partition("/")[2] for request in pool} & {
+            request.group_id.partition("/")[2] for request in held
+        }
+        assert any("1" in text for text in task.texts())
+        twice = asking([*given, *given])
+        assert twice.question_pool(None) == pool, "equal rows are one question"
+
+
+def test_copies_of_a_row_share_nothing_that_an_episode_could_change():
+    first, second = asking(ROWS).requests(1, 1, 2)
+    first.artifact["answer"].append("spoiled")
+    assert second.artifact in ROWS
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([{"a": {1, 2}}], r"Asking.questions\(\) gave {'a': {1, 2}} as question 0: expected a text, or data that JSON"),
+        (["a", b"b"], r"Asking.questions\(\) gave b'b' as question 1: expected a text"),
+        ([float("nan")], r"gave nan as question 0: expected a text"),
+        (None, r"Asking.questions\(\) gave None: expected a list of questions"),
+        ("What?", r"Asking.questions\(\) gave 'What\?': expected a list of questions"),
+        ({"question": "What?"}, r"Asking.questions\(\) gave .*: expected a list of questions"),
+    ],
+)
+def test_what_is_no_question_is_told(given, told):
+    with pytest.raises(ValueError, match=told):
+        held_out(asking(given), "eval", None)
+
+
 def test_fewer_questions_than_the_default_are_all_asked(module, tmp_path, capsys):
     """A task of 300 questions has some 30 held out, and was refused for not having the default's 200."""
     settings = {"task": "own_talk:TalkTask", "run_dir": str(tmp_path / "run"), "task_options": {"words": 300}}
@@ -184,8 +251,30 @@ def test_a_metric_that_the_rubric_does_not_make_is_refused_before_models_are_loa
 
 
 @pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        ("", r"success_metric='vowels/an': 'an' is no actor of the task, nor in its .*; did you mean 'ann'"),
+        (', measured=("an",)', ""),
+    ],
+)
+def test_a_metric_of_no_actor_is_refused_unless_the_task_declares_it(module, tmp_path, declared, told):
+    """It failed at the final evaluation, after the whole training."""
+    source = MODULE.replace('"vowels/ann"', '"vowels/an"').replace('"cid"))', f'"cid"){declared})')
+    (tmp_path / "own_talk_an.py").write_text(source)
+    sys.modules.pop("own_talk_an", None)
+    config = config_from_dict({"task": "own_talk_an:TalkTask", "run_dir": str(tmp_path / "run")})
+    if not told:
+        assert dry_run(config)
+        return
+    for start in (build_run, dry_run):
+        with pytest.raises(ConfigError, match=told):
+            start(config)
+
+
+@pytest.mark.parametrize(
     ("old", "new", "told"),
     [
+        ('"cid"))', '"cit"))', "capabilities.seats: the task has no actor 'cit'; did you mean 'cid'"),
         ('"talk": Talk(', '"talks": Talk(', "questions are of episode 'talk', .*did you mean 'talks'"),
         ('"cid": "You', '"cit": "You', "episode 'talk': the task has no actor 'cid'; did you mean 'cit'"),
         ('actors = ("ann", "bob", "cid")', "", "Talk.actors is empty: expected the ids of the actors"),

@@ -63,6 +63,8 @@ def test_rows_of_one_actor_and_of_all_and_a_bad_byte(write, tmp_path):
         ({"messages": CHAT, "completion": ""}, r"rows.jsonl:2: expected 'completion' .* got ''"),
         ({"messages": [], "completion": "4"}, r"rows.jsonl:2: expected 'messages' to be a list such as"),
         ({"messages": [{"role": "user"}], "completion": "4"}, r"rows.jsonl:2: expected 'messages' to be a list"),
+        ({"messages": [{"role": "human", "content": "2"}], "completion": "4"}, r"rows.jsonl:2: .*role: got 'human'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "completion": "4"}, r"type 'image_url'"),
         ({"completion": "4"}, r"rows.jsonl:2: expected either 'messages' or 'prompt', got keys \['completion'\]"),
         ({"messages": CHAT, "prompt": "2", "completion": "4"}, r"rows.jsonl:2: expected either 'messages' or"),
         ({"messages": CHAT, "completion": "4", "actr": "a"}, r"rows.jsonl:2: unknown key 'actr'; expected actor,"),

@@ -22,7 +22,7 @@ from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.rubric import Rubric
 from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
 from turnwise.arena.runtime.context import EpisodeContext, current_context, make_forkable, require_context
-from turnwise.arena.runtime.model_call import to_messages
+from turnwise.arena.runtime.model_call import chat_of, to_messages
 from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import watched
@@ -135,6 +135,9 @@ class Episode(ABC):
             reasons["threshold"] = "has group functions, whose rewards come after the threshold"
         return reasons
 
+    def _check_limits(self) -> None:  # noqa: B027 - most episodes have none
+        """Raise ``ValueError`` for a limit of play that can't hold."""
+
     def stores(self) -> Sequence[ArtifactStore]:
         """Return the stores that the episode writes to or samples from. The arena registers those that it lacks."""
         return ()
@@ -189,7 +192,7 @@ class Episode(ABC):
         )
         if shorter is None:
             raise error
-        return shorter
+        return chat_of(shorter, f"{type(self).__name__}.on_context")
 
     def ends_at_context(self, state: EpisodeState, error: ModelError) -> bool:
         """Return True if ``error`` ends the episode in ``state``: an actor's prompt is too long, and one has acted."""
@@ -314,7 +317,8 @@ class SingleTurnEpisode(Episode):
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
         state = EpisodeState() if state is None else state
         state.current_actor = await hook(self.get_initial_actor) or only_actor(list(arena.actors))
-        await self.call_model(state.current_actor, await hook(self.get_prompt, artifact), arena)
+        prompt = chat_of(await hook(self.get_prompt, artifact), f"{type(self).__name__}.get_prompt")
+        await self.call_model(state.current_actor, prompt, arena)
         state.done = True
         return state
 
@@ -346,3 +350,4 @@ def check_episode(name: str, episode: Any) -> None:
             f"episode {name!r}: {type(episode).__name__}.on_context={episode.on_context!r}: expected "
             "'end', 'fail', or a method on_context(state, arena, artifact, messages)"
         )
+    episode._check_limits()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import asdict
+from numbers import Real
 from typing import Any
 
 from turnwise.arena.answers import contribution_of, plain_answer
@@ -20,6 +21,7 @@ from turnwise.arena.rewards.invalid_action import (
 from turnwise.arena.rewards.mix import RewardMix, as_parts
 from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
 from turnwise.arena.runtime.context import make_forkable, require_context
+from turnwise.arena.runtime.model_call import chat_of, text_of_hook
 from turnwise.arena.runtime.private_text import MIN_HIDDEN_WORDS, hidden_parts
 from turnwise.arena.runtime.tool_rounds import ROUND, share_reward
 from turnwise.arena.runtime.user_code import hook
@@ -67,9 +69,8 @@ class MultiTurnEpisode(Episode, ABC):
         if sampler is not None:
             self.sampler = sampler
         if max_turns is not None:
-            if max_turns < 1:
-                raise ValueError(f"max_turns={max_turns!r}: expected at least 1")
             self.max_turns = max_turns
+            self._check_limits()
 
     # -- hooks: override what the game needs; each may be sync or async ------------------------------------------------
     def setup(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
@@ -177,26 +178,34 @@ class MultiTurnEpisode(Episode, ABC):
             served.add("difference")
         return {key: reason for key, reason in reasons.items() if key not in served}
 
+    def _check_limits(self) -> None:
+        turns: Any = self.max_turns
+        if not (isinstance(turns, Real) and float(turns) >= 1):
+            raise ValueError(f"{type(self).__name__}.max_turns={turns!r}: expected a number of turns, at least 1")
+
     # -- how it runs ---------------------------------------------------------------------------------------------------
     async def transcript(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
         """Build the default chat of ``state.current_actor``, see :meth:`build_messages`."""
+        own = type(self).__name__
         opening = await hook(self.get_prompt, artifact)
+        opening = "" if opening == [] else chat_of(opening, f"{own}.get_prompt")
         messages: Messages = []
         if isinstance(opening, str):
             _say(messages, "user", opening)
         else:
-            messages.extend(dict(message) for message in opening)
+            messages.extend(opening)
         for step in state.trajectory:
             if "env_response" not in step.info:
                 continue
             if step.actor_id == state.current_actor:
                 messages.append({"role": "assistant", "content": step.completion})
             else:
-                shown = await hook(self.public_to, step.completion, str(step.actor_id), state.current_actor)
+                shown = await _shown_to(self, step, state.current_actor)
                 _say(messages, "user", None if shown is None else f"{step.actor_id}: {shown}")
             _say(messages, "user", step.info["env_response"])
-        observation = await hook(self.get_observation, state, arena, artifact)
-        if observation and observation.strip():
+        where = f"{own}.get_observation for actor {state.current_actor!r}"
+        observation = text_of_hook(await hook(self.get_observation, state, arena, artifact), where)
+        if observation.strip():
             require_context().private.add(observation, [state.current_actor], observation=True)
         _say(messages, "user", observation)
         return messages
@@ -213,7 +222,9 @@ class MultiTurnEpisode(Episode, ABC):
         else:
             state = left
         make_forkable(state)
-        state.current_actor = state.current_actor or await hook(self.get_initial_actor)
+        if not state.current_actor:
+            where = f"{type(self).__name__}.get_initial_actor"
+            state.current_actor = _actor_id(await hook(self.get_initial_actor), where)
         if self.sampler is not None and not arena.is_evaluation:
             del state, left  # the tree search frees data of losing branches, so hold no reference to it here
             search = TreeSearch(self, self.sampler, arena, artifact, context)
@@ -245,6 +256,7 @@ class MultiTurnEpisode(Episode, ABC):
         self, state: EpisodeState, messages: str | Messages, arena: ArenaForHooks, artifact: Any
     ) -> Step:
         """Make one model call, get the environment's answer and the action's reward. Changes ``state``."""
+        messages = chat_of(messages, f"{type(self).__name__}.build_messages for actor {state.current_actor!r}")
         mix: RewardMix = arena.mix_of(require_context().rollout.episode_type)
         before = await hook(self.team_value, state, arena, artifact) if mix.difference else 0.0
         handed = await self._present_answer(state, arena, artifact)
@@ -266,7 +278,8 @@ class MultiTurnEpisode(Episode, ABC):
         # The key "env_response" marks an action of this loop. Tool calls made inside a hook lack it, so the transcript
         # leaves them out.
         try:
-            step.info["env_response"] = await hook(self.env_response, state, arena, artifact) or ""
+            where = f"{type(self).__name__}.env_response for actor {state.current_actor!r}"
+            step.info["env_response"] = text_of_hook(await hook(self.env_response, state, arena, artifact), where)
             state.last_completion_text = step.completion
             where = f"{type(self).__name__}.reward_parts for actor {state.current_actor!r}"
             earned: Any = as_parts(await hook(self.reward_parts, state, arena, artifact), where)
@@ -303,7 +316,7 @@ class MultiTurnEpisode(Episode, ABC):
     async def _mark_hidden(self, step: Step) -> None:
         """Mark the hidden parts of a completion as private, and let each actor read the parts that it was shown."""
         actor = str(step.actor_id)
-        heard = {to: await hook(self.public_to, step.completion, actor, to) or "" for to in self.actors if to != actor}
+        heard = {to: await _shown_to(self, step, to) or "" for to in self.actors if to != actor}
         texts = require_context().private
         for shown in heard.values():
             for part in hidden_parts(step.completion, shown):
@@ -326,7 +339,7 @@ class MultiTurnEpisode(Episode, ABC):
             state.done = bool(state.done or await hook(self.is_done, state, arena, artifact))
         if state.done:
             return INVALID if failed_step(state) is not None else CONTEXT if outgrown else "done"
-        following = await hook(self.next_actor, state, arena, artifact)
+        following = _actor_id(await hook(self.next_actor, state, arena, artifact), f"{type(self).__name__}.next_actor")
         if following in state.acted:
             state.turn, state.acted = state.turn + 1, ()
         if state.turn >= self.max_turns:
@@ -334,6 +347,20 @@ class MultiTurnEpisode(Episode, ABC):
             return "max_turns"
         state.current_actor = following
         return ""
+
+
+async def _shown_to(episode: MultiTurnEpisode, step: Step, to: str) -> str | None:
+    """Return the part of a completion that the actor ``to`` sees, or ``None``."""
+    shown = await hook(episode.public_to, step.completion, str(step.actor_id), to)
+    where = f"{type(episode).__name__}.public_to, or public, for actor {to!r}"
+    return None if shown is None else text_of_hook(shown, where)
+
+
+def _actor_id(actor: Any, where: str) -> str:
+    """Return the actor that the hook ``where`` gave. Raises ``TypeError`` for what is no id: ``None`` is a judge."""
+    if not isinstance(actor, str):
+        raise TypeError(f"{where}: got {actor!r}, expected the id of an actor")
+    return actor
 
 
 def _say(messages: Messages, role: str, text: str | None) -> None:

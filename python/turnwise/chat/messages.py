@@ -50,6 +50,8 @@ def _plain(message: Any, where: str) -> Message:
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
     if role not in ROLES:
         raise ChatError(f"{where}.role", f"got {role!r}, expected one of {ROLES}")
+    if message.get("content") is None and role in ("system", "user"):
+        raise ChatError(f"{where}.content", f"got None, expected the text of the {role}")
     plain: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
     if role == "assistant":
         if message.get("audio"):

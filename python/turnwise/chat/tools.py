@@ -1,17 +1,24 @@
-"""Tools as Python functions: their schema for the model."""
+"""Tools as Python functions: their schema for the model, and the arguments of a call."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from turnwise.chat.messages import Tool
 from turnwise.utils.registry import name_of, unique_names, unwrapped
+
+T = TypeVar("T")
+PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
+"""Types whose schemas ``transformers`` writes; pydantic writes those of all others."""
 
 
 def tool_of(tool: Callable[..., Any] | Mapping[str, Any], name: str | None = None) -> Tool:
@@ -19,8 +26,9 @@ def tool_of(tool: Callable[..., Any] | Mapping[str, Any], name: str | None = Non
 
     The function may be a method, a partial or a callable object; ``name`` replaces its own.
 
-    The docstring is in Google's style, with every parameter in its ``Args:`` section. Raises ``TypeError`` or
-    ``ValueError`` that names the tool and what it lacks.
+    The docstring is in Google's style, with every parameter in its ``Args:`` section. A hint is any type that pydantic
+    validates, such as a model, a dataclass or an Enum. Raises ``TypeError`` or ``ValueError`` that names the tool and
+    what it lacks.
 
     Example::
 
@@ -42,12 +50,38 @@ def tool_of(tool: Callable[..., Any] | Mapping[str, Any], name: str | None = Non
         return dict(tool)
     if not callable(tool):
         raise TypeError(f"tools: got {tool!r}, expected a function or a JSON schema")
-    name = name_of(tool) if name is None else name
+    return _of_tool(_schema_of, tool, name_of(tool) if name is None else name)
+
+
+def build_arguments(tool: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with the types of the tool's hints: pydantic converts what a model wrote.
+
+    Arguments that the tool doesn't name stay as they are. Raises ``TypeError`` that names each wrong argument.
+
+    Example: for the function in :func:`tool_of`, ``{"a": "2", "b": 3}`` becomes ``{"a": 2, "b": 3}``.
+    """
+    adapters = _of_tool(_adapters_of, tool, name_of(tool))
+    built, problems = dict(given), []
+    for name in adapters.keys() & given.keys():
+        try:
+            built[name] = adapters[name].validate_python(given[name])
+        except ValidationError as error:
+            problems += [
+                f"{'.'.join(map(str, (name, *one['loc'])))}: {one['msg']}, got {one['input']!r:.80}"
+                for one in error.errors(include_url=False, include_context=False)
+            ]
+    if problems:
+        raise TypeError("; ".join(sorted(problems)))
+    return built
+
+
+def _of_tool(read: Callable[[Any, str], T], tool: Callable[..., Any], name: str) -> T:
+    """Return ``read(tool, name)``, which keeps its results, also for a tool that can't be hashed."""
     try:
         hash(tool)
     except TypeError:
-        return _schema_of.__wrapped__(tool, name)
-    return _schema_of(tool, name)
+        return typing.cast(Any, read).__wrapped__(tool, name)
+    return read(tool, name)
 
 
 @lru_cache(maxsize=256)
@@ -56,12 +90,61 @@ def _schema_of(tool: Callable[..., Any], name: str) -> Tool:
     from transformers.utils import get_json_schema
 
     try:
-        return get_json_schema(_plain_function(tool, name))
-    except Exception as error:  # the library raises several types of its own
+        plain = _plain_function(tool, name)
+        others = {key: hint for key, hint in plain.__annotations__.items() if key != "return" and not _is_plain(hint)}
+        plain.__annotations__ |= dict.fromkeys(others, Any)
+        schema = get_json_schema(plain)
+        properties = schema["function"]["parameters"]["properties"]
+        for key, hint in others.items():
+            found = TypeAdapter(hint).json_schema()
+            properties[key] = {**_inlined(found, found.get("$defs", {})), **properties[key]}
+        return schema
+    except Exception as error:  # the libraries raise several types of their own
         raise ValueError(
             f"tools: {name} has no schema: {error} Expected a type hint for each parameter, and a docstring that "
             "describes the function and, under 'Args:', each parameter"
         ) from error
+
+
+@lru_cache(maxsize=256)
+def _adapters_of(tool: Callable[..., Any], name: str) -> dict[str, TypeAdapter[Any]]:
+    hints = _plain_function(tool, name).__annotations__
+    return {key: TypeAdapter(hint) for key, hint in hints.items() if key != "return"}
+
+
+def _is_plain(hint: Any) -> bool:
+    """True for a hint that ``transformers`` reads: a plain type, and a list, dict, union or literal of these."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None:
+        return hint is Any or any(hint is plain for plain in PLAIN)
+    if origin is Literal:
+        return all(type(part) in PLAIN for part in parts)
+    if origin is Annotated:  # a text in it is a comment
+        return _is_plain(parts[0]) and all(isinstance(part, str) for part in parts[1:])
+    return origin in (list, tuple, dict, typing.Union, types.UnionType) and all(map(_is_plain, parts))
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
+    """Return a JSON schema without references and titles. Raises ``ValueError`` for a type that contains itself."""
+    if isinstance(schema, list):
+        return [_inlined(part, definitions, within) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        name = reference.rpartition("/")[2]
+        if name in within:
+            raise ValueError(f"{name} contains itself.")
+        schema = {**definitions[name], **{key: part for key, part in schema.items() if key != "$ref"}}
+        return _inlined(schema, definitions, (*within, name))
+    kept = {key: part for key, part in schema.items() if key != "$defs" and not _is_note(key, part)}
+    data = ("default", "const", "enum", "examples")
+    return {key: part if key in data else _inlined(part, definitions, within) for key, part in kept.items()}
+
+
+def _is_note(key: str, part: Any) -> bool:
+    """True for a schema's own title and the references of its discriminator, not for properties of these names."""
+    return (key == "title" and isinstance(part, str)) or (key == "discriminator" and "propertyName" in part)
 
 
 def _plain_function(tool: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -72,7 +155,7 @@ def _plain_function(tool: Callable[..., Any], name: str) -> Callable[..., Any]:
     made = unwrapped(tool)
     called = made if inspect.isroutine(made) else type(made).__call__
     bound = tool.keywords if isinstance(tool, functools.partial) else {}
-    hints = typing.get_type_hints(inspect.unwrap(getattr(called, "__func__", called)))
+    hints = typing.get_type_hints(inspect.unwrap(getattr(called, "__func__", called)), include_extras=True)
     signature = inspect.signature(tool)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in bound]
 

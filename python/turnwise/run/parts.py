@@ -16,7 +16,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, SubTeam
 from turnwise.train.health.guard import build_guard, check_health
 from turnwise.train.league.build import build_league, check_league
-from turnwise.types import Actor, CreditAssigner, CreditCapabilities, GenerateResult, capabilities_of
+from turnwise.types import Actor, CreditAssigner, CreditCapabilities, GenerateResult, TaskCapabilities, capabilities_of
 from turnwise.utils.registry import did_you_mean
 
 
@@ -152,9 +152,16 @@ def _sub_team(task: SplittableTask, actors: Sequence[str]) -> tuple[SubTeam | No
     """Return the sub-team of ``actors``, or ``None`` and the reason why they can't play."""
     try:
         team = task.with_actors(tuple(actors))
-        return SubTeam(tuple(actors), team.episodes(), team.success_metric), ""
+        episodes = team.episodes()
     except ValueError as error:
         return None, str(error)
+    measured = team.success_metric.partition("/")[2]
+    if measured not in (*actors, *capabilities_of(team, TaskCapabilities).measured):
+        raise ValueError(
+            f"task {team.name!r}: with_actors({tuple(actors)!r}) gave success_metric={team.success_metric!r}, expected "
+            "that of one of these actors"
+        )
+    return SubTeam(tuple(actors), episodes, team.success_metric), ""
 
 
 Measure = Callable[[Arena], Awaitable[Mapping[str, float]]]

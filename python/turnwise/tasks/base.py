@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.episode import check_episode, only_actor
 from turnwise.arena.setup import check_actor
-from turnwise.types import Actor, EpisodeRequest, Message, Messages
+from turnwise.types import Actor, EpisodeRequest, Message, Messages, TaskCapabilities, capabilities_of
 from turnwise.utils.registry import did_you_mean
 
 T = TypeVar("T")
@@ -169,9 +170,17 @@ def without_round(messages: Messages) -> str:
     return _ROUND.sub("", messages[-1]["content"])
 
 
-def split_of(question: str) -> Split:
+def key_of(question: Any) -> str:
+    """The text that stands for a question: a text itself, else its canonical JSON.
+
+    Raises ``TypeError`` or ``ValueError`` for what JSON can't hold.
+    """
+    return question if isinstance(question, str) else json.dumps(question, sort_keys=True, allow_nan=False)
+
+
+def split_of(question: Any) -> Split:
     """The split of a question, by a hash of its text: 8 of 10 go to train, 1 to validation, 1 to eval."""
-    digest = blake2b(question.encode(), digest_size=8).digest()
+    digest = blake2b(key_of(question).encode(), digest_size=8).digest()
     return SPLIT_OF_RESIDUE[int.from_bytes(digest, "big") % len(SPLIT_OF_RESIDUE)]
 
 
@@ -210,8 +219,9 @@ def task_problems(
 ) -> list[str]:
     """List the problems that would stop ``requests`` in play: names of actors and episodes that don't fit together.
 
-    If the requests are ``measured``, their rubric must also make the task's metric. The actor that the metric names is
-    not checked, as it appears only in play. A rubric with its own ``score`` passes, as it may make any metric.
+    If the requests are ``measured``, their rubric must also make the task's metric, for one of its actors or of the
+    names that its capabilities declare as ``measured``. A rubric with its own ``score`` passes, as it may make any
+    metric.
     """
     problems: list[str] = []
     actors: list[str] = []
@@ -219,6 +229,12 @@ def task_problems(
         with _gathered(problems):
             check_actor(actor, actors)
             actors.append(actor.id)
+    capabilities = capabilities_of(task, TaskCapabilities)
+    problems += [
+        f"capabilities.seats: the task has no actor {seat!r}; {did_you_mean(seat, actors)}"
+        for seat in capabilities.seats
+        if seat not in actors
+    ]
     # Each episode is registered under its name, and its actors are the task's.
     for name, episode in episodes.items():
         with _gathered(problems):
@@ -229,7 +245,8 @@ def task_problems(
                 if actor not in actors
             ]
     # Each question is played by an episode, and the rubric of held-out ones makes the metric.
-    function = task.success_metric.partition("/")[0]
+    function, _, measured_actor = task.success_metric.partition("/")
+    known = [*actors, *capabilities.measured]
     for kind in dict.fromkeys(request.episode_type for request in requests):
         if kind not in episodes:
             problems.append(
@@ -241,6 +258,11 @@ def task_problems(
             problems.append(
                 f"success_metric={task.success_metric!r}: the rubric of episode {kind!r} has no function {function!r}; "
                 f"{did_you_mean(function, rubric.names)}"
+            )
+        elif measured and type(rubric) is Rubric and measured_actor not in known:
+            problems.append(
+                f"success_metric={task.success_metric!r}: {measured_actor!r} is no actor of the task, nor in its "
+                f"capabilities.measured; {did_you_mean(measured_actor, known)}"
             )
     return [f"task {task.name!r}: {problem}" for problem in problems]
 

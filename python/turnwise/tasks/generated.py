@@ -1,4 +1,4 @@
-"""Base of tasks that draw their questions. A question is a text, and each split has its own questions."""
+"""Base of tasks that draw their questions. A question is a text or JSON data, and each split has its own questions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.arena.runtime.hashing import derive_seed
-from turnwise.tasks.base import Demonstration, Split, check_counts, check_split, split_of
+from turnwise.tasks.base import Demonstration, Split, check_counts, check_split, key_of, split_of
 from turnwise.types import Actor, EpisodeRequest
 
 Q = TypeVar("Q", bound=Hashable)
@@ -31,7 +31,7 @@ class GeneratedTask(ABC):
         self.options = options or self.options_type()
 
     @abstractmethod
-    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
+    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[Any]:
         """Draw ``n`` different questions of ``split``. Equal arguments give equal lists; a larger ``n`` extends one."""
 
     @property
@@ -39,17 +39,17 @@ class GeneratedTask(ABC):
         """The ids of the actors, in acting order."""
         return tuple(self.system_prompts)
 
-    def level(self, question: str) -> int:
+    def level(self, question: Any) -> int:
         """The level of ``question``, by which ``curriculum.gate`` admits questions."""
         return 0
 
-    def artifact(self, question: str) -> dict[str, Any]:
+    def artifact(self, question: Any) -> Any:
         """The episode's artifact for ``question``."""
         return {self.key: question}
 
-    def seed_parts(self, question: str) -> Sequence[Any]:
+    def seed_parts(self, question: Any) -> Sequence[Any]:
         """The values from which the seed of an episode about ``question`` is derived."""
-        return (question,)
+        return (key_of(question),)
 
     @property
     def actors(self) -> list[Actor]:
@@ -82,13 +82,13 @@ class GeneratedTask(ABC):
         return [self._request(question, split, (split,), (), is_trainable=False) for question in self.draw(split, n, 0)]
 
     def _request(
-        self, question: str, group: str, before: Sequence[Any], after: Sequence[Any], *, is_trainable: bool
+        self, question: Any, group: str, before: Sequence[Any], after: Sequence[Any], *, is_trainable: bool
     ) -> EpisodeRequest:
         """Make a request whose seed is derived from ``before``, the question and ``after``."""
         return EpisodeRequest(
             self.name,
             self.artifact(question),
-            group_id=f"{group}/{question}",
+            group_id=f"{group}/{key_of(question)}",
             seed=derive_seed(self.name, *before, *self.seed_parts(question), *after),
             is_trainable=is_trainable,
         )
@@ -100,7 +100,7 @@ def draw_distinct(
     draw: Callable[[], Q | None],
     what: str,
     *,
-    split_of: Callable[[Q], Split] = split_of,  # type: ignore[assignment]
+    split_of: Callable[[Q], Split] = split_of,
     patience: int = 20_000,
     repeats: bool = False,
 ) -> list[Q]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, split_of
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, key_of, split_of
 from turnwise.tasks.generated import GeneratedTask
 from turnwise.types import EpisodeRequest
 
@@ -25,9 +27,10 @@ class OwnTask(GeneratedTask):
     """Base of your own task, which a run's TOML selects with ``task = "module:Class"``.
 
     Set ``name``, ``success_metric`` (a reward function and an actor) and ``system_prompts`` (one per actor). Implement
-    :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. An artifact is ``{"question":
-    question}``; override :meth:`artifact` for more. A hash of its text decides the split of a question, so no question
-    is in two splits. Override :meth:`level` for a curriculum with levels. For a warm start, tournaments and baselines
+    :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is a text or JSON data,
+    such as a row of a dataset. An artifact is a question that is a dict, else ``{"question": question}``; override
+    :meth:`artifact` for more. A hash of its text or JSON decides the split of a question, so no question is in two
+    splits. Override :meth:`level` for a curriculum with levels. For a warm start, tournaments and baselines
     also implement :meth:`demonstrations`, :meth:`oracle` and :meth:`random_player`. Its credit rule and its seats are
     its ``capabilities`` (:class:`turnwise.types.TaskCapabilities`).
 
@@ -58,14 +61,14 @@ class OwnTask(GeneratedTask):
             raise ValueError(f"success_metric={self.success_metric!r}: expected 'function/actor', as in 'right/solver'")
 
     @abstractmethod
-    def questions(self) -> Sequence[str]:
-        """All questions of all splits, always the same."""
+    def questions(self) -> Sequence[Any]:
+        """All questions of all splits, always the same: texts, or data that JSON can hold."""
 
     @abstractmethod
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         """The episodes by their names; with a tree sampler, training branches at each action."""
 
-    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[str]:
+    def draw(self, split: Split, n: int, seed: int | str) -> Sequence[Any]:
         """Draw ``n`` different questions of ``split``, in an order that ``seed`` determines."""
         questions = self._listed(split)
         if len(questions) < n:
@@ -77,8 +80,28 @@ class OwnTask(GeneratedTask):
         """Draw ``n`` training questions, or return all."""
         return super().question_pool(len(self._listed("train")) if n is None else n)
 
-    def _listed(self, split: Split) -> list[str]:
-        return [question for question in dict.fromkeys(self.questions()) if split_of(question) == split]
+    def artifact(self, question: Any) -> Any:
+        """The episode's artifact: a question that is a dict, else ``{"question": question}``."""
+        own = copy.deepcopy(question)  # an episode may change its artifact
+        return own if isinstance(own, dict) else super().artifact(own)
+
+    def _listed(self, split: Split) -> list[Any]:
+        """Return the questions of ``split``, each once. Raises ``ValueError`` for one that JSON can't hold."""
+        where, found = f"{type(self).__name__}.questions()", self.questions()
+        if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
+            raise ValueError(f"{where} gave {found!r:.80}: expected a list of questions")
+        questions: dict[str, Any] = {}
+        for index, question in enumerate(found):
+            try:
+                key = key_of(question)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"{where} gave {question!r:.80} as question {index}: expected a text, or data that JSON can hold: "
+                    f"{error}"
+                ) from None
+            if key not in questions and split_of(key) == split:
+                questions[key] = question if isinstance(question, str) else json.loads(key)
+        return list(questions.values())
 
     def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """The first ``n`` held-out questions, for tournaments of a task with ``seats``."""
@@ -90,11 +113,19 @@ class OwnTask(GeneratedTask):
 
     def texts(self) -> list[str]:
         """Questions and system prompts, from which a tiny model's tokenizer is built."""
-        train = [question for question in self.questions() if split_of(question) == "train"]
-        return [*train[:2000], *self.system_prompts.values()]
+        train = [text for question in self._listed("train")[:2000] for text in texts_in(question)]
+        return [*train, *self.system_prompts.values()]
 
     def oracle(self) -> Player:
         raise ValueError(f"task {self.name!r} has no oracle: expected a player from oracle()")
 
     def random_player(self, seed: int) -> Player:
         raise ValueError(f"task {self.name!r} has no random player: expected one from random_player(seed)")
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return the texts in JSON data: values without their keys, other values as text."""
+    if isinstance(value, str):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [json.dumps(value)]
+    return [text for part in parts for text in (texts_in(part) if isinstance(part, (dict, list, str)) else [str(part)])]

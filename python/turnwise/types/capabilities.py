@@ -67,6 +67,8 @@ class TaskCapabilities:
     """Options of this rule."""
     seats: tuple[str, ...] = ()
     """Actors that play against each other; the rubric may have a metric ``score/<seat>``, 0 to 1, for each."""
+    measured: tuple[str, ...] = ()
+    """Names other than the actors' for which the rubric makes metrics, such as ``model`` in ``score/model``."""
 
 
 def capabilities_of(declaring: object, kind: type[C]) -> C:

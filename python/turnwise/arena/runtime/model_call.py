@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
 from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.chat import ChatFormat
-from turnwise.chat.messages import SYSTEM_ROLES, well_formed_texts
+from turnwise.chat.messages import ROLES, SYSTEM_ROLES, plain_messages, well_formed_texts
 from turnwise.state import to_python
 from turnwise.types import Actor, ContextLengthError, Messages, ModelError, ModelRequest, ModelResponse, Sampling, Step
 
@@ -115,31 +115,52 @@ def sampling_for(actor: Actor | None, default: Sampling, evaluation: Sampling | 
 
 
 def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
-    """Make a chat from a prompt. A string becomes one user message. Add the actor's system prompt if there is none."""
+    """Make a chat of plain messages from a prompt. Add the actor's system prompt if there is none.
+
+    A string becomes one user message. Raises ``TypeError`` for what is no chat, and
+    :class:`~turnwise.chat.messages.ChatError` for messages that can't be rendered, such as an image.
+    """
     if isinstance(prompt, str):
         messages: Messages = [{"role": "user", "content": prompt}]
-    elif type(prompt) is list and all(map(_is_text, prompt)):
+    elif type(prompt) is list and prompt and all(map(_is_text, prompt)):
         messages = [message.copy() for message in prompt]
     else:
-        messages = list(to_python(prompt))
-        for message in messages:
-            calls = isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("tool_calls")
-            if not isinstance(message, Mapping) or "role" not in message or not ("content" in message or calls):
-                raise TypeError(f"prompt: got the message {message!r}, expected a dict with 'role' and 'content'")
-    if not messages:
-        raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
+        given = to_python(prompt)
+        if isinstance(given, (Mapping, bytes)) or not isinstance(given, Iterable):
+            raise TypeError(f"prompt={given!r}: expected a string or a list of messages")
+        if not (given := list(given)):
+            raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
+        messages = plain_messages(given)
     if actor is not None and actor.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
         messages.insert(0, {"role": "system", "content": actor.system_prompt})
     return messages
 
 
+def chat_of(prompt: Any, where: str) -> str | Messages:
+    """Return what a hook gave as a prompt: a string, or plain messages. Errors begin with ``where``, the hook."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return to_messages(prompt, None)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: {error}") from error
+
+
+def text_of_hook(text: Any, where: str) -> str:
+    """Return a text that a hook gave, ``""`` for ``None``. Raises ``TypeError`` that names ``where``, the hook."""
+    if text is None or isinstance(text, str):
+        return text or ""
+    raise TypeError(f"{where}: got {to_python(text)!r:.80}, expected text or None")
+
+
 def _is_text(message: Any) -> bool:
-    """True for ``{"role": str, "content": str}``, the form of nearly all messages."""
+    """True for ``{"role": str, "content": str}`` with a known role, the form of nearly all messages."""
     return (
         type(message) is dict
         and len(message) == 2
-        and type(message.get("role")) is str
         and type(message.get("content")) is str
+        and type(role := message.get("role")) is str
+        and role in ROLES
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
-from turnwise.chat.messages import plain_messages, well_formed_texts
-from turnwise.chat.tools import by_name, schemas
+from turnwise.chat.messages import well_formed_texts
+from turnwise.chat.tools import build_arguments, by_name, schemas
 from turnwise.types import Actor, Messages, ModelResponse, Step
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.registry import name_of
 from turnwise.utils.signals import UserCodeError, error_text
 
 ROUND = "round"
@@ -46,7 +47,7 @@ async def call_with_tools(
     with not_counted():
         functions, tools = by_name(actor.tools), schemas(actor.tools)
         format.check_tools(tools)
-    messages = plain_messages(to_messages(prompt, actor))
+    messages = to_messages(prompt, actor)
     chats, context = Conversations(format), current_context()
     turn = None if context is None else context.state.turn
     own = (actor.sampling or arena.sampling).stop_token_ids
@@ -153,14 +154,29 @@ async def _result(call: ToolCall, function: Callable[..., Any] | None, run_tool:
     async def ask(name: str, arguments: dict[str, Any]) -> str:
         if function is None:
             return await answer_of(name, partial(run_tool, name, arguments), actor)
-        taken = set(function.keywords) & set(arguments) if isinstance(function, partial) else set()
-        return await answer_of(name, partial(_refused, taken) if taken else partial(function, **arguments), actor)
+        return await answer_of(name, _bound(function, arguments), actor)
 
     return await record_input("tool", ask, call.name, call.arguments)
 
 
-def _refused(names: set[str]) -> None:
-    raise TypeError(f"unexpected arguments: {', '.join(sorted(names))}")
+def _bound(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return the call of a tool. It first builds the arguments, as code of the user may validate them."""
+
+    def arguments() -> dict[str, Any]:
+        taken = set(function.keywords) & set(given) if isinstance(function, partial) else set()
+        if taken:
+            raise TypeError(f"unexpected arguments: {', '.join(sorted(taken))}")
+        return build_arguments(function, given)
+
+    def work() -> Any:
+        return function(**arguments())
+
+    async def work_async() -> Any:
+        return await function(**arguments())
+
+    bound: Any = work_async if is_async(function) else work
+    bound.__name__ = name_of(function)
+    return bound
 
 
 def _shortened(parsed: ParsedCompletion, count: int) -> ParsedCompletion:

@@ -17,7 +17,7 @@ from turnwise.integrations.gateway.process import ProcessEpisode
 from turnwise.integrations.gateway.replay import ReplayedEpisode
 from turnwise.integrations.gateway.settings import settings_of
 from turnwise.tasks.base import split_of
-from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.tasks.own import OwnOptions, OwnTask, texts_in
 from turnwise.types import TaskCapabilities
 from turnwise.utils.files import read_json_lines
 from turnwise.utils.registry import import_by_name
@@ -104,7 +104,7 @@ class GatewayTask(OwnTask):
     def texts(self) -> list[str]:
         """The texts in the training questions."""
         train = [question for question in self._questions if split_of(question) == "train"]
-        return [text for question in train[:2000] for text in _texts(json.loads(question))]
+        return [text for question in train[:2000] for text in texts_in(json.loads(question))]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         common = {"actors": list(self.system_prompts), "rubric": self.rubric, "timeout": self.options.timeout}
@@ -157,10 +157,3 @@ def _questions(given: str, module: str, is_process: bool) -> list[str]:
 
 def _of_module(module: str, name: str, default: Any) -> Any:
     return getattr(importlib.import_module(module), name, default)
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [json.dumps(value)]
-    return [text for part in parts for text in (_texts(part) if isinstance(part, (dict, list, str)) else [str(part)])]

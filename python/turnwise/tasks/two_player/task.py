@@ -40,7 +40,7 @@ class TwoPlayerTask(ABC):
     name: ClassVar[str]
     options_type: ClassVar[type[TwoPlayerOptions]]
     max_turns: ClassVar[int]
-    capabilities = TaskCapabilities(credit_rule="rae", seats=SEATS)
+    capabilities = TaskCapabilities(credit_rule="rae", seats=SEATS, measured=(MODEL,))
     success_metric = f"score/{MODEL}"
 
     def __init__(self, options: Any = None) -> None:

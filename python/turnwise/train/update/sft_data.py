@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
-from turnwise.chat.messages import SYSTEM_ROLES, Tool
+from turnwise.chat.messages import SYSTEM_ROLES, ChatError, Tool, plain_messages
 from turnwise.chat.tools import schemas
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
@@ -333,13 +333,10 @@ def _text(data: Mapping[str, Any], key: str, source: str) -> str:
 
 
 def _messages(value: Any, source: str) -> Messages:
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+    try:
+        return plain_messages(value)
+    except ChatError as error:
         raise ConfigError(
             f"{source}: expected 'messages' to be a list such as "
-            f'[{{"role": "user", "content": "..."}}], got {str(value)[:80]}'
-        )
-    return value
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+            f'[{{"role": "user", "content": "..."}}], got {str(value)[:80]}: {error}'
+        ) from None

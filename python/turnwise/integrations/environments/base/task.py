@@ -54,7 +54,7 @@ class ForeignTask:
     def capabilities(self) -> TaskCapabilities:
         if not self.game.is_competitive:
             return TaskCapabilities(credit_rule="grpo")
-        return TaskCapabilities(credit_rule="rae", seats=self.game.actors)
+        return TaskCapabilities(credit_rule="rae", seats=self.game.actors, measured=(MODEL,))
 
     @property
     def actors(self) -> list[Actor]:
