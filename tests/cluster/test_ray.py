@@ -172,7 +172,7 @@ def test_a_signal_lets_the_run_save_and_end(tmp_path: Path, ray_address: str) ->
         told, _ = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert process.returncode == 130, told
+    assert process.returncode == 143, told
     assert "run the same command again to go on" in told.replace("\n", " ")
     assert events(folder)[-1] == ("ended", "rank-0") and list((folder / "checkpoints").glob("step_*"))
 
