@@ -150,7 +150,12 @@ time.sleep(300)
     rollout = play_contained(tmp_path, code, timeout=1.0, grace=0.3 if stubborn else 20.0)
     assert "longer than timeout=1 s" in rollout.error and "so far" in rollout.error
     assert ("ended well" in rollout.error) == (not stubborn)
-    assert time.monotonic() - began < 15 and named(marker) == []
+    assert time.monotonic() - began < 15
+    # The kernel ends the others of a namespace after its first process is gone: on a busy machine a moment later.
+    until = time.monotonic() + 5
+    while named(marker) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert named(marker) == []
 
 
 def test_docker_gets_no_network_no_key_and_the_folder_alone(tmp_path):
