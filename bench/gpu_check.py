@@ -118,6 +118,10 @@ def install(*what: str) -> list[str]:
     return [sys.executable, "-m", "pip", "install", *options, *what]
 
 
+def bench(name: str, *options: str) -> list[str]:
+    return [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), *options]
+
+
 def rehearsed(benches: Sequence[str]) -> list[Stage]:
     """Return what of :func:`stages` a CPU can run, at the smallest sizes. Tests of a GPU are imported."""
     python = [sys.executable, "-P"]
@@ -134,16 +138,10 @@ def rehearsed(benches: Sequence[str]) -> list[Stage]:
         Stage("tests", [*python, "-c", collect + "sys.exit(code not in (0, 5))"], 120, "", ONE_THREAD),
     ]
     for name in benches:
-        script = str(ROOT / "bench" / f"bench_{name}.py")
-        command = [sys.executable, script, "--device", "cpu", "--quick", "--rounds", "2"]
-        command += ["--json", str(BUILD / f"{name}.json")]
+        command = bench(name, "--device", "cpu", "--quick", "--rounds", "2", "--json", str(BUILD / f"{name}.json"))
         environment = {**ONE_THREAD, "TORCHDYNAMO_DISABLE": "1"}
         every.append(Stage(f"bench {name}", command, 180, r"^\|", environment))
     return every
-
-
-def bench(name: str, *options: str) -> list[str]:
-    return [sys.executable, str(ROOT / "bench" / f"bench_{name}.py"), *options, *FEWER.get(name, [])]
 
 
 def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> dict[str, list[Stage]]:
@@ -173,13 +171,14 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> dict[
         sanitized[tool] = Stage(tool, command, 90, clean, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     # Compiling takes most of a bench's time, so all compile at once before any is timed.
     timed = [name for name in benches if name != "trainer"]
-    compiled = [shlex.join(bench(name, "--device", "cuda", "--rounds", "1", "--json", os.devnull)) for name in timed]
+    whole = {name: bench(name, "--device", "cuda", *FEWER.get(name, [])) for name in benches}
+    compiled = [shlex.join([*whole[name], "--rounds", "1", "--json", os.devnull]) for name in timed]
     together = ["bash", "-c", " & ".join([*compiled, "wait"])]
     compile_all = Stage("compile", together, 100, r"^\|", {**CACHES, "TORCHINDUCTOR_COMPILE_THREADS": "4"})
     every = {
         name: Stage(
             f"bench {name}",
-            bench(name, "--device", "cuda", "--rounds", "15", "--json", str(BUILD / f"{name}.json")),
+            [*whole[name], "--rounds", "15", "--json", str(BUILD / f"{name}.json")],
             200 if name == "trainer" else 60,
             r"^\|",
             CACHES,
@@ -364,9 +363,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = set(options.stages or GROUPS)
     if options.wheels is not None and any(options.wheels.glob("turnwise-*.whl")):
         wanted -= {"build"}
-    parts = stages("" if options.rehearse else machine["architecture"], benches, workers)
-    chosen = [stage for name in PARTS if part in ("", name) for stage in parts[name]]
-    every = rehearsed(benches) if options.rehearse else list({stage.name: stage for stage in chosen}.values())
+    if options.rehearse:
+        every = rehearsed(benches)
+    else:
+        parts = stages(machine["architecture"], benches, workers)
+        chosen = [stage for name in PARTS if part in ("", name) for stage in parts[name]]
+        every = list({stage.name: stage for stage in chosen}.values())
     todo = [stage for stage in every if stage.name.replace("bench ", "benches ").split()[0] in wanted]
     path = write(options.out, machine, results, benches, part)
     for result in run_all(todo, options.seconds - (time.monotonic() - start)):

@@ -74,6 +74,13 @@ def _plain(message: Any, where: str) -> Message:
     return plain
 
 
+def with_system(messages: Messages, system_prompt: str) -> Messages:
+    """Return a chat with an actor's system prompt, unless the chat begins with a system message of its own."""
+    if not system_prompt or messages[0]["role"] in SYSTEM_ROLES:
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
 def not_shown(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the fields that say something of ``messages`` and that :func:`plain_messages` leaves out.
 

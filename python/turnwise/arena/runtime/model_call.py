@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
 from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.chat import ChatFormat
-from turnwise.chat.messages import ROLES, SYSTEM_ROLES, plain_messages, well_formed_texts
+from turnwise.chat.messages import ROLES, plain_messages, well_formed_texts, with_system
 from turnwise.state import to_python
 from turnwise.types import Actor, ContextLengthError, Messages, ModelError, ModelRequest, ModelResponse, Sampling, Step
 
@@ -131,9 +131,7 @@ def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
         if not (given := list(given)):
             raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
         messages = plain_messages(given)
-    if actor is not None and actor.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
-        messages.insert(0, {"role": "system", "content": actor.system_prompt})
-    return messages
+    return messages if actor is None else with_system(messages, actor.system_prompt)
 
 
 def chat_of(prompt: Any, where: str) -> str | Messages:

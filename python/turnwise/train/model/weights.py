@@ -83,7 +83,7 @@ class MasterWeights:
         self._hooks: list[Any] = []
         self._taken = False
         weakref.finalize(self, _remove, self._hooks)  # a parameter that outlives its masters adds to none
-        taking = _Taking(self)
+        take: Any = weakref.WeakMethod(self.take_gradient)  # the hooks go with the masters, and don't keep them
         for parameter in parameters:
             if not parameter.is_floating_point() or parameter.element_size() >= 4:
                 self.trained.append(parameter)
@@ -97,7 +97,7 @@ class MasterWeights:
                     earlier.drop()
                     earlier._taken = True
                 _MASTERS[parameter] = weakref.ref(self)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(taking))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda given: take()(given)))
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the master of a parameter; ``weight`` itself if it has none."""
@@ -134,18 +134,6 @@ class MasterWeights:
 
 _MASTERS: Any = WeakIdKeyDictionary()
 """Weak references to the masters of each narrow parameter that trains."""
-
-
-class _Taking:
-    """A hook that does not keep its masters."""
-
-    def __init__(self, masters: MasterWeights) -> None:
-        self.masters = weakref.ref(masters)
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        masters = self.masters()
-        if masters is not None:
-            masters.take_gradient(parameter)
 
 
 def _remove(hooks: list[Any]) -> None:

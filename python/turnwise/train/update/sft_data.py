@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
-from turnwise.chat.messages import SYSTEM_ROLES, ChatError, Tool, plain_messages
+from turnwise.chat.messages import SYSTEM_ROLES, ChatError, Tool, plain_messages, with_system
 from turnwise.chat.tools import schemas
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
@@ -240,9 +240,7 @@ class _Look:
         """Return the ids of a prompt as a model call would send it."""
         if isinstance(prompt, str):
             return list(self.format.tokenizer.encode(prompt))
-        if self.system_prompt and prompt[0]["role"] not in SYSTEM_ROLES:
-            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        return self.format.prompt_ids(prompt, self.tools)
+        return self.format.prompt_ids(with_system(prompt, self.system_prompt), self.tools)
 
 
 class _Looks:
