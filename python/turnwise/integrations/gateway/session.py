@@ -20,6 +20,7 @@ from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, Tool, with_answer
+from turnwise.integrations.gateway.calls import Attempt, GatewayCall, repeated_call
 from turnwise.integrations.gateway.constrained import grammar_of
 from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.settings import GatewaySettings
@@ -43,45 +44,6 @@ ALWAYS = (
 
 
 @dataclass(eq=False, slots=True)
-class GatewayCall:
-    """One request of an agent, from its arrival. ``turn`` numbers the actor's calls, from 0."""
-
-    actor: str
-    turn: int
-    ask: Ask
-    started: float
-    ended: float | None = None
-    task: asyncio.Task[Answered] | None = None
-    number: int = 0
-    """Index of the call in its session."""
-    order: int = 0
-    """Index of the call in its attempt, sub-agents included, in the order of arrival."""
-    waiting: int = 0
-    """Clients that wait for the answer: 0 after all of them have left."""
-    resend: Hashable | None = None
-    """Key of equal requests."""
-    undelivered: bool = False
-    """True if the client left while the answer was being sent."""
-    steps: list[Step] = field(default_factory=list)
-    carries: int | None = None
-    """The actor's call whose answer stands in this new chat, where it continues none."""
-
-    def leave(self) -> None:
-        """Note that a client left. The call ends with the last client that waits for it."""
-        self.undelivered = True
-        if self.task is not None and not self.waiting and not self.task.done():
-            self.task.cancel()
-
-    @property
-    def has_answer(self) -> bool:
-        """True while the call runs, and after it was answered; False after it was cancelled or refused."""
-        task = self.task
-        if task is None or task.cancelled() or task.cancelling():
-            return False
-        return not task.done() or task.exception() is None
-
-
-@dataclass(eq=False, slots=True)
 class Seat:
     """An actor in a session: its key, its conversations and its counts."""
 
@@ -93,8 +55,10 @@ class Seat:
     counts: Counter[str] = field(default_factory=Counter)
     own_seconds: float = 0.0
     """Seconds that the gateway itself worked for this actor. No episode metric, as a replay must repeat those."""
-    resends: dict[Hashable, GatewayCall] = field(default_factory=dict)
-    """The latest call with each body, which a repeated request joins."""
+    turns: Counter[int] = field(default_factory=Counter)
+    """The calls of each turn, which an agent may give several of."""
+    resends: dict[Hashable, list[GatewayCall]] = field(default_factory=dict)
+    """The calls with each body, one of which a repeated request joins."""
     earlier: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
     """The chats by the ids of their answers, which a request may continue by such an id."""
     said: dict[str, int] = field(default_factory=dict)
@@ -203,32 +167,40 @@ class GatewaySession:
         return self.over or ("" if self.parent is None else self.parent.is_over)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
-    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> GatewayCall:
+    def start(self, seat: Seat, ask: Ask, attempt: Attempt | None) -> GatewayCall:
         """Start a call, or return the one that this request repeats. Raises :class:`WireError` if no more are taken."""
-        repeated = None if resend is None else seat.resends.get(resend)
-        if repeated is not None and not (is_retry or repeated.undelivered):
-            repeated = None
-        if repeated is not None and repeated.has_answer:
-            repeated.undelivered = False
-            seat.counts["retries_joined"] += 1
-            return repeated
+        equal = [] if attempt is None else seat.resends.setdefault(attempt.key, [])
+        call = None if attempt is None else repeated_call(attempt, equal)
+        if attempt is not None and call is not None:
+            call.reused = call.reused or not (attempt.named or attempt.retries)
+            call.retries = max(call.retries, attempt.retries)
+            if call.has_answer:
+                call.undelivered = False
+                seat.counts["retries_joined"] += 1
+                return call
         if self.is_over:
             raise session_over(self.is_over)
-        if repeated is None and self.root.arrived >= self.settings.max_calls:
-            raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
-        if repeated is None:
-            turn = seat.calls if ask.turn is None else ask.turn
-            call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=len(self.calls), resend=resend)
-            call.order = self.root.arrived
-            seat.calls += 1
-            self.root.arrived += 1
-            self.calls.append(call)
-        else:  # its sampling was cancelled, or never began: sample again, under the same number
-            call = repeated
-        loop = asyncio.get_running_loop()
-        call.task = loop.create_task(self._run(seat, call), context=self._variables)
-        if resend is not None:
-            seat.resends[resend] = call
+        if call is None:
+            if self.root.arrived >= self.settings.max_calls:
+                raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
+            call = self._new_call(seat, ask)
+            if attempt is not None:
+                seat.counts["retries_unmatched"] += bool(equal and attempt.retries)
+                call.resend, call.retries = attempt.key, attempt.retries
+                equal.append(call)
+        # Also for a repeated call whose sampling was cancelled, or never began: sample again, under the same number.
+        call.undelivered = False
+        call.task = asyncio.get_running_loop().create_task(self._run(seat, call), context=self._variables)
+        return call
+
+    def _new_call(self, seat: Seat, ask: Ask) -> GatewayCall:
+        turn = seat.calls if ask.turn is None else ask.turn
+        call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=len(self.calls))
+        call.order, call.repeat = self.root.arrived, seat.turns[turn]
+        seat.turns[turn] += 1
+        seat.calls += 1
+        self.root.arrived += 1
+        self.calls.append(call)
         return call
 
     async def _run(self, seat: Seat, call: GatewayCall) -> Answered:
@@ -310,7 +282,8 @@ class GatewaySession:
     def _sampling(self, seat: Seat, call: GatewayCall, prompt: Prompt, index: int) -> dict[str, Any]:
         """Return the fields of :class:`Sampling` for one choice: the actor's, with what the agent may change."""
         ask, context = call.ask, self.context
-        seed = derive_seed(context.rollout.seed, context.scope, seat.actor, call.turn, index, ask.seed)
+        repeat = [call.repeat] if call.repeat else []  # an agent may give several calls one turn
+        seed = derive_seed(context.rollout.seed, context.scope, seat.actor, call.turn, index, ask.seed, *repeat)
         literal = self.arena.is_evaluation
         if literal and ask.seed is not None:
             seed = ask.seed + index
