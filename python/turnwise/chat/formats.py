@@ -148,10 +148,10 @@ class ChatFormat(ChatEncoder):
         return [*prompt, *seen, *tail]
 
     def _following(self, new: Messages, answer: Message | None) -> Messages:
-        """Return ``new`` as it follows ``answer``: results in the order of their calls, system messages folded."""
+        """Return ``new`` as it follows ``answer``: results in their calls' order, systems folded, roles in turn."""
         if answer and answer.get("tool_calls"):
             new = results_in_order([answer, *new])[1:]
-        return self._with_systems(new, begun=True)
+        return self._in_turn(self._with_systems(new, begun=True), begun=True)
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
         """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from turnwise.types import Message, Messages
@@ -228,6 +228,37 @@ def fold_systems(messages: Messages, *, first: bool, later: bool, begun: bool = 
             folded.append(message)
     _end_with(folded, waiting)
     return folded
+
+
+def join_neighbours(messages: Messages, refused: Callable[[str, str], bool]) -> Messages:
+    """Return ``messages`` for a template that wants roles in turn: no role follows one behind which it is ``refused``.
+
+    Messages of one role become one, of paragraphs. A user's message behind a tool's result becomes the end of that
+    result, as ``"user: <text>"``. A chat that begins with an answer (role ``""`` before it) gets an empty user message.
+    """
+    joined: Messages = []
+    for message in messages:
+        role = message["role"]
+        begins = all(other["role"] in SYSTEM_ROLES for other in joined)
+        before = "" if begins else joined[-1]["role"]
+        if not refused(before, role):
+            joined.append(message)
+        elif begins:
+            joined += [_said("user", [], messages), message]
+        else:
+            joined[-1] = _joined(joined[-1], message)
+    return joined
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Return two messages as one of the first one's role."""
+    text = text_of(second.get("content"), "content")
+    text = text if first["role"] == second["role"] else f"user: {text}"
+    joined = _with_texts(first, after=[text]) if first.get("content") else {**first, "content": text}
+    reasoning = [message["reasoning_content"] for message in (first, second) if message.get("reasoning_content")]
+    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+    joined |= {"reasoning_content": "\n\n".join(reasoning)} if reasoning else {}
+    return joined | ({"tool_calls": calls} if calls else {})
 
 
 def _end_with(messages: Messages, texts: Sequence[str]) -> None:
