@@ -28,12 +28,13 @@ class ChatError(ValueError):
         self.param = param
 
 
-def plain_messages(messages: Any) -> Messages:
+def plain_messages(messages: Any, join: Callable[[Messages, list[Any]], Messages] | None = None) -> Messages:
     """Return ``messages`` in the form that chat templates take. Raises :class:`ChatError` for a chat they can't hold.
 
     Content becomes one string. The role ``developer`` becomes ``system``. A tool call's arguments become an object,
     unless they are no JSON object. Results of tools take the order of their calls. An old ``function_call`` becomes a
-    tool call, and a ``refusal`` content. Fields that no template reads are left out, see :func:`not_shown`.
+    tool call, and a ``refusal`` content. Fields that no template reads are left out, see :func:`not_shown`. ``join``
+    gets the messages with their ids, and joins those that are parts of one answer.
 
     Example: ``[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]`` gives
     ``[{"role": "system", "content": "Be brief."}]``.
@@ -41,6 +42,8 @@ def plain_messages(messages: Any) -> Messages:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if join is not None:
+        plain = join(plain, [message.get("id") for message in messages])
     return results_in_order(plain)
 
 
@@ -254,7 +257,13 @@ def _joined(first: Message, second: Message) -> Message:
     """Return two messages as one of the first one's role."""
     text = text_of(second.get("content"), "content")
     text = text if first["role"] == second["role"] else f"user: {text}"
-    joined = _with_texts(first, after=[text]) if first.get("content") else {**first, "content": text}
+    whole = _with_texts(first, after=[text]) if first.get("content") else {"content": text}
+    return joined_parts(first, second, whole["content"])
+
+
+def joined_parts(first: Message, second: Message, content: Any) -> Message:
+    """Return ``first`` with ``content``, and with the reasoning and the calls of both."""
+    joined = {**first, "content": content}
     reasoning = [message["reasoning_content"] for message in (first, second) if message.get("reasoning_content")]
     calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
     joined |= {"reasoning_content": "\n\n".join(reasoning)} if reasoning else {}

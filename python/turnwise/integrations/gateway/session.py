@@ -19,12 +19,12 @@ from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import OK, ChatFormat
 from turnwise.chat.histories import DISTINCT
-from turnwise.chat.messages import ChatError, Tool, with_answer
+from turnwise.chat.messages import ChatError, with_answer
 from turnwise.integrations.gateway.calls import Attempt, GatewayCall, repeated_call
 from turnwise.integrations.gateway.constrained import grammar_of
 from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.settings import GatewaySettings
-from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
+from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, Earlier, WireError, invalid, session_over
 from turnwise.types import CHILD_ACTORS, ContextLengthError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
@@ -59,8 +59,7 @@ class Seat:
     """The calls of each turn, which an agent may give several of."""
     resends: dict[Hashable, list[GatewayCall]] = field(default_factory=dict)
     """The calls with each body, one of which a repeated request joins."""
-    earlier: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
-    """The chats by the ids of their answers, which a request may continue by such an id."""
+    earlier: Earlier = field(default_factory=Earlier)
     said: dict[str, int] = field(default_factory=dict)
     """The texts of long answers, and the calls that gave them."""
 
@@ -374,13 +373,16 @@ class GatewaySession:
         seat.chats.add(before, ask.tools, prompt_ids, ids, answer, step, form=form, stop=choice.stop_string)
 
     def keep_id(self, seat: Seat, ask: Ask, answered: Answered) -> None:
-        """Keep the chat of an answer by its id, so that later requests may name it."""
+        """Keep the answers by the ids of their calls, and the chat by the id of its answer, for later requests."""
+        for choice in answered.choices:
+            seat.earlier.answers |= dict.fromkeys(choice.call_ids, choice.message())
         if ask.carried is not None:
             self.decide_end(ask)
             answer = answered.choices[0].message()
             goes_on = ask.continues_answer and ask.carried
             chat = with_answer(ask.carried, answer) if goes_on else [*ask.carried, answer]
-            seat.earlier[answered.id] = chat, ask.tools
+            seat.earlier.chats[answered.id] = chat, ask.tools
+            seat.earlier.answers |= dict.fromkeys((answered.id, *answered.choices[0].call_ids), chat[-1])
 
     def decide_end(self, ask: Ask) -> None:
         """Decide whether a request's chat is continued in its last message."""
