@@ -23,6 +23,7 @@ from turnwise.types.capabilities import (
 )
 from turnwise.types.model_calls import (
     ContextLengthError,
+    DeadEndError,
     FinishReason,
     Grammar,
     InferenceClient,
@@ -69,6 +70,7 @@ __all__ = [
     "ContextLengthError",
     "CreditAssigner",
     "CreditCapabilities",
+    "DeadEndError",
     "EpisodeRequest",
     "EpisodeState",
     "ExplainedCredit",

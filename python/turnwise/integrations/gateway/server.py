@@ -172,7 +172,7 @@ class GatewayServer:
         left = False
         call.waiting += 1
         try:
-            response = await self._send(request, dialect, call, session.format)
+            response = await self._send(request, dialect, call, session.format, seat)
             call.undelivered = False
         except ConnectionError:
             left, response = True, web.Response()  # no client reads it
@@ -188,7 +188,7 @@ class GatewayServer:
         return response
 
     async def _send(
-        self, request: web.Request, dialect: ModuleType, call: GatewayCall, format: ChatFormat
+        self, request: web.Request, dialect: ModuleType, call: GatewayCall, format: ChatFormat, seat: Seat
     ) -> web.StreamResponse:
         """Wait for the answer, and send it. Raises ``ConnectionError`` or is cancelled if the client leaves."""
         ask = call.ask
@@ -206,6 +206,7 @@ class GatewayServer:
             try:
                 waited = await _wait(call, KEEP_ALIVE)
             except WireError as error:  # the status is sent already, so the error comes as an event
+                seat.counts[f"refused/{error.code}"] += 1
                 await response.write(b"event: error\ndata: " + json.dumps(dialect.error(error)).encode() + b"\n\n")
                 return response
         if not response.prepared:

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -21,11 +21,11 @@ from turnwise.chat.formats import OK, ChatFormat
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, with_answer
 from turnwise.integrations.gateway.calls import Attempt, GatewayCall, repeated_call
-from turnwise.integrations.gateway.constrained import grammar_of
+from turnwise.integrations.gateway.constrained import form_of, grammar_of
 from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, Earlier, WireError, invalid, session_over
-from turnwise.types import CHILD_ACTORS, ContextLengthError, Messages, ModelResponse, Sampling, Step
+from turnwise.types import CHILD_ACTORS, ContextLengthError, DeadEndError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
@@ -226,6 +226,8 @@ class GatewaySession:
             raise
         except ContextLengthError as error:
             raise WireError(400, "context_length_exceeded", str(error), "messages") from error
+        except DeadEndError as error:
+            raise WireError(400, "grammar_dead_end", str(error), form_of(call.ask)) from error
         except Exception as error:
             self.root.failure = self.root.failure or error
             self.root.over = self.root.over or f"the model failed: {error}"
@@ -246,7 +248,7 @@ class GatewaySession:
         grammar = await grammar_of(ask, prompt, self.format, self.arena) if constrains else None
         sampling = [{**self._sampling(seat, call, prompt, index), "grammar": grammar} for index in range(ask.n)]
         seat.own_seconds += time.perf_counter() - began
-        choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
+        choices = await self._all_sampled(call, [self._sample(seat, call, prompt, settings) for settings in sampling])
         began = time.perf_counter()
         self._count(seat, ask, prompt, choices)
         seat.counts["carried_rows"] += len(choices) * (call.carries is not None)
@@ -262,6 +264,16 @@ class GatewaySession:
         self.answered = seat.actor, call.turn
         seat.own_seconds += time.perf_counter() - began
         return answered
+
+    async def _all_sampled(self, call: GatewayCall, choices: Sequence[Awaitable[Choice]]) -> list[Choice]:
+        """Return all choices. If one fails, the agent gets none of them, so none trains."""
+        sampled = await asyncio.gather(*choices, return_exceptions=True)
+        for failure in sampled:
+            if isinstance(failure, BaseException):
+                for step in call.steps:
+                    step.trainable, step.info["lost"] = False, True
+                raise failure
+        return [choice for choice in sampled if isinstance(choice, Choice)]
 
     def rendered(self, seat: Seat, ask: Ask) -> Prompt:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
