@@ -78,9 +78,10 @@ class PrivateTexts:
             known.readers |= frozenset(readers)
 
     def add_thought(self, thought: str, actor: str, said: str, prompt: Messages) -> None:
-        """Mark what ``actor`` thought, unless it also ``said`` it, or its prompt holds it openly."""
+        """Mark what ``actor`` thought, unless it also ``said`` it, or quotes its prompt, whose secrets have marks."""
+        known = [normalize_text(text) for text in (said, *(text_of(message["content"]) for message in prompt))]
         for part in hidden_parts(thought, ""):
-            if not contains_phrase(normalize_text(said), normalize_text(part)) and not self.is_open(part, prompt):
+            if not any(contains_phrase(text, normalize_text(part)) for text in known):
                 self.add(part, [actor])
 
     def reveal(self, text: str) -> None:
