@@ -344,6 +344,17 @@ def test_system_messages_beside_neighbours_of_one_role() -> None:
         assert text(ChatRenderer(tokenizer), chat) == shown
 
 
+def test_a_system_message_between_users_is_folded_where_the_template_looks_past_it() -> None:
+    template = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role != 'system' %}{% if (m.role == 'user') != "
+        "(ns.n % 2 == 0) %}{{ raise_exception('in turn!') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
+        "<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = byte_tokenizer("", ["<|im_start|>", "<|endoftext|>", "<|im_end|>"], [], None, template)
+    shown = tokenizer.apply_chat_template([S("a"), U("b\n\nsystem: c\n\nd")], tokenize=False)
+    assert text(ChatRenderer(tokenizer), [S("a"), U("b"), S("c"), U("d")]) == shown
+
+
 @pytest.mark.parametrize("new", [[U("b"), U("c")], [S("b"), U("c")], [U("b"), S("c"), U("d")]])
 def test_a_chat_goes_on_behind_its_tokens_with_neighbours_of_one_role(family: Family, new: list[Message]) -> None:
     tokenizer = family.tokenizer()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.chat.messages import joined_parts
 from turnwise.types import Message, Messages
 
-AnswerOf = Callable[[Any], Message | None]
-"""The sampled answer that a call or an item belongs to, by its id; ``None`` for an unknown one."""
+Neighbours = Callable[[Message, Message, Message | None, Message | None], bool]
+"""Says whether two assistant's messages behind each other are one, from both, the message behind them, and the second
+one's answer if that is known."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +25,8 @@ class _Group:
 
     def add(self, part: Message, answer: Message | None) -> None:
         """Add a part; calls are in the order of the answer."""
-        self.message, self.parts = _joined(self.message, part), self.parts + 1
+        content = self.message["content"] + part["content"]
+        self.message, self.parts = joined_parts(self.message, part, content), self.parts + 1
         self.answer = self.answer or answer
         if self.answer is not None and "tool_calls" in self.message:
             ids = [call["id"] for call in self.answer.get("tool_calls", ())]
@@ -35,10 +37,10 @@ class _Group:
 class JoinParts:
     """Makes the parts of one answer one message, so that the chat goes on from it.
 
-    The ids of calls and of items say which answer a part belongs to, across the results of other calls. A part without
-    a known id may belong to the part beside it, as ``neighbours`` decides of the two, and of the answer if that is
-    known: :func:`equal_to_answer`, :func:`always`, or :func:`other_parts`. With ``moves_results``, a result belongs to
-    its call wherever it stands.
+    The ids of calls and of items say which answer a part belongs to, across the results of other calls; ``answer_of``
+    returns the sampled answer of such an id. A part without a known id belongs to the answer of the part beside it if
+    it is in that answer. Other parts behind each other are joined as ``neighbours`` decides: :func:`never`,
+    :func:`always`, or :func:`as_items`. With ``moves_results``, a result belongs to its call wherever it stands.
 
     Example: two calls of one answer, each with its result behind it, become one message with both calls, and the
     results.
@@ -46,8 +48,8 @@ class JoinParts:
 
     def __init__(
         self,
-        answer_of: AnswerOf,
-        neighbours: Callable[[Message, Message, Message | None], bool],
+        answer_of: Callable[[Any], Message | None],
+        neighbours: Neighbours,
         *,
         moves_results: bool = False,
     ) -> None:
@@ -57,65 +59,81 @@ class JoinParts:
         """Return the chat of plain ``messages``. ``ids`` are those of items, ``None`` for others."""
         groups: list[_Group] = []
         known: dict[int, _Group] = {}
-        by_call: dict[Hashable, _Group] = {}
+        by_call: dict[str, _Group] = {}
         last: _Group | None = None
         """The group of the message before, if that is a part of an answer."""
-        for message, name in zip(messages, ids, strict=True):
+        followers = [*messages[1:], None]
+        for message, follower, answer in zip(messages, followers, self._answers(messages, ids), strict=True):
             if message["role"] == "tool":
-                owner = by_call.get(message.get("tool_call_id"))
-                moves = owner is not None and (self.moves_results or owner.parts > 1)
-                if moves and owner is not None:
+                owner, last = by_call.get(message.get("tool_call_id", "")), None
+                if owner is not None and (self.moves_results or owner.parts > 1):
                     owner.results.append(message)
                 else:
                     groups.append(_Group(message))
-                last = None
-                continue
-            if message["role"] != "assistant":
+            elif message["role"] != "assistant":
                 groups.append(_Group(message))
                 known, last = {}, None
-                continue
-            calls = [call.get("id") for call in message.get("tool_calls") or ()]
-            answer = next((found for part in (name, *calls) if part and (found := self.answer_of(part))), None)
-            group = None if answer is None else known.get(id(answer))
-            if group is not None and any(by_call.get(call) is group for call in calls if call):
-                group = None  # the same call once more
-            if last is not None and last is not group and self._fits(last, message, answer):
-                if group is None:
-                    group = last
-                elif last.answer is None and groups[-1] is last:  # a part without an id, before one with an id
-                    groups.pop()
-                    message = _joined(last.message, message)
-            if group is None:
-                groups.append(group := _Group(message, answer))
             else:
-                group.add(message, answer)
-            by_call |= dict.fromkeys(filter(None, calls), group)
-            if group.answer is not None:
-                known[id(group.answer)] = group
-            last = group
+                calls = _ids(message)
+                group = None if answer is None else known.get(id(answer))
+                if group is not None and any(by_call.get(call) is group for call in calls):
+                    group = None  # the same call once more
+                if group is None and last is not None and (answer is None or last.answer in (None, answer)):
+                    group = last if self.neighbours(last.message, message, follower, answer) else None
+                if group is None:
+                    groups.append(group := _Group(message, answer))
+                else:
+                    group.add(message, answer)
+                by_call |= dict.fromkeys(calls, group)
+                if group.answer is not None:
+                    known[id(group.answer)] = group
+                last = group
         return [message for group in groups for message in (group.message, *group.results)]
 
-    def _fits(self, group: _Group, message: Message, answer: Message | None) -> bool:
-        if group.answer is not None and answer is not None and group.answer is not answer:
-            return False
-        return self.neighbours(group.message, message, group.answer or answer)
+    def _answers(self, messages: Messages, ids: Sequence[Any]) -> list[Message | None]:
+        """Return the sampled answer of each part: that of its ids, else the one beside it that holds the part."""
+        answers = [
+            next((answer for name in (part, *_ids(message)) if name and (answer := self.answer_of(name))), None)
+            for message, part in zip(messages, ids, strict=True)
+        ]
+        # The part behind it counts first, as reasoning and text come before calls.
+        for places, step in ((range(len(messages) - 2, -1, -1), 1), (range(1, len(messages)), -1)):
+            for place in places:
+                beside = answers[place + step]
+                is_part = messages[place]["role"] == messages[place + step]["role"] == "assistant"
+                if answers[place] is None and beside is not None and is_part:
+                    others = [part for part, answer in zip(messages, answers, strict=True) if answer is beside]
+                    answers[place] = beside if _lacks(beside, others, messages[place]) else None
+        return answers
 
 
-def equal_to_answer(first: Message, second: Message, answer: Message | None) -> bool:
-    """True if two parts have all text of the answer."""
-    return answer is not None and (first["content"] + second["content"]).strip() == answer["content"].strip()
+def _ids(message: Message) -> list[str]:
+    return [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
 
 
-def always(first: Message, second: Message, answer: Message | None) -> bool:
+def _lacks(answer: Message, others: Messages, part: Message) -> bool:
+    """True if ``part`` has no calls, and its text and reasoning are those of ``answer``, which the ``others`` lack."""
+    own = [name for name in ("content", "reasoning_content") if part.get(name)]
+    same = all(part[name].strip() == str(answer.get(name) or "").strip() for name in own)
+    return "tool_calls" not in part and same and not any(other.get(name) for other in others for name in own)
+
+
+def never(first: Message, second: Message, follower: Message | None, answer: Message | None) -> bool:
+    """False: each message is whole."""
+    return False
+
+
+def always(first: Message, second: Message, follower: Message | None, answer: Message | None) -> bool:
     """True: as in an API that joins messages of one role."""
     return True
 
 
-def other_parts(first: Message, second: Message, answer: Message | None) -> bool:
-    """True unless both have text, or both have reasoning; also if they have all text of the answer."""
-    repeated = [name for name in ("content", "reasoning_content") if first.get(name) and second.get(name)]
-    return not repeated or equal_to_answer(first, second, answer)
+def as_items(first: Message, second: Message, follower: Message | None, answer: Message | None) -> bool:
+    """True unless both have text, or both have reasoning, or the answer has none of what the first one has.
 
-
-def _joined(first: Message, second: Message) -> Message:
-    return joined_parts(first, second, first["content"] + second["content"])
+    Reasoning begins an answer if more of one follows.
+    """
+    own = [name for name in ("content", "reasoning_content") if first.get(name)]
+    if any(second.get(name) or (answer is not None and not answer.get(name)) for name in own):
+        return False
+    return "reasoning_content" not in second or follower is None or follower["role"] != "assistant"

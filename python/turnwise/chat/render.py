@@ -176,7 +176,7 @@ class ChatEncoder:
 
     @cached_property
     def _takes_later_systems(self) -> bool:
-        later = (("user", "system"), ("user", "assistant", "system", "user"))
+        later = (("user", "system"), ("user", "system", "user"), ("user", "assistant", "system", "user"))
         firsts = ((), ("system",)) if self._takes_first_system else ((),)
         chats = [(*first, *chat) for first in firsts for chat in later]
         return all(self._shows(roles, len(roles) - 1 - roles[::-1].index("system")) for roles in chats)

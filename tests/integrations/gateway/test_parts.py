@@ -142,6 +142,33 @@ def test_blocks_of_messages_go_on_in_any_order_and_apart():
     check(plays(Messages, chats))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("Let me see.", "<think>\nHm.\n</think>\n\n" + call_of("add", '{"a": 2, "b": 2}')),
+        ("I add.", SAID),
+        ("<think>\nHm.\n</think>\n\nLet me see.", call_of("add", '{"a": 2, "b": 2}')),
+    ],
+    ids=["reasoning and a call", "the same text", "a call"],
+)
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("wire", [Chat, Responses])
+def test_two_answers_behind_each_other_stay_apart(wire, ids, first, second):
+    """The agent asks again without a word, and the model calls a tool."""
+
+    async def agent(seen, models):
+        async with wire.client(models["solver"]) as client:
+            chat = list(USER)
+            for _ in range(3):
+                answer = await wire.ask(client, messages=chat, tools=wire.tools)
+                items = [{key: item[key] for key in item if ids or key != "id"} for item in wire.sent_back(answer)]
+                chat += [*items, *wire.results({call: "4" for call, _ in wire.calls(answer)})]
+
+    played = play(agent, [first, second, "so"])
+    assert [step.info.get("extends") for step in played.steps] in ([None, 0, 1], [None, None, 1])
+    assert played.metrics["gateway/rewritten_rows/solver"] == ("extends" not in played.steps[1].info)
+
+
 @pytest.mark.parametrize("wire", [Chat, Responses, Messages])
 def test_what_the_agent_wrote_itself_and_changed_answers_stay_apart(wire):
     """Calls with ids that the session doesn't know; and a text that was edited, which is counted."""

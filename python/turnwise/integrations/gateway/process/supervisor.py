@@ -35,7 +35,7 @@ def main() -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     child, asked = 0, False
 
-    def end(*_):
+    def end(*_: object) -> None:
         nonlocal asked
         asked = True
         if child:

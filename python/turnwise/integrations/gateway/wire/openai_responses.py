@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import not_shown, plain_messages, text_of
-from turnwise.chat.parts import JoinParts, other_parts
+from turnwise.chat.parts import JoinParts, as_items
 from turnwise.integrations.gateway.wire import openai_chat
 from turnwise.integrations.gateway.wire.ask import (
     Answered,
@@ -43,7 +43,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     instructions, given = fields.take("instructions"), fields.take("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     messages, _ = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
-    messages = plain_messages(messages, JoinParts(earlier.answer_of, other_parts, moves_results=True))
+    messages = plain_messages(messages, JoinParts(earlier.answer_of, as_items, moves_results=True))
     said = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
     text = fields.take("text", {})
     if not isinstance(text, Mapping):
