@@ -27,7 +27,7 @@ MAX_SCHEMA = 1 << 16
 """Characters of a schema. The compiler has limits of its own for what a short schema expands to."""
 CACHED_GRAMMARS = 64
 """Compiled grammars that are kept, the latest of all tokenizers."""
-WALKS, WALK_TOKENS = 32, 64
+WALKS, WALK_TOKENS = 12, 64
 """Random completions by which a grammar is searched for dead ends, and the most tokens of each."""
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -204,12 +204,12 @@ def _walk(tokenizer: Any, grammar: Grammar) -> str:
             if matcher.forced_token() >= 0:
                 walked += matcher.take_forced()
                 continue
-            allowed = np.flatnonzero(np.unpackbits(matcher.allowed(), bitorder="little"))
-            if not len(allowed):
+            bits = np.unpackbits(matcher.allowed(), bitorder="little")
+            if not (allowed := np.flatnonzero(bits)).size:
                 if matcher.is_complete:
                     break
                 return str(tokenizer.decode(walked))
-            of_json = [token for token in marks if token in allowed] if rng.random() < 0.5 else []
+            of_json = [token for token in marks if bits[token]] if rng.random() < 0.5 else []
             walked.append(int(rng.choice(of_json or allowed)))
             matcher.accept(walked[-1])
     return ""

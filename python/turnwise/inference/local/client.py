@@ -157,7 +157,7 @@ class TransformersClient(ClientBase):
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy, an empty prompt or a grammar that can't be compiled,
+        Raises ``ValueError`` for an unknown policy, an empty prompt or a grammar that can't be used,
         ``ContextLengthError`` for a prompt that leaves no room for a token, ``DeadEndError`` if a grammar allows no
         further token, and ``ModelError`` if the forward pass fails or the client is closed.
         """
