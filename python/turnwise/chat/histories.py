@@ -128,7 +128,7 @@ class Histories:
             content = found.answer(content)
             message = {**message, "content": content, "reasoning_content": found.thought}
             yield _Reading(message)
-        for stop in self._stops:
+        for stop in tuple(self._stops):  # a thread may render another chat
             if content.endswith(stop):
                 yield _Reading({**message, "content": content.removesuffix(stop)}, stop)
 

@@ -1,6 +1,6 @@
 """Sandbox for untrusted Python programs, such as a model's: each runs in a process that may only compute.
 
-Read in this order: sandbox, child, seccomp.
+Read in this order: sandbox, child, seccomp, surface.
 May import: the standard library.
 """
 

@@ -21,6 +21,7 @@ from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.rewards.group_rewards import score_groups, scored_groups
 from turnwise.arena.runner import run_episode
 from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel, run_limited
+from turnwise.inference.common import listening
 from turnwise.inference.common.http import LoopThread
 from turnwise.types import GenerateResult
 from turnwise.utils.copies import dumps
@@ -48,6 +49,9 @@ from turnwise.workers.wire import Channel, KeyRefused, accept
 
 MOST_SNAPSHOTS = 16
 """Snapshots of stores that a worker keeps; several batches and evaluations may be under way."""
+
+MOST_CONNECTIONS = 32
+"""Connections that are open at once; those without the key give way."""
 
 
 class Plays(Protocol):
@@ -106,9 +110,13 @@ class Listener:
             await to_thread(thread.stop)
 
     async def _listen(self) -> str:
-        server = await asyncio.start_server(self._connected, self._host, self._port, limit=2**20)
-        host, port = server.sockets[0].getsockname()[:2]
+        sockets = await listening.tcp_sockets(self._host, self._port)
+        self._listener = listening.Listener(sockets, self._protocol, MOST_CONNECTIONS)
+        host, port = sockets[0].getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _protocol(self) -> asyncio.StreamReaderProtocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(limit=2**20), self._connected)
 
     # -- one connection, in the listener's thread ----------------------------------------------------------------------
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -119,6 +127,7 @@ class Listener:
             self._say(f"refused a connection from {peer}: {str(error) or 'it did not answer in time'}")
             writer.close()
             return
+        self._listener.prove(writer.transport)
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait([self._serving])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -15,7 +18,9 @@ import pytest
 
 from turnwise.arena import Rubric
 from turnwise.integrations.gateway import Container, Gateway, ProcessEpisode
+from turnwise.integrations.gateway.process.container import FOLDER
 from turnwise.integrations.gateway.process.episode import OUTPUT_BYTES
+from turnwise.sandbox.surface import build_program_filter
 from turnwise.types import EpisodeRequest
 
 from .helpers import arena_of, scripted
@@ -40,8 +45,7 @@ def play_contained(tmp_path: Path, code: str, **options):
         Gateway(renderer="template"),
         actors=["solver"],
         files={"agent.py": tmp_path / "agent.py"},
-        container="bwrap",
-        **options,
+        **{"container": "bwrap", **options},
     )
     arena.add_episode(episode)
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("process", {"text": "2 + 2"})]))
@@ -83,6 +87,134 @@ result({
                for pid in os.listdir("/proc") if pid.isdigit()),
 })
 """
+
+
+KERNEL = """
+import ctypes, fcntl, resource, socket
+ask("x")
+libc = ctypes.CDLL(None, use_errno=True)
+NUMBERS = {"x86_64": 0, "aarch64": 1}
+
+def refused(numbers, *values):
+    number = numbers[NUMBERS[os.uname().machine]]
+    return libc.syscall(number, *values) < 0 and ctypes.get_errno() in (1, 38)
+
+def fails(action):
+    try:
+        action()
+    except OSError:
+        return True
+    return False
+
+def writable(folder):
+    found = []
+    for above, _, names in os.walk(folder):
+        for name in names:
+            try:
+                os.close(os.open(os.path.join(above, name), os.O_WRONLY | os.O_NONBLOCK))
+            except OSError:
+                continue
+            found.append(os.path.join(above, name))
+    return found
+
+caps = [line.split()[1] for line in open("/proc/self/status") if line[:6] in ("CapPrm", "CapEff", "CapAmb")]
+result({
+    "root": 0 in (os.getuid(), os.geteuid(), os.getgid()),
+    "rights": any(int(cap, 16) for cap in caps),
+    "written": writable("/proc/sys") + writable("/dev/shm") + writable("/etc"),
+    "own proc": not fails(lambda: open("/proc/self/oom_score_adj", "w")),
+    "dev": not fails(lambda: open("/dev/x", "w")),
+    "keyring": not refused((250, 219), 11, ctypes.c_int(-3), None, 0),
+    "user namespace": not refused((272, 97), 0x10000000),
+    "clone": not refused((56, 220), 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0),
+    "io_uring": not refused((425, 425), 1, ctypes.create_string_buffer(200)),
+    "bpf": not refused((321, 280), 0, None, 0),
+    "ptrace": not refused((101, 117), 0, 0, 0, 0),
+    "vsock": not fails(lambda: socket.socket(40, socket.SOCK_STREAM)),
+    "packets": not fails(lambda: socket.socket(16, socket.SOCK_RAW, 12)),
+    "terminal": not fails(lambda: fcntl.ioctl(0, 0x5412, b"x")),
+    "newest": not refused((999, 999)),
+    "works": [subprocess.run(["sh", "-c", "echo $((1 + 1))"], capture_output=True, text=True).stdout.strip(),
+              bool(socket.if_nameindex()), os.statvfs("/tmp").f_blocks * os.statvfs("/tmp").f_frsize >> 20,
+              resource.getrlimit(resource.RLIMIT_NPROC)[1], os.access("/tmp", os.W_OK), os.path.expanduser("~agent")],
+})
+"""
+
+
+@needs_bubblewrap
+def test_a_container_has_no_root_no_kernel_settings_no_keys_and_few_system_calls(tmp_path):
+    seen = []
+    rubric = Rubric([lambda extras: seen.append(extras["result"]) or 1.0])
+    libc = ctypes.CDLL(None)
+    libc.syscall({"x86_64": 250, "aarch64": 219}[platform.machine()], 1, None)  # a session keyring of the trainer's
+    rollout = play_contained(tmp_path, KERNEL, rubric=rubric, container={"tool": "bwrap", "tmp_gb": 0.5, **SMALL})
+    assert rollout.error is None, rollout.error
+    [seen] = seen
+    works = ["2", True, 512, 64, True, *([FOLDER] if os.getuid() == 0 else ["~agent"])]
+    assert seen.pop("works") == works
+    assert seen.pop("written") == [] and not any(seen.values()), seen
+
+
+SMALL = {"max_processes": 64, "memory_gb": 0.25, "disk_gb": 0.03, "max_files": 500}
+BEYOND = {
+    "processes": ("""
+pids = []
+try:
+    for _ in range(200):
+        pids.append(os.fork()) or pids[-1] or (time.sleep(60), os._exit(0))
+except BlockingIOError:
+    ask("x")
+    result(float(20 < len(pids) < 64))
+""", ""),
+    "memory": ("""
+for _ in range(4):
+    if os.fork() == 0:
+        kept = bytearray(os.urandom(1)) * (150 << 20)
+        time.sleep(60)
+time.sleep(60)
+""", "more memory than memory_gb=0.25"),
+    "memory of one": ("bytearray(500 << 20)", "MemoryError"),
+    "one file": ("""
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+open("big", "wb").write(bytes(40 << 20))
+""", "File too large"),
+    "files": ("""
+for number in range(1000):
+    open(f"f{number}", "w").close()
+time.sleep(60)
+""", "more files than max_files=500"),
+    "disk": ("""
+for number in range(3):
+    open(f"f{number}", "wb").write(os.urandom(1 << 20) * 20)
+time.sleep(60)
+""", "more disk than disk_gb=0.03"),
+    "removed files": ("""
+kept = []
+for number in range(3):
+    kept.append(open(f"f{number}", "wb"))
+    os.unlink(f"f{number}")
+    kept[-1].write(os.urandom(1 << 20) * 20)
+    kept[-1].flush()
+time.sleep(60)
+""", "more disk than disk_gb=0.03"),
+    "depth": ("""
+for _ in range(300):
+    os.mkdir("d")
+    os.chdir("d")
+time.sleep(60)
+""", "folders in each other"),
+}  # fmt: skip
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("kind", BEYOND)
+def test_a_container_has_limits_of_processes_memory_and_disk(tmp_path, kind):
+    code, problem = BEYOND[kind]
+    rollout = play_contained(tmp_path, code, container={"tool": "bwrap", **SMALL}, timeout=30.0)
+    if problem:
+        assert problem in rollout.error, rollout.error
+    else:
+        assert rollout.error is None and rollout.rewards == {"solver": 1.0}, rollout.error
 
 
 @needs_bubblewrap
@@ -171,35 +303,81 @@ time.sleep(300)
     assert named(marker) == []
 
 
-def test_docker_gets_no_network_no_key_and_the_folder_alone(tmp_path):
+def test_docker_gets_no_network_no_key_the_folder_alone_and_the_same_limits(tmp_path):
     environment = {"PATH": "/host", "HOME": "/episode", "OPENAI_API_KEY": "secret", "LANG": "C"}
-    container = Container("docker", image="node:22", mounts=["/opt"])
-    shell, *command = container.command(tmp_path, "name", environment, ["python3", "-I", "agent.py"])
+    container = Container(
+        "docker", image="node:22", mounts=["/opt"], memory_gb=2, tmp_gb=0.5, max_processes=99, disk_gb=1
+    )
+    shell, *command = container.command(tmp_path, "name", environment, {"grace": 1.0}, ["agent", "x"], 50_123)
     assert shell == "/bin/sh" and command[:3] == ["-c", 'trap "" TERM; exec "$@"', "sh"]
     line = " ".join(command[3:])
     for part in (
-        "docker run --rm --interactive --name name --network none --read-only",
+        "docker run --rm --interactive --name name --network none --read-only --tmpfs /tmp:exec,size=536870912",
+        "--shm-size 536870912 --user 50123:50123 --ipc private --cap-drop ALL --security-opt no-new-privileges",
+        "--pids-limit 99 --memory 2147483648 --memory-swap 2147483648",
         f"--volume {tmp_path}/work:/episode --volume {tmp_path}/turnwise:/turnwise --volume /opt:/opt:ro",
-        "--env HOME=/episode --env OPENAI_API_KEY --env LANG --entrypoint python3 node:22 -I agent.py",
+        "--env HOME=/episode --env OPENAI_API_KEY --env LANG --entrypoint python3 node:22 -I -S /turnwise/supervisor",
     ):
         assert part in line
     assert "secret" not in line and "/host" not in line
+    *_, options, program, argument = command
+    assert (program, argument) == ("agent", "x")
+    lock = json.loads(options)["lock"]
+    assert lock["user"] is None and lock["limits"] == {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 2**30, "RLIMIT_NOFILE": 4096}
+    assert bytes.fromhex(lock["filter"]) == build_program_filter(platform.machine())
     assert container.client_environment(environment)["PATH"] == os.environ["PATH"]
 
 
-def test_docker_is_asked_for_the_image_and_to_remove_the_container(tmp_path, monkeypatch):
+DOCKER = """#!/bin/sh
+echo "$@" >>FOLDER/asked
+case "$1" in info) echo LIMITS;; esac
+[ "$3" != none ] || { echo no such image >&2; exit 1; }
+"""
+
+
+def test_docker_is_asked_for_its_limits_the_image_and_to_remove_the_container(tmp_path, monkeypatch):
     tool = tmp_path / "docker"
-    tool.write_text(
-        f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n[ "$3" != none ] || {{ echo no such image >&2; exit 1; }}\n'
-    )
-    tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def make(limits):
+        tool.write_text(DOCKER.replace("FOLDER", str(tmp_path)).replace("LIMITS", limits))
+        tool.chmod(0o755)
+
+    make("true true")
     container = Container.of({"image": "node:22"})
     assert container.tool == "docker"
     container.remove("name")
-    assert (tmp_path / "asked").read_text().splitlines() == ["image inspect node:22", "rm --force name"]
+    info, *asked = (tmp_path / "asked").read_text().splitlines()
+    assert info.startswith("info") and asked == ["image inspect node:22", "rm --force name"]
     with pytest.raises(RuntimeError, match="can't run here: no such image"):
         Container.of({"tool": "docker", "image": "none"})
+    make("false true")
+    with pytest.raises(RuntimeError, match=r"can't give a container memory.*container.without = \['memory'\]"):
+        Container.of({"image": "node:22"})
+    with pytest.warns(UserWarning, match="without=\\['memory'\\]: agents run without"):
+        Container.of({"image": "node:22", "without": ["memory"]})
+
+
+@needs_bubblewrap
+def test_a_host_that_gives_less_is_refused_unless_a_key_allows_it(tmp_path, monkeypatch):
+    ways = [("missing", []), ("namespace", ["user", "processes"])]
+    monkeypatch.setattr(Container, "_ways", lambda self: ways)
+    trial = Container._trial
+    monkeypatch.setattr(Container, "_trial", lambda self: "no rights" if self.way == "missing" else trial(self))
+    with pytest.raises(RuntimeError, match=r"user and processes .no rights.. Run where it can, or .* \['user', 'proc"):
+        Container.of("bwrap")
+    with pytest.raises(RuntimeError, match="a container processes"):
+        Container.of({"tool": "bwrap", "without": ["user"]})
+    with pytest.warns(UserWarning, match="agents run without"):
+        container = Container.of({"tool": "bwrap", "without": ["user", "processes"]})
+    assert container.way == "namespace"
+    with pytest.warns(UserWarning, match="agents run without"):
+        rollout = play_contained(
+            tmp_path,
+            "ask('x'); result(float(not os.access('/proc/sys/kernel/core_pattern', os.W_OK)))",
+            container={"tool": "bwrap", "without": ["user", "processes"]},
+        )
+    assert rollout.error is None and rollout.rewards == {"solver": 1.0}, rollout.error
 
 
 @pytest.mark.parametrize(
@@ -212,6 +390,8 @@ def test_docker_is_asked_for_the_image_and_to_remove_the_container(tmp_path, mon
         ("docker", ValueError, "container.image=''"),
         ({"tool": "bwrap", "image": "x"}, ValueError, "container.image='x'"),
         ({"mounts": ["/no/such/folder"]}, ValueError, "absolute paths that exist"),
+        ({"memory_gb": 0}, ValueError, "memory_gb=0: expected a number > 0"),
+        ({"without": ["everything"]}, ValueError, "without=.'everything'.: expected a list of some of"),
         ({"imgae": "x"}, ValueError, "container.imgae: unknown"),
     ],
 )

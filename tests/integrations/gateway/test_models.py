@@ -47,8 +47,8 @@ def test_names_that_a_url_must_quote(name):
             other = await anthropic.messages.create(model=name, messages=USER, max_tokens=8)
             assert answer.choices[0].message.content == other.content[0].text == "4"
             assert (await openai.models.retrieve(name)).id == name
-            opened = await openai.post("/children", body={}, cast_to=object)
-            client = model.async_openai_client(base_url=opened["base_url"], api_key=opened["api_key"])
+            opened = model.child()
+            client = model.async_openai_client(base_url=opened.base_url, api_key=opened.api_key)
             assert (await client.responses.create(model=name, input="hi")).output_text == "4"
 
     played = play(agent, ["4"], actors=(name,))

@@ -16,6 +16,9 @@ from typing import Any
 from turnwise.inference.server.launch import end_with_starter
 from turnwise.inference.server.settings import RETURN_EXPERTS, ServeSettings
 
+MOST_CONNECTIONS = 4096
+"""Connections that are open at once: one for each request of a run under way. Those without the key give way."""
+
 
 def build_model(settings: ServeSettings) -> Any:
     """Load the model, or build it with random weights. It runs on a GPU if there is one, in the dtype of its files."""
@@ -36,6 +39,7 @@ async def serve(settings: ServeSettings) -> None:
     """Serve until the process ends. Raises ``OSError`` for a port that is taken."""
     from aiohttp import web
 
+    from turnwise.inference.common.listening import Listener, tcp_sockets
     from turnwise.inference.transformers_server.engine import TransformersEngine
     from turnwise.inference.transformers_server.routes import Routes
 
@@ -46,9 +50,11 @@ async def serve(settings: ServeSettings) -> None:
     for name, folder in settings.adapters.items():
         engine.load_adapter(name, Path(folder), fixed=True)
     # Without handler_cancellation a client that hangs up would leave its request running.
-    runner = web.AppRunner(Routes(engine).app(), handler_cancellation=True, access_log=None)
+    routes = Routes(engine)
+    runner = web.AppRunner(routes.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, settings.host, settings.port).start()
+    assert runner.server is not None, "not set up"
+    routes.listener = Listener(await tcp_sockets(settings.host, settings.port), runner.server, MOST_CONNECTIONS)
     await asyncio.Event().wait()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from turnwise.inference.common.listening import Listener
 from turnwise.inference.common.routed_experts import experts_to_text
 from turnwise.inference.server.launch import REMOTE, RPC, Admission
 from turnwise.inference.transformers_server.engine import TransformersEngine, UnknownModelError
@@ -36,10 +37,12 @@ class Routes:
     def __init__(self, engine: TransformersEngine) -> None:
         self._engine = engine
         self._changing = asyncio.Lock()
+        self.listener: Listener | None = None
+        """Keeps the connections of those with a key."""
 
     def app(self) -> web.Application:
         """Make the application. The key and the host names are in the environment; see :class:`Admission`."""
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_admitting(Admission())])
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_admitting(Admission(), self._prove)])
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/weight_info", self.weight_info)
@@ -55,6 +58,10 @@ class Routes:
         }.items():
             app.router.add_post(path, self._alone(change))
         return app
+
+    def _prove(self, request: web.Request) -> None:
+        if self.listener is not None and request.path != "/health":
+            self.listener.prove(request.transport)
 
     def _alone(self, change: Callable[[web.Request, Any], Awaitable[Any]]) -> Any:
         async def run(request: web.Request, body: Any) -> Any:
@@ -184,12 +191,13 @@ STATUSES: dict[type[Exception], int] = {
 """The status of each error. The first one that fits counts."""
 
 
-def _admitting(admission: Admission) -> Any:
+def _admitting(admission: Admission, prove: Callable[[web.Request], None]) -> Any:
     @web.middleware
     async def admit(request: web.Request, handler: Any) -> web.StreamResponse:
         scope = {"method": request.method, "path": request.path, "headers": request.raw_headers}
         if (refusal := admission.refusal(scope)) is not None:
             return _error(*refusal)
+        prove(request)
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed):

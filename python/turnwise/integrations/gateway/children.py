@@ -79,13 +79,14 @@ class ChildSession(GatewaySession):
     # -- the end -------------------------------------------------------------------------------------------------------
     def inheriting(self) -> Iterator[ChildSession]:
         """Yield the sessions with answers, from this one down, that take the reward of the attempt."""
-        if self.error or self._reward is not None:
-            return
-        if any(call.steps for call in self.calls):
-            yield self
-        for child in self.children:
-            assert isinstance(child, ChildSession)
-            yield from child.inheriting()
+        left: list[ChildSession] = [self]
+        while left:
+            session = left.pop()
+            if session.error or session._reward is not None:
+                continue
+            if any(call.steps for call in session.calls):
+                yield session
+            left += reversed(session.children)
 
     def results(self) -> list[GenerateResult]:
         """Return the trajectory, and below it those of its children; nothing if none of them was answered."""

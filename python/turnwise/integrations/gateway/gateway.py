@@ -94,7 +94,7 @@ class Gateway:
             finally:
                 for one in session.walk():
                     del self.sessions[one.id]
-                    self.ended[one.id] = [seat.key for seat in one.seats.values()], one.is_over
+                    self.ended[one.id] = one.keys, one.is_over
                 self.on_session_end(session)
                 while len(self.ended) > REMEMBERED:
                     del self.ended[next(iter(self.ended))]

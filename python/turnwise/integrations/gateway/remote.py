@@ -49,6 +49,11 @@ class RemoteSession:
         self.children.append(child)
         return child
 
+    control_key = NO_KEY
+
+    def allow_children(self) -> None:
+        """Do nothing: the other server has no sub-agents, and says so."""
+
     def called(self) -> list[str]:
         """Return all actors, as the calls go elsewhere; a reward for each is expected."""
         return list(self.models)

@@ -26,10 +26,11 @@ from turnwise.arena.runner import create_context
 from turnwise.arena.runtime.context import use_context
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
+from turnwise.inference.common.listening import Listener, tcp_sockets, unix_socket
 from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.integrations.gateway.calls import Attempt, GatewayCall
 from turnwise.integrations.gateway.children import ChildSession
-from turnwise.integrations.gateway.session import GatewaySession, Seat
+from turnwise.integrations.gateway.session import GatewaySession, Seat, TooManyChildrenError
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
 from turnwise.integrations.gateway.wire.ask import Ask, WireError, invalid, session_over, unauthorized, unsupported
@@ -85,6 +86,7 @@ class GatewayServer:
         self.settings, self.sessions, self.ended, self.roots = settings, sessions, ended, roots
         self.url = ""
         self._runner: web.AppRunner | None = None
+        self._listeners: list[Listener] = []
 
     async def start(self) -> None:
         """Listen. Raises ``OSError`` for a port that is taken."""
@@ -96,7 +98,7 @@ class GatewayServer:
             for path, dialect in COUNTS.items():
                 app.router.add_post(f"{root}/{path}", self._handler(dialect, _count_tokens))
             for path, serve in CHILDREN.items():
-                app.router.add_post(f"{root}/{path}", self._handler(openai_chat, serve))
+                app.router.add_post(f"{root}/{path}", self._handler(openai_chat, serve, of_children=True))
             app.router.add_get(f"{root}/models", self._models)
             app.router.add_get(f"{root}/models/{{model:.+}}", self._models)
         app.router.add_route("*", "/{path:.*}", self._no_route)
@@ -105,9 +107,9 @@ class GatewayServer:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=http_log
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.settings.host, self.settings.port)
-        await site.start()
-        port = self._runner.addresses[0][1]
+        sockets = await tcp_sockets(self.settings.host, self.settings.port)
+        port = sockets[0].getsockname()[1]
+        self._listeners.append(Listener(sockets, self._handler_of(self._runner), self.settings.max_connections))
         host = self.settings.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -115,26 +117,40 @@ class GatewayServer:
     async def at_socket(self, path: str) -> AsyncIterator[None]:
         """Listen at a Unix socket too for the block: a container without a network reaches it."""
         assert self._runner is not None, "not started"
-        site = web.UnixSite(self._runner, path)
-        await site.start()
+        most = max(1, self.settings.max_connections // 4)
+        listener = Listener([unix_socket(path)], self._handler_of(self._runner), most)
+        self._listeners.append(listener)
         try:
             yield
         finally:
-            await site.stop()
+            self._listeners.remove(listener)
+            await listener.close()
+
+    @staticmethod
+    def _handler_of(runner: web.AppRunner) -> Callable[[], Any]:
+        assert runner.server is not None, "not set up"
+        return runner.server
 
     async def stop(self) -> None:
+        for listener in self._listeners:
+            await listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     # -- requests ------------------------------------------------------------------------------------------------------
-    def _handler(self, dialect: ModuleType, serve: Callable[..., Awaitable[web.StreamResponse]]) -> Any:
+    def _handler(
+        self, dialect: ModuleType, serve: Callable[..., Awaitable[web.StreamResponse]], *, of_children: bool = False
+    ) -> Any:
         async def handle(request: web.Request) -> web.StreamResponse:
             seat: Seat | None = None
             try:
                 session = self._session(request)
-                body = await _body(request)
+                if of_children:
+                    _check_control(request, session)
+                body = await _body(request, session)
                 seat = self._seat(request, session, body)
-                if "actor" in request.match_info:  # a URL of the whole session takes any of its keys
+                # A URL of the whole session takes any of its keys.
+                if not of_children and "actor" in request.match_info:
                     _check_key(request, [seat.key])
                 return await serve(request, dialect, session, seat, body)
             except WireError as error:
@@ -155,7 +171,9 @@ class GatewayServer:
             keys, reason = self.ended.get(name, ([], ""))
             _check_key(request, keys)
             raise session_over(reason)
-        _check_key(request, [seat.key for seat in session.seats.values()])
+        _check_key(request, session.keys)
+        for listener in self._listeners:
+            listener.prove(request.transport)
         return session
 
     def _seat(self, request: web.Request, session: GatewaySession, body: Mapping[str, Any]) -> Seat:
@@ -250,7 +268,8 @@ class GatewayServer:
 async def _count_tokens(
     request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
 ) -> web.StreamResponse:
-    prompt = session.rendered(seat, dialect.parse(body, seat.earlier))
+    seat.counts["token_counts"] += 1
+    prompt = await session.render(seat, dialect.parse(body, seat.earlier))
     return web.json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
@@ -258,10 +277,10 @@ async def _open_child(
     request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
 ) -> web.StreamResponse:
     """Open a child that the seat's actor plays, as ``Model.child()`` does, and answer with its model."""
-    if not session.url:
-        raise WireError(404, "not_found", "children: this server has no episodes, and so no sub-agents")
     try:
         model = session.child(seat.actor)
+    except TooManyChildrenError as error:
+        raise WireError(400, "too_many_children", str(error)) from None
     except RuntimeError:
         raise session_over(session.is_over) from None
     here = f"{request.scheme}://{request.host}"  # as this client sees it, which may be in a container
@@ -320,10 +339,17 @@ async def _wait(call: GatewayCall, seconds: float | None = None) -> Any:
     return call.task.result() if done else None
 
 
-async def _body(request: web.Request) -> Mapping[str, Any]:
+async def _body(request: web.Request, session: GatewaySession) -> Mapping[str, Any]:
+    root, settings = session.root, session.settings
+    if root.bytes_read + (request.content_length or 0) > settings.max_total_body:
+        raise session_over(f"its requests have max_total_body={settings.max_total_body} bytes")
     try:
-        text = await request.read()
+        async with asyncio.timeout(settings.call_timeout):
+            text = await request.read()
+        root.bytes_read += len(text)
         body = json.loads(text)
+    except TimeoutError:
+        raise WireError(408, "body_too_slow", "the request did not arrive within call_timeout") from None
     except web.HTTPRequestEntityTooLarge as error:
         raise WireError(413, "body_too_large", f"the request is larger than max_body: {error.text}") from None
     except (ValueError, RecursionError) as error:
@@ -362,6 +388,20 @@ def _check_key(request: web.Request, keys: list[str]) -> None:
     right = [hmac.compare_digest(given.encode(errors="surrogatepass"), key.encode()) for key in keys]
     if not any(right):
         raise unauthorized()
+
+
+def _check_control(request: web.Request, session: GatewaySession) -> None:
+    """Raise unless the request has the key for sub-agents, which the commands of an agent don't get."""
+    if not session.url:
+        raise WireError(404, "not_found", "children: this server has no episodes, and so no sub-agents")
+    if not (key := session.root.control_key):
+        text = "requests open and pay no sub-agents here: set gateway.children for an agent that reports its rewards"
+        raise WireError(403, "children_not_allowed", text)
+    try:
+        _check_key(request, [key])
+    except WireError:
+        text = "sub-agents need the key that the agent reads from the file descriptor TURNWISE_CONTROL"
+        raise WireError(403, "control_key_needed", text) from None
 
 
 def _attempt(request: web.Request, dialect: ModuleType, body: Mapping[str, Any]) -> Attempt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
+import os
 import secrets
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
@@ -27,9 +29,12 @@ from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, Earlier, WireError, invalid, session_over
 from turnwise.types import CHILD_ACTORS, OK, ContextLengthError, DeadEndError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.threads import to_thread
 
 CONTINUED = "continued"
 """Key of ``step.info``: a later prompt of the session continues this answer."""
+LONG = 32_768
+"""Characters of a chat from which on it is rendered in a thread."""
 EXTRA = "extra"
 """Status of a good call after the first one, where the agent asked for one call at a time."""
 NO_PART_OF_A_URL = (".", "..")
@@ -41,6 +46,9 @@ ALWAYS = (
     "lost_answers",
 )  # fmt: skip
 """Counts that every actor reports; others are reported where there are any (``samples.pack.with_zero_counts``)."""
+
+_rendering: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""For each event loop, how many long chats are rendered at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +75,10 @@ class Seat:
         """Return the latest call whose whole answer stands in a message of the agent, as its summary of a chat does."""
         given = "\n".join(message["content"] for message in messages if message["role"] != "assistant")
         return next((call for text, call in reversed(self.said.items()) if text in given), None)
+
+
+class TooManyChildrenError(RuntimeError):
+    """Raised for a sub-agent beyond ``max_children`` or ``max_depth``."""
 
 
 class GatewaySession:
@@ -114,16 +126,24 @@ class GatewaySession:
         self.parent = parent
         self.root: GatewaySession = self if parent is None else parent.root
         """The session of the attempt, whose limits count the calls of all its sub-agents."""
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.bytes_read = 0
+        """Bytes of all requests of the attempt."""
+        self.opened = 0
+        """Sub-agents of the attempt so far."""
         self.children: list[Any] = []
         """The sessions of the sub-agents right below (``gateway.children.ChildSession``)."""
         self._opens: Callable[[str, GatewaySession], Any] | None = None
         self._served: dict[str, GatewaySession] = {}
+        self.control_key = ""
+        """Opens the requests by which an agent in a process of its own opens, pays and ends sub-agents."""
         self.arrived = 0
         """Calls of the attempt so far."""
         self.answered: tuple[str, int] | None = None
         """Actor and number of the call that was answered last."""
         self._slots: asyncio.Semaphore = asyncio.Semaphore(settings.max_parallel) if parent is None else parent._slots
         self._opening = threading.Lock()
+        self._long = asyncio.Semaphore(1)
 
     def opened_at(
         self, url: str, served: dict[str, GatewaySession], opens: Callable[[str, GatewaySession], Any]
@@ -148,22 +168,42 @@ class GatewaySession:
         with self.root._opening:  # agents may have threads of their own
             if self.is_over:
                 raise RuntimeError(f"child(): the session is over: {self.is_over}")
+            if self.depth >= self.settings.max_depth:
+                raise TooManyChildrenError(f"child(): there are max_depth={self.settings.max_depth} in each other")
+            if self.root.opened >= self.settings.max_children:
+                raise TooManyChildrenError(f"child(): the attempt has max_children={self.settings.max_children}")
+            self.root.opened += 1
             session = self._variables.copy().run(self._opens, actor, self)
             session.opened_at(self.url.rpartition("/s/")[0], self._served, self._opens)
             self.children.append(session)
         model: ChildModel = session.model
         return model
 
+    def allow_children(self) -> None:
+        """Take requests that open, pay and end sub-agents, with a key of their own that commands don't get."""
+        self.control_key = secrets.token_urlsafe(32)
+        self.context.secrets.append(self.control_key)
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys that open a URL of this session."""
+        return [*(seat.key for seat in self.seats.values()), *([key] if (key := self.root.control_key) else [])]
+
     def walk(self) -> Iterator[Any]:
         """Yield this session and those of all sub-agents below it."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
+        left: list[Any] = [self]
+        while left:
+            session = left.pop()
+            yield session
+            left += reversed(session.children)
 
     @property
     def is_over(self) -> str:
         """The reason why the session takes no more calls; empty while it does."""
-        return self.over or ("" if self.parent is None else self.parent.is_over)
+        session: GatewaySession | None = self
+        while session is not None and not session.over:
+            session = session.parent
+        return "" if session is None else session.over
 
     # -- calls ---------------------------------------------------------------------------------------------------------
     def start(self, seat: Seat, ask: Ask, attempt: Attempt | None) -> GatewayCall:
@@ -239,7 +279,7 @@ class GatewaySession:
     async def _answer(self, seat: Seat, call: GatewayCall) -> Answered:
         """Render the chat, sample the choices, and parse them."""
         ask, began = call.ask, time.perf_counter()
-        prompt = self.rendered(seat, ask)
+        prompt = await self.render(seat, ask)
         if prompt.continues is not None:
             prompt.continues.info[CONTINUED] = True
         else:
@@ -274,6 +314,15 @@ class GatewaySession:
                     step.trainable, step.info["lost"] = False, True
                 raise failure
         return [choice for choice in sampled if isinstance(choice, Choice)]
+
+    async def render(self, seat: Seat, ask: Ask) -> Prompt:
+        """Return the prompt as :meth:`rendered` does: a long one in a thread, one at a time for the whole attempt."""
+        texts = (len(message["content"]) for message in ask.messages)
+        if sum(texts) + sum(len(json.dumps(tool)) for tool in ask.tools) < LONG:
+            return self.rendered(seat, ask)
+        of_all = _rendering.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
+        async with self.root._long, of_all:
+            return await to_thread(self.rendered, seat, ask)
 
     def rendered(self, seat: Seat, ask: Ask) -> Prompt:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
@@ -448,8 +497,14 @@ class GatewaySession:
     async def end(self, reason: str) -> None:
         """Take no more calls, give running ones a few seconds, cancel the rest, and report the counts."""
         with self.root._opening:  # no thread opens a child from here on
-            self.over = self.over or reason
-        await asyncio.gather(*(child.end(reason) for child in self.children))
+            sessions = list(self.walk())
+            for session in sessions:
+                session.over = session.over or reason
+        await asyncio.gather(*(session._end_calls() for session in sessions))
+        for session in reversed(sessions):  # the children of each before itself
+            session._close()
+
+    async def _end_calls(self) -> None:
         running = [call.task for call in self.calls if call.task is not None and not call.task.done()]
         if running:
             try:
@@ -460,6 +515,9 @@ class GatewaySession:
                     task.cancel()
             if late:
                 await asyncio.wait(late)
+
+    def _close(self) -> None:
+        """Decide which answers train, and add the children and the counts to the episode."""
         if self.settings.choices == "continued":
             for step in (step for call in self.calls if call.ask.n > 1 for step in call.steps):
                 step.trainable = step.trainable and CONTINUED in step.info

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from turnwise.utils.registry import did_you_mean
 
+DEEPEST = 64
+"""Most levels of sub-agents, which are levels of nested results too."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
@@ -44,13 +47,24 @@ class GatewaySettings:
     """Calls of one session that run at once; more wait."""
     call_timeout: float = 600.0
     """Seconds that a call may wait for its turn."""
-    max_body: int = 16 << 20
+    max_body: int = 4 << 20
     """Bytes of a request."""
+    max_total_body: int = 256 << 20
+    """Bytes of all requests of one session."""
+    max_connections: int = 256
+    """Connections that are open at once; an agent's container has at most a fourth of them."""
+    max_children: int = 256
+    """Sub-agents of one session."""
+    max_depth: int = 8
+    """Sub-agents in each other, at most 64."""
 
     def __post_init__(self) -> None:
-        for name in ("max_calls", "max_parallel", "call_timeout", "max_body"):
+        bounds = ("max_calls", "max_parallel", "call_timeout", "max_body", "max_total_body", "max_connections")
+        for name in (*bounds, "max_children", "max_depth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
+        if self.max_depth > DEEPEST:
+            raise ValueError(f"max_depth={self.max_depth!r}: expected at most {DEEPEST}")
         if isinstance(self.allowed_hosts, str):
             raise ValueError(f"allowed_hosts={self.allowed_hosts!r}: expected a list of names")
         modes = {"sampling": ("actor", "agent"), "choices": ("all", "continued"), "repeats": ("continued", "all")}

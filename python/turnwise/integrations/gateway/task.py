@@ -24,7 +24,7 @@ from turnwise.utils.registry import import_by_name
 
 PROCESS = "process"
 """Name of the task whose agent is the command in ``gateway.command``."""
-_OF_PROCESS = ("command", "stdin", "env", "files", "collect", "container", "grace", "processes")
+_OF_PROCESS = ("command", "stdin", "env", "files", "collect", "container", "grace", "processes", "children")
 
 
 class GatewayOptions(OwnOptions):

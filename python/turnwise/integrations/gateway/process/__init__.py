@@ -1,7 +1,7 @@
 """Agents as commands: each episode is a process with its own folder, in a container if the config says so.
 
-Read in this order: episode, program, supervisor, container.
-May import: types, utils, chat, arena, inference.common, integrations.gateway.
+Read in this order: episode, program, folder, supervisor, container.
+May import: types, utils, sandbox, chat, arena, inference.common, integrations.gateway.
 """
 
 from turnwise.integrations.gateway.process.container import Container

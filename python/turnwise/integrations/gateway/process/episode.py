@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from turnwise.integrations.gateway.episode import GatewayEpisode
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import supervisor
 from turnwise.integrations.gateway.process.container import FOLDER, PRIVATE, Container, container_name
+from turnwise.integrations.gateway.process.folder import new_folder, remove_tree
 from turnwise.integrations.gateway.process.program import check_arguments, collect, read_result, render
 from turnwise.integrations.gateway.session import GatewaySession
 
@@ -54,7 +54,9 @@ class ProcessEpisode(GatewayEpisode):
     For a program that knows nothing of turnwise, ``collect`` names files or patterns in the folder. The result is then
     ``{"output": its standard output, "files": {name: text}}``, a rubric scores it, and no ``TURNWISE_`` variable is
     set. ``{question}`` and ``{question[key]}`` in ``command`` and in ``stdin``, the text of its standard input, stand
-    for the question. ``container`` runs it in a :class:`~turnwise.integrations.gateway.process.Container`.
+    for the question. With ``children``, which needs that no rubric scores, the agent may open sub-agents by requests
+    with the key that it reads from the file descriptor ``TURNWISE_CONTROL``. ``container`` runs it in a
+    :class:`~turnwise.integrations.gateway.process.Container`.
 
     Example: ``ProcessEpisode(["python", "agent.py"], Gateway(), files={"agent.py": Path("agent.py")})``
     """
@@ -73,6 +75,7 @@ class ProcessEpisode(GatewayEpisode):
         stdin: str = "",
         collect: Sequence[str] | None = None,
         container: str | Mapping[str, Any] | None = None,
+        children: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(gateway, **options)
@@ -87,6 +90,12 @@ class ProcessEpisode(GatewayEpisode):
             raise ValueError(f"collect={collect!r}: expected a list of names or patterns inside the process's folder")
         if collect is not None and self._reports:
             raise ValueError(f"collect={collect!r}: expected a rubric, which scores what is collected")
+        if children and not self._reports:
+            raise ValueError(
+                "children=True: expected no rubric, which is the only one to pay. An agent that opens sub-agents "
+                "reports their rewards and its own"
+            )
+        self.children = children
         self.command, self.env, self.grace = list(command), dict(env or {}), grace
         self.stdin, self.collect = stdin, collect
         self.container = None if container is None else Container.of(container)
@@ -104,27 +113,38 @@ class ProcessEpisode(GatewayEpisode):
         if self._slots is None or self._slots[0] is not loop:
             self._slots = loop, asyncio.Semaphore(self._limit)
         async with self._slots[1]:  # the clock begins when the process does
-            with tempfile.TemporaryDirectory(prefix="turnwise-agent-", ignore_cleanup_errors=True) as folder:
-                running = asyncio.create_task(self._run(question, session, Path(folder)))
-                try:
-                    ended = await ended_within(running, self.timeout)
-                except asyncio.CancelledError:
-                    running.cancel()
-                    await asyncio.wait({running})
-                    raise
-                if ended:
-                    return running.result()
-                running.cancel()
-                try:
-                    return await running
-                except asyncio.CancelledError as error:
-                    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-                    raise CallTimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
+            root = await asyncio.to_thread(new_folder)
+            try:
+                return await self._within(question, session, root)
+            finally:
+                await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(remove_tree, root)))
+
+    async def _within(self, question: Any, session: GatewaySession, root: Path) -> Any:
+        """Run the agent in ``root`` until its timeout."""
+        running = asyncio.create_task(self._run(question, session, root))
+        try:
+            ended = await ended_within(running, self.timeout)
+        except asyncio.CancelledError:
+            running.cancel()
+            await asyncio.wait({running})
+            raise
+        if ended:
+            return running.result()
+        running.cancel()
+        try:
+            return await running
+        except asyncio.CancelledError as error:
+            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+            raise CallTimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
 
     async def _run(self, question: Any, session: GatewaySession, root: Path) -> Any:
         folder, private = root / "work", root / "turnwise"
         folder.mkdir()
         private.mkdir()
+        user = None
+        if self.container is not None:
+            user = self.container.new_user()
+            self.container.prepare(root, user)
         for name, source in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
@@ -133,16 +153,21 @@ class ProcessEpisode(GatewayEpisode):
             (private / "question.json").write_text(json.dumps(question), encoding="utf-8")
             models = {actor: {name: getattr(model, name) for name in _MODEL} for actor, model in session.models.items()}
             (private / "models.json").write_text(self._url(json.dumps(models), session), encoding="utf-8")
+        if self.children:
+            session.allow_children()
+            (private / "control").write_text(session.control_key, encoding="utf-8")
+        if self.container is not None:
+            self.container.give(root, user)
         command = [render(argument, question) for argument in self.command]
-        code, shown, output = await self._supervised(root, command, session)
+        code, shown, output = await self._supervised(root, command, session, user)
         if code:
             killed = code - 128 in set(signal.Signals)
             ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"exited with code {code}"
             raise AgentProcessError(f"{self.command[0]} {ended}; its last output:\n{shown}")
         if self.collect is not None:
-            return collect(folder, self.collect, output)
+            return await asyncio.to_thread(collect, folder, self.collect, output)
         try:
-            return read_result(private / "result.json")
+            return await asyncio.to_thread(read_result, private / "result.json")
         except FileNotFoundError:
             raise AgentProcessError(f"{self.command[0]} wrote no TURNWISE_RESULT; its last output:\n{shown}") from None
         except (OSError, ValueError, RecursionError) as error:
@@ -181,21 +206,25 @@ class ProcessEpisode(GatewayEpisode):
         bypass_proxies(session.url, environment)
         return environment
 
-    async def _supervised(self, root: Path, command: Sequence[str], session: GatewaySession) -> tuple[int, str, str]:
+    async def _supervised(
+        self, root: Path, command: Sequence[str], session: GatewaySession, user: int | None
+    ) -> tuple[int, str, str]:
         """Run the command to its end. Return its exit code, its last lines of output, and its standard output."""
         environment = self._environment(session, root)
-        run = [sys.executable, "-I", "-S", supervisor.__file__, str(self.grace), *command]
+        control = {"control": f"{PRIVATE if self.container else root / 'turnwise'}/control"}
+        options: dict[str, Any] = {"grace": self.grace, **(control if self.children else {})}
         async with contextlib.AsyncExitStack() as stack:
             if self.container is not None:
                 name, socket = container_name(), str(root / "turnwise" / "gateway.sock")
-                shutil.copyfile(supervisor.__file__, root / "turnwise" / "supervisor.py")
                 await stack.enter_async_context(self.gateway.at_socket(socket))
+                self.container.give_socket(socket, user)
                 stack.push_async_callback(asyncio.to_thread, self.container.remove, name)
-                inner = [self.container.python, "-I", "-S", f"{PRIVATE}/supervisor.py", "--forward"]
-                inner += [str(urlsplit(session.url).port), f"{PRIVATE}/gateway.sock", str(self.grace), *command]
-                outer = self.container.command(root, name, environment, inner)
+                options["forward"] = urlsplit(session.url).port, f"{PRIVATE}/gateway.sock"
+                command = self.container.command(root, name, environment, options, command, user)
                 environment = self.container.client_environment(environment)
-                run[4:] = [str(self.grace + 1.0), *outer]  # the inner supervisor ends the command first
+                # The inner supervisor ends the command first.
+                options = {"grace": self.grace + 1.0, "watch": self.container.watch(root)}
+            run = [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(options), *command]
             process, output, kept = await stack.enter_async_context(self._started(run, environment, root))
             try:
                 code = await process.wait()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from turnwise.integrations.gateway.process.folder import read_regular, regular_files
 
 PLACEHOLDER = re.compile(r"\{question((?:\[[^][{}]+\])*)\}")
 """``{question}``, or a part of it: ``{question[text]}``."""
@@ -50,18 +51,8 @@ def check_arguments(command: Sequence[str]) -> None:
 
 
 def read_result(path: Path) -> Any:
-    """Return what a program wrote into its result file. Raises ``OSError``, ``ValueError`` or ``RecursionError``.
-
-    A link may lead to answers, and a pipe would never end, so anything but a regular file is an error.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            text = file.read(RESULT_BYTES + 1)
-    finally:
-        os.close(descriptor)
+    """Return what a program wrote into its result file. Raises ``OSError``, ``ValueError`` or ``RecursionError``."""
+    text = read_regular(path, RESULT_BYTES + 1)
     if len(text) > RESULT_BYTES:
         raise ValueError(f"it has more than {RESULT_BYTES} bytes")
     return json.loads(text.decode("utf-8"))
@@ -69,19 +60,5 @@ def read_result(path: Path) -> Any:
 
 def collect(folder: Path, patterns: Sequence[str], output: str) -> dict[str, Any]:
     """Return the result of a program: its standard output, and the texts of files in its folder by name."""
-    files = {}
-    for path in _files(folder, patterns):
-        with path.open("rb") as file:
-            files[str(path.relative_to(folder))] = file.read(FILE_BYTES).decode(errors="replace")
-        if len(files) == FILES:
-            break
-    return {"output": output.strip(), "files": files}
-
-
-def _files(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yield the regular files. A link may lead out of the folder, to answers for example, so links are left out."""
-    inside = folder.resolve()
-    for pattern in patterns:
-        for path in sorted(folder.glob(pattern)):
-            if path.is_file() and path.resolve() == inside / path.relative_to(folder):
-                yield path
+    found = islice(regular_files(folder, patterns, FILE_BYTES), FILES)
+    return {"output": output.strip(), "files": {name: text.decode(errors="replace") for name, text in found}}
