@@ -77,7 +77,7 @@ class _Connection(asyncio.Protocol):
 class Listener:
     """Accepts clients of ``sockets``, at most ``most`` at once, each with a protocol of ``factory``.
 
-    When there are too many, the oldest without a key is closed; if all have one, further clients wait. A server calls
+    When another comes, the oldest without a key is closed; if all have one, further clients wait. A server calls
     :meth:`prove` once a client has shown its key. Raises nothing for a lack of file descriptors: clients wait.
 
     Example::
@@ -114,7 +114,6 @@ class Listener:
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._has_room()
             try:
                 client, _ = await loop.sock_accept(listening)
             except OSError as error:
@@ -124,6 +123,7 @@ class Listener:
                 await asyncio.sleep(PAUSE)
                 continue
             try:
+                await self._has_room()
                 connection = _Connection(self)
                 self.connections[connection] = None
                 _open.add(connection)

@@ -30,11 +30,12 @@ from turnwise.inference.common.listening import Listener, tcp_sockets, unix_sock
 from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.integrations.gateway.calls import Attempt, GatewayCall
 from turnwise.integrations.gateway.children import ChildSession
-from turnwise.integrations.gateway.session import GatewaySession, Seat, TooManyChildrenError
+from turnwise.integrations.gateway.session import LONG, GatewaySession, Seat, TooManyChildrenError
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
 from turnwise.integrations.gateway.wire.ask import Ask, WireError, invalid, session_over, unauthorized, unsupported
 from turnwise.types import EpisodeRequest
+from turnwise.utils.threads import to_thread
 
 log = logging.getLogger(__name__)
 http_log = logging.getLogger(f"{__name__}.http")
@@ -66,6 +67,8 @@ ACTOR = "{actor:[^/]+}"
 ROOTS = (f"/s/{{sid}}/{ACTOR}/v1", f"/s/{{sid}}/{ACTOR}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
 STANDING_ROOTS = ("/v1", "/v1/v1")
 """Roots of a server without sessions: a request names its actor as the model."""
+LINGER = 2.0
+"""Seconds in which the rest of a refused request is read, so that its client sees the answer."""
 KEEP_ALIVE = 10.0
 """Seconds between two comments in a stream that waits for its answer."""
 
@@ -104,7 +107,12 @@ class GatewayServer:
         app.router.add_route("*", "/{path:.*}", self._no_route)
         # Without handler_cancellation a client that hangs up would leave its call running.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=http_log
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            lingering_time=LINGER,
+            logger=http_log,
         )
         await self._runner.setup()
         sockets = await tcp_sockets(self.settings.host, self.settings.port)
@@ -346,12 +354,17 @@ async def _body(request: web.Request, session: GatewaySession) -> Mapping[str, A
     try:
         async with asyncio.timeout(settings.call_timeout):
             text = await request.read()
-        root.bytes_read += len(text)
-        body = json.loads(text)
     except TimeoutError:
         raise WireError(408, "body_too_slow", "the request did not arrive within call_timeout") from None
     except web.HTTPRequestEntityTooLarge as error:
         raise WireError(413, "body_too_large", f"the request is larger than max_body: {error.text}") from None
+    root.bytes_read += len(text)
+    return await to_thread(_parsed, text) if len(text) >= LONG else _parsed(text)
+
+
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    try:
+        body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
