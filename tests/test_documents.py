@@ -46,6 +46,23 @@ def spans(path: Path) -> list[str]:
 WRITTEN = [path for path in DOCUMENTS if path.name not in ("api.md", "configuration.md")]
 """The documents without those that a script generates from the code."""
 
+
+def test_each_row_of_who_controls_what_names_tests_that_exist() -> None:
+    table = blocks_of_table((ROOT / "SECURITY.md").read_text(encoding="utf-8"), "who controls what")
+    defined = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        defined |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for row in table:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named and set(named) <= defined, row
+
+
+def blocks_of_table(text: str, head: str) -> list[str]:
+    """The rows of the table whose first line begins with ``head``."""
+    lines = text.partition(f"| {head} |")[2].partition("\n\n")[0].splitlines()
+    return lines[2:]
+
+
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
 
 each_document = pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.name)

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -316,6 +316,14 @@ def test_a_stranger_learns_a_random_number_and_nothing_else(
         first = json.loads(heard[4 : 4 + length])
         assert first.keys() == {"turnwise", "number"}
         assert heard[4 + length :] in (b"", *[struct.pack("!I", len(t)) + t for t in [REFUSED]])
+        assert arrived(handle) == described(weights_of(0))
+
+
+def test_idle_strangers_take_no_place_from_a_receiver(recwarn: pytest.WarningsRecorder) -> None:
+    with sending() as transfer, ExitStack() as strangers:
+        handle = transfer.send(weights_of(0))
+        for _ in range(hub.MAX_HANDSHAKES + 20):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", handle["port"]), timeout=10))
         assert arrived(handle) == described(weights_of(0))
 
 

@@ -52,6 +52,8 @@ MOST_SNAPSHOTS = 16
 
 MOST_CONNECTIONS = 32
 """Connections that are open at once; those without the key give way."""
+MOST_REFUSALS = 10
+"""Refused connections that are shown."""
 
 
 class Plays(Protocol):
@@ -97,6 +99,7 @@ class Listener:
         self._announce, self._say = announce, say
         self._session: _Connection | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._refused = 0
 
     async def serve(self) -> None:
         """Serve until the task is cancelled. Calls ``announce`` with the address once it listens."""
@@ -124,7 +127,10 @@ class Listener:
         try:
             channel = await accept(reader, writer, self._key)
         except (KeyRefused, ConnectionError, TimeoutError) as error:
-            self._say(f"refused a connection from {peer}: {str(error) or 'it did not answer in time'}")
+            self._refused += 1
+            if self._refused <= MOST_REFUSALS:
+                last = "" if self._refused < MOST_REFUSALS else "; further ones are not shown"
+                self._say(f"refused a connection from {peer}: {str(error) or 'it did not answer in time'}{last}")
             writer.close()
             return
         self._listener.prove(writer.transport)

@@ -197,12 +197,21 @@ for number in range(3):
     kept[-1].flush()
 time.sleep(60)
 """, "more disk than disk_gb=0.03"),
-    "depth": ("""
+    "disk below many folders": ("""
 for _ in range(300):
-    os.mkdir("d")
-    os.chdir("d")
+    os.mkdir("d" * 100)
+    os.chdir("d" * 100)
+for number in range(3):
+    open(f"f{number}", "wb").write(os.urandom(1 << 20) * 20)
 time.sleep(60)
-""", "folders in each other"),
+""", "more disk than disk_gb=0.03"),
+    "folders in each other": ("""
+for _ in range(400):
+    os.mkdir("d" * 100)
+    os.chdir("d" * 100)
+ask("x")
+result(1)
+""", ""),
 }  # fmt: skip
 
 

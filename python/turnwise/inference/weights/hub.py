@@ -9,6 +9,7 @@ and the *epoch* grows by one.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import secrets
 import socket
@@ -41,7 +42,7 @@ ATTEMPTS = 3
 """Groups of the same receivers that may fail until each receiver gets the weights alone."""
 
 MAX_HANDSHAKES = 64
-"""The most connections at the same time that have not yet proved that they know the key."""
+"""The most connections at the same time that have not yet proved that they know the key; the oldest gives way."""
 
 CHUNK = 2**24
 """Bytes that go to a single receiver at once."""
@@ -95,7 +96,8 @@ class Hub:
         self._in_round = False
         self._replaced = self._closed = False
         self._last_asked, self._expected = 0.0, 0
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._strangers: dict[socket.socket, None] = {}  # that have proved nothing yet, the oldest first
+        self._is_full = False
         self._store: GroupStore = GroupStore()
         self._group: BroadcastGroup | None = None
         self._in_group: list[Peer] = []
@@ -151,14 +153,21 @@ class Hub:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._closed:
                     return
-                time.sleep(0.1)  # too many open files, or a connection that was reset at once
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._is_full:
+                    self._is_full = True
+                    warnings.warn(f"receivers of weights wait: {error}", stacklevel=2)
+                time.sleep(0.1)  # or a connection that was reset at once
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                connection.close()
-                continue
+            with self._changed:
+                if len(self._strangers) >= MAX_HANDSHAKES:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self._strangers[connection] = None
             threading.Thread(target=self._receive, args=(connection,), name="turnwise-receiver", daemon=True).start()
 
     def _receive(self, connection: socket.socket) -> None:
@@ -172,7 +181,8 @@ class Hub:
             connection.close()
             return
         finally:
-            self._handshakes.release()
+            with self._changed:
+                self._strangers.pop(connection, None)
         peer = Peer(wire)
         with self._changed:
             if self._closed:

@@ -16,6 +16,7 @@ memory and disk and the number of files that end the command, and its ``folder``
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -35,8 +36,7 @@ NOT_STARTED = 127
 """Exit code of a command that can't be started."""
 MOST_CLIENTS = 64
 """Clients that are connected at once; more wait."""
-DEEPEST = 100
-"""Folders in each other that an episode's disk may have."""
+LONG_PATH = 3000
 POLL = 0.1
 
 
@@ -227,25 +227,41 @@ def memory_of(processes: "list[int]", most: int) -> int:
     return sum((resident | shares).values())
 
 
+class Held:
+    """A folder kept open, so that those below it have short paths."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
 def disk_beyond(folder: str, processes: "list[int]", most: int, most_files: int) -> str:
     """Return the limit that a folder and its removed but open files exceed; empty if none."""
     used = files = 0
-    folders = [(folder, 0)]
+    folders: list[tuple[str, Held | None]] = [(folder, None)]
     while folders:
-        path, depth = folders.pop()
-        with contextlib.suppress(OSError), os.scandir(path) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    used += entry.stat(follow_symlinks=False).st_blocks * 512
-                    files += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append((entry.path, depth + 1))
-                if used > most:
-                    return f"more disk than disk_gb={most / 2**30:g}"
-                if files > most_files:
-                    return f"more files than max_files={most_files}"
-        if depth > DEEPEST:
-            return f"more than {DEEPEST} folders in each other"
+        path, held = folders.pop()
+        try:
+            if len(path) > LONG_PATH:
+                held = Held(path)
+                path = f"/proc/self/fd/{held.number}"
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        used += entry.stat(follow_symlinks=False).st_blocks * 512
+                        files += 1
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append((entry.path, held))
+                    if used > most:
+                        return f"more disk than disk_gb={most / 2**30:g}"
+                    if files > most_files:
+                        return f"more files than max_files={most_files}"
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                return "more folders in each other than can be counted"
     removed = {}
     for process in processes:
         with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as opened:
