@@ -101,6 +101,18 @@ class SplittableTask(Protocol):
 
 
 @runtime_checkable
+class NumberedTask(Protocol):
+    """A task that walks through its questions by their number in the run, so that a pass asks each once.
+
+    Among several tasks the number of its questions changes from step to step, and can't tell where the pass is.
+    """
+
+    def requests_from(self, first: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Return the requests of ``questions`` from number ``first`` of the run on."""
+        ...
+
+
+@runtime_checkable
 class PooledTask(Protocol):
     """A task with a pool of training questions, from which ``[curriculum]`` draws."""
 

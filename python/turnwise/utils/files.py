@@ -12,6 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from turnwise.utils.values import check_texts
+
 MEMBERS = Path("cluster") / "members.json"
 """File of a run folder with the addresses of the run's processes. Its supervisor replaces it whole."""
 
@@ -64,7 +66,8 @@ def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
     """Yield each line of a JSON Lines file as its place, ``file:line``, and its value. Skips blank lines.
 
     Only ``\\n`` ends a line, not the other line separators in a text. A byte order mark is not part of a line.
-    Raises ``OSError`` for a file that can't be read, and ``ValueError`` that begins with the place of a bad line.
+    Raises ``OSError`` for a file that can't be read, and ``ValueError`` that begins with the place of a bad line, also
+    of one that fails :func:`check_texts`.
     """
     with Path(path).open("rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -72,9 +75,11 @@ def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
                 continue
             place = f"{path}:{number}"
             try:
-                yield place, parse_json_line(line)
+                value = parse_json_line(line)
+                check_texts(value)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
+            yield place, value
 
 
 def parse_json_line(line: bytes) -> Any:
