@@ -110,7 +110,7 @@ class Floored:
         ("update.lrr", "unknown config key 'update.lrr'; did you mean 'lr'?"),
         ("stepz", "unknown config key 'stepz'; did you mean 'steps'?"),
         ("policies.default.dtyp", "unknown config key 'policies.default.dtyp'; did you mean 'dtype'?"),
-        ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, cluster, credit"),
+        ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, cluster, code"),
     ],
 )
 def test_unknown_keys_name_the_nearest(key, message):
@@ -229,9 +229,9 @@ def test_what_is_unset_is_a_key(tmp_path, keys):
 def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [
-        "actors", "checkpoint", "cluster", "credit", "curriculum", "device", "distill", "eval", "filter", "gateway",
-        "health", "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies",
-        "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options",
+        "actors", "checkpoint", "cluster", "code", "credit", "curriculum", "device", "distill", "eval", "filter",
+        "gateway", "health", "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases",
+        "policies", "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options",
         "tasks", "threads", "update", "warm_start",
     ]  # fmt: skip
     # A limit of the arena has one default.

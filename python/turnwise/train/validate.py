@@ -26,6 +26,7 @@ from turnwise.train.config.toml import (
 from turnwise.train.update.loss import check_loss
 from turnwise.train.update.loss_types import find_loss
 from turnwise.types import TaskCapabilities, capabilities_of
+from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
 
@@ -75,6 +76,9 @@ def read_config(
     """
     data = raw_settings(path, overrides)
     importable = data if import_code else _without_code(data)
+    code = data.get("code", {})
+    for module, file in code.items() if import_code and isinstance(code, dict) else ():
+        import_recorded(module, str(file))
     for key, value in dict(overrides).items():  # types of options are known only after all keys are set
         if isinstance(value, str):
             keys = split_key(key)

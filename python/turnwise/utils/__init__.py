@@ -1,4 +1,4 @@
-"""Small tools that any room may use: lookup of names, values from text, checks of users' values, copies, files, threads, processes, memory.
+"""Small tools that any room may use: lookup of names, values from text, checks, copies, files, threads, processes.
 
 Read in this order: registry, literals, values, grouping, copies, files, threads, processes, memory, signals.
 May import: the standard library.

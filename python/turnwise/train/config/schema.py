@@ -159,6 +159,8 @@ class TrainConfig(Section):
     """Settings of the gateway, for ``task = "gateway:..."``; see docs/agents.md."""
     run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
     """Folder of the run: config, metrics, episodes, checkpoints, policies."""
+    code: dict[str, str] = Field(default_factory=dict)
+    """Files of the modules that the config names, which a run records; from them they are imported everywhere."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of weights, questions and sampling."""
     steps: int = Field(default=100, ge=0)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from turnwise.train.config import nulls
 from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.utils.registry import did_you_mean
+from turnwise.utils.registry import code_files, did_you_mean
 
 EXTENDS = "extends"
 """Key of a config file that names another file, relative to this one, whose settings it overrides."""
@@ -147,8 +147,14 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Return the resolved configuration as TOML; ``load_config`` reads it back to an equal one."""
-    return nulls.dumps(config.model_dump(mode="json", exclude_none=True))
+    """Return the resolved configuration as TOML; ``load_config`` reads it back to an equal one.
+
+    Its section ``code`` has the files of the modules that the configuration names.
+    """
+    data = config.model_dump(mode="json", exclude_none=True)
+    if code := {**data.pop("code"), **code_files(data)}:
+        data["code"] = code
+    return nulls.dumps(data)
 
 
 def differences(file: Path, config: TrainConfig) -> list[str]:

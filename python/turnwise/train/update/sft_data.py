@@ -166,8 +166,36 @@ def tokenize(format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = Non
     """
     if prompt is None:
         prompt = _Look(format).prompt_ids(row.prompt)
-    completion = format.text_ids(row.completion) if row.recorded else format.encode(row.completion)
-    return Demonstration(prompt, [*completion, *format.end_token_ids])
+    if row.recorded:
+        return Demonstration(prompt, [*format.text_ids(_without_end(format, row.completion)), *format.end_token_ids])
+    return Demonstration(prompt, _ended_once(format, format.encode(row.completion)))
+
+
+def _ended_once(format: ChatFormat, completion: Sequence[int]) -> list[int]:
+    """Return the ids of ``completion`` with one end: its own, if it is written in it, else the format's.
+
+    Whitespace after a written end, as in ``"4<|im_end|>\\n"``, is no part of the turn.
+    """
+    ids, stops, ends = list(completion), set(format.stop_token_ids), len(completion)
+    for index in reversed(range(len(ids))):
+        if ids[index] in stops:
+            ends = index
+        elif format.tokenizer.decode(ids[index:ends]).strip():
+            break
+    if ends < len(ids):
+        return ids[: ends + 1]
+    closing = list(format.end_token_ids)  # of several, the first ones may be written
+    written = next((n for n in range(len(closing), 0, -1) if ids[-n:] == closing[:n]), 0)
+    return [*ids, *closing[written:]]
+
+
+def _without_end(format: ChatFormat, text: str) -> str:
+    """Return the text of a completion without an end of turn that is written out at its end."""
+    for token in format.stop_token_ids:
+        bare = text.rstrip().removesuffix(format.tokenizer.decode([token], skip_special_tokens=False))
+        if len(bare) < len(text.rstrip()):
+            return _without_end(format, bare)
+    return text
 
 
 def fitting(
@@ -188,7 +216,7 @@ def fitting(
     looks = _Looks(tokenizer, actors)
     every: list[Demonstration] = []
     rendered: tuple[SFTRow, Sequence[int]] | None = None
-    ambiguous, again = Counter[str](), 0
+    ambiguous, again, goes_on = Counter[str](), 0, list[SFTRow]()
     for row in rows:
         look = looks.of(row)
         if (seen := _as_recorded(look, row)) is not None:
@@ -198,6 +226,8 @@ def fitting(
         if rendered is None or (rendered[0].prompt, rendered[0].actor) != (row.prompt, row.actor):
             rendered = row, look.prompt_ids(row.prompt)
         every.append(tokenize(look.format, row, rendered[1]))
+        if set(every[-1].completion_token_ids[:-1]) & set(look.format.stop_token_ids):
+            goes_on.append(row)
         again += row.recorded and list(rendered[1]) != list(row.prompt_token_ids)
         if look.differing and not isinstance(row.prompt, str):
             ambiguous[look.differing] += 1
@@ -205,6 +235,11 @@ def fitting(
         note(
             f"warm start: {count} of {len(every)} rows may be of several actors, whose {differing} differ: they are "
             "rendered without these. Set 'actor' in each row, or begin its messages with the system message"
+        )
+    if goes_on:
+        note(
+            f"warm start: {len(goes_on)} of {len(every)} rows go on after a token that ends the turn, where sampling "
+            f"stops: expected one turn in each, as in {goes_on[0].source}"
         )
     if again:
         note(
