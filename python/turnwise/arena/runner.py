@@ -18,6 +18,7 @@ from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
 from turnwise.arena.runtime.user_code import close_episode, in_own_task, own_cancellation_contained
+from turnwise.arena.runtime.watch import count_without_calls
 from turnwise.types import ContextLengthError, EpisodeRequest, EpisodeState, GenerateResult, ModelError, Rollout
 from turnwise.types.protocols import ArenaRuntime
 from turnwise.utils.signals import contained
@@ -155,6 +156,8 @@ async def run_episode(
                     with contained(what):
                         playing = episode.generate(arena)
                         result = await (playing if context.deadline is None else in_own_task(playing, what))
+                acted = any(step.actor_id is not None for step in result.rollout.steps)
+                count_without_calls(request.episode_type, acted or bool(result.children or context.continuations))
             # Checks that fail here fail the attempt, except a leak, which stops the batch.
             following = _create_continuations(arena, context)
             if arena.check_private:

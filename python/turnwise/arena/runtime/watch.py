@@ -203,6 +203,18 @@ def count(metric: str, amount: int = 1) -> None:
         mishaps[metric] = mishaps.get(metric, 0) + amount
 
 
+def count_without_calls(kind: str, made_calls: bool) -> None:
+    """Count the running episode of type ``kind`` unless it ``made_calls`` of its actors, or has children that did."""
+    if not made_calls:
+        count("episodes/without_calls")
+        warn_once(
+            ("without_calls", kind),
+            f"an attempt of episode {kind!r} called no model of its actors, and is counted as episodes/without_calls: "
+            "where a cache or another client answers, there is nothing to train, and the attempt has no part in "
+            "rewards, success and baselines",
+        )
+
+
 def count_in_process(metric: str) -> None:
     """Add 1 to a metric that :func:`take_counts` returns."""
     with _lock:
