@@ -156,8 +156,8 @@ async def run_episode(
                     with contained(what):
                         playing = episode.generate(arena)
                         result = await (playing if context.deadline is None else in_own_task(playing, what))
-                acted = any(step.actor_id is not None for step in result.rollout.steps)
-                count_without_calls(request.episode_type, acted or bool(result.children or context.continuations))
+                has_parts = bool(result.children or context.continuations)
+                count_without_calls(result.rollout, has_parts, arena.is_evaluation)
             # Checks that fail here fail the attempt, except a leak, which stops the batch.
             following = _create_continuations(arena, context)
             if arena.check_private:
