@@ -197,7 +197,10 @@ def test_copies_of_a_row_share_nothing_that_an_episode_could_change():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ([{"a": {1, 2}}], r"Asking.questions\(\), question 0: {'a': {1, 2}} is no question: expected a text, or data that JSON"),
+        (
+            [{"a": {1, 2}}],
+            r"Asking.questions\(\), question 0: {'a': {1, 2}} is no question: expected a text, or data that JSON",
+        ),
         (["a", b"b"], r"Asking.questions\(\), question 1: b'b' is no question: expected a text"),
         ([float("nan")], r"question 0: nan is no question: expected a text"),
         (None, r"Asking.questions\(\) gave None: expected a list of questions"),

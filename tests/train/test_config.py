@@ -231,8 +231,8 @@ def test_the_flags_are_these():
     assert sorted(TrainConfig.model_fields) == [
         "actors", "checkpoint", "cluster", "code", "credit", "curriculum", "device", "distill", "eval", "filter",
         "gateway", "health", "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases",
-        "policies", "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options",
-        "tasks", "threads", "update", "warm_start",
+        "policies", "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task",
+        "task_options", "tasks", "threads", "update", "warm_start",
     ]  # fmt: skip
     # A limit of the arena has one default.
     arena = inspect.signature(Arena.__init__).parameters

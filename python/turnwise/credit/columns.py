@@ -114,7 +114,7 @@ def credit_columns(
     return np.asarray(assigner.compute_columns(samples), dtype=np.float32)
 
 
-def needs_several_attempts(rule: Credit) -> bool:
+def needs_several_attempts(rule: Any) -> bool:
     """Return True if ``rule`` gives only advantages of 0 where each question has one attempt, in a batch of several.
 
     A copy of it is tried on four questions with different rewards. A rule that can't be tried like that counts as

@@ -218,8 +218,8 @@ def build_run(
 ) -> Run:
     """Build a run that is ready to train. Warm-start it if the config asks for it and there is no checkpoint.
 
-    With a ``mesh`` the models are sharded over its ranks, of which this process is the first. ``trains`` refuses, before
-    a model is loaded, what :meth:`Run.train` would refuse after the warm start.
+    With a ``mesh`` the models are sharded over its ranks, of which this process is the first. With ``trains`` it
+    refuses, before a model is loaded, what :meth:`Run.train` would refuse after the warm start, which it saves.
     """
     _prepare_torch(config)
     # Check everything before loading a model.

@@ -134,8 +134,8 @@ def check_critic(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
         policy = config.policies[name]
         if policy.trainable and (reason := facts_of(models[name], dropout=policy.dropout).reason_padded):
             raise ConfigError(
-                f"config key 'loss.critic': policy {name!r} needs padded rows, as {reason}, and a value head reads packed "
-                "ones: expected another model, or no critic"
+                f"config key 'loss.critic': policy {name!r} needs padded rows, as {reason}, and a value head reads "
+                "packed ones: expected another model, or no critic"
             )
 
 

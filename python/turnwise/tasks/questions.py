@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, get_args
 from turnwise.tasks.base import Split, check_split, key_of, split_of
 from turnwise.utils.values import check_texts
 
-_ID = re.compile(r"_*(id|idx|index|uid|uuid|guid)_*|.*[_-](id|idx|index|uid|uuid|guid)|.*[a-z](Id|ID|Idx|Index|Uuid|UUID)")
-"""Keys that name a row, and are no part of its content: ``id``, ``question_id``, ``taskId``, ``idx``."""
+_ID = re.compile(
+    r"_*(id|idx|index|uid|uuid|guid)_*|.*[_-](id|idx|index|uid|uuid|guid)|.*[a-z](Id|ID|Idx|Index|Uuid|UUID)"
+)
+"""Keys that name a row or its place, and are no part of its content: ``id``, ``question_id``, ``taskId``, ``split``."""
 
 _ASKS = ("question", "problem", "prompt", "instruction", "query", "input", "messages", "text")
 """Keys of the part of a row that a model is asked, by which rows with one question are found."""
@@ -30,16 +32,20 @@ def identity_of(question: Any) -> Any:
 
     Example: ``identity_of({"id": 7, "question": "2 + 2? "}) == {"question": "2 + 2?"}``
     """
-    if isinstance(question, str):
-        return unicodedata.normalize("NFC", question).strip()
-    if isinstance(question, dict):
-        kept = {key: identity_of(value) for key, value in question.items() if not _ID.fullmatch(str(key))}
-        return kept or question
-    return [identity_of(one) for one in question] if isinstance(question, (list, tuple)) else question
+    return _content(question) or question
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, str):
+        return unicodedata.normalize("NFC", value).strip()
+    if isinstance(value, dict):
+        parts = {key: _content(part) for key, part in value.items() if not _ID.fullmatch(str(key))}
+        return {key: part for key, part in parts.items() if part != {}}
+    return [_content(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 class _Row(NamedTuple):
-    """A question: the hash of its content, its text or JSON, and its place, as errors name it."""
+    """A question: the hash of its identity, its text or JSON, and its place, as errors name it."""
 
     digest: int
     key: str
@@ -56,8 +62,8 @@ class QuestionSet:
     """The questions of a task in three splits, each in an order that their content alone decides.
 
     ``rows`` are pairs of a place, which errors name, and a question. ``identity(question)`` is the part that tells it
-    apart, by default :func:`identity_of`: its hash decides split and draws. Equal rows count once. Raises ``ValueError``
-    with the place of a row that JSON can't hold. A warning tells of rows that ask one question in two splits.
+    apart: its hash decides split and draws. Equal rows count once; rows with one identity are in one split. Raises
+    ``ValueError`` with the place of a row that JSON can't hold. ``what`` names the questions in messages.
 
     Example: ``QuestionSet([("demo.jsonl:1", {"question": "2 + 2?", "answer": 4})]).draw("train", 1, 0)``
     """
@@ -74,41 +80,32 @@ class QuestionSet:
         self._orders: dict[tuple[Split, str], tuple[int, ...]] = {}
         self._rows: dict[Split, list[_Row]] = {split: [] for split in get_args(Split)}
         seen: set[tuple[str, bool]] = set()
-        asked: dict[str, tuple[Split, str, str]] = {}
-        torn: dict[str, str] = {}
+        asked = _Asked()
         for place, question in rows:
-            try:
-                check_texts(question)
-                key = key_of(question)
-                part = key_of(identity(question))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"{place}: {question!r:.80} is no question: expected a text, or data that JSON can hold: {error}"
-                ) from None
+            key, part = self._keys_of(place, question)
             row = _Row(_hash(part), key, isinstance(question, str), place)
-            if (row.key, row.is_text) in seen:
-                continue
-            seen.add((row.key, row.is_text))
-            split = split_of(part)
-            self._rows[split].append(row)
-            if isinstance(question, dict) and (name := next((name for name in _ASKS if name in question), None)):
-                first = asked.setdefault(key_of([name, identity(question[name])]), (split, name, place))
-                if first[0] != split:
-                    torn.setdefault(first[2], f"{name!r} of {first[2]} ({first[0]}) and of {place} ({split})")
+            if (row.key, row.is_text) not in seen:
+                seen.add((row.key, row.is_text))
+                split = split_of(part)
+                self._rows[split].append(row)
+                asked.add(question, split, place)
         for found in self._rows.values():
             found.sort()
+        # Rows of one identity are numbered, and lists begin with one row of each.
         numbered = {split: list(_numbered(found)) for split, found in self._rows.items()}
-        self._copies = {
-            (row.key, row.is_text): copy for found in numbered.values() for copy, row in found if copy
-        }
-        # Lists begin with one row of each content.
+        self._copies = {(row.key, row.is_text): copy for found in numbered.values() for copy, row in found if copy}
         self._listed = {split: [row for _, row in sorted(found)] for split, found in numbered.items()}
-        if torn:
-            warnings.warn(
-                f"{what}: {len(torn)} questions are in several splits, as their rows differ elsewhere: "
-                f"{next(iter(torn.values()))}. Let identity(question) return the part that tells questions apart",
-                stacklevel=3,
-            )
+        asked.warn(what)
+
+    def _keys_of(self, place: str, question: Any) -> tuple[str, str]:
+        """Return the text or JSON of ``question``, and that of its identity."""
+        try:
+            check_texts(question)
+            return key_of(question), key_of(self.identity(question))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{place}: {question!r:.80} is no question: expected a text, or data that JSON can hold: {error}"
+            ) from None
 
     def listed(self, split: Split, most: int | None = None) -> list[Any]:
         """Return all questions of ``split``, or the first ``most``. In a larger file they keep their order."""
@@ -158,8 +155,35 @@ class QuestionSet:
     def _check(self, split: Split, n: int) -> None:
         if self.count(split) < n:
             copies = len(self._copies)
-            merged = f" ({copies} rows have the content of another, ids aside: see identity(question))" if copies else ""
+            merged = (
+                f" ({copies} rows have the content of another, ids aside: see identity(question))" if copies else ""
+            )
             raise ValueError(f"n={n!r}: the {split} split of {self.what} has {self.count(split)} questions{merged}")
+
+
+class _Asked:
+    """Finds rows that ask one question in two splits, because they differ in another key, such as a solution."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[Split, str]] = {}
+        self._torn: dict[int, str] = {}
+
+    def add(self, question: Any, split: Split, place: str) -> None:
+        name = next((name for name in _ASKS if name in question), None) if isinstance(question, dict) else None
+        if name is None:
+            return
+        asks = _hash(key_of([name, identity_of(question[name])]))
+        first, there = self._first.setdefault(asks, (split, place))
+        if first != split:
+            self._torn.setdefault(asks, f"{name!r} of {there} ({first}) and of {place} ({split})")
+
+    def warn(self, what: str) -> None:
+        if self._torn:
+            warnings.warn(
+                f"{what}: {len(self._torn)} questions are in several splits, as their rows differ elsewhere: "
+                f"{next(iter(self._torn.values()))}. Let identity(question) return what tells questions apart",
+                stacklevel=3,
+            )
 
 
 def _hash(text: str, salt: bytes = b"") -> int:
@@ -195,4 +219,3 @@ def _descend(rows: list[_Row], rng: Random) -> int:
 
 def _digest(row: _Row) -> int:
     return row.digest
-

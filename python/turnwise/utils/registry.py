@@ -102,7 +102,7 @@ def code_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def announce_code(settings: Any, what: str = "is imported") -> None:
-    """Print to stderr which code a configuration's plain data can name, before any of it is imported, with its files."""
+    """Print to stderr which code a configuration's plain data can name, and its files, before any is imported."""
     files = {**code_files(settings), **(settings.get("code") or {})}
     named = []
     for key, name in code_in(settings):

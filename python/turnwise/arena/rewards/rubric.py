@@ -282,7 +282,7 @@ class Rubric:
 
 
 def _one_for_each(column: Any, rollouts: Sequence[Rollout], where: str) -> list[Any]:
-    """Return the value of each of ``rollouts`` in ``column``. Raises ``TypeError`` or ``ValueError`` if it lacks one."""
+    """Return the value of each of ``rollouts`` in ``column``. Raises an error if it lacks one."""
     if isinstance(column, Mapping):
         ids = [rollout.id for rollout in rollouts]
         if set(column) != set(ids):

@@ -3,9 +3,10 @@
     A = (r - mean_k) / (std_k + eps)        k = (question, actor)
 
 over all model calls of the actor for that question; an actor called twice counts twice. So an attempt with many calls
-moves the baseline more than one with few: if failed attempts are long, the baseline is nearer to their reward, and
-successes get larger advantages. With ``per="attempt"`` each attempt counts once. With a shared baseline, the agent with the widest rewards would set the scale, and the gradient norm, of the others. In the published code a group
-of one keeps its raw reward (``singleton="raw"``); here it gets 0 by default. (Feng et al., Dr. MAS,
+moves the baseline more than one with few. If the failed attempts are the long ones, the baseline is near their reward,
+and successes get larger advantages. With ``per="attempt"`` each attempt counts once. With a shared baseline, the agent
+with the widest rewards would set the scale, and the gradient norm, of the others. In the published code a group of one
+keeps its raw reward (``singleton="raw"``); here it gets 0 by default. (Feng et al., Dr. MAS,
 https://arxiv.org/abs/2602.08847.)
 """
 

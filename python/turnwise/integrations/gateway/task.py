@@ -155,7 +155,7 @@ def _questions(given: str, module: str, is_process: bool) -> list[str]:
         found = [(f"{where}, question {index}", question) for index, question in enumerate(found)]
     if not found:
         raise ValueError(f"task_options.questions={given!r}: expected a list of at least one question")
-    questions = {}
+    questions: dict[str, None] = {}
     for place, question in found:
         try:
             check_texts(question)

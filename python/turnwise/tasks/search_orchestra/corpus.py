@@ -79,7 +79,9 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
             raise ValueError(f"{index}: supports names {sorted(missing)}, of which no file is there")
         before = asked.setdefault(question.text, question)
         if before.answer != question.answer:
-            raise ValueError(f"{index}: the answer is {question.answer!r}, at {places[question.text]} {before.answer!r}")
+            raise ValueError(
+                f"{index}: the answer is {question.answer!r}, at {places[question.text]} {before.answer!r}"
+            )
         places.setdefault(question.text, index)
     if not asked:
         raise ValueError(f"questions={str(questions)!r}: expected at least one question")
