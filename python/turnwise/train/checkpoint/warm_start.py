@@ -11,7 +11,12 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from turnwise.train.checkpoint.checkpoint import (
+    check_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.model.policy import Policy
 
@@ -46,13 +51,15 @@ class WarmStartSaver:
         if not found:
             return None
         try:
-            step, state = load_checkpoint(found[-1], {policy.name: policy})
+            saved = check_checkpoint(found[-1], {policy.name: policy})["state"]["key"]
+            why = "" if saved == self.key else "is of a warm start with other settings or rows"
         except CheckpointError as error:
-            step, state = 0, {"key": f"unreadable: {error}"}
-        if state["key"] != self.key:
-            self.note(f"{found[-1]} is of a warm start with other settings or rows, so the warm start begins again")
+            why = f"can't be read ({error})"
+        if why:
+            self.note(f"{found[-1]} {why}, so the warm start begins again")
             shutil.rmtree(self.folder)
             return None
+        step, state = load_checkpoint(found[-1], {policy.name: policy})
         self.note(f"the warm start goes on from its step {step}, saved in {found[-1]}")
         return state["warm_start"], load((found[-1] / _BEST).read_bytes())
 
