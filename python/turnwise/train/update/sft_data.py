@@ -43,6 +43,8 @@ class SFTRow:
     recorded: bool = False
     prompt_token_ids: Sequence[int] = ()
     completion_token_ids: Sequence[int] = ()
+    thought: str = ""
+    """What the model of a recorded row thought before its completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,8 @@ class RowReader:
             reason = self._reason_to_omit(data, step)
             if reason is None:
                 ids = step["prompt_token_ids"], step["completion_token_ids"]
-                yield SFTRow(
-                    _messages(step["prompt"], source), step["completion"], step["actor_id"], source, True, *ids
-                )
+                prompt, thought = _messages(step["prompt"], source), step.get("thought", "")
+                yield SFTRow(prompt, step["completion"], step["actor_id"], source, True, *ids, thought)
             else:
                 self.left_out[reason] += 1
         for child in data["children"]:
@@ -167,7 +168,8 @@ def tokenize(format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = Non
     if prompt is None:
         prompt = _Look(format).prompt_ids(row.prompt)
     if row.recorded:
-        return Demonstration(prompt, [*format.text_ids(_without_end(format, row.completion)), *format.end_token_ids])
+        message = {"content": _without_end(format, row.completion), "reasoning_content": row.thought}
+        return Demonstration(prompt, [*format.begun_ids(message, prompt), *format.end_token_ids])
     return Demonstration(prompt, _ended_once(format, format.encode(row.completion)))
 
 
@@ -324,7 +326,7 @@ def _as_recorded(look: _Look, row: SFTRow) -> Demonstration | None:
         return None
     texts = [message["content"] for message in row.prompt if message["role"] in (*SYSTEM_ROLES, "user")]
     shown, sampled = decode(prompt, skip_special_tokens=False), decode(completion, skip_special_tokens=True)
-    pairs = [*((text, shown) for text in texts), (row.completion, sampled)]
+    pairs = [*((text, shown) for text in texts), (row.thought, sampled), (row.completion, sampled)]
     reads = all("".join(text.split()) in "".join(whole.split()) for text, whole in pairs)
     if not reads or (look.opens_with_control and prompt[0] not in look.format.control.values()):
         return None
