@@ -13,7 +13,7 @@ from turnwise.inference import ScriptedClient
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.update.sft_data import RowReader, SFTRow, fitting, tokenize
+from turnwise.train.update.sft_data import RowReader, SFTRow, demonstrated, fitting, tokenize
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
 
 from ..chat.families import CHAT_FAMILIES, QWEN, byte_tokenizer, chat_tokenizer, installed_families
@@ -308,3 +308,21 @@ def test_a_row_that_goes_on_after_its_end_is_named(small_model):
     fitting(tokenizer, rows, None, notes.append)
     assert len(notes) == 1 and "1 of 2 rows go on after a token that ends the turn" in notes[0]
     assert "demos.jsonl:2" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (("solver", CHAT), "not enough values"),
+        (("critic", CHAT, "4"), "'critic' is no actor; expected one of solver"),
+        (("solver", CHAT, 4), "expected messages and a text"),
+        (("solver", CHAT, "half \ud83d"), "half of a character"),
+        (("solver", [], "4"), "expected messages and a text"),
+        (7, "cannot unpack"),
+    ],
+)
+def test_a_tasks_bad_demonstration_is_named_by_its_number(bad, told):
+    good = ("solver", CHAT, "4")
+    assert demonstrated([good], ["solver"], "task 'sums'") == [SFTRow(CHAT, "4", "solver", "demonstration 0")]
+    with pytest.raises(ConfigError, match=f"task 'sums': demonstration 1 is .*{told}"):
+        demonstrated([good, bad], ["solver"], "task 'sums'")

@@ -40,7 +40,7 @@ from turnwise.train.model.loading import (
     find_device,
     sharing,
 )
-from turnwise.train.update.sft_data import RowReader, SFTRow, SFTRows
+from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import (
     Actor,
@@ -351,7 +351,7 @@ def warm_start_rows(config: TrainConfig, task: Task) -> SFTRows:
         recorded = reader.read(Path(settings.data))
         return SFTRows(recorded, f"{len(recorded)} rows of {settings.data}{reader.describe()}")
     shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
-    rows = [SFTRow(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
+    rows = demonstrated(shown, [actor.id for actor in task.actors], f"task {task.name!r}")
     return SFTRows(rows, f"{len(rows)} demonstrations of task {task.name!r}")
 
 

@@ -18,6 +18,7 @@ from turnwise.chat.tools import schemas
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
 from turnwise.utils.files import read_json_lines
+from turnwise.utils.values import check_texts
 
 NAME = "warm start"
 """Name of the actor and of the policy in a batch of demonstrations."""
@@ -158,6 +159,26 @@ class RowReader:
         if self.min_reward is not None and (reward is None or reward < self.min_reward):
             return f"rewarded below {self.min_reward}"
         return None
+
+
+def demonstrated(shown: Sequence[Any], actors: Collection[str], whose: str) -> list[SFTRow]:
+    """Return the rows of a task's demonstrations. Raises :class:`ConfigError` that names a bad one by its number."""
+    rows = []
+    for number, one in enumerate(shown):
+        source = f"demonstration {number}"
+        try:
+            actor, messages, completion = one
+            check_texts([messages, completion])
+            if actor not in actors:
+                raise ValueError(f"{actor!r} is no actor; expected one of {', '.join(actors)}")
+            if not isinstance(completion, str) or not isinstance(messages, (list, str)) or not messages:
+                raise ValueError("expected messages and a text")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{whose}: {source} is {one!r:.80}: expected an actor, the messages that it sees, its answer: {error}"
+            ) from None
+        rows.append(SFTRow(messages, completion, actor, source))
+    return rows
 
 
 def tokenize(format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = None) -> Demonstration:
