@@ -120,7 +120,7 @@ def test_a_checkpoint_has_the_head_and_its_moments(tmp_path, small_model, three_
         return made, LocalLearner({"default": made}, config)
 
     def step(learner):
-        return learner.update(three_rows, ["default"], 0.0, np.random.default_rng(0), lambda done, total: None)
+        return learner.update(three_rows, ["default"], {}, np.random.default_rng(0), lambda done, total: None)
 
     (one, trains), (other, resumes) = learner(0), learner(1)
     assert step(trains).metrics["default"]["value_loss"] == pytest.approx(1 / 9, rel=1e-5)  # var(1, 0, 1) / 2
@@ -140,7 +140,7 @@ def test_an_update_that_fails_leaves_the_bias_as_it_was(small_model, three_rows,
     learner = LocalLearner({"default": policy}, config)
     monkeypatch.setattr("turnwise.train.update.update.accumulate", fail)
     with pytest.raises(OSError):
-        learner.update(three_rows, ["default"], 0.0, np.random.default_rng(0), lambda done, total: None)
+        learner.update(three_rows, ["default"], {}, np.random.default_rng(0), lambda done, total: None)
     assert policy.critic.bias.tolist() == [0] and not learner.torn
 
 

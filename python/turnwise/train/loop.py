@@ -51,7 +51,7 @@ from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness, summarize
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.model.policy import Policy
-from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run
+from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
@@ -282,8 +282,8 @@ class Trainer:
         """
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         self.watch.samples(batch, in_phase)
-        share = self.progress.token_share(self.config)
-        updated = self.learner.update(batch, in_phase, share, self.rng, self.log.updates)
+        shares = {name: self.progress.run_share(self.config, name) for name in self.policies}
+        updated = self.learner.update(batch, in_phase, shares, self.rng, self.log.updates)
         metrics: dict[str, float] = {}
         try:
             for name, measured in updated.metrics.items():
@@ -387,8 +387,7 @@ class Trainer:
             return
         if measured := await self.validate():
             self.log.add(step, measured if step else {**measured, "total_sampled_tokens": 0})
-            if self.config.checkpoint.keep_best:
-                self.save()
+            save_validation(self)
 
     async def evaluate(
         self, eval_set: EvalSet | None = None, sampling: Sampling | None = None, *, samples: int = 1

@@ -224,7 +224,7 @@ def report(mesh: Any, path: Path) -> dict[str, Any]:
 
 def step(learner: Learner, number: int) -> dict[str, Tensor]:
     """Make the ``number``-th step, and return the weights after it."""
-    learner.update(make_batch(), ["default"], 0.0, np.random.default_rng(number), lambda done, total: None)
+    learner.update(make_batch(), ["default"], {}, np.random.default_rng(number), lambda done, total: None)
     return learner.send("default", clones)
 
 
@@ -283,7 +283,7 @@ def pair(folder: Path, mesh: Any) -> dict[str, Any]:
     rng = np.random.default_rng(5)
 
     def step(phase: list[str]) -> dict[str, Any]:
-        updated = learner.update(batch, phase, 0.25, rng, lambda done, total: None)
+        updated = learner.update(batch, phase, dict.fromkeys(phase, 0.25), rng, lambda done, total: None)
         weights = {name: learner.send(name, clones, base=True) for name in policies}
         drawn = int(rng.integers(2**40))
         return {"metrics": updated.metrics, "moved": updated.moved, "weights": weights, "drawn": drawn}
