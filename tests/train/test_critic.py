@@ -145,8 +145,6 @@ def test_an_update_that_fails_leaves_the_bias_as_it_was(small_model, three_rows,
 
 
 def test_what_can_have_no_critic_is_named(small_model):
-    with pytest.raises(ConfigError, match=r"'loss.critic': needs filter.drop_zero_advantage = false"):
-        load_config(None, {"loss.critic": {}})
     padded = Policy("default", small_model()[0], UpdateConfig(), total_steps=9, layout="padded")
     with pytest.raises(ValueError, match=r"'loss.critic': policy 'default' needs padded rows"):
         value_head(padded)

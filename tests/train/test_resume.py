@@ -357,9 +357,8 @@ async def test_the_rate_falls_with_the_steps_of_the_run_whether_they_have_update
         packing(trainer, killed_at=killed_at, tied=tied)
         with nullcontext() if killed_at is None else pytest.raises(KilledError):
             await trainer.run()
-    rates = {}
-    for line in lines_of(tmp_path / "run"):
-        rates |= {line["step"] - 1: rate for key, rate in line.items() if key.endswith("learning_rate")}
+    lines = lines_of(tmp_path / "run")
+    rates = {line["step"] - 1: line[key] for line in lines for key in line if key.endswith("learning_rate")}
     trained = [step for step in range(6) if named == {} or step % 3 < 2]
     expected = {step: 1e-3 * (1 - 0.9 * place / 6) for step, place in zip(trained, places, strict=True)}
     assert rates == pytest.approx({step: rate for step, rate in expected.items() if step not in tied})

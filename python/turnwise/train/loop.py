@@ -55,6 +55,7 @@ from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewo
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
+from turnwise.train.update.terms import keep_their_rows
 from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
@@ -215,6 +216,7 @@ class Trainer:
         """Resume or begin the run: write its config, send the weights to the client, and call the start hooks."""
         if self.lock.note is not None:
             self.log.note(self.lock.note)
+        keep_their_rows(self)
         saved_arena = resume_run(self)
         replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self._written_config))
         await self.sync_weights()
