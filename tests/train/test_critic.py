@@ -10,14 +10,12 @@ import torch
 
 from turnwise.train.config.optimization import CriticConfig, LossConfig, UpdateConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.critic import estimate_advantages, keep_states, value_head, values_of
 from turnwise.train.update.loss import Loss
 from turnwise.train.update.update import UpdateLog, accumulate, update_policy
-from turnwise.train.validate import load_config
 
 ROWS = np.arange(3)
 

@@ -50,7 +50,7 @@ from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness, summarize
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.model.policy import Policy
+from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
@@ -135,6 +135,7 @@ class Trainer:
         # Logs and metrics.
         self.log = log or RunLog.from_config(config)
         self.log.tokenizer = self.log.tokenizer or arena.plain_format(None).tokenizer
+        limit_heads(policies, self.log.tokenizer)
         arena.episode_counter.show = self.log.rollouts
         self.client_metrics = ClientMetrics(arena.client)
         self.cluster_metrics = ClusterMetrics(config, arena.client)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.inference.common.hf_model import recompute_layers, recomputes
+from turnwise.inference.common.hf_model import limit_head, recompute_layers, recomputes, tokens_of
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
@@ -352,6 +352,14 @@ class Policy:
         yield from self.weights()
         if self.base is not None:
             yield from named_weights(self.base)
+
+
+def limit_heads(policies: Mapping[str, Policy], tokenizer: Any) -> None:
+    """Leave the rows of heads that are no tokens out of the distributions of ``policies`` and their references."""
+    rows = tokens_of(tokenizer)
+    for policy in policies.values():
+        for model in (policy.model, policy.reference):
+            limit_head(model, rows)
 
 
 def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
