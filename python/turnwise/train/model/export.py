@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turnwise.inference.weights.lora import AdaptedModel, shared_bases
 from turnwise.train.model.policy import Policy
+from turnwise.train.model.saving import save_merged, save_model
 
 Send = Callable[..., dict[str, Tensor]]
 """A learner's ``send``."""
@@ -32,18 +33,18 @@ def export_model(
 
     A full model is saved with ``save_pretrained``. For an adapter, ``folder`` holds the adapter in peft's format, with
     ``base`` as its base (by default the path that the base was loaded from). With ``merge``, ``folder/merged`` then
-    holds an equal model that needs no peft.
+    holds an equal model that needs no peft (:func:`~turnwise.train.model.saving.save_merged`).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not isinstance(model, AdaptedModel):
-        model.save_pretrained(folder, state_dict=weights)
+        save_model(model, folder, weights)
     elif model.name is None:
-        _save_merged(model, folder)
+        save_merged(model, folder)
     else:
         _save_adapter(model, folder, base or model.shared.path, weights)
         if merge:
-            _save_merged(model, folder / "merged")
+            save_merged(model, folder / "merged")
             tokenizer.save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder)
 
@@ -64,7 +65,7 @@ def export_shards(
                 adapter = {key for key, _ in policy.weights()}
                 everything = send(name, _on_cpu, base=True)
                 shared = {key: tensor for key, tensor in everything.items() if key not in adapter}
-                policy.base.model.save_pretrained(base, state_dict=shared)
+                save_model(policy.base.model, Path(base), shared)
                 tokenizer.save_pretrained(base)
         if isinstance(policy.model, AdaptedModel) and policy.model.name is None:
             continue  # a frozen base: its own folder has it
@@ -86,7 +87,7 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Pat
     for number, shared in enumerate(shared_bases(policy.model for policy in policies.values())):
         if own_bases:
             folder = (run_dir / "bases" / str(number)).resolve()
-            _save_merged(shared.plain(), folder)
+            save_merged(shared.plain(), folder)
             tokenizer.save_pretrained(folder)
             bases[id(shared)] = str(folder)
     for name, policy in policies.items():
@@ -103,7 +104,3 @@ def _save_adapter(model: AdaptedModel, folder: Path, base: str, given: Mapping[s
     exported.save_pretrained(str(folder))
     weights = {name: tensor.contiguous() for name, tensor in (given or model.state_dict()).items()}
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _save_merged(model: AdaptedModel, folder: Path) -> None:
-    model.shared.model.save_pretrained(folder, state_dict=model.shared.merged_weights(model))
