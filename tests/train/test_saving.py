@@ -23,7 +23,7 @@ GENERATION = {
     ),
     "greedy with a temperature": ({"do_sample": False, "top_k": 5}, {"top_k": None}, "exports top_k is left out"),
     "beams that are not there": (
-        {"num_beams": 1, "length_penalty": 2.0, "eos_token_id": 2}, {"length_penalty": None}, "length_penalty is left out"
+        {"num_beams": 1, "length_penalty": 2.0, "eos_token_id": 2}, {"length_penalty": None}, "length_penalty is left"
     ),
     "two faults": (
         {"temperature": 0.6, "pad_token_id": -1, "eos_token_id": 2}, {"pad_token_id": None, "do_sample": True},
@@ -81,7 +81,8 @@ def test_what_can_not_be_written_is_refused_before_the_run(base, part, monkeypat
 
 
 @pytest.mark.parametrize(("dtype", "size", "wide"), [
-    (torch.float32, 1e-6, False), (torch.bfloat16, 1e-6, True), (torch.float16, 1e-6, True), (torch.bfloat16, 0.3, False),
+    (torch.float32, 1e-6, False), (torch.bfloat16, 1e-6, True),
+    (torch.float16, 1e-6, True), (torch.bfloat16, 0.3, False),
 ])  # fmt: skip
 def test_a_merged_model_holds_the_update_of_its_adapter(base, small_model, tmp_path, dtype, size, wide):
     start = load_model(str(base), "float32", lambda: None).to(dtype)

@@ -543,8 +543,8 @@ def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: 
 
 
 def assert_close(got: dict[str, float], want: dict[str, float], case: Any) -> None:
-    # Three numbers depend on the cut into micro-batches, in one process too.
-    cut = {"unique_token_share", "ess", "first/ess", "second/ess"}
+    # How many tokens micro-batches share depends on the cut, in one process too.
+    cut = {"unique_token_share"}
     assert got.keys() == want.keys()
     for name in got.keys() - cut:
         assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (case, name)

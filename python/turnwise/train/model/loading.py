@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from turnwise.chat.tokenizers import keep_ends
-from turnwise.inference.common.hf_model import limit_head, recompute_layers, tokens_of
+from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
@@ -258,17 +258,8 @@ def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any
         with _parameters_on_meta():
             model = take_dtype(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind), kind)
         model.generation_config = _generation_config(path) or model.generation_config
-        return _limited(model, path)
-    return _limited(AutoModelForCausalLM.from_pretrained(path, dtype=kind), path)
-
-
-def _limited(model: Any, path: str) -> Any:
-    """Return ``model`` with a head for the tokens of the tokenizer under ``path``, if there is one."""
-    from transformers import AutoTokenizer
-
-    with suppress(OSError, ValueError):  # a folder of weights alone
-        limit_head(model, tokens_of(AutoTokenizer.from_pretrained(path)))
-    return model
+        return model
+    return AutoModelForCausalLM.from_pretrained(path, dtype=kind)
 
 
 def take_dtype(model: Any, kind: torch.dtype) -> Any:

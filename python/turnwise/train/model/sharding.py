@@ -58,7 +58,7 @@ class ShardedForward:
     def rows(self) -> int:
         return self.read.rows
 
-    def top(self, micro: MicroBatch, k: int, rows: int) -> tuple[Tensor, Tensor]:
+    def top(self, micro: MicroBatch, k: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.root(self.read.top, micro, k, rows)
         return result
 

@@ -15,6 +15,7 @@ from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.update.loss_types import make_variant
 from turnwise.train.update.masks import TokenMasks
+from turnwise.train.update.sample_size import with_moments
 from turnwise.types import TrainingBatch
 
 TEACHER_KL = "teacher_forward_kl"
@@ -121,6 +122,7 @@ class Loss:
             selected=selected_N,
             **aggregation,
         )
+        out = with_moments(out, micro, old_logprobs_N, self.correction, self.num_actors)
         # The entropy bonus needs gradients, so it is added outside of the op.
         if not self.entropy_coef or entropies_N is None:
             return out
