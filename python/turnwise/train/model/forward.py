@@ -235,7 +235,8 @@ class Forward:
     def top(self, micro: MicroBatch, k: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the ids ``[N, k]`` of the most likely tokens at each position, and their log-probs ``[N, k]``.
 
-        With ``rows`` it reads only so many rows, those of a smaller head. The micro-batch may be another policy's, so its experts are not replayed.
+        With ``rows`` it reads only so many rows, those of a smaller head. The micro-batch may be another policy's, so
+        its experts are not replayed.
         """
         where, parts = [], []
         for head, tokens in self._passes(micro.without_experts()):
