@@ -12,9 +12,8 @@ from turnwise.ops import GSPO, Clip, Custom, KLCov, policy_loss
 from turnwise.train.config.optimization import CorrectionConfig, KLConfig, LossConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.micro_batch import micro_batches
-from turnwise.train.update.loss import Loss, check_loss
+from turnwise.train.update.loss import Loss, check_loss, with_sample_sizes
 from turnwise.train.update.loss_types import make_variant, registry
-from turnwise.train.update.sample_size import with_sample_sizes
 from turnwise.train.validate import load_config
 
 OWN = """

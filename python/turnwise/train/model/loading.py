@@ -25,8 +25,8 @@ from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.export import check_savable
 from turnwise.train.model.policy import Policy
-from turnwise.train.model.saving import check_savable
 from turnwise.utils.registry import did_you_mean
 
 TINY = "tiny"

@@ -358,8 +358,8 @@ def limit_heads(policies: Mapping[str, Policy], tokenizer: Any) -> None:
     """Leave the rows of heads that are no tokens out of the distributions of ``policies`` and their references."""
     rows = tokens_of(tokenizer)
     for policy in policies.values():
-        for model in (policy.model, policy.reference):
-            limit_head(model, rows)
+        for part in ("model", "reference"):  # a policy of other processes may have neither
+            limit_head(getattr(policy, part, None), rows)
 
 
 def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:

@@ -25,9 +25,8 @@ from turnwise.train.update.baseline import subtract_optimal_baseline
 from turnwise.train.update.critic import Targets, add_value_loss, estimate_advantages, keep_states, values_of
 from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
 from turnwise.train.update.kl import adapted, coefficient
-from turnwise.train.update.loss import OBSERVED_TOKENS, WEIGHTS, Loss, check_observations
+from turnwise.train.update.loss import OBSERVED_TOKENS, WEIGHTS, Loss, check_observations, with_sample_sizes
 from turnwise.train.update.masks import MaskedMicroBatch
-from turnwise.train.update.sample_size import with_sample_sizes
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import is_out_of_memory
 

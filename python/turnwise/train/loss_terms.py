@@ -24,7 +24,7 @@ def terms_beside_advantage(config: LossConfig, policies: Mapping[str, Policy]) -
 
     A KL penalty on the reward is none: it changes advantages.
     """
-    taught = any(policy.teaching is not None for policy in policies.values())
+    taught = any(_teachers(policy) for policy in policies.values())
     terms: dict[str, tuple[bool, Trains]] = {
         "loss.kl": (
             config.kl.coef > 0 and config.kl.apply_to == "loss",
@@ -38,7 +38,7 @@ def terms_beside_advantage(config: LossConfig, policies: Mapping[str, Policy]) -
         "loss.type": (_moves_without_advantage(config), _every),
         "distill.top_k": (
             taught,
-            lambda policy, sample: policy.teaching is not None and sample.actor in policy.teaching.teachers,
+            lambda policy, sample: sample.actor in _teachers(policy),
         ),
     }
     return {key: trains for key, (is_on, trains) in terms.items() if is_on}
@@ -59,6 +59,12 @@ def keep_their_rows(trainer: TrainerView) -> None:
         f"samples with an advantage of 0 train too, with {' and '.join(terms)}: filter.drop_zero_advantage does not "
         "drop them, and the metrics without_advantage/<cause> count them"
     )
+
+
+def _teachers(policy: Policy) -> Mapping[str, Policy]:
+    """Return the teachers of the policy's actors whose KL is in the loss; the policies of a server have none."""
+    teaching = getattr(policy, "teaching", None)
+    return {} if teaching is None else teaching.teachers
 
 
 def _every(policy: Policy, sample: Sample) -> bool:
