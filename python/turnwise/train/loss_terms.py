@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
-import torch
-
-from turnwise.ops import policy_loss
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.loss_types import make_variant
+from turnwise.train.update.loss import moves_without_advantage
 from turnwise.types import Sample
 
 Trains = Callable[[Policy, Sample], bool]
@@ -35,7 +31,7 @@ def terms_beside_advantage(config: LossConfig, policies: Mapping[str, Policy]) -
         "loss.observations": (config.observations > 0, _every),
         "loss.critic": (config.critic is not None, _every),
         "loss.baseline": (config.baseline != "credit", _every),
-        "loss.type": (_moves_without_advantage(config), _every),
+        "loss.type": (moves_without_advantage(config), _every),
         "distill.top_k": (
             taught,
             lambda policy, sample: sample.actor in _teachers(policy),
@@ -69,19 +65,3 @@ def _teachers(policy: Policy) -> Mapping[str, Policy]:
 
 def _every(policy: Policy, sample: Sample) -> bool:
     return True
-
-
-def _moves_without_advantage(config: LossConfig) -> bool:
-    """Return True if the loss of the config's type has a gradient where all advantages are 0, such as DRO's.
-
-    Losses that select tokens of the minibatch compare rows, and move none without an advantage by themselves.
-    """
-    variant = make_variant(config)
-    if variant.selects:
-        return False
-    aggregation = (variant.aggregations or ("token-mean",))[0]
-    logprobs, old = torch.tensor([-1.0, -0.5], requires_grad=True), torch.tensor([-1.2, -0.3])
-    layout: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2]), "aggregation": aggregation}
-    loss = policy_loss(logprobs, old, torch.zeros(1), variant=variant, **layout).loss
-    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
-    return gradient is not None and bool(gradient.any())

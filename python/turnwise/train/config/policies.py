@@ -29,8 +29,7 @@ class OptimizerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear"] = "cosine"
-    """Shape of the decay from ``lr`` to ``min_lr_ratio * lr`` over the run: ``steps``, also those without an update, or
-    ``max_sampled_tokens``."""
+    """Shape of the decay from ``lr`` to ``min_lr_ratio * lr`` over the run's ``steps``, or ``max_sampled_tokens``."""
     min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
     """Final learning rate as a share of ``lr``; 1 keeps it constant."""
     warmup: int = Field(default=0, ge=0)

@@ -263,3 +263,19 @@ def check_loss(config: LossConfig) -> list[str]:
     except Exception as error:  # a custom loss may raise anything
         return [f"config section 'loss' (type {config.type!r}), tried on four tokens: {type(error).__name__}: {error}"]
     return []
+
+
+def moves_without_advantage(config: LossConfig) -> bool:
+    """Return True if the loss of the config's type has a gradient where all advantages are 0, such as DRO's.
+
+    Losses that select tokens of the minibatch compare rows, and move none without an advantage by themselves.
+    """
+    variant = make_variant(config)
+    if variant.selects:
+        return False
+    aggregation = (variant.aggregations or ("token-mean",))[0]
+    logprobs, old = torch.tensor([-1.0, -0.5], requires_grad=True), torch.tensor([-1.2, -0.3])
+    layout: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2]), "aggregation": aggregation}
+    loss = policy_loss(logprobs, old, torch.zeros(1), variant=variant, **layout).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    return gradient is not None and bool(gradient.any())
