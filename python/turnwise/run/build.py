@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
 from turnwise.arena.task_labels import SUCCESS, TASK
-from turnwise.inference.common.hf_model import shortest_context
+from turnwise.inference.common.hf_model import limit_head, shortest_context, tokens_of
 from turnwise.run.checks import (
     build_credit,
     check_config,
@@ -61,7 +61,7 @@ from turnwise.train.model.loading import (
     load_models,
     load_references,
 )
-from turnwise.train.model.policy import Policy
+from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.run_folder import RunLock, check_records
 from turnwise.train.update.teaching import Teaching
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
@@ -202,11 +202,12 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
     _prepare_torch(config)
     task = task_of(config)
-    config, actors, *_ = check_config(config, task, warm=False)
+    config, actors, tokenizer, _ = check_config(config, task, warm=False)
     # All weights are rank 0's, so here they are not even read.
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
     policies = build_policies(config, models, _load_references(config, task, empty=True))
+    limit_heads(policies, tokenizer)
     attach_teachers(policies, actors, config)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 saves after them, which takes all ranks
@@ -278,6 +279,8 @@ def _build_here(
     check_targets(models, config.policies)
     check_routing(config, models)
     check_critic(config, models)
+    for model in models.values():
+        limit_head(model, tokens_of(tokenizer))
     if rows is not None:
         players = actors
         if isinstance(task, SeveralTasks):

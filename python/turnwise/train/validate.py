@@ -125,15 +125,6 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
     if config.loss.entropy_target is not None and config.loss.entropy_coef < 0:
         problems.append("config key 'loss.entropy_target': needs loss.entropy_coef >= 0, from which it starts")
-    if config.loss.critic is not None and config.filter.drop_zero_advantage:
-        problems.append(
-            "config key 'loss.critic': needs filter.drop_zero_advantage = false, as rows with a reward of 0 train too"
-        )
-    if config.loss.baseline != "credit" and config.filter.drop_zero_advantage:
-        problems.append(
-            f"config key 'loss.baseline' = {config.loss.baseline!r}: needs filter.drop_zero_advantage = false, as rows "
-            "with an advantage of 0 count in the baseline"
-        )
     if config.loss.baseline != "credit" and config.loss.critic is not None:
         problems.append(
             f"config key 'loss.baseline' = {config.loss.baseline!r}: expected 'credit' with loss.critic, whose values "

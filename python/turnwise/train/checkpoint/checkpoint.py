@@ -268,16 +268,13 @@ def _kind(policy: Policy) -> str:
 
 def describe_progress(policy: Policy) -> dict[str, Any]:
     """Return a policy's entry in the manifest."""
-    described: dict[str, Any] = {
+    return {
         "kind": _kind(policy),
         "trainable": policy.trainable,
         "version": policy.version,
         "updates": policy.updates,
         "extra": policy.extra_state(),
     }
-    if policy.schedule is not None:
-        described["schedule"] = {"last_epoch": policy.schedule.last_epoch}
-    return described
 
 
 def _copy_into(weight_set: WeightSet, saved: Mapping[str, Tensor]) -> None:
@@ -288,16 +285,14 @@ def _copy_into(weight_set: WeightSet, saved: Mapping[str, Tensor]) -> None:
 
 
 def restore_progress(policy: Policy, described: dict[str, Any]) -> None:
-    """Restore a policy's entry in the manifest: version, updates, and position in its schedule."""
+    """Restore a policy's entry in the manifest: version, updates, and extra state."""
     policy.version, policy.updates = described["version"], described["updates"]
     policy.load_extra_state(described["extra"])
-    if policy.schedule is not None:
-        policy.seek_schedule(described["schedule"]["last_epoch"])
 
 
 def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:
     restore_progress(policy, described)
-    if moments is None or policy.optimizer is None or policy.schedule is None:
+    if moments is None or policy.optimizer is None:
         return
     parameters = [parameter for group in policy.optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turnwise.inference.weights.weight_block import check_memory
 from turnwise.train.model.weights import bit_sum
-from turnwise.utils.files import link_or_copy, sync_folder
+from turnwise.utils.files import link_or_copy, replace_text, sync_folder
 
 _DIGEST = "sha256"
 """Manifest key of the digest of all other keys."""
@@ -97,7 +97,15 @@ def write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
     """Write the JSON-serialisable ``manifest`` into checkpoint ``path``, with a SHA-256 of itself."""
     plain = json.loads(json.dumps(manifest))  # as it will be read back: numeric keys become strings
     signed = {**plain, _DIGEST: _digest_of(plain)}
-    (path / "manifest.json").write_text(json.dumps(signed, indent=1), encoding="utf-8")
+    replace_text(path / "manifest.json", json.dumps(signed, indent=1))
+
+
+def amend_progress(path: Path, **counters: Any) -> None:
+    """Replace counters of the run's progress in the manifest of the complete checkpoint ``path``."""
+    manifest = _checked_manifest(path)
+    before = manifest["state"]["progress"]
+    if before != (after := json.loads(json.dumps({**before, **counters}))):
+        write_manifest({**manifest, "state": {**manifest["state"], "progress": after}}, path)
 
 
 def read_manifest(path: Path, formats: Collection[int], *, files: bool = True) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.config.policies import steps_in_training
 from turnwise.train.config.schema import TrainConfig
 
 
@@ -54,9 +55,12 @@ class RunProgress:
         }
         return next((reason for reason, reached in limits.items() if reached), None)
 
-    def token_share(self, config: TrainConfig) -> float:
-        """Return the share of ``max_sampled_tokens`` that is sampled; 0 without that limit."""
-        return self.sampled_tokens / config.max_sampled_tokens if config.max_sampled_tokens else 0.0
+    def run_share(self, config: TrainConfig, policy: str) -> float:
+        """Return the share of the run that is over for ``policy``: of the steps that update it, or of
+        ``max_sampled_tokens`` if that is more."""
+        done, steps = (steps_in_training(policy, number, config.phases) for number in (self.step, config.steps))
+        by_tokens = self.sampled_tokens / config.max_sampled_tokens if config.max_sampled_tokens else 0.0
+        return min(1.0, max(done / max(1, steps), by_tokens))
 
     def checkpoint_due(self, config: TrainConfig) -> bool:
         """Return True if ``checkpoint.every`` saves this step, or ``checkpoint.keep_best`` as the best so far."""

@@ -29,7 +29,7 @@ class OptimizerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear"] = "cosine"
-    """Shape of the decay from ``lr`` to ``min_lr_ratio * lr`` at the run's end: ``steps`` or ``max_sampled_tokens``."""
+    """Shape of the decay from ``lr`` to ``min_lr_ratio * lr`` over the run's ``steps``, or ``max_sampled_tokens``."""
     min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
     """Final learning rate as a share of ``lr``; 1 keeps it constant."""
     warmup: int = Field(default=0, ge=0)
@@ -97,7 +97,7 @@ def policies_at(step: int, phases: Sequence[PhaseConfig], trainable: Collection[
 
 
 def steps_in_training(policy: str, steps: int, phases: Sequence[PhaseConfig]) -> int:
-    """Count the steps among the first ``steps`` that update ``policy``: the length of its learning-rate schedule."""
+    """Count the steps among the first ``steps`` in whose phase ``policy`` is: those over which its rate falls."""
     if not phases:
         return steps
     rounds, rest = divmod(steps, sum(phase.steps for phase in phases))

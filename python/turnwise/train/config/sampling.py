@@ -212,7 +212,7 @@ class FilterConfig(Section):
     """Samples that don't train; they still count in the statistics of their group."""
 
     drop_zero_advantage: bool = True
-    """Drop samples whose advantage is 0."""
+    """Drop samples whose advantage is 0, but those that another term of the loss trains, such as ``loss.kl``."""
     drop_truncated: bool = False
     """Drop completions that reached the token limit."""
     max_length: int | None = Field(default=None, ge=2)
