@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
-from turnwise.utils.copies import deep_copy
+from turnwise.utils.copies import deep_copy, own_copy
 
 CHILD = "child"
 """Key of ``rollout.meta`` of a sub-agent's trajectory, with a dict of: ``actor``; ``attempt``, the id of the rollout
@@ -201,7 +201,9 @@ class GenerateResult:
 
 @dataclass(slots=True)
 class EpisodeState:
-    """The state of a running episode. ``data`` is its scratch space and the only part that ``fork`` copies deeply.
+    """The state of a running episode. ``data`` is its scratch space.
+
+    ``artifact`` is this attempt's own copy of the request's artifact, which hooks get. ``fork`` copies both deeply.
 
     Example: ``EpisodeState(current_actor="proposer", data={"grid": [[1, 0], [0, 1]]})``
     """
@@ -214,9 +216,10 @@ class EpisodeState:
     child_results: list[GenerateResult] = field(default_factory=list)
     last_completion_text: str = ""
     acted: tuple[str, ...] = ()
+    artifact: Any = None
 
     def fork(self, n: int) -> list[EpisodeState]:
-        """Return ``n`` independent copies. They share finished steps and child results, and copy ``data``.
+        """Return ``n`` independent copies. They share finished steps and child results alone.
 
         Raises ``TypeError`` for data that a copy would lose, such as an environment that is unpickled by calling its
         constructor.
@@ -236,11 +239,13 @@ class EpisodeState:
             setattr(self, name, getattr(fresh, name))
 
     def _copy(self) -> EpisodeState:
+        memo: dict[Any, Any] = {}  # an object in both stays one
         return replace(
             self,
             trajectory=list(self.trajectory),
             child_results=list(self.child_results),
-            data=deep_copy(self.data),
+            data=deep_copy(self.data, memo),
+            artifact=own_copy(self.artifact, memo),
         )
 
 

@@ -90,7 +90,7 @@ class TreeSearch:
 
     Example::
 
-        search = TreeSearch(episode, sampler, arena, artifact, context)
+        search = TreeSearch(episode, sampler, arena, context)
         while search.is_running:
             await search.expand_once()
         state = search.finish()
@@ -101,13 +101,12 @@ class TreeSearch:
         episode: BranchingEpisode,
         sampler: TreeSampler,
         arena: ArenaForHooks,
-        artifact: Any,
         context: EpisodeContext,
     ) -> None:
-        self.episode, self.sampler, self.arena, self.artifact = episode, sampler, arena, artifact
+        self.episode, self.sampler, self.arena = episode, sampler, arena
         self.root = context
         self.beams = context.beams or [Beam(context)]
-        self.estimator = ValueEstimator(episode, arena, artifact, context, sampler.playouts)
+        self.estimator = ValueEstimator(episode, arena, context, sampler.playouts)
         self._num_moved = len(context.steps)
         self._open_scopes: list[EpisodeContext] = []
         self._lost: list[EpisodeState] = []
@@ -190,7 +189,7 @@ class TreeSearch:
         """Return the next action of each beam that takes one. The other beams skip this turn."""
 
         async def prompt(beam: Beam) -> Any:
-            return await hook(self.episode.build_messages, beam.state, self.arena, self.artifact)
+            return await hook(self.episode.build_messages, beam.state, self.arena, beam.state.artifact)
 
         prompts = await self._each([beam for beam in self.beams if not beam.ended], prompt)
         for beam, messages in prompts:
@@ -218,7 +217,8 @@ class TreeSearch:
         # Only a failed model call loses a branch. A bug in the game must not hide in a count, so it fails the episode.
         with use_context(scope), contained("a branch"):
             try:
-                return await self.episode.take_action(scope.state, action.messages, self.arena, self.artifact)
+                state = scope.state
+                return await self.episode.take_action(state, action.messages, self.arena, state.artifact)
             except ModelError as error:
                 return error
 
@@ -230,7 +230,8 @@ class TreeSearch:
             action.outgrown, beam.ended, beam.state.done = True, CONTEXT, True
 
     async def _pass_on(self, beam: Beam) -> None:
-        beam.ended = await self.episode.pass_on(beam.state, self.arena, self.artifact, skipped=beam.skipped)
+        state = beam.state
+        beam.ended = await self.episode.pass_on(state, self.arena, state.artifact, skipped=beam.skipped)
 
     async def _each(self, beams: Sequence[Beam], work: Callable[[Beam], Awaitable[T]]) -> list[tuple[Beam, T]]:
         """Run ``work`` on each of ``beams``. A failed model call drops its beam; for the only beam, it raises."""

@@ -67,9 +67,9 @@ class ValueEstimator:
     """Plays ``count`` playouts from each state of one episode, whose own context is ``root``."""
 
     def __init__(
-        self, episode: BranchingEpisode, arena: ArenaForHooks, artifact: Any, root: EpisodeContext, count: int
+        self, episode: BranchingEpisode, arena: ArenaForHooks, root: EpisodeContext, count: int
     ) -> None:
-        self.episode, self.arena, self.artifact, self.root, self.count = episode, arena, artifact, root, count
+        self.episode, self.arena, self.root, self.count = episode, arena, root, count
 
     async def estimate(self, positions: Iterable[StateToValue]) -> list[list[Playout]]:
         """Return the finished playouts of each state. Failed playouts are only counted."""
@@ -81,7 +81,7 @@ class ValueEstimator:
         with use_context(begun), contained("a playout"):
             try:
                 if position.acted:
-                    await self.episode.pass_on(begun.state, self.arena, self.artifact, skipped=False)
+                    await self.episode.pass_on(begun.state, self.arena, begun.state.artifact, skipped=False)
             except ModelError:
                 self._count([begun], asked=self.count, ended=0)
                 return []
@@ -101,7 +101,7 @@ class ValueEstimator:
     def _scope(self, position: StateToValue, name: str, start: EpisodeContext) -> EpisodeContext:
         """Return a context on a fork of ``start``'s state, with another seed."""
         scope = self.root.branch(name, start.state.fork(1)[0])
-        scope.rollout = scratch_rollout(self.root.rollout, position.steps)
+        scope.rollout = scratch_rollout(self.root.rollout, position.steps, scope.state)
         scope.private = start.private.copy()
         scope.lazy_rng = LazyRandom(derive_seed(self.root.rollout.seed, "playout", name))
         return scope
@@ -111,16 +111,16 @@ class ValueEstimator:
         try:
             with use_context(scope), contained("a playout"):
                 while not state.done:
-                    messages = await hook(episode.build_messages, state, self.arena, self.artifact)
+                    messages = await hook(episode.build_messages, state, self.arena, state.artifact)
                     try:
                         if messages is not None:
-                            await episode.take_action(state, messages, self.arena, self.artifact)
+                            await episode.take_action(state, messages, self.arena, state.artifact)
                     except ModelError as error:
                         if not episode.ends_at_context(state, error):
                             raise
                         state.done = True
                         break
-                    await episode.pass_on(state, self.arena, self.artifact, skipped=messages is None)
+                    await episode.pass_on(state, self.arena, state.artifact, skipped=messages is None)
             own = [step for step in scope.steps if step is not None]
             scope.rollout.steps += own
             score, _ = await score_leaf(episode, self.arena, scope, [*position.children, *scope.children])
