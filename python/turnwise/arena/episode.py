@@ -87,9 +87,10 @@ class Episode(ABC):
 
     samples_under_grammars: bool = False
     """It needs a client that samples under grammars (:class:`~turnwise.types.ClientCapabilities`)."""
+    _has_played: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if current_context() is not None:
+        if self._has_played and current_context() is not None:
             kind = type(self).__name__
             warn_once(
                 ("set on episode", kind, name),
@@ -235,6 +236,7 @@ class Episode(ABC):
         """Run once: ``rollout``, then ``get_extras``, then the rubric. The arena calls this, once per request."""
         context = require_context()
         rollout = context.rollout
+        vars(self)["_has_played"] = True
         make_forkable(context.state)
         try:
             playing = self.rollout(arena, context.state.artifact, context.state)

@@ -327,14 +327,15 @@ def _copy_now(attributes: dict[str, Any], name: str) -> Any:
     with _changing:
         later = attributes.get(_LATER, {})
         if name in later:
-            cells = [later.pop(name)]
-            if not later:
-                del attributes[_LATER]
             if name not in attributes:  # otherwise it has been assigned since
+                cells = [later[name]]
                 value = cells[0].value
-                if not held_once(cells, elsewhere=0)[0]:
+                if not held_once(cells)[0]:
                     value = copy_random(value) if type(value) is random.Random else copy.deepcopy(value)
                 attributes[name] = value
+            del later[name]  # last, so that other threads find the attribute in one of both
+            if not later:
+                del attributes[_LATER]
         return attributes[name]
 
 

@@ -40,6 +40,8 @@ from turnwise.types.model_calls import (
 from turnwise.types.play import (
     CHILD,
     CHILD_ACTORS,
+    PAID_LATER,
+    PAID_OTHERS,
     Actor,
     Artifact,
     EpisodeRequest,
@@ -83,6 +85,8 @@ __all__ = [
     "ModelError",
     "ModelRequest",
     "ModelResponse",
+    "PAID_LATER",
+    "PAID_OTHERS",
     "PolicyVersions",
     "PooledClient",
     "RecoverableClient",

@@ -18,6 +18,12 @@ opened before; ``after``, the latest answer to the parent by then, as ``[actor, 
 CHILD_ACTORS = "child_actors"
 """Key of the ``rollout.meta`` of an attempt: the actors of its sub-agents that take its reward."""
 
+PAID_OTHERS = "paid_others"
+"""Key of ``step.info`` of an action in a tree: what other actors got for it at once, by actor."""
+
+PAID_LATER = "paid_later"
+"""Key of ``step.info``: the part of ``step.reward`` that later actions of others brought."""
+
 MAX_CONCURRENCY = 1024
 """Default ``max_concurrency`` of an arena and a run: concurrent model calls of all actors together."""
 

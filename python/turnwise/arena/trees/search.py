@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from turnwise.arena.rewards.invalid_action import CONTEXT
+from turnwise.arena.rewards.others import pay_others
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, use_context
 from turnwise.arena.runtime.hashing import derive_seed
@@ -166,6 +167,7 @@ class TreeSearch:
         root.unselected_children = [child for child in root.unselected_children if id(child) not in own]
         root.beams = []
         root.rollout.metrics |= draw_share(root.steps)
+        pay_others([beam.steps for beam in beams])
         if self.sampler.has_many_leaves and any(beam.from_branch is not None for beam in beams):
             _count(root, "tree/ends", len(beams))
             root.ends, root.rollout.meta["own_end"] = beams, None if self.sampler.select is None else number

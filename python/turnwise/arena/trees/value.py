@@ -4,8 +4,8 @@
 
 A playout uses the same policies, but never branches and never trains. Only its rewards are kept, in
 ``step.info["playouts"]`` of the action that led to the state (``meta["playouts"]`` for the first state). This is a list
-with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and ``outcome`` holds the
-rubric's rewards of actors whose last action had none. A final state has one entry, its outcome.
+with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and after it what others got for
+the action, and ``outcome`` holds the rubric's rewards of actors whose last action had none. A final state has one entry, its outcome.
 ``metrics["tree/playouts"]`` and ``["tree/playout_tokens"]`` count playouts and their tokens.
 """
 
@@ -21,7 +21,7 @@ from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune
-from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
+from turnwise.types import PAID_OTHERS, EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.signals import contained
 
@@ -131,7 +131,11 @@ class ValueEstimator:
             prune(state.data)
         if score.dropped is not None:
             return None
-        rewards = [[step.actor_id, step.reward or 0.0] for step in own if is_env_step(step)]
+        rewards: list[list[Any]] = []
+        for step in own:
+            if is_env_step(step):
+                rewards.append([step.actor_id, step.reward or 0.0])
+                rewards += map(list, step.info.get(PAID_OTHERS, {}).items())
         last = {step.actor_id: step for step in scope.rollout.steps if is_env_step(step)}
         paid = [actor for actor, step in last.items() if step.reward is None and actor in score.rewards]
         return {"rewards": rewards, "outcome": {actor: score.rewards[actor] for actor in paid}}
