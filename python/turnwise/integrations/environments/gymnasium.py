@@ -70,7 +70,7 @@ class GymnasiumGame(ForeignGame):
         self.gymnasium = require("gymnasium", "gymnasium")
         self.name = f"gymnasium:{options.name}"
         self.actors = (PLAYER,)
-        with closing(self._make()) as env:
+        with closing(self.make()) as env:
             space, spaces = env.action_space, self.gymnasium.spaces
             limit = env.spec.max_episode_steps if env.spec is not None else None
         self.set_limits(limit or self.max_turns, self.invalid_cost)
@@ -84,14 +84,14 @@ class GymnasiumGame(ForeignGame):
         elif self.parse is None and not isinstance(space, spaces.Text):
             raise ValueError(f"task={self.name!r}: its actions are {space}: expected task_options.parse to read one")
 
-    def _make(self) -> Any:
+    def make(self) -> Any:
         try:
             return self.gymnasium.make(self.options.name, **self.options.arguments)
         except (self.gymnasium.error.Error, TypeError) as error:
             raise ValueError(f"task='gymnasium:{self.options.name}': {error}") from error
 
     def start(self, seed: int) -> GymnasiumPlay:
-        env = self._make()
+        env = self.make()
         with closed_on_error(env):
             return GymnasiumPlay(self, env, env.reset(seed=seed))
 
