@@ -1,8 +1,9 @@
-"""Each attempt and each branch has its own artifact; stores, validations, records and later attempts see the original."""
+"""Each attempt and each branch has its own artifact; stores, validations, records and retries see the original."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import warnings
 from collections import deque
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from turnwise.arena.runtime import watch
 from turnwise.arena import ArtifactStore, EpisodeCheckpoints, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena.runtime import watch
 from turnwise.credit import ATGRPOCredit
 from turnwise.state import ForkableMixin, forkable
 from turnwise.types import Artifact, EpisodeRequest
@@ -104,7 +105,9 @@ def test_what_can_not_be_copied_is_shared_and_warned_of_once(monkeypatch):
     assert own["lock"] is lock is own["table"]["at"][0] and own["table"]["deck"] is own["table"]["at"][1] is not deck
     # A copy that takes long is warned of as well, with what to do about it.
     monkeypatch.setattr(copies, "SLOW", 0.0)
-    with pytest.warns(RuntimeWarning, match="own copy of its artifact, dict, took .* whose __deepcopy__ returns itself"):
+    with pytest.warns(
+        RuntimeWarning, match="own copy of its artifact, dict, took .* whose __deepcopy__ returns itself"
+    ):
         own_copy({"a": []})
 
 
@@ -261,10 +264,8 @@ def test_a_resumed_attempt_goes_on_with_what_is_left(make_arena, tmp_path, monke
         arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
         with warnings.catch_warnings(record=True) as now:
             warnings.simplefilter("always")
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 asyncio.run(arena.generate_rollouts([EpisodeRequest("draw", {"deck": list(deck)}, group_id="q")]))
-            except asyncio.CancelledError:
-                pass
         drawn.append(set(episode.drawn))
         told += [one for one in now if "can't be saved on the way" in str(one.message)]
     assert len(told) == callable(deck[0])

@@ -188,7 +188,11 @@ def test_branches_that_share_a_snapshot_are_read_from_threads():
     for _ in range(20):
         state = forkable({"env": Env(), "words": {f"word {number}" for number in range(1000)}})._state
         branches = state.fork(8)
-        results = in_threads(lambda number: (len(branches[number].data["env"].queue), len(branches[0].data["words"])))
+
+        def read(number, branches=branches):
+            return len(branches[number].data["env"].queue), len(branches[0].data["words"])
+
+        results = in_threads(read)
         assert set(results) == {(2000, 1000)}
 
 

@@ -63,6 +63,8 @@ from turnwise.types.training import (
 __all__ = [
     "CHILD",
     "CHILD_ACTORS",
+    "PAID_LATER",
+    "PAID_OTHERS",
     "Actor",
     "AllowedTokens",
     "Artifact",
@@ -85,8 +87,6 @@ __all__ = [
     "ModelError",
     "ModelRequest",
     "ModelResponse",
-    "PAID_LATER",
-    "PAID_OTHERS",
     "PolicyVersions",
     "PooledClient",
     "RecoverableClient",

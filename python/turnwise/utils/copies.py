@@ -137,15 +137,19 @@ class _OwnCopy:
             return self.memo.setdefault(id(item), item if same else tuple(parts))
         if kind in (set, frozenset) and _ATOMS.issuperset(map(type, item)):
             return self.memo.setdefault(id(item), item.copy())
-        if (kind.__module__, kind.__name__) == ("numpy", "ndarray") and not item.dtype.hasobject and not item.flags.writeable:
+        if (
+            (kind.__module__, kind.__name__) == ("numpy", "ndarray")
+            and not item.dtype.hasobject
+            and not item.flags.writeable
+        ):
             return item
         try:
             return deep_copy(item, self.memo)
         except Exception as error:
             _warn_once(
                 ("shared", kind),
-                f"an artifact holds a {kind.__qualname__}, which can't be copied, so all attempts at the question share "
-                f"it and see what one changes: {type(error).__name__}: {str(error)[:300]}",
+                f"an artifact holds a {kind.__qualname__}, which can't be copied, so all attempts at the question "
+                f"share it and see what one changes: {type(error).__name__}: {str(error)[:300]}",
             )
             raise _CopyError(item) from error
 

@@ -68,8 +68,8 @@ BRANCH_SCORES: dict[str, Callable[[float, Step], float | None]] = {
     "value": _value,
 }
 """Scores of a branch, from the reward earned before its action and the action's step. ``reward``: the action's reward.
-``return``: the sum of both. ``value``: all actors' rewards for the action plus the mean return of playouts from there, or ``None`` if
-no playout ended."""
+``return``: the sum of both. ``value``: all actors' rewards for the action plus the mean return of playouts from there,
+or ``None`` if no playout ended."""
 
 
 BEST_SHARE = 0.5

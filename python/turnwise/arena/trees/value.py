@@ -5,7 +5,8 @@
 A playout uses the same policies, but never branches and never trains. Only its rewards are kept, in
 ``step.info["playouts"]`` of the action that led to the state (``meta["playouts"]`` for the first state). This is a list
 with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and after it what others got for
-the action, and ``outcome`` holds the rubric's rewards of actors whose last action had none. A final state has one entry, its outcome.
+the action, and ``outcome`` holds the rubric's rewards of actors whose last action had none. A final state has one
+entry, its outcome.
 ``metrics["tree/playouts"]`` and ``["tree/playout_tokens"]`` count playouts and their tokens.
 """
 
@@ -66,9 +67,7 @@ def mean_return(playouts: Sequence[Mapping[str, Any]]) -> float | None:
 class ValueEstimator:
     """Plays ``count`` playouts from each state of one episode, whose own context is ``root``."""
 
-    def __init__(
-        self, episode: BranchingEpisode, arena: ArenaForHooks, root: EpisodeContext, count: int
-    ) -> None:
+    def __init__(self, episode: BranchingEpisode, arena: ArenaForHooks, root: EpisodeContext, count: int) -> None:
         self.episode, self.arena, self.root, self.count = episode, arena, root, count
 
     async def estimate(self, positions: Iterable[StateToValue]) -> list[list[Playout]]:
