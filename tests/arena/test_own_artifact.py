@@ -284,6 +284,44 @@ def test_an_attempt_at_a_stores_artifact_counts_for_it_and_leaves_it(make_arena)
     assert store.get(question.id).data == {"deck": [1, 2, 3, 4]} and store.outcome(question.id).attempts == 4
 
 
+class Reads(SingleTurnEpisode):
+    """Changes what it gets from a store and what it adds to it."""
+
+    episode_type, actor = "reads", "solver"
+    rubric = Rubric([lambda completion: 1.0])
+
+    def __init__(self, get):
+        self.get = get
+
+    async def rollout(self, arena, artifact, state=None):
+        store, new = arena.stores["decks"], {"deck": [1, 2, 3, 4]}
+        for found in (self.get(store), store.add(new, meta={"notes": []})):
+            found.data["deck"].clear()
+            found.meta.setdefault("notes", []).append(1)
+        new["deck"].clear()
+        return await super().rollout(arena, artifact, state)
+
+    def get_prompt(self, artifact):
+        return "go"
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(
+    "get", [lambda store: store.get("decks-0"), lambda store: store.sample(1)[0], lambda store: store.sample_one()]
+)
+def test_an_episode_changes_its_own_copy_of_what_a_store_gave(make_arena, get, evaluates):
+    store = ArtifactStore("decks")
+    store.add({"deck": [1, 2, 3, 4]}, id="decks-0")
+    arena = make_arena(actors=("solver",))
+    arena.add_store(store)
+    arena.add_episode(Reads(get))
+    playing = arena.evaluation() if evaluates else arena
+    [result] = asyncio.run(playing.generate_rollouts([EpisodeRequest("reads", 1)]))
+    assert result.rollout.error is None, result.rollout.error
+    assert all(one.data == {"deck": [1, 2, 3, 4]} and one.meta in ({}, {"notes": []}) for one in store)
+    assert store.count() == (1 if evaluates else 2)
+
+
 # ---- the episode's own object ----------------------------------------------------------------------------------------
 def test_what_a_hook_sets_on_the_episode_is_warned_of_once_by_attribute(make_arena):
     class Sets(Draw):
