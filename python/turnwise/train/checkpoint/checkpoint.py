@@ -40,6 +40,7 @@ from torch import Tensor
 from turnwise.train.checkpoint.files import (
     CheckpointMismatch,
     FrozenFiles,
+    delete_unless_held,
     fingerprint,
     read_manifest,
     read_tensors,
@@ -143,8 +144,7 @@ def _rename_and_prune(temporary: Path, final: Path, keep: int, protect: Collecti
     protected = {checkpoint_at(root, step) for step in protect}
     for old in list_checkpoints(root)[:-keep]:
         if old not in protected:
-            # Rename it first: a kill in between leaves nothing that looks complete.
-            shutil.rmtree(old.rename(root / f".{old.name}.tmp"))
+            delete_unless_held(old, root / f".{old.name}.tmp")
 
 
 def checkpoint_at(root: Path, step: int) -> Path:

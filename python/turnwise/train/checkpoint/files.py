@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,54 @@ class CheckpointError(RuntimeError):
 
 class CheckpointMismatch(CheckpointError):
     """A complete checkpoint that doesn't fit this run: it has other policies, processes, or another format."""
+
+
+_held: dict[Path, int] = {}
+
+
+def hold(path: Path) -> bool:
+    """Keep checkpoint ``path`` from being deleted by the run that writes beside it, as long as this process lives.
+
+    Its files are read one after another, and models take long to load. Return False if it is gone already.
+    """
+    if path in _held:
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if not (path.is_dir() and os.path.samestat(os.fstat(descriptor), path.stat())):
+        os.close(descriptor)
+        return False
+    _held[path] = descriptor
+    return True
+
+
+def delete_unless_held(path: Path, aside: Path) -> None:
+    """Rename checkpoint ``path`` to ``aside``, so that a kill leaves nothing that looks complete, and delete it.
+
+    One that another process reads stays for now.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if _is_held(descriptor):
+            return
+        shutil.rmtree(path.rename(aside))
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(descriptor: int) -> bool:
+    """Return True if another open file locks the same folder. Otherwise ``descriptor`` locks it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    return False
 
 
 class FrozenFiles:

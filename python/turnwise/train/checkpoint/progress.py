@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
-from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.files import CheckpointError, hold
 from turnwise.train.config.policies import steps_in_training
 from turnwise.train.config.schema import TrainConfig
 
@@ -79,15 +79,21 @@ START = "start"
 def find_checkpoint(root: Path, which: str | Path) -> Path:
     """Return the checkpoint under ``root`` that ``which`` names: a key of :data:`NAMED`, its own name, or a folder.
 
-    Raises :class:`~turnwise.train.checkpoint.files.CheckpointError` naming what is missing.
+    A run that still trains keeps it as long as this process lives. Raises
+    :class:`~turnwise.train.checkpoint.files.CheckpointError` naming what is missing.
     """
-    if str(which) in NAMED:
+    if str(which) not in NAMED:
+        inside = root / which
+        found = inside if inside.is_dir() else Path(which)
+        hold(found)
+        return found
+    while True:
         checkpoints = list_checkpoints(root)
         if not checkpoints:
             raise CheckpointError(f"checkpoint {str(which)!r}: {root} has none")
-        return NAMED[str(which)](checkpoints)
-    inside = root / which
-    return inside if inside.is_dir() else Path(which)
+        found = NAMED[str(which)](checkpoints)
+        if hold(found) or found in list_checkpoints(root):  # else the run has deleted it since the listing
+            return found
 
 
 def _best(checkpoints: list[Path]) -> Path:
