@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from turnwise.chat.formats import EXAMPLE_TOOL, OK
+from turnwise.chat.calls import OK
+from turnwise.chat.formats import EXAMPLE_TOOL
 from turnwise.chat.known_formats import chat_format
 
 from .families import chat_tokenizer, installed_families

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any
 
-from turnwise.chat.messages import ChatError, Tool, results_in_order, tool_names, well_formed_texts
+from turnwise.chat.calls import OK, ToolCall, read_calls
+from turnwise.chat.messages import ChatError, Tool, results_in_order
 from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
 from turnwise.chat.tokenizers import TokenBytes, ends_of
 from turnwise.types import Message, Messages
 
-OK = "ok"
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Marks of reasoning and calls, which are read from a completion even if the tokenizer has them as special tokens."""
 
 MAX_TOOL_SETS = 64
 """Lists of tools whose renderings a format keeps."""
-MAX_DEPTH = 64
-"""Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call in a completion. ``status`` is ``"ok"``, or the reason why it can't be read as a call of a known tool.
-
-    Example: ``ToolCall("add", {"a": 2, "b": 2}, raw='{"name": "add", "arguments": {"a": 2, "b": 2}}')``
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    raw: str
-    """The text that the model sampled."""
-    status: str = OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +270,8 @@ class ChatFormat(ChatEncoder):
         hidden = {index for spelling, index in self.control.items() if spelling not in MARKS}
         text = self.tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
         reasoning, text = split_reasoning(text, self._opens_reasoning(prompt))
-        return read_calls(text, reasoning, tools) if tools else ParsedCompletion(text, reasoning)
+        content, calls = read_calls(text, tools) if tools else (text, ())
+        return ParsedCompletion(content, reasoning, calls)
 
     def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """True if the prompt ends with the mark that begins the reasoning."""
@@ -324,59 +306,3 @@ def split_reasoning(text: str, begun: bool = False) -> tuple[str, str]:
     inside = text.partition("<think>")[2] if opened else text
     reasoning, _, rest = inside.partition("</think>")
     return reasoning.strip("\n"), rest.lstrip("\n")
-
-
-_CALL = re.compile(r"\s*<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-
-
-def read_calls(text: str, reasoning: str, tools: Sequence[Tool]) -> ParsedCompletion:
-    """Parse calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    calls, kept = [], []
-    end = 0
-    for match in _CALL.finditer(text):
-        kept.append(text[end : match.start()])
-        end = match.end()
-        call = read_call(match[1].strip(), tools, closed=bool(match[2]))
-        calls.append(call)
-        if call.status != OK:
-            kept.append(match[0])
-    return ParsedCompletion("".join([*kept, text[end:]]), reasoning, tuple(calls))
-
-
-def read_call(raw: str, tools: Sequence[Tool], *, closed: bool = True) -> ToolCall:
-    """Parse the JSON of one call."""
-    if not closed:
-        return ToolCall("", {}, raw, "unclosed_block")
-    try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError):
-        return ToolCall("", {}, raw, "invalid_json")
-    if not isinstance(parsed, dict):
-        return ToolCall("", {}, raw, "malformed_structure")
-    return checked_call(parsed.get("name"), parsed.get("arguments", {}), raw, tools)
-
-
-def checked_call(name: Any, arguments: Any, raw: str, tools: Sequence[Tool], status: str = OK) -> ToolCall:
-    """Return a call whose name and arguments were read, with the first reason why it is no call of a known tool."""
-    is_known = isinstance(name, str) and name in tool_names(tools)
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            status = "invalid_json" if status == OK else status
-    if name and not is_known:
-        status = "unknown_tool"
-    elif status == OK and not is_known:
-        status = "missing_name"
-    elif status == OK and not (isinstance(arguments, Mapping) and _is_plain(arguments, MAX_DEPTH)):
-        status = "malformed_structure"
-    arguments = well_formed_texts(arguments) if status == OK else arguments
-    return ToolCall(str(name or ""), dict(arguments) if isinstance(arguments, Mapping) else {}, raw, status)
-
-
-def _is_plain(value: Any, levels: int) -> bool:
-    """Return True if a JSON value has at most ``levels`` levels, and all its numbers are finite."""
-    if not isinstance(value, (Mapping, list)):
-        return not isinstance(value, float) or math.isfinite(value)
-    parts = value.values() if isinstance(value, Mapping) else value
-    return levels > 0 and all(_is_plain(part, levels - 1) for part in parts)

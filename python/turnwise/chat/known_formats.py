@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall, checked_call
+from turnwise.chat.calls import OK, ToolCall, checked_call
+from turnwise.chat.formats import ChatFormat, ParsedCompletion
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
 from turnwise.types import Message, Messages, Tokenizer

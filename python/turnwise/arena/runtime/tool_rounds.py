@@ -15,8 +15,9 @@ from turnwise.arena.runtime.model_call import to_messages
 from turnwise.arena.runtime.recording_hooks import record_input
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted
+from turnwise.chat.calls import OK, ToolCall
 from turnwise.chat.continuation import Conversations
-from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
+from turnwise.chat.formats import ChatFormat, ParsedCompletion
 from turnwise.chat.messages import well_formed_texts
 from turnwise.chat.tools import build_arguments, by_name, schemas
 from turnwise.types import Actor, Messages, ModelResponse, Step

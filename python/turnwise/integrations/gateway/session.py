@@ -16,8 +16,9 @@ from urllib.parse import quote
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
+from turnwise.chat.calls import OK
 from turnwise.chat.continuation import Conversations, Prompt
-from turnwise.chat.formats import OK, ChatFormat
+from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, Tool, with_answer
 from turnwise.integrations.gateway.constrained import grammar_of

@@ -1,0 +1,40 @@
+"""Calls in a completion: what the model wrote, and the reason why a call can't be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.chat.calls import read_calls
+from turnwise.chat.formats import EXAMPLE_TOOL, ParsedCompletion
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+
+
+def test_a_call_and_its_text() -> None:
+    content, calls = read_calls(f"Let me see.\n{CALL}", [EXAMPLE_TOOL])
+    assert (content, [call.name for call in calls]) == ("Let me see.", ["look"])
+    assert ParsedCompletion(content, calls=calls).message(["call_7"])["tool_calls"] == [
+        {"id": "call_7", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "status"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>', "ok"),
+        ('<tool_call>{"name": "look", "arguments": "{\\"at\\": \\"x\\"}"}</tool_call>', "ok"),
+        ('<tool_call>{"name": "look"}</tool_call>', "ok"),
+        ('<tool_call>{"name": "look", "arg', "unclosed_block"),
+        ("<tool_call>look(x)</tool_call>", "invalid_json"),
+        ('<tool_call>{"name": "look", "arguments": "at x"}</tool_call>', "invalid_json"),
+        ('<tool_call>["look"]</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "missing_name"),
+        ('<tool_call>{"name": "jump", "arguments": {}}</tool_call>', "unknown_tool"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "invalid_json"),
+    ],
+)
+def test_a_call_that_cannot_be_read_stays_text(written: str, status: str) -> None:
+    content, calls = read_calls(f"See: {written}", [EXAMPLE_TOOL])
+    assert [call.status for call in calls] == [status]
+    assert (written in content) == (status != "ok")
