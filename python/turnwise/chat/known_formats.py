@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.calls import OK, ToolCall, checked_call
+from turnwise.chat.calls import OK, CallReader, Read, ToolCall, checked_call, unread
+from turnwise.chat.family_calls import READERS
 from turnwise.chat.formats import ChatFormat, ParsedCompletion
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
@@ -158,14 +159,36 @@ class KnownFormat(ChatFormat):
             # Without tools the family's marks of a call are text like any other.
             written = "".join(self._raw(ids, call) for call in parsed.tool_calls)
             return ParsedCompletion((parsed.content or "") + written, parsed.reasoning_content or "")
-        calls, content = [], parsed.content or ""
-        for call in parsed.tool_calls:
-            raw = self._raw(ids, call)
-            read = checked_call(call.name, call.arguments, raw, tools, str(call.status))
-            calls.append(read)
-            if read.status != OK:
-                content += raw
-        return ParsedCompletion(content, parsed.reasoning_content or "", tuple(calls))
+        content, calls = self._calls(ids, parsed, tools, prompt)
+        return ParsedCompletion(content, parsed.reasoning_content or "", calls)
+
+    def _calls(self, ids: Sequence[int], parsed: Any, tools: Sequence[Tool], prompt: Sequence[int]) -> Read:
+        """Read the calls from the first one on that the family's parser found, which changes the texts in them."""
+        begins = [call.token_span[0] for call in parsed.tool_calls if call.token_span is not None]
+        if self._reader is None or not (begins or self._reader.anywhere):
+            calls = [
+                checked_call(call.name, call.arguments, self._raw(ids, call), tools, str(call.status))
+                for call in parsed.tool_calls
+            ]
+            return "".join([parsed.content or "", *(call.raw for call in calls if call.status != OK)]), tuple(calls)
+        begin = 0 if self._reader.anywhere else min(begins)
+        end = len(ids) - (bool(ids) and ids[-1] in self._family_stops)
+        text = self._reader.text_of(ids[begin:end])
+        content, found = self._reader.read(text, tools)
+        if begins and not found:
+            found = (unread(self._reader.plain(text), "malformed_structure"),)
+        if begin:
+            before = self._renderer_of(self.tokenizer).parse_response(
+                list(ids[:begin]), tools=list(tools), prompt_ids=list(prompt) or None
+            )
+            content = (before.content or "") + content.rstrip()
+        return content, found
+
+    @cached_property
+    def _reader(self) -> CallReader | None:
+        """Reads the family's calls; ``None`` if the family is not known here."""
+        made = READERS.get(self.name)
+        return None if made is None else made(self.tokenizer)
 
     def _raw(self, ids: Sequence[int], call: Any) -> str:
         """Return the text of a call with its marks, where the renderer reports its position."""

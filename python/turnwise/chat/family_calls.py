@@ -1,0 +1,421 @@
+"""How model families write calls of tools, and how the text of an argument becomes its value."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from turnwise.chat.calls import (
+    ARGUMENTS,
+    HERMES,
+    OK,
+    CallReader,
+    JsonCalls,
+    Read,
+    ToolCall,
+    behind_space,
+    call_of,
+    checked_call,
+    json_at,
+    unread,
+)
+from turnwise.chat.messages import Tool, tool_names
+
+
+# -- arguments between marks -------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Begun:
+    """A call from ``start`` on, whose last argument is open. ``values`` has each opening, and the end of its value."""
+
+    start: int
+    name: str
+    opened: Any = None
+    values: list[tuple[Any, int]] = field(default_factory=list)
+    inner: int = 0
+    """Calls that the text of the open value has begun and not ended."""
+    end: int = 0
+
+
+class TaggedCalls(CallReader):
+    """Calls whose arguments stand between marks, each as its plain text.
+
+    A value ends at the mark behind which its call goes on. So a text may hold marks, and whole calls too. A text that
+    has two readings makes a call that is not ``"ok"``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        *,
+        open: str = "«<tool_call>»",
+        name: str,
+        argument: str,
+        end_argument: str,
+        before_close: str = "",
+        close: str = "«</tool_call>»",
+        between: str = "(?!)",
+        breaks: bool = False,
+        words: bool = False,
+    ) -> None:
+        """Take the patterns of a family.
+
+        ``name`` follows ``open`` and has the tool's name in its group; ``argument`` has the argument's. A second group
+        of ``argument`` is "true" before a text and "false" before JSON. ``between`` are marks around several calls.
+        ``breaks`` means that the template puts a line break on either side of a value, and ``words`` that it writes
+        True, False and None.
+        """
+        begin, end = f"{open}{name}", f"{before_close}{close}"
+        super().__init__(
+            tokenizer,
+            begin=begin,
+            argument=argument,
+            end_argument=end_argument,
+            close=close,
+            between=between,
+            step=rf"(?P<call>{begin}\s*+{argument})|(?P<bare>{begin}\s*+{end})|(?P<next>{end_argument}\s*+{argument})"
+            rf"|(?P<end>{end_argument}\s*+{end})|(?P<open>{open})",
+        )
+        self._breaks, self._words = breaks, words
+
+    def read(self, text: str, tools: Sequence[Tool]) -> Read:
+        parts: list[str | _Begun | ToolCall] = []
+        call: _Begun | None = None
+        at, done, doubtful = 0, 0, False
+        while step := self._patterns["step"].search(text, at):
+            at, kind = step.end(), step.lastgroup
+            if call is None and kind in ("next", "end"):
+                # The text of the last value spelled the end of a call, and goes on.
+                last = parts[-1] if parts else ""
+                if not isinstance(last, _Begun) or not last.values:
+                    continue
+                call = last
+                call.opened, _ = call.values.pop()
+                parts.pop()
+                doubtful |= any(isinstance(part, str) and bool(part.strip()) for part in parts[1:])
+            if call is None:
+                parts.append(text[done : step.start()])
+                if kind == "open":
+                    broken, at = self._malformed(text, step)
+                    parts.append(broken)
+                    done = at
+                    continue
+                begin: Any = self._patterns["begin"].match(text, step.start())
+                call = _Begun(step.start(), begin[1].strip())
+                if kind == "call":
+                    call.opened = self._argument(text, begin.end())
+            elif kind == "call":
+                call.inner += 1
+            elif kind == "end" and call.inner:
+                call.inner -= 1
+            elif kind in ("next", "end") and not call.inner:
+                call.values.append((call.opened, step.start()))
+                end: Any = self._patterns["end_argument"].match(text, step.start())
+                call.opened = self._argument(text, end.end()) if kind == "next" else None
+            if call.opened is None:
+                call.end = done = at
+                parts.append(call)
+                call = None
+        if call is not None:
+            parts.append(unread(self.plain(text[call.start :]), "unclosed_block", name=call.name))
+            done = len(text)
+        calls, kept = [], []
+        for part in [*parts, text[done:]]:
+            if isinstance(part, str):
+                kept.append(self.plain(self._patterns["between"].sub("", part)))
+                continue
+            made = part if isinstance(part, ToolCall) else self._made(part, text, tools, doubtful)
+            calls.append(made)
+            kept = [*kept[:-1], kept[-1].rstrip()] if made.status == OK else [*kept, made.raw]
+        return "".join(kept), tuple(calls)
+
+    def _argument(self, text: str, start: int) -> Any:
+        return self._patterns["argument"].match(text, behind_space(text, start))
+
+    def _malformed(self, text: str, opened: re.Match[str]) -> tuple[ToolCall, int]:
+        """Return a call that has no name and arguments behind its mark, and its end."""
+        closed = self._patterns["close"].search(text, opened.end())
+        following = next(
+            (m for m in self._patterns["step"].finditer(text, opened.end()) if m.lastgroup == "call"), None
+        )
+        if closed is not None and (following is None or closed.start() < following.start()):
+            return unread(self.plain(text[opened.start() : closed.end()]), "malformed_structure"), closed.end()
+        end = len(text) if following is None else following.start()
+        return unread(self.plain(text[opened.start() : end]), "unclosed_block"), end
+
+    def _made(self, call: _Begun, text: str, tools: Sequence[Tool], doubtful: bool) -> ToolCall:
+        """Return a call with the values of its arguments."""
+        schemas, definitions = parameters_of(call.name, tools)
+        arguments: dict[str, Any] = {}
+        raw = self.plain(text[call.start : call.end])
+        problem = "it isn't clear where the calls end" if doubtful else ""
+        wrong = ""
+        for opened, end in call.values:
+            name, value = opened[1].strip(), self.plain(text[opened.end() : end])
+            if self._breaks:
+                value = value.removeprefix("\n").removesuffix("\n")
+            if name in arguments:
+                problem = problem or f"the argument {name!r} is there twice"
+            elif other := self._unclosed_in(text, opened.end(), end, schemas):
+                problem = problem or f"the argument {name!r} has no end before {other!r}"
+            kinds = kinds_of(schemas.get(name), definitions)
+            if opened.re.groups > 1:
+                kinds = {"string"} if opened[2] == "true" else _ALL_BUT_TEXT
+            arguments[name], fits = typed(value, kinds, self._words)
+            if not fits:
+                wrong = wrong or f"{name}: expected {' or '.join(sorted(kinds))}, got {value[:40]!r}"
+        if problem:
+            return unread(raw, "malformed_structure", problem, call.name)
+        return checked_call(call.name, arguments, raw, tools, "invalid_json" if wrong else OK, wrong)
+
+    def _unclosed_in(self, text: str, start: int, end: int, known: Mapping[str, Any]) -> str:
+        """Return the ``known`` argument that a value opens and doesn't end: the value's own end mark was forgotten."""
+        for opened in self._patterns["argument"].finditer(text, start, end):
+            if opened[1].strip() in known and not self._patterns["end_argument"].search(text, opened.end(), end):
+                lines = text[opened.start() - 1] + text[opened.end() : opened.end() + 1]
+                if not self._breaks or lines == "\n\n":
+                    return str(opened[1].strip())
+        return ""
+
+
+# -- values of arguments -----------------------------------------------------------------------------------------------
+KINDS = ("string", "integer", "number", "boolean", "array", "object", "null")
+_ALL_BUT_TEXT = set(KINDS[1:])
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+def parameters_of(name: str, tools: Sequence[Tool]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the schemas of a tool's parameters by name, and the definitions that they refer to."""
+    for tool, other in zip(tools, tool_names(tools), strict=True):
+        if other == name:
+            whole = tool.get("function", tool).get("parameters") or {}
+            return whole.get("properties") or {}, {**(whole.get("definitions") or {}), **(whole.get("$defs") or {})}
+    return {}, {}
+
+
+def kinds_of(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...] = ()) -> set[str]:
+    """Return the JSON types that a schema allows; the empty set if it allows all of them."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given, parts = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
+    kinds: set[str] = set()
+    if isinstance(schema.get("$ref"), str):
+        name = schema["$ref"].rpartition("/")[2]
+        kinds = set() if name in within else kinds_of(definitions.get(name), definitions, (*within, name))
+    elif given:
+        kinds = set(given if isinstance(given, list) else [given])
+        kinds = kinds if kinds <= set(KINDS) else set()
+    elif "const" in schema or isinstance(schema.get("enum"), list):
+        kinds = {kind_of(value) for value in schema.get("enum", [schema.get("const")])}
+    elif isinstance(parts, list):
+        found = [kinds_of(part, definitions, within) for part in parts]
+        kinds = set().union(*found) if all(found) else set()
+    elif isinstance(schema.get("allOf"), list):
+        kinds = next(filter(None, (kinds_of(part, definitions, within) for part in schema["allOf"])), set())
+    elif "properties" in schema or "items" in schema:
+        kinds = {"object" if "properties" in schema else "array"}
+    return kinds | {"null"} if kinds and schema.get("nullable") is True else kinds
+
+
+def kind_of(value: Any) -> str:
+    """Return the JSON type of a value."""
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", type(None): "null"}
+    return kinds.get(type(value), "object")
+
+
+def typed(text: str, kinds: set[str], words: bool = False) -> tuple[Any, bool]:
+    """Return the value that the ``text`` of an argument means, and True if it may mean one of ``kinds``.
+
+    No text has quotes, so 7 is a number where the schema allows a number or a text, and a text where it allows a text
+    or a boolean. ``words`` means that True, False and None are no texts.
+
+    Examples: ``("7", {"string"})`` gives ``"7"``; ``("7", {"integer", "string"})`` gives ``7``; ``("07",
+    {"integer", "string"})`` gives ``"07"``.
+    """
+    if kinds == {"string"}:
+        return text, True
+    is_text = not kinds or "string" in kinds
+    value, _, problem = json_at(text, 0, whole=True)
+    if problem and (words or not is_text) and text.strip() in _WORDS:
+        value, problem = _WORDS[text.strip()], ""
+    if not is_text:
+        return (text, False) if problem else (value, True)
+    found = "number" if kind_of(value) == "integer" and "integer" not in kinds else kind_of(value)
+    misread = (
+        found == "string" or (kinds and found not in kinds) or (isinstance(value, float) and not math.isfinite(value))
+    )
+    return (text, True) if problem or misread or text != text.strip() else (value, True)
+
+
+# -- other forms -------------------------------------------------------------------------------------------------------
+class LlamaCalls(CallReader):
+    """Calls as JSON objects with ``;`` between them, behind ``<|python_tag|>`` or as the whole answer."""
+
+    anywhere = True
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        tag = "«<|python_tag|>»"
+        super().__init__(
+            tokenizer, tag=tag, between=rf"(?:\s|;|{tag})*", named=r'\{\s*"name"\s*:\s*"([^"\n]*)"\s*,\s*"(\w+)"'
+        )
+
+    def read(self, text: str, tools: Sequence[Tool]) -> Read:
+        text = text.strip()
+        tagged, known = self._patterns["tag"].match(text) is not None, tool_names(tools)
+        calls: list[ToolCall] = []
+        kept, at = [], 0
+        while (start := self._patterns["between"].match(text, at).end()) < len(text):  # type: ignore[union-attr]
+            found, end, problem = self.json_at(text, start)
+            if problem:
+                named = self._patterns["named"].match(text, start)
+                if not tagged and (named is None or named[2] not in ARGUMENTS):
+                    return self.plain(text), ()
+                raw = self.plain(text[at:])
+                calls.append(unread(raw, "invalid_json", problem, named and named[1]))
+                kept.append(raw)
+                break
+            # Without the tag, an object may also be an answer in JSON.
+            is_call = isinstance(found, Mapping) and (
+                found.get("name") in known or ("name" in found and found.keys() & set(ARGUMENTS))
+            )
+            if not tagged and not is_call:
+                return self.plain(text), ()
+            calls.append(call_of(found, self.plain(text[at:end]), tools))
+            if calls[-1].status != OK:
+                kept.append(calls[-1].raw)
+            at = end
+        return "".join(kept), tuple(calls)
+
+
+class GemmaCalls(CallReader):
+    """Calls as ``<|tool_call>call:look{at:<|"|>x<|"|>,n:1}<tool_call|>``: JSON without quotes around its keys."""
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        super().__init__(
+            tokenizer, begin="«<|tool_call>»", end="«<tool_call|>»", quote='«<|"|>»', either='«<|"|>»|«<tool_call|>»'
+        )
+
+    def read(self, text: str, tools: Sequence[Tool]) -> Read:
+        kept, calls, at = [], [], 0
+        while opened := self._patterns["begin"].search(text, at):
+            kept.append(text[at : opened.start()])
+            quoted, closed = False, None
+            for mark in self._patterns["either"].finditer(text, opened.end()):
+                is_quote = self._patterns["quote"].fullmatch(mark[0]) is not None
+                quoted ^= is_quote
+                if not is_quote and not quoted:
+                    closed = mark
+                    break
+            at = len(text) if closed is None else closed.end()
+            raw = self.plain(text[opened.start() : at])
+            if closed is None:
+                call = unread(raw, "unclosed_block")
+            else:
+                call = self._call(text[opened.end() : closed.start()].strip(), raw, tools)
+            kept += [] if call.status == OK else [raw]
+            calls.append(call)
+        return self.plain("".join([*kept, text[at:]])), tuple(calls)
+
+    def _call(self, body: str, raw: str, tools: Sequence[Tool]) -> ToolCall:
+        named, brace, rest = body.partition("{")
+        if not named.startswith("call:") or not brace:
+            return unread(raw, "malformed_structure")
+        parts = self._patterns["quote"].split(brace + rest)
+        for index, part in enumerate(parts):
+            # Every other part is a text. In the rest, a key is what stands before a colon.
+            part = self.plain(part)
+            parts[index] = json.dumps(part) if index % 2 else _GEMMA_KEY.sub(lambda key: json.dumps(key[0]), part)
+        found, _, problem = json_at("".join(parts), 0, whole=True)
+        name = self.plain(named.removeprefix("call:").strip())
+        return unread(raw, "invalid_json", problem, name) if problem else checked_call(name, found, raw, tools)
+
+
+_GEMMA_KEY = re.compile(r"(?<=[{,])[^:,{}\[\]]+(?=:)")
+
+_QWEN_XML = {
+    "name": r"\s*<function=([^>\n]+)>",
+    "argument": r"<parameter=([^>\n]+)>",
+    "end_argument": "</parameter>",
+    "before_close": r"(?:</function>\s*)?",
+}
+_WORD = r"[^<>\n\ud800-\udfff]*+"
+_GLM = {
+    "name": rf"({_WORD})",
+    "argument": rf"«<arg_key>»({_WORD})«</arg_key>»\s*«<arg_value>»",
+    "end_argument": "«</arg_value>»",
+}
+_QWEN_35 = partial(TaggedCalls, **_QWEN_XML, breaks=True, words=True)
+_QWEN_36 = partial(TaggedCalls, **_QWEN_XML, breaks=True)
+_DEEPSEEK = partial(
+    JsonCalls,
+    begin=r"«<｜tool▁call▁begin｜>»(?:\w*\s*«<｜tool▁sep｜>»([^<>`\n\ud800-\udfff]*+)\s*(?:```(?:json)?)?)?",
+    end=r"(?:```\s*)?«<｜tool▁call▁end｜>»",
+    between="«<｜tool▁calls▁begin｜>»|«<｜tool▁calls▁end｜>»",
+)
+_KIMI = partial(
+    JsonCalls,
+    begin=r"«<|tool_call_begin|>»(?:\s*(?:[^\s.:\ud800-\udfff]*\.)?([^\s:\ud800-\udfff]*)(?::\d+)?\s*"
+    r"«<|tool_call_argument_begin|>»)?",
+    end="«<|tool_call_end|>»",
+    between="«<|tool_calls_section_begin|>»|«<|tool_calls_section_end|>»",
+)
+READERS: dict[str, Callable[[Any], CallReader]] = {
+    "qwen3": partial(JsonCalls, **HERMES),
+    "qwen3-vl": partial(JsonCalls, **HERMES),
+    **dict.fromkeys(("qwen3.5", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), _QWEN_35),
+    **dict.fromkeys(("qwen3.6", "qwen3.8"), _QWEN_36),
+    **dict.fromkeys(("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), partial(TaggedCalls, **_GLM)),
+    **dict.fromkeys(
+        ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"),
+        partial(
+            TaggedCalls,
+            name=rf"({_WORD})",
+            argument=r"<arg_key>([^<\n]*+)</arg_key>\s*<arg_value>",
+            end_argument="</arg_value>",
+        ),
+    ),
+    "hy3": partial(
+        TaggedCalls,
+        open="«<tool_call:opensource>»",
+        name=rf"({_WORD})(?:«<tool_sep:opensource>»)?",
+        argument=rf"«<arg_key:opensource>»({_WORD})«</arg_key:opensource>»\s*«<arg_value:opensource>»",
+        end_argument="«</arg_value:opensource>»",
+        close="«</tool_call:opensource>»",
+        between="«<tool_calls:opensource>»|«</tool_calls:opensource>»",
+    ),
+    "minimax-m2": partial(
+        TaggedCalls,
+        open="<invoke",
+        name=r'\s+name="([^"\n]*)">',
+        argument=r'<parameter\s+name="([^"\n]*)">',
+        end_argument="</parameter>",
+        close="</invoke>",
+        between="«<minimax:tool_call>»|«</minimax:tool_call>»",
+    ),
+    "deepseek-v4": partial(
+        TaggedCalls,
+        open="<«｜DSML｜»invoke",
+        name=r'\s+name="([^"\n]*)">',
+        argument=r'<«｜DSML｜»parameter\s+name="([^"\n]*)"\s+string="(true|false)">',
+        end_argument="</«｜DSML｜»parameter>",
+        close="</«｜DSML｜»invoke>",
+        between=r"</?«｜DSML｜»tool\w*>",
+    ),
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-r1": _DEEPSEEK,
+    "kimi-k2": _KIMI,
+    "kimi-k2.5": _KIMI,
+    "inkling": partial(
+        JsonCalls,
+        begin=r"(?:\A|«<|message_model|>»)[^\ud800-\udfff]*+«<|content_invoke_tool_json|>»",
+        end="«<|end_message|>»",
+        between="«<|message_model|>»|«<|content_text|>»|«<|end_message|>»",
+    ),
+    "llama-3": LlamaCalls,
+    "gemma4": GemmaCalls,
+}
+"""How each family writes calls. Others are read by the package ``renderers``."""
