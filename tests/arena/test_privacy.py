@@ -51,7 +51,7 @@ class Secrets(MultiTurnEpisode):
         return f"Round {state.turn}.\n" + private(self.secret(state, state.current_actor), to=state.current_actor)
 
     def public(self, text):
-        return text.rpartition("</think>")[2].strip()
+        return text.rpartition("</plan>")[2].strip()
 
     def env_response(self, state, arena, artifact):
         state.data["said"] += 1
@@ -64,7 +64,7 @@ class Secrets(MultiTurnEpisode):
 def thoughts(prompt, request):
     rng = random.Random(request.sampling.seed)
     words = " ".join(rng.choice(["high", "low", "bluff", "wait", "trust"]) for _ in range(6))
-    return f"<think>{words} {rng.random()}</think> {rng.choice(['yes', 'no'])}"
+    return f"<plan>{words} {rng.random()}</plan> {rng.choice(['yes', 'no'])}"
 
 
 def play(make_arena, episode, actors=NAMES, reply=thoughts, copies=2, **options):
@@ -119,7 +119,7 @@ class Untagged(Overheard):
     """What was thought is shown to the others, without the tags that stood around it."""
 
     def shown(self, text):
-        return f"They think: {text.partition('<think>')[2].partition('</think>')[0]}!"
+        return f"They think: {text.partition('<plan>')[2].partition('</plan>')[0]}!"
 
 
 class InParts(Secrets):
@@ -257,7 +257,7 @@ FOUND = [
     ),
     *(
         (Brief(rounds=1), says(f"{thought} yes"), f"actor 'bob' holds what is private to 'ann': '{thought}'")
-        for thought in ("<think>fold</think>", "<think>the king, maybe</think>", "<plan a=1>k</plan>")
+        for thought in ("<plan>fold</plan>", "<plan>the king, maybe</plan>", "<plan a=1>k</plan>")
     ),
     (Repeated(("ann", "bob", "cat"), rounds=1), thoughts, "actor 'cat' holds what is private to 'ann', 'bob'"),
     (Thief(rounds=1), thoughts, r"step 1 of rollout 'e0'.*: the completion of actor 'ann' was not sampled for it"),
@@ -403,7 +403,7 @@ def formal():
     """The opening prompt shows a format, and the environment says a few ordinary words."""
     return game(
         rounds=1,
-        get_prompt=lambda self, artifact: "Answer as <think>your thoughts</think> yes.",
+        get_prompt=lambda self, artifact: "Answer as <plan>your thoughts</plan> yes.",
         public=lambda self, text: "yes",
         env_response=lambda self, *_: "You may fold, or fold fold. <b></b> The king: yes.",
     )
@@ -423,7 +423,7 @@ FINE = {
     "a judge sees everything": (game(rubric=Rubric([judged])), thoughts),
     **{
         f"short: {text}": (formal(), says(text))
-        for text in ("<think>your thoughts</think> yes", "fold fold yes", "<b></b> yes", "the king: yes")
+        for text in ("<plan>your thoughts</plan> yes", "fold fold yes", "<b></b> yes", "the king: yes")
     },
     **{
         f"marked: {hands}": (each_hears(*hands, mark=private), thoughts)
@@ -465,7 +465,7 @@ def test_each_reader_may_hear_something_else(make_arena):
     _, [result] = play(make_arena, Whisper(("ann", "bob", "cat"), rounds=1), copies=1)
     ann, bob, cat = result.rollout.steps
     assert ann.completion in str(bob.prompt) and "ann" not in str(cat.prompt)
-    assert f"bob: {bob.completion.rpartition(' ')[2]}" in str(cat.prompt) and "<think>" not in str(cat.prompt)
+    assert f"bob: {bob.completion.rpartition(' ')[2]}" in str(cat.prompt) and "<plan>" not in str(cat.prompt)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

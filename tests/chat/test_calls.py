@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from turnwise.chat.calls import read_calls
-from turnwise.chat.formats import EXAMPLE_TOOL, ParsedCompletion
+from turnwise.chat.formats import EXAMPLE_TOOL
+from turnwise.types import ParsedCompletion
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 

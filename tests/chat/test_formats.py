@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat, split_reasoning
+from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.messages import ChatError
 
@@ -16,13 +16,6 @@ from .families import CHAT_FAMILIES, chat_tokenizer, installed_families
 @pytest.fixture(params=installed_families())
 def format(request: pytest.FixtureRequest) -> ChatFormat:
     return chat_format(chat_tokenizer(request.param))
-
-
-def test_reasoning_is_split_off() -> None:
-    assert split_reasoning("<think>\nhm\n</think>\n\n4") == ("hm", "4")
-    assert split_reasoning("hm</think>4", begun=True) == ("hm", "4")
-    assert split_reasoning("<think>hm") == ("hm", "")
-    assert split_reasoning("4 </think>") == ("", "4 </think>")
 
 
 @pytest.mark.parametrize(("name", "status"), [("look", "ok"), ("jump", "unknown_tool")])
@@ -36,7 +29,7 @@ def test_every_family_reads_its_own_calls(format: ChatFormat, name: str, status:
     shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), None)
     sampled = whole[len(prompt) if shared is None else shared :]
     found = format.parse(sampled, [EXAMPLE_TOOL], prompt)
-    assert [call.status for call in found.calls] == [status] and (name in found.content) == (status != "ok")
+    assert [call.status for call in found.calls] == [status] and (name in found.answer) == (status != "ok")
     if status == "ok":
         assert [(call.name, call.arguments) for call in found.calls] == [("look", {"at": "y"})]
         assert format.parse(sampled, [], prompt).calls == (), "without tools a call is text"

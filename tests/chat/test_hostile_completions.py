@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from turnwise.chat.calls import OK
 from turnwise.chat.formats import EXAMPLE_TOOL
 from turnwise.chat.known_formats import chat_format
+from turnwise.types import OK
 
 from .families import chat_tokenizer, installed_families
 

@@ -6,12 +6,11 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from turnwise.chat.messages import Tool, tool_names, well_formed_texts
+from turnwise.types import OK, ToolCall
 
-OK = "ok"
 PROBLEMS = {
     "unclosed_block": "the call has no end",
     "invalid_json": "the call is no valid JSON",
@@ -25,24 +24,8 @@ ARGUMENTS = ("arguments", "parameters", "args")
 MAX_DEPTH = 64
 """Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
 
-Read = tuple[str, tuple["ToolCall", ...]]
+Read = tuple[str, tuple[ToolCall, ...]]
 """The text without the good calls, and all calls in their order."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call in a completion. ``status`` is ``"ok"``, or the reason why it can't be read as a call of a known tool.
-
-    Example: ``ToolCall("add", {"a": 2, "b": 2}, raw='{"name": "add", "arguments": {"a": 2, "b": 2}}')``
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    raw: str
-    """The text that the model sampled, with its marks."""
-    status: str = OK
-    problem: str = ""
-    """What is wrong, as a text for the model."""
 
 
 def unread(raw: str, status: str, problem: str = "", name: Any = "") -> ToolCall:

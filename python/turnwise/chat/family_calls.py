@@ -13,11 +13,9 @@ from typing import Any
 from turnwise.chat.calls import (
     ARGUMENTS,
     HERMES,
-    OK,
     CallReader,
     JsonCalls,
     Read,
-    ToolCall,
     behind_space,
     call_of,
     checked_call,
@@ -25,6 +23,7 @@ from turnwise.chat.calls import (
     unread,
 )
 from turnwise.chat.messages import Tool, tool_names
+from turnwise.types import OK, ToolCall
 
 
 # -- arguments between marks -------------------------------------------------------------------------------------------

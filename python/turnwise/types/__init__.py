@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, model_calls, training, capabilities, protocols.
+Read in this order: play, completions, model_calls, training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -21,12 +21,12 @@ from turnwise.types.capabilities import (
     TokenizedClient,
     capabilities_of,
 )
+from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
 from turnwise.types.model_calls import (
     ContextLengthError,
     FinishReason,
     Grammar,
     InferenceClient,
-    Message,
     Messages,
     ModelError,
     ModelRequest,
@@ -61,6 +61,7 @@ from turnwise.types.training import (
 __all__ = [
     "CHILD",
     "CHILD_ACTORS",
+    "OK",
     "Actor",
     "AllowedTokens",
     "Artifact",
@@ -83,6 +84,7 @@ __all__ = [
     "ModelError",
     "ModelRequest",
     "ModelResponse",
+    "ParsedCompletion",
     "PolicyVersions",
     "PooledClient",
     "RecoverableClient",
@@ -97,6 +99,7 @@ __all__ = [
     "TaskCapabilities",
     "TokenizedClient",
     "Tokenizer",
+    "ToolCall",
     "TrainingBatch",
     "capabilities_of",
 ]

@@ -269,7 +269,7 @@ class TransformersClient(ClientBase):
             seed,
             limit,
             stop_token_ids(request, self._tokenizer),
-            stop_check(sampling, self._tokenizer),
+            stop_check(sampling, self._tokenizer, request.prompt_token_ids),
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:

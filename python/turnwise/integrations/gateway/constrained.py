@@ -22,8 +22,7 @@ async def grammar_of(ask: Ask, prompt: Prompt, format: ChatFormat, arena: ArenaF
     field = "tool_choice" if ask.choice.forced else "response_format"
     if not capabilities_of(arena.client, ClientCapabilities).grammars:
         raise unsupported(field, f"{type(arena.client).__name__} can't constrain tokens")
-    tail = format.tokenizer.decode(list(prompt.ids[-8:]), skip_special_tokens=False).rstrip()
-    if tail.endswith("<think>"):
+    if format.opens_thought(prompt.ids):
         raise unsupported(field, "the prompt opens the model's reasoning, and a grammar allows none")
     if ask.messages[-1]["role"] == "assistant" and ask.continues_answer:
         raise unsupported(field, "the chat ends with a begun answer, and a grammar describes whole ones")

@@ -16,7 +16,6 @@ from urllib.parse import quote
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
-from turnwise.chat.calls import OK
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import DISTINCT
@@ -25,7 +24,7 @@ from turnwise.integrations.gateway.constrained import grammar_of
 from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
-from turnwise.types import CHILD_ACTORS, ContextLengthError, Messages, ModelResponse, Sampling, Step
+from turnwise.types import CHILD_ACTORS, OK, ContextLengthError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
@@ -335,7 +334,13 @@ class GatewaySession:
     async def _sample(self, seat: Seat, call: GatewayCall, prompt: Prompt, sampling: dict[str, Any]) -> Choice:
         ask = call.ask
         response = await self.arena.call_model(
-            seat.actor, ask.messages, prompt_token_ids=prompt.ids, turn=call.turn, **sampling
+            seat.actor,
+            ask.messages,
+            prompt_token_ids=prompt.ids,
+            turn=call.turn,
+            format=self.format,
+            tools=ask.readable_tools,
+            **sampling,
         )
         # The call's own step: nothing runs between its record and this line.
         step = self.context.state.trajectory[-1]
@@ -346,8 +351,8 @@ class GatewaySession:
         return choice
 
     def _choice(self, seat: Seat, call: GatewayCall, prompt: Prompt, response: ModelResponse) -> Choice:
-        ask, ids = call.ask, response.completion_token_ids
-        parsed = self.format.parse(ids, ask.readable_tools, prompt.ids)
+        ask, ids, parsed = call.ask, response.completion_token_ids, response.parsed
+        assert parsed is not None, "the arena parses each completion"
         if not ask.parallel_calls and len(parsed.good_calls) > 1:
             # Keep the first good call. The others stay in the sampled tokens, which a later prompt extends.
             first_call, *_ = parsed.good_calls
@@ -356,8 +361,8 @@ class GatewaySession:
                 for made in parsed.calls
             )
             parsed = replace(parsed, calls=calls)
-        content, stopped = parsed.content, None
-        if ask.messages[-1]["role"] == "assistant" and ask.continues_answer and content and not parsed.reasoning:
+        content, stopped = parsed.answer, None
+        if ask.messages[-1]["role"] == "assistant" and ask.continues_answer and content and not parsed.thought:
             # Parsers of families trim the text, but this one goes on in the middle of a message.
             text = self.format.tokenizer.decode(list(ids), skip_special_tokens=False)
             content = text[: len(text) - len(text.lstrip())] + content.lstrip()

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from turnwise.chat.formats import ParsedCompletion
 from turnwise.chat.messages import Tool, tool_names
-from turnwise.types import Message, Messages, ModelResponse
+from turnwise.types import Message, Messages, ModelResponse, ParsedCompletion
 
 
 @dataclass(eq=False)
