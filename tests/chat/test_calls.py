@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.chat.calls import read_calls
+from turnwise.chat.calls import HERMES_TEXT
 from turnwise.chat.formats import EXAMPLE_TOOL
 from turnwise.types import ParsedCompletion
 
@@ -12,7 +12,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 
 
 def test_a_call_and_its_text() -> None:
-    content, calls = read_calls(f"Let me see.\n{CALL}", [EXAMPLE_TOOL])
+    content, calls = HERMES_TEXT.read(f"Let me see.\n{CALL}", [EXAMPLE_TOOL])
     assert (content, [call.name for call in calls]) == ("Let me see.", ["look"])
     assert ParsedCompletion(content, calls=calls).message(["call_7"])["tool_calls"] == [
         {"id": "call_7", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
@@ -36,6 +36,6 @@ def test_a_call_and_its_text() -> None:
     ],
 )
 def test_a_call_that_cannot_be_read_stays_text(written: str, status: str) -> None:
-    content, calls = read_calls(f"See: {written}", [EXAMPLE_TOOL])
+    content, calls = HERMES_TEXT.read(f"See: {written}", [EXAMPLE_TOOL])
     assert [call.status for call in calls] == [status]
     assert (written in content) == (status != "ok")

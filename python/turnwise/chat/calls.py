@@ -40,32 +40,35 @@ class CallReader:
     text that spells it. Subclasses say how calls are written.
     """
 
-    anywhere = False
-    """True if a call begins without a mark."""
-
-    def __init__(self, tokenizer: Any = None, **patterns: str) -> None:
+    def __init__(self, tokenizer: Any = None, latin: bool = False, **patterns: str) -> None:
+        """Compile ``patterns``. ``latin`` is for texts with one character for each byte."""
         self._decode = getattr(tokenizer, "decode", None)
         marks = dict.fromkeys(mark for pattern in patterns.values() for mark in re.findall("«(.*?)»", pattern))
         ids = {mark: None if tokenizer is None else _token_of(tokenizer, mark) for mark in marks}
         own = [mark for mark in marks if ids[mark] is not None]
         self._as_character = {mark: chr(0xD800 + index) for index, mark in enumerate(own)}
-        self._as_mark = {ord(character): mark for mark, character in self._as_character.items()}
-        self._tokens = {ids[mark]: character for mark, character in self._as_character.items()}
+        self._latin = latin
+        self._as_mark = {ord(character): self._spelled(mark) for mark, character in self._as_character.items()}
+        self.tokens = {ids[mark]: character for mark, character in self._as_character.items()}
+        """The character of each mark that is a token of its own."""
         self._patterns = {name: self._compiled(pattern) for name, pattern in patterns.items()}
 
     def _compiled(self, pattern: str) -> re.Pattern[str]:
         def spelled(match: re.Match[str]) -> str:
-            return re.escape(self._as_character.get(match[1], match[1]))
+            return self._as_character.get(match[1]) or re.escape(self._spelled(match[1]))
 
         return re.compile(re.sub("«(.*?)»", spelled, pattern), re.DOTALL)
+
+    def _spelled(self, mark: str) -> str:
+        return mark.encode().decode("latin-1") if self._latin else mark
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Decode ``ids``, with one character for each mark that is a token of its own."""
         assert self._decode is not None
         parts, begun = [], 0
         for index, token in enumerate(ids):
-            if token in self._tokens:
-                parts += [self._decode(list(ids[begun:index]), skip_special_tokens=False), self._tokens[token]]
+            if token in self.tokens:
+                parts += [self._decode(list(ids[begun:index]), skip_special_tokens=False), self.tokens[token]]
                 begun = index + 1
         return "".join([*parts, self._decode(list(ids[begun:]), skip_special_tokens=False)])
 
@@ -84,6 +87,22 @@ class CallReader:
         """Read all calls of ``tools`` in a text of :meth:`text_of`."""
         raise NotImplementedError
 
+    # -- places of calls, for `thoughts` -------------------------------------------------------------------------------
+    @property
+    def opening(self) -> re.Pattern[str]:
+        """The pattern with which a call begins, with the marks around several calls."""
+        return self._patterns["opening"]
+
+    def end_of(self, text: str, start: int) -> int | None:
+        """Return the end of the call that begins at ``start``, marks behind it included; ``None`` if it has none."""
+        raise NotImplementedError
+
+    def _behind(self, text: str, end: int) -> int:
+        """Return the end of the marks behind a call."""
+        while found := self._patterns["between"].match(text, behind_space(text, end)):
+            end = found.end()
+        return end
+
 
 class JsonCalls(CallReader):
     """Calls whose arguments are a JSON object between two marks, which may also stand in its strings.
@@ -91,9 +110,12 @@ class JsonCalls(CallReader):
     The object holds the tool's name too, unless ``begin`` has a group for the name, which is ``None`` if it is missing.
     """
 
-    def __init__(self, tokenizer: Any = None, *, begin: str, end: str, between: str = "(?!)") -> None:
+    def __init__(
+        self, tokenizer: Any = None, latin: bool = False, *, begin: str, end: str, between: str = "(?!)"
+    ) -> None:
         """``between`` are marks around several calls, which are no text."""
-        super().__init__(tokenizer, begin=begin, end=end, between=between)
+        opening = rf"(?:(?:{between})\s*)*(?:{begin})"
+        super().__init__(tokenizer, latin, opening=opening, begin=begin, end=end, between=between)
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read:
         begin, between = self._patterns["begin"], self._patterns["between"]
@@ -105,22 +127,31 @@ class JsonCalls(CallReader):
             calls.append(call)
         return self.plain("".join([*kept, between.sub("", text[at:])])), tuple(calls)
 
+    def end_of(self, text: str, start: int) -> int | None:
+        opened: Any = self._patterns["begin"].search(text, start)
+        _, _, closed, _ = self._places(text, opened.end())
+        return None if closed is None else self._behind(text, closed.end())
+
+    def _places(self, text: str, start: int) -> tuple[Any, str, re.Match[str] | None, int]:
+        """Return the JSON at ``start``, what is wrong with it, the mark that closes the call, and the call's end."""
+        found, stop, problem = self.json_at(text, start)
+        end = self._patterns["end"]
+        if closed := end.match(text, behind_space(text, stop)):
+            return found, problem, closed, closed.end()
+        closed = end.search(text, stop)
+        # Behind a whole object, another call may begin. In a broken one, its mark may be part of a text.
+        following = None if problem else self._patterns["begin"].search(text, stop)
+        if following is not None and (closed is None or following.start() < closed.start()):
+            return found, problem, None, following.start()
+        return found, problem or "text follows the JSON", closed, len(text) if closed is None else closed.end()
+
     def _call(self, text: str, opened: re.Match[str], tools: Sequence[Tool]) -> tuple[ToolCall, int]:
         """Return the call that begins with ``opened``, and its end in ``text``."""
-        begin, end = self._patterns["begin"], self._patterns["end"]
-        found, stop, problem = self.json_at(text, opened.end())
-        closed = end.match(text, behind_space(text, stop))
+        found, problem, closed, end = self._places(text, opened.end())
+        raw = self.plain(text[opened.start() : end])
         if closed is None:
-            closed = end.search(text, stop)
-            # Behind a whole object, another call may begin. In a broken one, its mark may be part of a text.
-            following = None if problem else begin.search(text, stop)
-            if following is not None and (closed is None or following.start() < closed.start()):
-                return self._unclosed(text, opened.start(), following.start())
-            if closed is None:
-                return self._unclosed(text, opened.start(), len(text))
-            problem = problem or "text follows the JSON"
-        raw = self.plain(text[opened.start() : closed.end()])
-        if not begin.groups:
+            call = unread(raw, "unclosed_block")
+        elif not opened.re.groups:
             call = unread(raw, "invalid_json", problem) if problem else call_of(found, raw, tools)
         elif opened[1] is None:
             call = unread(raw, "malformed_structure")
@@ -130,23 +161,13 @@ class JsonCalls(CallReader):
             call = unread(raw, "invalid_json", problem, opened[1].strip())
         else:
             call = checked_call(opened[1].strip(), found, raw, tools)
-        return call, closed.end()
-
-    def _unclosed(self, text: str, start: int, end: int) -> tuple[ToolCall, int]:
-        return unread(self.plain(text[start:end]), "unclosed_block"), end
+        return call, end
 
 
 HERMES = {"begin": "«<tool_call>»", "end": "«</tool_call>»"}
 """Calls as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-_HERMES_TEXT = JsonCalls(**HERMES)
-
-
-def read_calls(text: str, tools: Sequence[Tool]) -> Read:
-    """Parse calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
-
-    Return the text without the good calls, and all calls in their order.
-    """
-    return _HERMES_TEXT.read(text, tools)
+HERMES_TEXT = JsonCalls(**HERMES)
+"""Reads them in a plain text."""
 
 
 def call_of(found: Any, raw: str, tools: Sequence[Tool]) -> ToolCall:

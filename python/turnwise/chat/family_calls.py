@@ -23,21 +23,24 @@ from turnwise.chat.calls import (
     unread,
 )
 from turnwise.chat.messages import Tool, tool_names
+from turnwise.chat.thoughts import MARKS
 from turnwise.types import OK, ToolCall
 
 
 # -- arguments between marks -------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class _Begun:
-    """A call from ``start`` on, whose last argument is open. ``values`` has each opening, and the end of its value."""
+class _Call:
+    """The places of a call in a text. ``values`` has the opening of each argument, and the end of its value."""
 
     start: int
     name: str
-    opened: Any = None
     values: list[tuple[Any, int]] = field(default_factory=list)
-    inner: int = 0
-    """Calls that the text of the open value has begun and not ended."""
-    end: int = 0
+    end: int | None = None
+    """``None`` if the call has no end."""
+    went_on: bool = False
+    """A text in the call spelled its end."""
+    is_clear: bool = True
+    """False if it has two readings."""
 
 
 class TaggedCalls(CallReader):
@@ -50,6 +53,7 @@ class TaggedCalls(CallReader):
     def __init__(
         self,
         tokenizer: Any = None,
+        latin: bool = False,
         *,
         open: str = "«<tool_call>»",
         name: str,
@@ -60,17 +64,20 @@ class TaggedCalls(CallReader):
         between: str = "(?!)",
         breaks: bool = False,
         words: bool = False,
+        tight: bool = False,
     ) -> None:
         """Take the patterns of a family.
 
         ``name`` follows ``open`` and has the tool's name in its group; ``argument`` has the argument's. A second group
         of ``argument`` is "true" before a text and "false" before JSON. ``between`` are marks around several calls.
         ``breaks`` means that the template puts a line break on either side of a value, and ``words`` that it writes
-        True, False and None.
+        True, False and None. Unless ``tight``, the template begins each argument on a line of its own.
         """
         begin, end = f"{open}{name}", f"{before_close}{close}"
         super().__init__(
             tokenizer,
+            latin,
+            opening=rf"(?:(?:{between})\s*)*{open}",
             begin=begin,
             argument=argument,
             end_argument=end_argument,
@@ -79,58 +86,82 @@ class TaggedCalls(CallReader):
             step=rf"(?P<call>{begin}\s*+{argument})|(?P<bare>{begin}\s*+{end})|(?P<next>{end_argument}\s*+{argument})"
             rf"|(?P<end>{end_argument}\s*+{end})|(?P<open>{open})",
         )
-        self._breaks, self._words = breaks, words
+        self._breaks, self._words, self._tight = breaks, words, tight
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read:
-        parts: list[str | _Begun | ToolCall] = []
-        call: _Begun | None = None
-        at, done, doubtful = 0, 0, False
+        parts: list[str | _Call | ToolCall] = []
+        at = done = 0
         while step := self._patterns["step"].search(text, at):
-            at, kind = step.end(), step.lastgroup
-            if call is None and kind in ("next", "end"):
-                # The text of the last value spelled the end of a call, and goes on.
-                last = parts[-1] if parts else ""
-                if not isinstance(last, _Begun) or not last.values:
-                    continue
-                call = last
-                call.opened, _ = call.values.pop()
-                parts.pop()
-                doubtful |= any(isinstance(part, str) and bool(part.strip()) for part in parts[1:])
-            if call is None:
-                parts.append(text[done : step.start()])
-                if kind == "open":
-                    broken, at = self._malformed(text, step)
-                    parts.append(broken)
-                    done = at
-                    continue
-                begin: Any = self._patterns["begin"].match(text, step.start())
-                call = _Begun(step.start(), begin[1].strip())
-                if kind == "call":
-                    call.opened = self._argument(text, begin.end())
-            elif kind == "call":
-                call.inner += 1
-            elif kind == "end" and call.inner:
-                call.inner -= 1
-            elif kind in ("next", "end") and not call.inner:
-                call.values.append((call.opened, step.start()))
-                end: Any = self._patterns["end_argument"].match(text, step.start())
-                call.opened = self._argument(text, end.end()) if kind == "next" else None
-            if call.opened is None:
-                call.end = done = at
-                parts.append(call)
-                call = None
-        if call is not None:
-            parts.append(unread(self.plain(text[call.start :]), "unclosed_block", name=call.name))
-            done = len(text)
-        calls, kept = [], []
+            at = step.end()
+            if step.lastgroup in ("next", "end"):
+                continue
+            before = text[done : step.start()]
+            earlier = [part for part in parts if isinstance(part, _Call)]
+            if step.lastgroup == "open":
+                malformed, done = self._malformed(text, step)
+                parts += [before, malformed]
+                is_clear = malformed.status != "malformed_structure"
+            else:
+                call = self._call(text, step)
+                done = len(text) if call.end is None else call.end
+                unclosed = unread(self.plain(text[call.start :]), "unclosed_block", name=call.name)
+                parts += [before, unclosed if call.end is None else call]
+                is_clear = not (call.went_on and earlier)
+                call.is_clear &= is_clear
+            # What follows may be the rest of an earlier text, which spelled the end of its call.
+            for call in earlier:
+                call.is_clear &= is_clear or not call.values
+            at = done
+        calls, kept = [], [""]
         for part in [*parts, text[done:]]:
             if isinstance(part, str):
                 kept.append(self.plain(self._patterns["between"].sub("", part)))
                 continue
-            made = part if isinstance(part, ToolCall) else self._made(part, text, tools, doubtful)
-            calls.append(made)
-            kept = [*kept[:-1], kept[-1].rstrip()] if made.status == OK else [*kept, made.raw]
+            calls.append(self._made(part, text, tools) if isinstance(part, _Call) else part)
+            kept = [*kept[:-1], kept[-1].rstrip()] if calls[-1].status == OK else [*kept, calls[-1].raw]
         return "".join(kept), tuple(calls)
+
+    def end_of(self, text: str, start: int) -> int | None:
+        step: Any = self._patterns["step"].search(text, start)
+        if step.lastgroup == "open":
+            closed = self._patterns["close"].search(text, step.end())
+            return None if closed is None else self._behind(text, closed.end())
+        end = self._call(text, step).end
+        return None if end is None else self._behind(text, end)
+
+    def _call(self, text: str, step: Any) -> _Call:
+        """Return the call that begins with ``step``.
+
+        Calls that its text spells have an end each. Behind an end that belongs to none of them, no other may follow
+        that has no beginning: then the text spelled the end, and goes on.
+        """
+        begin: Any = self._patterns["begin"].match(text, step.start())
+        call = _Call(step.start(), begin[1].strip())
+        if step.lastgroup == "bare":
+            call.end = step.end()
+            return call
+        opened, inner = self._argument(text, begin.end()), 0
+        while (step := self._patterns["step"].search(text, step.end())) is not None:
+            kind = step.lastgroup
+            if call.end is not None:
+                if kind not in ("next", "end"):
+                    break
+                call.went_on = True
+                call.is_clear &= _THOUGHT.search(text, call.end, step.start()) is None
+                opened, _ = call.values.pop()
+                call.end = None
+            if kind == "call":
+                inner += 1
+            elif kind == "end" and inner:
+                inner -= 1
+            elif kind in ("next", "end") and not inner:
+                call.values.append((opened, step.start()))
+                end: Any = self._patterns["end_argument"].match(text, step.start())
+                if kind == "next":
+                    opened = self._argument(text, end.end())
+                else:
+                    call.end = step.end()
+        return call
 
     def _argument(self, text: str, start: int) -> Any:
         return self._patterns["argument"].match(text, behind_space(text, start))
@@ -146,13 +177,17 @@ class TaggedCalls(CallReader):
         end = len(text) if following is None else following.start()
         return unread(self.plain(text[opened.start() : end]), "unclosed_block"), end
 
-    def _made(self, call: _Begun, text: str, tools: Sequence[Tool], doubtful: bool) -> ToolCall:
+    def _made(self, call: _Call, text: str, tools: Sequence[Tool]) -> ToolCall:
         """Return a call with the values of its arguments."""
         schemas, definitions = parameters_of(call.name, tools)
         arguments: dict[str, Any] = {}
         raw = self.plain(text[call.start : call.end])
-        problem = "it isn't clear where the calls end" if doubtful else ""
+        problem = "" if call.is_clear else "it isn't clear where each call ends"
         wrong = ""
+        values = [text[opened.end() : end] for opened, end in call.values]
+        styles = {(value.startswith("\n"), value.endswith("\n"), value == "\n") for value in values}
+        if self._breaks and len(styles) > 1:
+            problem = problem or "some arguments stand on lines of their own, and others don't"
         for opened, end in call.values:
             name, value = opened[1].strip(), self.plain(text[opened.end() : end])
             if self._breaks:
@@ -175,13 +210,14 @@ class TaggedCalls(CallReader):
         """Return the ``known`` argument that a value opens and doesn't end: the value's own end mark was forgotten."""
         for opened in self._patterns["argument"].finditer(text, start, end):
             if opened[1].strip() in known and not self._patterns["end_argument"].search(text, opened.end(), end):
-                lines = text[opened.start() - 1] + text[opened.end() : opened.end() + 1]
-                if not self._breaks or lines == "\n\n":
+                starts_line = self._tight or text[opened.start() - 1] == "\n"
+                if starts_line and (not self._breaks or text.startswith("\n", opened.end())):
                     return str(opened[1].strip())
         return ""
 
 
 # -- values of arguments -----------------------------------------------------------------------------------------------
+_THOUGHT = re.compile("|".join(re.escape(mark) for pair in MARKS for mark in pair))
 KINDS = ("string", "integer", "number", "boolean", "array", "object", "null")
 _ALL_BUT_TEXT = set(KINDS[1:])
 _WORDS = {"True": True, "False": False, "None": None}
@@ -254,12 +290,15 @@ def typed(text: str, kinds: set[str], words: bool = False) -> tuple[Any, bool]:
 class LlamaCalls(CallReader):
     """Calls as JSON objects with ``;`` between them, behind ``<|python_tag|>`` or as the whole answer."""
 
-    anywhere = True
-
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, latin: bool = False) -> None:
         tag = "«<|python_tag|>»"
         super().__init__(
-            tokenizer, tag=tag, between=rf"(?:\s|;|{tag})*", named=r'\{\s*"name"\s*:\s*"([^"\n]*)"\s*,\s*"(\w+)"'
+            tokenizer,
+            latin,
+            opening=rf"\A\s*\{{|{tag}",
+            tag=tag,
+            between=rf"(?:\s|;|{tag})*",
+            named=r'\{\s*"name"\s*:\s*"([^"\n]*)"\s*,\s*"(\w+)"',
         )
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read:
@@ -289,26 +328,34 @@ class LlamaCalls(CallReader):
             at = end
         return "".join(kept), tuple(calls)
 
+    def end_of(self, text: str, start: int) -> int | None:
+        at, problem = start, ""
+        while not problem:
+            between: Any = self._patterns["between"].match(text, at)
+            _, end, problem = self.json_at(text, between.end())
+            at = at if problem else end
+        return at if at > start else None
+
 
 class GemmaCalls(CallReader):
     """Calls as ``<|tool_call>call:look{at:<|"|>x<|"|>,n:1}<tool_call|>``: JSON without quotes around its keys."""
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, latin: bool = False) -> None:
         super().__init__(
-            tokenizer, begin="«<|tool_call>»", end="«<tool_call|>»", quote='«<|"|>»', either='«<|"|>»|«<tool_call|>»'
+            tokenizer,
+            latin,
+            opening="«<|tool_call>»",
+            begin="«<|tool_call>»",
+            end="«<tool_call|>»",
+            quote='«<|"|>»',
+            either='«<|"|>»|«<tool_call|>»',
         )
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read:
         kept, calls, at = [], [], 0
         while opened := self._patterns["begin"].search(text, at):
             kept.append(text[at : opened.start()])
-            quoted, closed = False, None
-            for mark in self._patterns["either"].finditer(text, opened.end()):
-                is_quote = self._patterns["quote"].fullmatch(mark[0]) is not None
-                quoted ^= is_quote
-                if not is_quote and not quoted:
-                    closed = mark
-                    break
+            closed = self._closed(text, opened.end())
             at = len(text) if closed is None else closed.end()
             raw = self.plain(text[opened.start() : at])
             if closed is None:
@@ -318,6 +365,20 @@ class GemmaCalls(CallReader):
             kept += [] if call.status == OK else [raw]
             calls.append(call)
         return self.plain("".join([*kept, text[at:]])), tuple(calls)
+
+    def end_of(self, text: str, start: int) -> int | None:
+        closed = self._closed(text, start + 1)
+        return None if closed is None else closed.end()
+
+    def _closed(self, text: str, start: int) -> re.Match[str] | None:
+        """Return the mark that ends the call, outside of its texts."""
+        quoted = False
+        for mark in self._patterns["either"].finditer(text, start):
+            if self._patterns["quote"].fullmatch(mark[0]):
+                quoted = not quoted
+            elif not quoted:
+                return mark
+        return None
 
     def _call(self, body: str, raw: str, tools: Sequence[Tool]) -> ToolCall:
         named, brace, rest = body.partition("{")
@@ -346,6 +407,7 @@ _GLM = {
     "name": rf"({_WORD})",
     "argument": rf"«<arg_key>»({_WORD})«</arg_key>»\s*«<arg_value>»",
     "end_argument": "«</arg_value>»",
+    "tight": True,
 }
 _QWEN_35 = partial(TaggedCalls, **_QWEN_XML, breaks=True, words=True)
 _QWEN_36 = partial(TaggedCalls, **_QWEN_XML, breaks=True)
@@ -362,7 +424,7 @@ _KIMI = partial(
     end="«<|tool_call_end|>»",
     between="«<|tool_calls_section_begin|>»|«<|tool_calls_section_end|>»",
 )
-READERS: dict[str, Callable[[Any], CallReader]] = {
+READERS: dict[str, Callable[..., CallReader]] = {
     "qwen3": partial(JsonCalls, **HERMES),
     "qwen3-vl": partial(JsonCalls, **HERMES),
     **dict.fromkeys(("qwen3.5", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), _QWEN_35),
@@ -375,6 +437,7 @@ READERS: dict[str, Callable[[Any], CallReader]] = {
             name=rf"({_WORD})",
             argument=r"<arg_key>([^<\n]*+)</arg_key>\s*<arg_value>",
             end_argument="</arg_value>",
+            tight=True,
         ),
     ),
     "hy3": partial(
@@ -383,6 +446,7 @@ READERS: dict[str, Callable[[Any], CallReader]] = {
         name=rf"({_WORD})(?:«<tool_sep:opensource>»)?",
         argument=rf"«<arg_key:opensource>»({_WORD})«</arg_key:opensource>»\s*«<arg_value:opensource>»",
         end_argument="«</arg_value:opensource>»",
+        tight=True,
         close="«</tool_call:opensource>»",
         between="«<tool_calls:opensource>»|«</tool_calls:opensource>»",
     ),

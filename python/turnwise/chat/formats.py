@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any
 
-from turnwise.chat.calls import read_calls
+from turnwise.chat.calls import HERMES_TEXT
 from turnwise.chat.messages import ChatError, Tool, results_in_order
 from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
 from turnwise.chat.thoughts import MARKS as THOUGHT_MARKS
@@ -253,13 +253,13 @@ class ChatFormat(ChatEncoder):
             text,
             begun=self.opens_thought(prompt),
             ended=ended,
-            calls=(CALL_MARKS,) if tools else (),
+            calls=HERMES_TEXT if tools else None,
             marks=self.thought_marks,
         )
         answer = found.answer(text)
         if found.is_open or not tools:
             return ParsedCompletion(answer, found.thought, (), found.is_open, ended and not found.is_open)
-        content, read = read_calls(answer, tools)
+        content, read = HERMES_TEXT.read(answer, tools)
         return ParsedCompletion(content, found.thought, read, finished=ended, written=answer if read else None)
 
     @cached_property

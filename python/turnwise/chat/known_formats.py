@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from turnwise.chat.calls import CallReader, checked_call, unread
@@ -14,7 +15,7 @@ from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
 from turnwise.chat.thoughts import CALL_MARKS, Pairs, Thoughts, find_thoughts
-from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer, ToolCall
+from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer
 from turnwise.utils.registry import did_you_mean
 
 NOT_FAMILIES = ("default", "auto", "custom")
@@ -164,50 +165,47 @@ class KnownFormat(ChatFormat):
         found, spoken = self._without_thoughts(ids, begun, ended, tools)
         if found.is_open:
             return ParsedCompletion("", found.thought, in_thought=True, finished=False)
+        begin = self._first_call(spoken) if tools else len(spoken)
         try:
-            parsed, ids = self._parsed_answer(spoken, begun, bool(found.thoughts), tools, prompt)
+            parsed, ids = self._parsed_answer(spoken[:begin], begun, bool(found.thoughts), tools, prompt)
         except (ValueError, RecursionError):  # the renderers' own parsers of JSON, for numbers and nests without end
             plain = super().parse(completion, (), prompt, finished=finished)
             return replace(plain, calls=(unread(plain.answer, "invalid_json"),) if tools else ())
         thought = found.thought or parsed.reasoning_content or ""
-        if not parsed.reasoning_complete:
+        if not parsed.reasoning_complete and begin == len(spoken):
             return ParsedCompletion("", thought, in_thought=True, finished=False)
         content = parsed.content or ""
-        written = "".join(self._raw(ids, call) for call in parsed.tool_calls)
+        if begin < len(spoken) and self._reader is not None:
+            text, content = self._reader.text_of(spoken[begin:]), content.strip()
+            answer, calls = self._reader.read(text, tools)
+            written = content + self._reader.plain(text)
+            return ParsedCompletion(content + answer.rstrip(), thought, calls, finished=ended, written=written)
+        raws = [self._raw(ids, call) for call in parsed.tool_calls]
+        written = "".join([content, *raws])
         if not tools:
             # Without tools the family's marks of a call are text like any other.
-            return ParsedCompletion(content + written, thought, finished=ended)
-        answer, calls, written = self._calls(ids, parsed, tools, prompt)
+            return ParsedCompletion(written, thought, finished=ended)
+        calls = tuple(
+            checked_call(call.name, call.arguments, raw, tools, str(call.status))
+            for call, raw in zip(parsed.tool_calls, raws, strict=True)
+        )
+        answer = "".join([content, *(call.raw for call in calls if call.status != OK)])
         return ParsedCompletion(answer, thought, calls, finished=ended, written=written)
 
-    def _calls(
-        self, ids: Sequence[int], parsed: Any, tools: Sequence[Tool], prompt: Sequence[int]
-    ) -> tuple[str, tuple[ToolCall, ...], str]:
-        """Return the answer, its calls, and its whole text. The family's parser, which changes arguments, finds only
-        the first call.
+    def _first_call(self, ids: Sequence[int]) -> int:
+        """Return the index of the token with which the first call begins; the number of ``ids`` if there is none.
+
+        The family's parser gets only what comes before, as it changes the texts in calls.
         """
-        content, reader = parsed.content or "", self._reader
-        begins = [call.token_span[0] for call in parsed.tool_calls if call.token_span is not None]
-        if reader is None or not (begins or reader.anywhere):
-            read = [
-                checked_call(call.name, call.arguments, self._raw(ids, call), tools, str(call.status))
-                for call in parsed.tool_calls
-            ]
-            written = "".join([content, *(call.raw for call in read)])
-            return "".join([content, *(call.raw for call in read if call.status != OK)]), tuple(read), written
-        begin = 0 if reader.anywhere else min(begins)
-        text = reader.text_of(ids[begin:])
-        answer, calls = reader.read(text, tools)
-        if begins and not calls:
-            calls = (unread(reader.plain(text), "malformed_structure"),)
-        before = ""
-        if begin:
-            parser = self._renderer_of(self.tokenizer)
-            before = (
-                parser.parse_response(list(ids[:begin]), tools=list(tools), prompt_ids=list(prompt) or None).content
-                or ""
-            )
-        return before + answer.rstrip(), calls, before + reader.plain(text)
+        parts = self._parts(ids)
+        found = self._places and self._places.opening.search("".join(parts))
+        ends = accumulate(map(len, parts))
+        return len(ids) if not found else next(index for index, end in enumerate(ends) if end > found.start())
+
+    def _parts(self, ids: Sequence[int]) -> list[str]:
+        """Return the bytes of each token, as one character each; marks of calls as in ``CallReader.text_of``."""
+        own = self._places.tokens if self._places else {}
+        return [own.get(token) or self.token_bytes(token).decode("latin-1") for token in ids]
 
     @cached_property
     def _reader(self) -> CallReader | None:
@@ -215,19 +213,26 @@ class KnownFormat(ChatFormat):
         made = READERS.get(self.name)
         return None if made is None else made(self.tokenizer)
 
+    @cached_property
+    def _places(self) -> CallReader | None:
+        """As :attr:`_reader`, for a text of bytes."""
+        made = READERS.get(self.name)
+        return None if made is None else made(self.tokenizer, latin=True)
+
     def _without_thoughts(
         self, ids: Sequence[int], begun: bool, ended: bool, tools: Sequence[Tool]
     ) -> tuple[Thoughts, list[int]]:
         """Return the thoughts of a completion, in places of its bytes, and the tokens outside of them."""
-        parts = [self.token_bytes(token).decode("latin-1") for token in ids]
-        marks, calls = _as_bytes(self.thought_marks), _as_bytes(CALL_MARKS) if tools else ()
+        parts, marks = self._parts(ids), _as_bytes(self.thought_marks)
+        calls = (self._places or _as_bytes(CALL_MARKS)) if tools else None
         found = find_thoughts("".join(parts), begun=begun, ended=ended, calls=calls, marks=marks)
         kept, place = [], 0
         for token, part in zip(ids, parts, strict=True):
             place += len(part)
             if not any(start < place and place - len(part) < end for start, end in found.thoughts):
                 kept.append(token)
-        found = replace(found, thought=found.thought.encode("latin-1").decode(errors="replace"))
+        thought = found.thought if self._places is None else self._places.plain(found.thought)
+        found = replace(found, thought=thought.encode("latin-1").decode(errors="replace"))
         return found, kept
 
     def _parsed_answer(
