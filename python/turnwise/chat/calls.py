@@ -24,6 +24,9 @@ ARGUMENTS = ("arguments", "parameters", "args")
 MAX_DEPTH = 64
 """Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
 
+NEVER = "(?!)"
+"""A pattern that matches nothing."""
+
 Read = tuple[str, tuple[ToolCall, ...]]
 """The text without the good calls, and all calls in their order."""
 
@@ -51,7 +54,8 @@ class CallReader:
         self._as_mark = {ord(character): self._spelled(mark) for mark, character in self._as_character.items()}
         self.tokens = {ids[mark]: character for mark, character in self._as_character.items()}
         """The character of each mark that is a token of its own."""
-        self._patterns = {name: self._compiled(pattern) for name, pattern in patterns.items()}
+        given = {"section": NEVER, "end_section": NEVER, **patterns}
+        self._patterns = {name: self._compiled(pattern) for name, pattern in given.items()}
 
     def _compiled(self, pattern: str) -> re.Pattern[str]:
         def spelled(match: re.Match[str]) -> str:
@@ -87,21 +91,28 @@ class CallReader:
         """Read all calls of ``tools`` in a text of :meth:`text_of`."""
         raise NotImplementedError
 
+    def begins_section(self, text: str) -> bool:
+        """True if a text begins with the mark of a list of calls."""
+        return self._patterns["section"].match(text) is not None
+
     # -- places of calls, for `thoughts` -------------------------------------------------------------------------------
     @property
     def opening(self) -> re.Pattern[str]:
-        """The pattern with which a call begins, with the marks around several calls."""
+        """The mark with which a call begins, or a section of calls."""
         return self._patterns["opening"]
 
     def end_of(self, text: str, start: int) -> int | None:
-        """Return the end of the call that begins at ``start``, marks behind it included; ``None`` if it has none."""
-        raise NotImplementedError
-
-    def _behind(self, text: str, end: int) -> int:
-        """Return the end of the marks behind a call."""
-        while found := self._patterns["between"].match(text, behind_space(text, end)):
-            end = found.end()
+        """Return the end of the call or section mark that begins at ``start``; ``None`` if it has none."""
+        if (section := self._patterns["section"].match(text, start)) is not None:
+            return section.end()
+        end = self._end_of(text, start)
+        if end is not None and (closed := self._patterns["end_section"].match(text, behind_space(text, end))):
+            return closed.end()
         return end
+
+    def _end_of(self, text: str, start: int) -> int | None:
+        """Return the end of the call that begins at ``start``."""
+        raise NotImplementedError
 
 
 class JsonCalls(CallReader):
@@ -111,11 +122,27 @@ class JsonCalls(CallReader):
     """
 
     def __init__(
-        self, tokenizer: Any = None, latin: bool = False, *, begin: str, end: str, between: str = "(?!)"
+        self,
+        tokenizer: Any = None,
+        latin: bool = False,
+        *,
+        begin: str,
+        end: str,
+        section: str = NEVER,
+        end_section: str = NEVER,
+        others: str = NEVER,
     ) -> None:
-        """``between`` are marks around several calls, which are no text."""
-        opening = rf"(?:(?:{between})\s*)*(?:{begin})"
-        super().__init__(tokenizer, latin, opening=opening, begin=begin, end=end, between=between)
+        """Take the patterns of a family. ``section`` begins a list of calls; ``others`` are further marks, no text."""
+        super().__init__(
+            tokenizer,
+            latin,
+            opening=f"{section}|{begin}",
+            section=section,
+            end_section=end_section,
+            begin=begin,
+            end=end,
+            between=f"{section}|{end_section}|{others}",
+        )
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read:
         begin, between = self._patterns["begin"], self._patterns["between"]
@@ -127,10 +154,10 @@ class JsonCalls(CallReader):
             calls.append(call)
         return self.plain("".join([*kept, between.sub("", text[at:])])), tuple(calls)
 
-    def end_of(self, text: str, start: int) -> int | None:
-        opened: Any = self._patterns["begin"].search(text, start)
-        _, _, closed, _ = self._places(text, opened.end())
-        return None if closed is None else self._behind(text, closed.end())
+    def _end_of(self, text: str, start: int) -> int | None:
+        opened: Any = self._patterns["begin"].match(text, start)
+        closed = self._places(text, opened.end())[2]
+        return None if closed is None else closed.end()
 
     def _places(self, text: str, start: int) -> tuple[Any, str, re.Match[str] | None, int]:
         """Return the JSON at ``start``, what is wrong with it, the mark that closes the call, and the call's end."""

@@ -13,6 +13,7 @@ from typing import Any
 from turnwise.chat.calls import (
     ARGUMENTS,
     HERMES,
+    NEVER,
     CallReader,
     JsonCalls,
     Read,
@@ -61,7 +62,8 @@ class TaggedCalls(CallReader):
         end_argument: str,
         before_close: str = "",
         close: str = "«</tool_call>»",
-        between: str = "(?!)",
+        section: str = NEVER,
+        end_section: str = NEVER,
         breaks: bool = False,
         words: bool = False,
         tight: bool = False,
@@ -69,7 +71,7 @@ class TaggedCalls(CallReader):
         """Take the patterns of a family.
 
         ``name`` follows ``open`` and has the tool's name in its group; ``argument`` has the argument's. A second group
-        of ``argument`` is "true" before a text and "false" before JSON. ``between`` are marks around several calls.
+        of ``argument`` is "true" before a text and "false" before JSON. ``section`` begins a list of calls.
         ``breaks`` means that the template puts a line break on either side of a value, and ``words`` that it writes
         True, False and None. Unless ``tight``, the template begins each argument on a line of its own.
         """
@@ -77,12 +79,14 @@ class TaggedCalls(CallReader):
         super().__init__(
             tokenizer,
             latin,
-            opening=rf"(?:(?:{between})\s*)*{open}",
+            opening=f"{section}|{open}",
+            section=section,
+            end_section=end_section,
             begin=begin,
             argument=argument,
             end_argument=end_argument,
             close=close,
-            between=between,
+            between=f"{section}|{end_section}",
             step=rf"(?P<call>{begin}\s*+{argument})|(?P<bare>{begin}\s*+{end})|(?P<next>{end_argument}\s*+{argument})"
             rf"|(?P<end>{end_argument}\s*+{end})|(?P<open>{open})",
         )
@@ -121,13 +125,12 @@ class TaggedCalls(CallReader):
             kept = [*kept[:-1], kept[-1].rstrip()] if calls[-1].status == OK else [*kept, calls[-1].raw]
         return "".join(kept), tuple(calls)
 
-    def end_of(self, text: str, start: int) -> int | None:
-        step: Any = self._patterns["step"].search(text, start)
+    def _end_of(self, text: str, start: int) -> int | None:
+        step: Any = self._patterns["step"].match(text, start)
         if step.lastgroup == "open":
             closed = self._patterns["close"].search(text, step.end())
-            return None if closed is None else self._behind(text, closed.end())
-        end = self._call(text, step).end
-        return None if end is None else self._behind(text, end)
+            return None if closed is None else closed.end()
+        return self._call(text, step).end
 
     def _call(self, text: str, step: Any) -> _Call:
         """Return the call that begins with ``step``.
@@ -328,7 +331,7 @@ class LlamaCalls(CallReader):
             at = end
         return "".join(kept), tuple(calls)
 
-    def end_of(self, text: str, start: int) -> int | None:
+    def _end_of(self, text: str, start: int) -> int | None:
         at, problem = start, ""
         while not problem:
             between: Any = self._patterns["between"].match(text, at)
@@ -366,7 +369,7 @@ class GemmaCalls(CallReader):
             calls.append(call)
         return self.plain("".join([*kept, text[at:]])), tuple(calls)
 
-    def end_of(self, text: str, start: int) -> int | None:
+    def _end_of(self, text: str, start: int) -> int | None:
         closed = self._closed(text, start + 1)
         return None if closed is None else closed.end()
 
@@ -415,14 +418,16 @@ _DEEPSEEK = partial(
     JsonCalls,
     begin=r"«<｜tool▁call▁begin｜>»(?:\w*\s*«<｜tool▁sep｜>»([^<>`\n\ud800-\udfff]*+)\s*(?:```(?:json)?)?)?",
     end=r"(?:```\s*)?«<｜tool▁call▁end｜>»",
-    between="«<｜tool▁calls▁begin｜>»|«<｜tool▁calls▁end｜>»",
+    section="«<｜tool▁calls▁begin｜>»",
+    end_section="«<｜tool▁calls▁end｜>»",
 )
 _KIMI = partial(
     JsonCalls,
     begin=r"«<|tool_call_begin|>»(?:\s*(?:[^\s.:\ud800-\udfff]*\.)?([^\s:\ud800-\udfff]*)(?::\d+)?\s*"
     r"«<|tool_call_argument_begin|>»)?",
     end="«<|tool_call_end|>»",
-    between="«<|tool_calls_section_begin|>»|«<|tool_calls_section_end|>»",
+    section="«<|tool_calls_section_begin|>»",
+    end_section="«<|tool_calls_section_end|>»",
 )
 READERS: dict[str, Callable[..., CallReader]] = {
     "qwen3": partial(JsonCalls, **HERMES),
@@ -448,7 +453,8 @@ READERS: dict[str, Callable[..., CallReader]] = {
         end_argument="«</arg_value:opensource>»",
         tight=True,
         close="«</tool_call:opensource>»",
-        between="«<tool_calls:opensource>»|«</tool_calls:opensource>»",
+        section="«<tool_calls:opensource>»",
+        end_section="«</tool_calls:opensource>»",
     ),
     "minimax-m2": partial(
         TaggedCalls,
@@ -457,7 +463,8 @@ READERS: dict[str, Callable[..., CallReader]] = {
         argument=r'<parameter\s+name="([^"\n]*)">',
         end_argument="</parameter>",
         close="</invoke>",
-        between="«<minimax:tool_call>»|«</minimax:tool_call>»",
+        section="«<minimax:tool_call>»",
+        end_section="«</minimax:tool_call>»",
     ),
     "deepseek-v4": partial(
         TaggedCalls,
@@ -466,7 +473,8 @@ READERS: dict[str, Callable[..., CallReader]] = {
         argument=r'<«｜DSML｜»parameter\s+name="([^"\n]*)"\s+string="(true|false)">',
         end_argument="</«｜DSML｜»parameter>",
         close="</«｜DSML｜»invoke>",
-        between=r"</?«｜DSML｜»tool\w*>",
+        section=r"<«｜DSML｜»tool\w*>",
+        end_section=r"</«｜DSML｜»tool\w*>",
     ),
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
@@ -476,7 +484,7 @@ READERS: dict[str, Callable[..., CallReader]] = {
         JsonCalls,
         begin=r"(?:\A|«<|message_model|>»)[^\ud800-\udfff]*+«<|content_invoke_tool_json|>»",
         end="«<|end_message|>»",
-        between="«<|message_model|>»|«<|content_text|>»|«<|end_message|>»",
+        others="«<|message_model|>»|«<|content_text|>»|«<|end_message|>»",
     ),
     "llama-3": LlamaCalls,
     "gemma4": GemmaCalls,

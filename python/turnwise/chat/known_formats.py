@@ -178,7 +178,10 @@ class KnownFormat(ChatFormat):
         if begin < len(spoken) and self._reader is not None:
             text, content = self._reader.text_of(spoken[begin:]), content.strip()
             answer, calls = self._reader.read(text, tools)
-            written = content + self._reader.plain(text)
+            plain = self._reader.plain(text)
+            if not calls and self._reader.begins_section(text):
+                answer, calls = plain, (unread(plain, "malformed_structure"),)
+            written = content + plain
             return ParsedCompletion(content + answer.rstrip(), thought, calls, finished=ended, written=written)
         raws = [self._raw(ids, call) for call in parsed.tool_calls]
         written = "".join([content, *raws])
@@ -226,10 +229,12 @@ class KnownFormat(ChatFormat):
         parts, marks = self._parts(ids), _as_bytes(self.thought_marks)
         calls = (self._places or _as_bytes(CALL_MARKS)) if tools else None
         found = find_thoughts("".join(parts), begun=begun, ended=ended, calls=calls, marks=marks)
-        kept, place = [], 0
+        kept, place, left = [], 0, list(found.thoughts[::-1])
         for token, part in zip(ids, parts, strict=True):
-            place += len(part)
-            if not any(start < place and place - len(part) < end for start, end in found.thoughts):
+            begin, place = place, place + len(part)
+            while left and left[-1][1] <= begin:
+                left.pop()
+            if not left or left[-1][0] >= place:
                 kept.append(token)
         thought = found.thought if self._places is None else self._places.plain(found.thought)
         found = replace(found, thought=thought.encode("latin-1").decode(errors="replace"))

@@ -40,6 +40,7 @@ CALL_MARKS: tuple[tuple[str, str], ...] = (
 )
 """Opening and closing marks of calls. A mark of reasoning between them is part of an argument."""
 
+_TEXT = re.compile(r"\S")
 MOST_CALLS = 64
 """Calls at the end of a thought that are tried as the last ones."""
 
@@ -144,7 +145,7 @@ def find_thoughts(
                     answers.append((start, calls_end))
                 thoughts.append((max(start, calls_end), here))
                 start = calls_end = here
-            elif text[here:].strip() or not ended:
+            elif _TEXT.search(text, here) or not ended:
                 thoughts.append((0, here))
                 start, calls_end, answers, found_calls = here, here, [], []
         else:
