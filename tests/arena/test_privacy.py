@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from dataclasses import replace
 
 import pytest
 
 from turnwise.arena import (
+    Episode,
     EpisodeCheckpoints,
     LeakError,
     MultiTurnEpisode,
@@ -442,6 +444,31 @@ FINE = {
 def test_what_is_no_leak(make_arena, name):
     episode, reply = FINE[name]
     play(make_arena, episode, reply=reply)
+
+
+@pytest.mark.parametrize(
+    ("thought", "leaks"),
+    [
+        ("I hold the king of hearts", True),
+        ("I fold", False),  # too short to be told from chance
+        ("Everybody holds a number.", False),  # a quotation of the prompt
+        ("I will say aloud: yes and no and yes", False),  # it did
+    ],
+)
+def test_a_thought_that_an_episode_passes_on_is_a_leak(make_arena, thought, leaks):
+    class Gossip(Episode):
+        episode_type = "gossip"
+        rubric = Rubric([lambda rollout: 1.0])
+
+        async def rollout(self, arena, artifact, state=None):
+            first = await self.call_model("ann", "Everybody holds a number.", arena)
+            await self.call_model("bob", f"Ann thought: {first.parsed.thought}", arena)
+            return state
+
+    said = f"<think>{thought}</think>I will say aloud: yes and no and yes"
+    arena = make_arena(lambda prompt, request: said, check_private=True, episodes=[Gossip()], actors=["ann", "bob"])
+    with pytest.raises(LeakError, match="private to 'ann'") if leaks else contextlib.nullcontext():
+        asyncio.run(arena.generate_rollouts([EpisodeRequest("gossip", None)]))
 
 
 def test_what_the_owner_says_aloud_is_no_leak(make_arena):

@@ -259,7 +259,7 @@ class Arena(ArenaSetup):
         prompt_token_ids: Sequence[int] | None = None,
         turn: int | None = None,
         format: Any = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] = (),
         **sampling: Any,
     ) -> ModelResponse:
         """Sample one completion by ``actor_id``; ``None`` is a judge, which never trains.

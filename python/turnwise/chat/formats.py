@@ -263,6 +263,21 @@ class ChatFormat(ChatEncoder):
         return ParsedCompletion(content, found.thought, read, finished=ended, written=answer if read else None)
 
     @cached_property
+    def hidden_marks(self) -> frozenset[int]:
+        """The marks of reasoning and calls that are special tokens of the tokenizer: a decoded text lacks them."""
+        return frozenset(token for spelling, token in self.control.items() if spelling in MARKS)
+
+    @cached_property
+    def _visible_ends(self) -> dict[int, str]:
+        """The texts of those stop tokens that are not special, which a decoded completion shows."""
+        texts = {token: self.tokenizer.decode([token], skip_special_tokens=True) for token in self.stop_token_ids}
+        return {token: text for token, text in texts.items() if text}
+
+    def without_end(self, text: str, completion: Sequence[int]) -> str:
+        """Return the decoded text of ``completion`` without the end of the turn, if it shows it."""
+        return text.removesuffix(self._visible_ends.get(completion[-1], "")) if completion else text
+
+    @cached_property
     def thought_marks(self) -> Pairs:
         """The marks of reasoning that the model may write."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})

@@ -55,7 +55,7 @@ class ArenaForHooks(Protocol):
         prompt_token_ids: Sequence[int] | None = None,
         turn: int | None = None,
         format: Any = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] = (),
         **sampling: Any,
     ) -> ModelResponse:
         """Sample one completion by ``actor_id``; ``None`` is a judge."""

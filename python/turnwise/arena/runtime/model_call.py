@@ -116,14 +116,11 @@ def with_parse(
     """
     prompt, parsed = list(request.prompt_token_ids), response.parsed
     if parsed is None:
-        # What arrived as text is read as text: its token ids are only this tokenizer's idea of it.
-        parsed = format.parse(
-            response.completion_token_ids,
-            tools,
-            prompt,
-            text=None if response.trainable or not response.text else response.text,
-            finished=response.finish_reason == "stop",
-        )
+        # A client's text counts where it holds what the tokens do: it lacks marks that the tokenizer hides.
+        ids = response.completion_token_ids
+        as_tokens = not response.text or (response.trainable and (tools or not format.hidden_marks.isdisjoint(ids)))
+        text = None if as_tokens else format.without_end(response.text, ids)
+        parsed = format.parse(ids, tools, prompt, text=text, finished=response.finish_reason == "stop")
         parsed = replace(parsed, answer=well_formed_texts(parsed.answer), thought=well_formed_texts(parsed.thought))
     text = str(well_formed_texts(parsed.text))
     return replace(response, text=text, prompt_token_ids=prompt, parsed=parsed)
