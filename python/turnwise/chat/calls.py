@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from turnwise.chat.messages import Tool, tool_names, well_formed_texts
@@ -83,7 +84,7 @@ class CallReader:
     def json_at(self, text: str, start: int) -> tuple[Any, int, str]:
         """Return :func:`json_at` of a text of :meth:`text_of`, with the marks in its texts as the model wrote them."""
         found, stop, problem = json_at(text, start)
-        if self._as_mark and not problem and (inside := text[start:stop]) != (plain := self.plain(inside)):
+        if self._as_mark and (inside := text[start : stop if not problem else None]) != (plain := self.plain(inside)):
             found, _, problem = json_at(plain, 0)
         return found, stop, problem
 
@@ -191,9 +192,9 @@ class JsonCalls(CallReader):
         return call, end
 
 
-HERMES = {"begin": "«<tool_call>»", "end": "«</tool_call>»"}
+HERMES = partial(JsonCalls, begin="«<tool_call>»", end="«</tool_call>»")
 """Calls as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-HERMES_TEXT = JsonCalls(**HERMES)
+HERMES_TEXT = HERMES()
 """Reads them in a plain text."""
 
 

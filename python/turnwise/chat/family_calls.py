@@ -399,21 +399,23 @@ class GemmaCalls(CallReader):
 
 _GEMMA_KEY = re.compile(r"(?<=[{,])[^:,{}\[\]]+(?=:)")
 
-_QWEN_XML = {
-    "name": r"\s*<function=([^>\n]+)>",
-    "argument": r"<parameter=([^>\n]+)>",
-    "end_argument": "</parameter>",
-    "before_close": r"(?:</function>\s*)?",
-}
+_QWEN = partial(
+    TaggedCalls,
+    name=r"\s*<function=([^>\n]+)>",
+    argument=r"<parameter=([^>\n]+)>",
+    end_argument="</parameter>",
+    before_close=r"(?:</function>\s*)?",
+    breaks=True,
+)
+_QWEN_WORDS = partial(_QWEN, words=True)
 _WORD = r"[^<>\n\ud800-\udfff]*+"
-_GLM = {
-    "name": rf"({_WORD})",
-    "argument": rf"«<arg_key>»({_WORD})«</arg_key>»\s*«<arg_value>»",
-    "end_argument": "«</arg_value>»",
-    "tight": True,
-}
-_QWEN_35 = partial(TaggedCalls, **_QWEN_XML, breaks=True, words=True)
-_QWEN_36 = partial(TaggedCalls, **_QWEN_XML, breaks=True)
+_GLM = partial(
+    TaggedCalls,
+    name=rf"({_WORD})",
+    argument=rf"«<arg_key>»({_WORD})«</arg_key>»\s*«<arg_value>»",
+    end_argument="«</arg_value>»",
+    tight=True,
+)
 _DEEPSEEK = partial(
     JsonCalls,
     begin=r"«<｜tool▁call▁begin｜>»(?:\w*\s*«<｜tool▁sep｜>»([^<>`\n\ud800-\udfff]*+)\s*(?:```(?:json)?)?)?",
@@ -430,11 +432,11 @@ _KIMI = partial(
     end_section="«<|tool_calls_section_end|>»",
 )
 READERS: dict[str, Callable[..., CallReader]] = {
-    "qwen3": partial(JsonCalls, **HERMES),
-    "qwen3-vl": partial(JsonCalls, **HERMES),
-    **dict.fromkeys(("qwen3.5", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), _QWEN_35),
-    **dict.fromkeys(("qwen3.6", "qwen3.8"), _QWEN_36),
-    **dict.fromkeys(("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), partial(TaggedCalls, **_GLM)),
+    "qwen3": HERMES,
+    "qwen3-vl": HERMES,
+    **dict.fromkeys(("qwen3.5", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"), _QWEN_WORDS),
+    **dict.fromkeys(("qwen3.6", "qwen3.8"), _QWEN),
+    **dict.fromkeys(("glm-4.5", "glm-5", "glm-5.1", "glm-5.3"), _GLM),
     **dict.fromkeys(
         ("laguna-xs.2", "laguna-m.1", "laguna-xs-2.1", "laguna-s-2.1"),
         partial(

@@ -178,10 +178,10 @@ class KnownFormat(ChatFormat):
         if begin < len(spoken) and self._reader is not None:
             text, content = self._reader.text_of(spoken[begin:]), content.strip()
             answer, calls = self._reader.read(text, tools)
-            plain = self._reader.plain(text)
+            whole = self._reader.plain(text)
             if not calls and self._reader.begins_section(text):
-                answer, calls = plain, (unread(plain, "malformed_structure"),)
-            written = content + plain
+                answer, calls = whole, (unread(whole, "malformed_structure"),)
+            written = content + whole
             return ParsedCompletion(content + answer.rstrip(), thought, calls, finished=ended, written=written)
         raws = [self._raw(ids, call) for call in parsed.tool_calls]
         written = "".join([content, *raws])
