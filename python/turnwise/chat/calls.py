@@ -103,13 +103,15 @@ class CallReader:
         return self._patterns["opening"]
 
     def end_of(self, text: str, start: int) -> int | None:
-        """Return the end of the call or section mark that begins at ``start``; ``None`` if it has none."""
-        if (section := self._patterns["section"].match(text, start)) is not None:
-            return section.end()
-        end = self._end_of(text, start)
-        if end is not None and (closed := self._patterns["end_section"].match(text, behind_space(text, end))):
-            return closed.end()
-        return end
+        """Return the end of the call, or of the section of calls, that begins at ``start``; ``None`` if it has none."""
+        section = self._patterns["section"].match(text, start)
+        if section is None:
+            return self._end_of(text, start)
+        end: int | None = section.end()
+        while end is not None and (begin := self._patterns["begin"].match(text, behind_space(text, end))):
+            end = self._end_of(text, begin.start())
+        closed = None if end is None else self._patterns["end_section"].match(text, behind_space(text, end))
+        return end if closed is None else closed.end()
 
     def _end_of(self, text: str, start: int) -> int | None:
         """Return the end of the call that begins at ``start``."""

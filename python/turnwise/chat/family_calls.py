@@ -64,6 +64,7 @@ class TaggedCalls(CallReader):
         close: str = "«</tool_call>»",
         section: str = NEVER,
         end_section: str = NEVER,
+        in_sections: bool = False,
         breaks: bool = False,
         words: bool = False,
         tight: bool = False,
@@ -71,7 +72,8 @@ class TaggedCalls(CallReader):
         """Take the patterns of a family.
 
         ``name`` follows ``open`` and has the tool's name in its group; ``argument`` has the argument's. A second group
-        of ``argument`` is "true" before a text and "false" before JSON. ``section`` begins a list of calls.
+        of ``argument`` is "true" before a text and "false" before JSON. ``section`` begins a list of calls;
+        ``in_sections`` means that calls stand nowhere else.
         ``breaks`` means that the template puts a line break on either side of a value, and ``words`` that it writes
         True, False and None. Unless ``tight``, the template begins each argument on a line of its own.
         """
@@ -79,10 +81,11 @@ class TaggedCalls(CallReader):
         super().__init__(
             tokenizer,
             latin,
-            opening=f"{section}|{open}",
+            opening=section if in_sections else f"{section}|{open}",
             section=section,
             end_section=end_section,
-            begin=begin,
+            begin=open,
+            named=begin,
             argument=argument,
             end_argument=end_argument,
             close=close,
@@ -90,14 +93,19 @@ class TaggedCalls(CallReader):
             step=rf"(?P<call>{begin}\s*+{argument})|(?P<bare>{begin}\s*+{end})|(?P<next>{end_argument}\s*+{argument})"
             rf"|(?P<end>{end_argument}\s*+{end})|(?P<open>{open})",
         )
+        self._in_sections = in_sections
         self._breaks, self._words, self._tight = breaks, words, tight
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read:
         parts: list[str | _Call | ToolCall] = []
-        at = done = 0
+        at = done = seen = 0
+        inside = not self._in_sections
         while step := self._patterns["step"].search(text, at):
             at = step.end()
-            if step.lastgroup in ("next", "end"):
+            for mark in self._patterns["between"].finditer(text, seen, step.start()):
+                inside = self._patterns["section"].fullmatch(mark[0]) is not None or not self._in_sections
+            seen = at
+            if step.lastgroup in ("next", "end") or not inside:
                 continue
             before = text[done : step.start()]
             earlier = [part for part in parts if isinstance(part, _Call)]
@@ -115,7 +123,7 @@ class TaggedCalls(CallReader):
             # What follows may be the rest of an earlier text, which spelled the end of its call.
             for call in earlier:
                 call.is_clear &= is_clear or not call.values
-            at = done
+            at = seen = done
         calls, kept = [], [""]
         for part in [*parts, text[done:]]:
             if isinstance(part, str):
@@ -138,7 +146,7 @@ class TaggedCalls(CallReader):
         Calls that its text spells have an end each. Behind an end that belongs to none of them, no other may follow
         that has no beginning: then the text spelled the end, and goes on.
         """
-        begin: Any = self._patterns["begin"].match(text, step.start())
+        begin: Any = self._patterns["named"].match(text, step.start())
         call = _Call(step.start(), begin[1].strip())
         if step.lastgroup == "bare":
             call.end = step.end()
@@ -467,6 +475,7 @@ READERS: dict[str, Callable[..., CallReader]] = {
         close="</invoke>",
         section="«<minimax:tool_call>»",
         end_section="«</minimax:tool_call>»",
+        in_sections=True,
     ),
     "deepseek-v4": partial(
         TaggedCalls,
