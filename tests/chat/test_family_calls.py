@@ -140,7 +140,7 @@ def ran(format: KnownFormat, text: str) -> list[tuple[str, dict[str, Any]]]:
     return [(call.status, call.arguments) for call in format.parse(ids, [TOOL], prompt).calls]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_texts_of_marks_come_out_or_have_a_status(format: KnownFormat, seed: int) -> None:
     rng, spelled = random.Random(seed), marks(format)
     pieces = [*spelled, *re.findall(r"<[^<>]*>|[^<>]+", spelled[-2]), "<think>", "</think>", "a", "\n", " b "]
