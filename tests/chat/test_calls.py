@@ -33,9 +33,53 @@ def test_a_call_and_its_text() -> None:
         ('<tool_call>{"arguments": {}}</tool_call>', "missing_name"),
         ('<tool_call>{"name": "jump", "arguments": {}}</tool_call>', "unknown_tool"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "invalid_json"),
+        ('<tool_call>{"name": "look", "at": "x"}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "look", "arguments": {}, "args": {}}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "look", "input": {"at": "x"}}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "look", "arguments": {"at": "x", "at": "y"}}</tool_call>', "invalid_json"),
+        ('<tool_call>{"name": "look", "arguments": {}}}</tool_call>', "invalid_json"),
+        ('<tool_call>{"name": "look", "arguments": {"n": NaN}}</tool_call>', "malformed_structure"),
     ],
 )
 def test_a_call_that_cannot_be_read_stays_text(written: str, status: str) -> None:
     content, calls = HERMES_TEXT.read(f"See: {written}", [EXAMPLE_TOOL])
     assert [call.status for call in calls] == [status]
     assert (written in content) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('"parameters": {"at": "x"}', {"at": "x"}),
+        ('"args": {"at": "x"}, "id": "call_7", "type": "function"', {"at": "x"}),
+        ('"arguments": ""', {}),
+        ('"arguments": null', {}),
+        ('"parameters": "null"', {}),
+        ('"arguments": " "', {}),
+        ('"arguments": {"at": "a </tool_call> b"}', {"at": "a </tool_call> b"}),
+        ('"arguments": {"at": "<tool_call>{}</tool_call> <think>"}', {"at": "<tool_call>{}</tool_call> <think>"}),
+        ('"arguments": "{\\"at\\": \\"</tool_call>\\"}"', {"at": "</tool_call>"}),
+    ],
+)
+def test_arguments_stand_under_several_keys_and_may_spell_marks(written: str, arguments: dict[str, str]) -> None:
+    call = f'<tool_call>\n{{"name": "look", {written}}}\n</tool_call>'
+    content, calls = HERMES_TEXT.read(f"a{call} b{call}", [EXAMPLE_TOOL])
+    assert [(found.status, found.arguments, found.raw) for found in calls] == [("ok", arguments, call)] * 2
+    assert content == "a b"
+
+
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        ('<tool_call>{"name": "look"}<tool_call>{"name": "look"}</tool_call>', ["unclosed_block", "ok"]),
+        # In a broken object, the mark may be part of a text that was not meant to run.
+        (
+            '<tool_call>{"name": "look", "arguments": {"at": "<tool_call>{"name": "look"}</tool_call>"}}</tool_call>',
+            ["invalid_json"],
+        ),
+    ],
+)
+def test_what_follows_a_broken_call(text: str, statuses: list[str]) -> None:
+    content, calls = HERMES_TEXT.read(text, [EXAMPLE_TOOL])
+    assert [call.status for call in calls] == statuses
+    assert all(call.raw in content and call.problem for call in calls if call.status != "ok")

@@ -99,7 +99,9 @@ def test_malformed_call_stays_text_and_is_warned_of(monkeypatch):
     }
     with pytest.warns(RuntimeWarning, match="a call of 'solver' can't be read") as warned:
         played = asked(Chat, [f"So: {text}" for text in malformed.values()], *[{"tools": [ADD]}] * 5)
-    assert [status for status in malformed for one in warned if f"tool_calls/{status}/" in str(one.message)] == [*malformed]
+    assert [status for status in malformed for one in warned if f"tool_calls/{status}/" in str(one.message)] == [
+        *malformed
+    ]
     for (status, text), answer, step in zip(malformed.items(), played.seen, played.steps, strict=True):
         message = answer.choices[0].message
         assert message.tool_calls is None and text in message.content, status
