@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.chat.calls import HERMES_TEXT
+from turnwise.chat.calls.reading import HERMES_TEXT
 from turnwise.chat.formats import EXAMPLE_TOOL
 from turnwise.types import ParsedCompletion
 

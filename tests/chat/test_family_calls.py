@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.chat.family_calls import READERS, kinds_of, typed
+from turnwise.chat.calls.families import READERS
+from turnwise.chat.calls.values import kinds_of, typed
 from turnwise.chat.known_formats import KnownFormat, families
 from turnwise.types import OK, ParsedCompletion
 
@@ -240,3 +241,18 @@ def test_what_models_write_is_read_or_has_a_status(
 def test_a_text_has_the_type_of_its_schema(text: str, schema: Any, value: Any, fits: bool) -> None:
     found = typed(text, kinds_of(schema, {}))
     assert (found, type(found[0])) == ((value, fits), type(value))
+
+
+@pytest.mark.needs("renderers")
+def test_llama_shows_each_of_several_calls_with_its_result() -> None:
+    format = KnownFormat(kind_tokenizer("llama"), "llama-3")
+    calls = [{"id": name, "function": {"name": "edit", "arguments": {"text_0": name}}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"done {name}"} for name in "ba"]
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results, USER]
+    shown = format.tokenizer.decode(format.prompt_ids(chat, [TOOL])).split("<|eot_id|>")[2:6]
+    assert [text.rpartition("\n\n")[2] for text in shown] == [
+        '{"name": "edit", "parameters": {"text_0": "a"}}',
+        '"done a"',
+        '{"name": "edit", "parameters": {"text_0": "b"}}',
+        '"done b"',
+    ]

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any
 
-from turnwise.chat.calls import HERMES_TEXT
+from turnwise.chat.calls.reading import HERMES_TEXT
 from turnwise.chat.messages import ChatError, Tool, results_in_order
 from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
 from turnwise.chat.thoughts import MARKS as THOUGHT_MARKS
@@ -97,10 +97,10 @@ class ChatFormat(ChatEncoder):
         return [*prompt, *seen, *tail]
 
     def _following(self, new: Messages, answer: Message | None) -> Messages:
-        """Return ``new`` as it follows ``answer``: results in the order of their calls, system messages folded."""
+        """Return ``new`` as it follows ``answer``: results in their calls' order, systems folded, roles in turn."""
         if answer and answer.get("tool_calls"):
             new = results_in_order([answer, *new])[1:]
-        return self._with_systems(new, begun=True)
+        return self._in_turn(self._with_systems(new, begun=True), begun=True)
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
         """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from turnwise.chat.calls import CallReader, checked_call, unread
-from turnwise.chat.family_calls import READERS
+from turnwise.chat.calls.families import READERS
+from turnwise.chat.calls.reading import CallReader, checked_call, unread
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
@@ -22,6 +22,8 @@ NOT_FAMILIES = ("default", "auto", "custom")
 NEEDS_NETWORK = ("gpt-oss",)
 """Families whose renderer downloads a vocabulary when it is made. ``"auto"`` never tries them."""
 
+ONE_CALL = ("llama-3",)
+"""Families whose templates take one call in each message, though their models write several."""
 
 _PROBES: tuple[tuple[Messages, list[Tool]], ...] = (
     ([{"role": "user", "content": "Hi there"}], []),
@@ -85,6 +87,8 @@ class KnownFormat(ChatFormat):
         self, tokenizer: Any, messages: Messages, tools: Sequence[Any] = (), add_generation_prompt: bool = True
     ) -> list[int]:
         renderer = self._renderer_of(tokenizer)
+        if self.name in ONE_CALL:
+            messages = _one_call_each(messages)
         ids = renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=add_generation_prompt)
         return [int(token) for token in ids]
 
@@ -162,10 +166,10 @@ class KnownFormat(ChatFormat):
             ids.pop()
         # The family's parser reads the tokens outside of the thoughts: it knows no later ones, and no calls in them.
         begun = self.opens_thought(prompt)
-        found, spoken = self._without_thoughts(ids, begun, ended, tools)
+        found, spoken, parts = self._without_thoughts(ids, begun, ended, tools)
         if found.is_open:
             return ParsedCompletion("", found.thought, in_thought=True, finished=False)
-        begin = self._first_call(spoken) if tools else len(spoken)
+        begin = self._first_call(parts) if tools else len(spoken)
         try:
             parsed, ids = self._parsed_answer(spoken[:begin], begun, bool(found.thoughts), tools, prompt)
         except (ValueError, RecursionError):  # the renderers' own parsers of JSON, for numbers and nests without end
@@ -195,15 +199,14 @@ class KnownFormat(ChatFormat):
         answer = "".join([content, *(call.raw for call in calls if call.status != OK)])
         return ParsedCompletion(answer, thought, calls, finished=ended, written=written)
 
-    def _first_call(self, ids: Sequence[int]) -> int:
-        """Return the index of the token with which the first call begins; the number of ``ids`` if there is none.
+    def _first_call(self, parts: Sequence[str]) -> int:
+        """Return the index of the token with which the first call begins; the number of tokens if there is none.
 
         The family's parser gets only what comes before, as it changes the texts in calls.
         """
-        parts = self._parts(ids)
         found = self._places and self._places.opening.search("".join(parts))
         ends = accumulate(map(len, parts))
-        return len(ids) if not found else next(index for index, end in enumerate(ends) if end > found.start())
+        return len(parts) if not found else next(index for index, end in enumerate(ends) if end > found.start())
 
     def _parts(self, ids: Sequence[int]) -> list[str]:
         """Return the bytes of each token, as one character each; marks of calls as in ``CallReader.text_of``."""
@@ -224,8 +227,8 @@ class KnownFormat(ChatFormat):
 
     def _without_thoughts(
         self, ids: Sequence[int], begun: bool, ended: bool, tools: Sequence[Tool]
-    ) -> tuple[Thoughts, list[int]]:
-        """Return the thoughts of a completion, in places of its bytes, and the tokens outside of them."""
+    ) -> tuple[Thoughts, list[int], list[str]]:
+        """Return the thoughts of a completion, in places of its bytes, and the tokens outside of them, with bytes."""
         parts, marks = self._parts(ids), _as_bytes(self.thought_marks)
         calls = (self._places or _as_bytes(CALL_MARKS)) if tools else None
         found = find_thoughts("".join(parts), begun=begun, ended=ended, calls=calls, marks=marks)
@@ -235,10 +238,10 @@ class KnownFormat(ChatFormat):
             while left and left[-1][1] <= begin:
                 left.pop()
             if not left or left[-1][0] >= place:
-                kept.append(token)
+                kept.append((token, part))
         thought = found.thought if self._places is None else self._places.plain(found.thought)
         found = replace(found, thought=thought.encode("latin-1").decode(errors="replace"))
-        return found, kept
+        return found, [token for token, _ in kept], [part for _, part in kept]
 
     def _parsed_answer(
         self, spoken: list[int], begun: bool, thought: bool, tools: Sequence[Tool], prompt: Sequence[int]
@@ -312,6 +315,26 @@ def find_family(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None 
         except Exception:  # another family's renderer may raise anything for this tokenizer
             continue
     return None
+
+
+def _one_call_each(messages: Messages) -> Messages:
+    """Return a chat in which each call has a message of its own, with its result behind it."""
+    split: Messages = []
+    waiting: Messages = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            split.append(message)
+            split += waiting[:1]
+            del waiting[:1]
+        elif len(calls) > 1:
+            first, *waiting = ({**message, "tool_calls": [call]} for call in calls)
+            waiting = [{**other, "content": ""} for other in waiting]
+            split.append(first)
+        else:
+            split += [*waiting, message]
+            waiting = []
+    return [*split, *waiting]
 
 
 def _as_bytes(pairs: Pairs) -> Pairs:
