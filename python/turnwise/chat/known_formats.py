@@ -14,7 +14,7 @@ from turnwise.chat.calls.reading import CallReader, checked_call, unread
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
-from turnwise.chat.thoughts import CALL_MARKS, Pairs, Thoughts, find_thoughts
+from turnwise.chat.thoughts import CALL_MARKS, CHANNELS, Pairs, Thoughts, find_thoughts
 from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer
 from turnwise.utils.registry import did_you_mean
 
@@ -144,6 +144,16 @@ class KnownFormat(ChatFormat):
         if ids[:kept] != [*prompt, *completion]:
             return None
         return self._as_texts(ids[kept:]) if hostile else ids[kept:]
+
+    @cached_property
+    def hidden_marks(self) -> frozenset[int]:
+        """The added tokens that end no turn: the family's parser knows its own among them, a text may lack them."""
+        return frozenset(getattr(self.tokenizer, "added_tokens_decoder", {})) - set(self.stop_token_ids)
+
+    @cached_property
+    def thought_marks(self) -> Pairs:
+        """As in :class:`ChatFormat`, without channels, whose family has a parser that needs them all."""
+        return tuple(pair for pair in super().thought_marks if pair not in CHANNELS)
 
     def check_tools(self, tools: Sequence[Tool]) -> None:
         """Accept all tools: every family supports them."""
