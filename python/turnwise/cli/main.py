@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ from typing import Any, NoReturn
 
 from turnwise.cli.make import find_benches
 from turnwise.cli.options import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
+from turnwise.utils.output import open_standard_descriptors, safe_output, tell
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.signals import SavedNote
-from turnwise.utils.threads import end_process, keep_openmp_awake
+from turnwise.utils.threads import end_process, end_program_loop, keep_openmp_awake
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 """Errors that a user's mistake raises."""
@@ -62,26 +62,27 @@ def repeated(name: str, help: str, metavar: str) -> Argument:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``turnwise`` with ``argv`` (default: the process's arguments) and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with safe_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: list[str]) -> int:
     try:
         options = parse(arguments)
         module, _, name = COMMANDS[options.command].call.partition(":")
         run = getattr(importlib.import_module(f"turnwise.cli.{module}"), name)
         try:
-            code = run(options)
+            code: int = run(options)
+            return code
         except SystemExit as error:  # of code that a config names: it must not look like success
             if error.code in EXIT_BY_SIGNAL:
                 raise
             raise RuntimeError(f"code of the user ended the command by exit({error.code!r})") from error
-        if not sys.stdout.closed:  # by user code
-            sys.stdout.flush()
-        return code
+        finally:
+            end_program_loop()
     except KeyboardInterrupt:
-        print("turnwise: interrupted", file=sys.stderr)
+        tell("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe (`turnwise doctor | head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
     except (*USER_ERRORS, *RUN_ERRORS) as error:
         if "--traceback" in arguments:
             raise
@@ -89,13 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             message = f"{error.strerror}: {error.filename!r}"
         notes = getattr(error, "__notes__", [])
-        print("\n".join([f"turnwise: {message}", *notes]), file=sys.stderr)
+        tell("\n".join([message, *notes]))
         in_training = any(isinstance(note, SavedNote) for note in notes)
         return EXIT_USAGE if isinstance(error, USER_ERRORS) and not in_training else EXIT_FAILED
 
 
 def entry() -> NoReturn:
     """Run ``turnwise``, and end the process also if user code left threads behind."""
+    open_standard_descriptors()
     keep_openmp_awake()
     try:
         code = main()

@@ -63,7 +63,7 @@ from turnwise.train.run_folder import RunLock, check_records
 from turnwise.train.update.teaching import Teaching
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
-from turnwise.utils.threads import run_to_end
+from turnwise.utils.threads import run_in_program
 
 
 class TaskArena(Arena):
@@ -114,8 +114,8 @@ class Run:
             for task in dict.fromkeys(request.meta.get(TASK) for request in asked):
                 own = [request for request in asked if request.meta.get(TASK) == task]
                 metric = f"{task}/{SUCCESS}" if task in self.config.tasks else self.task.success_metric
-                run_to_end(check_start(self.trainer, own, metric))
-            progress = run_to_end(self.trainer.run())
+                run_in_program(check_start(self.trainer, own, metric))
+            progress = run_in_program(self.trainer.run())
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
@@ -133,13 +133,13 @@ class Run:
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
         """Evaluate success on the held-out questions with the trainer's present weights, by default greedily."""
-        return run_to_end(self._evaluate(sampling, samples, []))[0]
+        return run_in_program(self._evaluate(sampling, samples, []))[0]
 
     def ablate(
         self, ablations: Sequence[Ablation], sampling: Sampling | None = None, *, samples: int = 1
     ) -> tuple[Evaluation, list[Addition]]:
         """Evaluate as :meth:`evaluate` does, and without each actor of ``ablations`` and with it alone."""
-        return run_to_end(self._evaluate(sampling, samples, ablations))
+        return run_in_program(self._evaluate(sampling, samples, ablations))
 
     async def _evaluate(
         self, sampling: Sampling | None, samples: int, ablations: Sequence[Ablation]
@@ -156,7 +156,7 @@ class Run:
                 await self.arena.workers.close()
             await self.arena.client.close()
 
-        run_to_end(close())
+        run_in_program(close())
         self.trainer.learner.stop()
 
 

@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from turnwise.utils.output import tell
+
 _CODE = re.compile(r"(\w+:)?[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """A name that :func:`import_by_name` would import, or that with the prefix of another package's tasks."""
 
@@ -105,7 +107,7 @@ def code_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def announce_code(settings: Any, what: str = "is imported") -> None:
     """Print to stderr which code a configuration's plain data can name, before any of it is imported."""
     if named := [f"{key} = {name!r}" for key, name in code_in(settings)]:
-        print(f"turnwise: the config can name code, which {what} here: {', '.join(named)}", file=sys.stderr)
+        tell(f"the config can name code, which {what} here: {', '.join(named)}")
 
 
 def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:

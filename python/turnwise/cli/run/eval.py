@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from turnwise.arena.answers import Contribution
 from turnwise.cli.options import EXIT_OK
 from turnwise.run.checks import task_of
@@ -26,13 +24,14 @@ from turnwise.train.eval.evaluate import Evaluation, compare, describe
 from turnwise.train.eval.statistics import Estimate, PairedDifference
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.validate import read_config
+from turnwise.utils.output import console, say
 from turnwise.utils.registry import announce_code
 
 
 def run(options: argparse.Namespace) -> int:
     if options.base_url is not None:
         measured = measure_remotely(options)
-        print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
+        say(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
         return EXIT_OK
     if options.config is None:
         raise ValueError("expected a config file or a run folder (without one only with --base-url)")
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         samples=options.samples,
         temperature=options.temperature,
     )
-    print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
+    say(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
     return EXIT_OK
 
 
@@ -112,7 +111,7 @@ def _evaluated(
         ablations = ablations_of(task_of(config), ablate) if ablate else []
     except ValueError as error:
         raise ValueError(f"--ablate {','.join(ablate)}: {error}") from None
-    quiet = RunLog(config.run_dir, 0, writers=[], console=Console(stderr=True), progress=False)
+    quiet = RunLog(config.run_dir, 0, writers=[], console=console("stderr"), progress=False)
     unserved = config.log.model_copy(update={"prometheus": None})  # the run itself may hold the port
     run, chosen = load_run(config.model_copy(update={"log": unserved}), checkpoint, None if verbose else quiet)
     with closing(run):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 
 from turnwise.cli.options import EXIT_OK
 from turnwise.utils.files import KEY_VARIABLE
+from turnwise.utils.output import Output, tell
 from turnwise.workers.secrets import key_names, read_keys, restart_without_secrets
 
 
@@ -40,17 +40,13 @@ def run(options: argparse.Namespace) -> int:
     config = read_config(options.config, options.overrides, task_type=task_type)
     worker = WorkerRun(config, keys)
     if options.host not in LOOPBACK:
-        say(f"{options.host} is open to other hosts: the run needs the key, but nothing is encrypted")
+        tell(f"{options.host} is open to other hosts: the run needs the key, but nothing is encrypted")
 
     def announce(address: str) -> None:
         with announced:
-            print(json.dumps({"address": address, "pid": os.getpid()}), file=announced)
-        say(f"listening at {address}")
+            print(json.dumps({"address": address, "pid": os.getpid()}), file=Output.over(announced))
+        tell(f"listening at {address}")
 
-    play_until_stopped(worker, key, options.host, options.port, announce=announce, say=say)
-    say("stopped")
+    play_until_stopped(worker, key, options.host, options.port, announce=announce, say=tell)
+    tell("stopped")
     return EXIT_OK
-
-
-def say(line: str) -> None:
-    print(f"turnwise: {line}", file=sys.stderr, flush=True)

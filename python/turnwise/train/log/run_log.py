@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
 from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
 from turnwise.types import GenerateResult, Tokenizer
+from turnwise.utils import output
 from turnwise.utils.files import replace_text
 
 _FAILED_PER_STEP = 8
@@ -51,7 +52,8 @@ class RunLog:
         self.tokenizer = tokenizer
         self.writers: list[MetricWriter] = [JsonLines(folder / "metrics.jsonl")] if writers is None else list(writers)
         self.progress = progress
-        self.bars = ProgressBars(total_steps, console or Console(), shown=progress)
+        self._printing = ExitStack()
+        self.bars = ProgressBars(total_steps, console or output.console(), shown=progress)
         folder.mkdir(parents=True, exist_ok=True)
 
     @classmethod
@@ -91,6 +93,7 @@ class RunLog:
 
     def __enter__(self) -> Self:
         self.open()
+        self._printing.enter_context(output.safe_output(of_run=True))
         self.bars.start()
         return self
 
@@ -98,6 +101,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bars.stop()
+        self._printing.close()
         self.close(error)
 
     def step(self, step: int, metrics: Mapping[str, float], results: Sequence[GenerateResult] = ()) -> None:
