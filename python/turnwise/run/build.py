@@ -44,7 +44,7 @@ from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, Addition, ablate
-from turnwise.train.eval.evaluate import Evaluation, describe
+from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.health.start import check_start
 from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
@@ -161,7 +161,7 @@ class Run:
 
 
 def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
-    """Build and train a run, and print the held-out success at the end.
+    """Build and train a run. At the end, write the held-out success to ``held_out.json`` in its folder, and print it.
 
     The run resumes from the newest checkpoint of its folder, if there is one and ``config.resume`` is on. With a
     ``mesh`` of several ranks (:func:`~turnwise.run.ranks.join_ranks`) this is rank 0, and the others
@@ -189,10 +189,7 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
         if run.trainer.interrupted:
             log.note(f"stopped; run the same command again to go on from {run.trainer.checkpoints}")
         else:
-            held_out = run.evaluate()
-            log.note(f"held-out {describe(held_out)}")
-            for name, one in held_out.by_task.items():
-                log.note(f"  {name}: {one.mean:.1%} (95% interval {one.low:.1%}–{one.high:.1%})")
+            log.held_out(progress.step, run.evaluate())
         return run
 
 

@@ -95,7 +95,8 @@ class Output:
                 _to_null(descriptor)
             else:
                 self._stream = _nowhere()
-        if descriptor not in _told and (_runs or not isinstance(error, BrokenPipeError | BlockingIOError)):
+        quiet = not isinstance(error, OSError) or isinstance(error, BrokenPipeError | BlockingIOError)
+        if descriptor not in _told and (_runs or not quiet):
             _told.add(descriptor)
             name = STANDARD.get(descriptor, "a closed stream")
             write_stderr(f"turnwise: {name} takes no text ({error}): what is printed there is lost")

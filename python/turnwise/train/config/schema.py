@@ -124,8 +124,8 @@ class LogConfig(Section):
     """Write TensorBoard event files into the run folder."""
     wandb: str | None = None
     """Project at Weights & Biases that gets the metrics."""
-    wandb_mode: Literal["online", "offline"] = "online"
-    """``offline`` keeps Weights & Biases' files in the run folder until ``wandb sync``."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """``offline`` keeps W&B's files in the run folder until ``wandb sync``; by default as ``WANDB_MODE`` says."""
     rollouts_per_step: int = Field(default=1, ge=0)
     """Episodes of each step that go into ``rollouts.jsonl``."""
     record_for_replay: bool = True
