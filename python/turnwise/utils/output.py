@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from turnwise.utils.signals import asked_for
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -146,6 +148,16 @@ def open_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free one
 
 
+def text_of(value: Any) -> str:
+    """Return ``str(value)``, or the type of an object whose text can't be made."""
+    try:
+        return str(value)
+    except BaseException as error:  # of any object's code
+        if asked_for(error):
+            raise
+        return f"<{type(value).__name__}, whose text raised {type(error).__name__}>"
+
+
 def printable(text: str) -> str:
     """Return ``text`` with its control characters escaped, except line breaks and tabs."""
     return text.translate(_CONTROL)
@@ -160,7 +172,7 @@ def write(text: str, *, to: Name = "stdout") -> None:
 
 def say(text: object, *, to: Name = "stdout") -> None:
     """Print ``text``, and end its last line."""
-    line = printable(str(text))
+    line = printable(text_of(text))
     write(line if line.endswith("\n") else line + "\n", to=to)
 
 
