@@ -24,6 +24,7 @@ from turnwise.tasks import task_type
 from turnwise.train.config.toml import CONFIG_FILE, raw_settings
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.validate import read_config
+from turnwise.utils.files import expanded
 from turnwise.utils.literals import literal
 from turnwise.utils.output import console, say, tell
 from turnwise.utils.registry import announce_code
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
             options.port,
             api_key_env=options.api_key_env,
             allowed_hosts=tuple(options.allowed_host),
-            adapters=parse_pairs("--adapters", options.adapters, str),
+            adapters=parse_pairs("--adapters", options.adapters, expanded),
             adapter_slots=options.adapter_slots,
             adapter_rank=options.adapter_rank,
             engine=options.engine,

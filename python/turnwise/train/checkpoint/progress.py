@@ -10,6 +10,7 @@ from pathlib import Path
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.config.schema import TrainConfig
+from turnwise.utils.files import expanded
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ def find_checkpoint(root: Path, which: str | Path) -> Path:
             raise CheckpointError(f"checkpoint {str(which)!r}: {root} has none")
         return NAMED[str(which)](checkpoints)
     inside = root / which
-    return inside if inside.is_dir() else Path(which)
+    return inside if inside.is_dir() else expanded(Path(which))
 
 
 def _best(checkpoints: list[Path]) -> Path:

@@ -32,6 +32,7 @@ from turnwise.train.config.sampling import (
     RolloutConfig,
     TaskConfig,
 )
+from turnwise.utils.files import FilePath
 
 GATEWAY_TASKS = ("gateway:", "verifiers:")
 """Prefixes of tasks whose agents call the gateway."""
@@ -157,7 +158,7 @@ class TrainConfig(Section):
     """Several tasks in one run, by their names, in place of ``task``; see docs/tasks.md."""
     gateway: dict[str, Any] = Field(default_factory=dict)
     """Settings of the gateway, for ``task = "gateway:..."``; see docs/agents.md."""
-    run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
+    run_dir: Annotated[FilePath, BeforeValidator(str)] = Path("runs/default")
     """Folder of the run: config, metrics, episodes, checkpoints, policies."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of weights, questions and sampling."""
