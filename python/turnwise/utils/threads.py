@@ -279,8 +279,8 @@ def _check_no_loop_runs(main: Coroutine[Any, Any, Any]) -> None:
     if asyncio._get_running_loop() is not None:
         main.close()
         raise RuntimeError(
-            f"{main.__qualname__}: an event loop runs in this thread already, as in a notebook. Call the function that "
-            "runs it in another thread, such as `await asyncio.to_thread(run.train)`"
+            "an event loop runs in this thread already, as in a notebook: make this call in another thread, such as "
+            "`await asyncio.to_thread(run.train)`"
         )
 
 

@@ -47,7 +47,7 @@ class Container:
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Self:
         """Return a container that this machine can run. Raises ``ValueError`` or ``RuntimeError`` otherwise."""
-        table = {"tool": given} if isinstance(given, str) else dict(given)
+        table: dict[str, Any] = {"tool": given} if isinstance(given, str) else dict(given)
         names = [field.name for field in fields(cls)]
         if unknown := [name for name in table if name not in names]:
             raise ValueError(f"gateway.container.{unknown[0]}: unknown, expected some of {names}")
